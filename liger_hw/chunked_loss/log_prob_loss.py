@@ -245,7 +245,7 @@ chunked_loss = define(
 )
 
 
-class _ChunkedLossFunction(Function):
+class ChunkedLossFunction(Function):
     """Autograd for every loss of this folder but the distillations: saves the finished gradients."""
 
     @staticmethod
@@ -290,7 +290,7 @@ def run_loss(
 ) -> tuple[torch.Tensor, ...]:
     """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared."""
     scale = gradient_scale(x.dtype, target.numel() if spec.group == TOKEN else target.shape[0])
-    return _ChunkedLossFunction.apply(x, weight, bias, target, second, spec._replace(scale=scale), *extras)
+    return ChunkedLossFunction.apply(x, weight, bias, target, second, spec._replace(scale=scale), *extras)
 
 
 # -- the reference model ---------------------------------------------------------------------------------------------

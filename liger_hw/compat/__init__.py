@@ -55,7 +55,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.model": (),
     "transformers.model.loss_utils": ("liger_hw.compat.loss_utils",),
     "ops": (_FUNCTIONS, "liger_hw.kernels"),
-    "ops.swiglu": ("liger_hw.kernels.pointwise.swiglu", "liger_hw.kernels.pointwise.fused_gate_up_swiglu"),
+    "ops.swiglu": (
+        _FUNCTIONS,
+        "liger_hw.kernels.pointwise.swiglu",
+        "liger_hw.kernels.pointwise.fused_gate_up_swiglu",
+    ),
     "ops.experimental": (),
     "ops.grpo_loss": (_LOSSES, _GRPO),
     "ops.utils": ("liger_hw.compat.ops_utils",),

@@ -302,12 +302,16 @@ class Function(torch.autograd.Function):
 
     torch asks every argument whether it is a tensor, which for a number or a name takes long. A call with DTensors is
     `distributed/dtensor.py`'s.
+
+    Arguments are those of an op's public function, which has checked them. A Function must not: under torch.compile an
+    error raised in `forward` reaches the user as an internal error of torch, and a DTensor's shape is that of the whole
+    only before its rule. Code written for Liger calls classes of its own (`compat/functions.py`).
     """
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         if _are_functorch_transforms_active():
-            _refuse_transforms(cls.__name__)
+            _refuse_transforms(_called(cls.__name__))
         if kwargs:
             return super().apply(*args, **kwargs)
         try:
@@ -317,6 +321,11 @@ class Function(torch.autograd.Function):
         except _DTensorGiven:
             return importlib.import_module("liger_hw.distributed.dtensor").apply(cls, args)
         return super(torch.autograd.Function, cls).apply(*plain)
+
+
+def _called(name: str) -> str:
+    """What an error calls a Function: code written for Liger knows `RMSNormFunction` as `LigerRMSNormFunction`."""
+    return f"Liger{name}"
 
 
 class _DTensorGiven(Exception):
@@ -358,7 +367,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return once(ctx, *grads)
         raise RuntimeError(
-            f"{backward.__qualname__.split('.')[0]}: liger_hw's ops have no second derivative; "
+            f"{_called(backward.__qualname__.split('.')[0])}: liger_hw's ops have no second derivative; "
             "call backward without create_graph=True, or use the unpatched model for it"
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..chunked_loss.policy import make_policy, policy_tensors, token_shares
-from ..kernels.losses.log_probs import LigerLogProbsFunction
+from ..kernels.losses.log_probs import LogProbsFunction
 from ..runtime.operator import check, check_tensors
 
 _NAME = "triton_grpo_loss"
@@ -92,7 +92,7 @@ def triton_grpo_loss(
     target[:, :-1] = completion_ids.masked_fill(~mask, _IGNORED)
     rows = logits.reshape(-1, logits.shape[-1])
     options = float(temperature), 0.0, _IGNORED, False, False, inplace
-    logp = LigerLogProbsFunction.apply(rows, target.view(-1), *options)[0].view(target.shape)[:, :-1]
+    logp = LogProbsFunction.apply(rows, target.view(-1), *options)[0].view(target.shape)[:, :-1]
     share = token_shares(mask, loss_type, max_completion_length, num_items_in_batch, advantages.dtype)
     losses, kl, clipped = policy.terms(logp, advantages, share, *others)
     if reduce:

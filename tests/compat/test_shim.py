@@ -102,13 +102,13 @@ from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops import LigerSiLUMulFunction
 from liger_kernel.transformers import *
 import liger_kernel.ops.swiglu, liger_hw.transformers as ours
+from liger_hw.compat import functions
 from liger_hw.kernels.losses import cross_entropy
 from liger_hw.kernels.norms import rms_norm
-from liger_hw.kernels.pointwise import swiglu
 assert LigerRMSNorm is again is rms_norm.LigerRMSNorm is ours.LigerRMSNorm
-assert LigerRMSNormFunction is rms_norm.LigerRMSNormFunction
+assert LigerRMSNormFunction is functions.LigerRMSNormFunction
 assert liger_cross_entropy is cross_entropy.liger_cross_entropy
-assert LigerSiLUMulFunction is liger_kernel.ops.swiglu.LigerSiLUMulFunction is swiglu.LigerSiLUMulFunction
+assert LigerSiLUMulFunction is liger_kernel.ops.swiglu.LigerSiLUMulFunction is functions.LigerSiLUMulFunction
 assert apply_liger_kernel_to_llama is ours.apply_liger_kernel_to_llama
 assert LigerSwiGLUMLP is ours.LigerSwiGLUMLP
 """)

@@ -271,7 +271,7 @@ def test_a_divergence_of_dtensors_is_refused(mesh_of_one, grad, needs_grad):
 def test_a_new_argument_shifts_nothing(mesh_of_one):
     """A rule finds a Function's arguments by their names, wherever they stand and whether they are given or not."""
 
-    class LigerRMSNormFunction:
+    class RMSNormFunction:
         @staticmethod
         def forward(ctx, X, residual, W, eps=1e-6, row_mode="auto"):
             raise NotImplementedError
@@ -283,7 +283,7 @@ def test_a_new_argument_shifts_nothing(mesh_of_one):
 
     given = []
     x, w = (distribute_tensor(random(*size), mesh_of_one, [Replicate()]) for size in ((3, 4), (4,)))
-    found = dtensor.apply(LigerRMSNormFunction, (x, "a residual", w))
+    found = dtensor.apply(RMSNormFunction, (x, "a residual", w))
     torch.testing.assert_close(found.full_tensor(), (x * w).full_tensor())
     ((local, residual, weight, *rest),) = given
     assert residual == "a residual" and rest == [1e-6, "auto"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import liger_hw.transformers
-from liger_hw.kernels.rotary.qwen2vl_mrope import LigerQwen2VLMRopeFunction
+from liger_hw.kernels.rotary.qwen2vl_mrope import Qwen2VLMRopeFunction
 from liger_hw.transformers.tiny import tiny_model
 from liger_hw.transformers.verify import step
 
@@ -32,8 +32,8 @@ def family(request):
 def shared_halves(monkeypatch):
     """The kernel's `shared_halves` at every call, also of a replacement that an earlier test left in place."""
     found = []
-    real = LigerQwen2VLMRopeFunction.apply
-    monkeypatch.setattr(LigerQwen2VLMRopeFunction, "apply", lambda *a: found.append(a[-1]) or real(*a))
+    real = Qwen2VLMRopeFunction.apply
+    monkeypatch.setattr(Qwen2VLMRopeFunction, "apply", lambda *a: found.append(a[-1]) or real(*a))
     return found
 
 

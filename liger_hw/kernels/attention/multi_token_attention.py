@@ -372,11 +372,11 @@ multi_token_attention_bwd = define(
 )
 
 
-class LigerMultiTokenAttentionFunction(Function):
+class MultiTokenAttentionFunction(Function):
     """Autograd for multi-token attention: saves the attention weights and the kernel."""
 
     @staticmethod
-    def forward(ctx, scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
+    def forward(ctx, scores, weight, bias, stride, padding, dilation, groups, sparse):
         ctx.how = _pair(stride), _pair(padding), _pair(dilation), groups, sparse
         ctx.has_bias = bias is not None
         y, p, last = multi_token_attention_fwd(scores, weight, bias, *ctx.how)
@@ -421,7 +421,7 @@ def liger_multi_token_attention(
     reason = _numbers_misfit(groups=groups, stride=stride, dilation=dilation, padding=padding)
     reason = reason or _misfit(scores, weight, bias, groups) or _too_small(scores, weight, padding, dilation)
     check(not reason, "liger_multi_token_attention", reason)
-    return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
+    return MultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
 
 
 def _numbers_misfit(groups=1, **pairs) -> str:

@@ -188,7 +188,7 @@ FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_
 softmax_fwd, softmax_bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference, sparse=False)
 
 
-class LigerSoftmaxFunction(Function):
+class SoftmaxFunction(Function):
     """Autograd for softmax: saves y."""
 
     @staticmethod
@@ -214,7 +214,7 @@ def liger_softmax(x: torch.Tensor) -> torch.Tensor:
     """
     check_tensors("liger_softmax", x=x)
     check(x.dim() > 0, "liger_softmax", "x must have at least one dimension")
-    return LigerSoftmaxFunction.apply(x)
+    return SoftmaxFunction.apply(x)
 
 
 class LigerSoftmax(torch.nn.Module):

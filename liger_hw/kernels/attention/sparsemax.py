@@ -197,7 +197,7 @@ FWD, BWD = row_map_tunables("sparsemax", _sparsemax_fwd_kernel, _sparsemax_fwd_l
 sparsemax_fwd, sparsemax_bwd = row_map_operators(FWD, BWD, sparsemax_reference, _bwd_reference, sparse=True)
 
 
-class LigerSparsemaxFunction(Function):
+class SparsemaxFunction(Function):
     """Autograd for sparsemax: saves y, where the caller can change it."""
 
     @staticmethod
@@ -232,7 +232,7 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     check_numbers("liger_sparsemax", dim=dim)
     if not isinstance(dim, int) or dim is True or dim is False or not -input.dim() <= dim < input.dim():
         check(False, "liger_sparsemax", f"dim={dim!r} is none of the {input.dim()} dimensions of input")
-    return LigerSparsemaxFunction.apply(input, dim)
+    return SparsemaxFunction.apply(input, dim)
 
 
 class LigerSparsemax(torch.nn.Module):

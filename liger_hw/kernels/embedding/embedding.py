@@ -123,11 +123,11 @@ embedding_bwd = define(
 )
 
 
-class LigerEmbeddingFunction(Function):
+class EmbeddingFunction(Function):
     """Autograd for embedding: saves the indices."""
 
     @staticmethod
-    def forward(ctx, embeddings, indices, padding_idx=None):
+    def forward(ctx, embeddings, indices, padding_idx):
         ctx.n_rows = embeddings.shape[0]
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
         ctx.save_for_backward(indices)
@@ -155,7 +155,7 @@ def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: in
         check(False, "liger_embedding", reason)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return LigerEmbeddingFunction.apply(weight, indices, padding_idx)
+    return EmbeddingFunction.apply(weight, indices, padding_idx)
 
 
 def _misfit(weight, indices, padding_idx) -> str:

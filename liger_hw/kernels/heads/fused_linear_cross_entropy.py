@@ -179,7 +179,7 @@ fused_linear_cross_entropy_bwd = define(
 )
 
 
-class LigerFusedLinearCrossEntropyFunction(Function):
+class FusedLinearCrossEntropyFunction(Function):
     """Autograd for the fused head: saves the finished gradients, or the inputs for reduction="none"."""
 
     @staticmethod
@@ -188,20 +188,20 @@ class LigerFusedLinearCrossEntropyFunction(Function):
         _input,
         weight,
         target,
-        bias=None,
-        ce_weight=None,
-        ignore_index=-100,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
-        reduction="mean",
-        softcap=None,
-        return_z_loss=False,
-        accum_dtype=None,
-        use_token_scaling=False,
-        return_token_accuracy=False,
-        return_predicted_tokens=False,
-        chunk_mem_const=1,
-        order=None,
+        bias,
+        ce_weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        accum_dtype,
+        use_token_scaling,
+        return_token_accuracy,
+        return_predicted_tokens,
+        chunk_mem_const,
+        order,
     ):
         tensors = _input, weight, target, bias, ce_weight, order
         extra = return_z_loss, return_token_accuracy, return_predicted_tokens
@@ -277,7 +277,7 @@ def liger_fused_linear_cross_entropy(
     options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
     more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const
     tensors = input, weight, target, bias, ce_weight
-    return pack(*LigerFusedLinearCrossEntropyFunction.apply(*tensors, *options, *more, order), extra)
+    return pack(*FusedLinearCrossEntropyFunction.apply(*tensors, *options, *more, order), extra)
 
 
 class LigerFusedLinearCrossEntropyLoss(OptionsModule):

@@ -335,7 +335,7 @@ fused_linear_cross_entropy_tp_bwd = define(
 )
 
 
-class LigerFusedLinearCrossEntropyTPFunction(Function):
+class FusedLinearCrossEntropyTPFunction(Function):
     """Autograd for one rank: saves the finished gradients, or for reduction="none" the inputs and one number a row."""
 
     @staticmethod
@@ -413,4 +413,4 @@ def liger_fused_linear_cross_entropy_tp(
     order = None if scattered else remaining_rows(_NAME, target, ignore_index, compact)
     options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
     call = _Call("" if tp_group is None else tp_group.group_name, options, wide, scattered)
-    return pack(*LigerFusedLinearCrossEntropyTPFunction.apply(input, weight, target, bias, order, call), extra)
+    return pack(*FusedLinearCrossEntropyTPFunction.apply(input, weight, target, bias, order, call), extra)

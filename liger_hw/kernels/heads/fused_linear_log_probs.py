@@ -362,7 +362,7 @@ def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tu
     return tuple(g if w else None for g, w in zip(found, call.wanted))
 
 
-class LigerFusedLinearLogProbsFunction(Function):
+class FusedLinearLogProbsFunction(Function):
     """Autograd for rows [n_rows, hidden]: saves the inputs and what is small; returns (logp, entropy, top, selected).
 
     top: int64 [n_rows], the first column of the largest logit
@@ -452,7 +452,7 @@ def liger_fused_linear_log_probs(
     order, n_rows = remaining_rows(_NAME, target, ignore_index, compact), target.shape[0]
     if order is not None:
         input, target = input.index_select(0, order), target.index_select(0, order)
-    logp, entropy, top, selected = LigerFusedLinearLogProbsFunction.apply(input, weight, target, bias, ids, call)
+    logp, entropy, top, selected = FusedLinearLogProbsFunction.apply(input, weight, target, bias, ids, call)
     is_top1 = (top == target) & (target != ignore_index) if return_top1 else None
 
     def shaped(rows: torch.Tensor | None, there: bool = True) -> torch.Tensor | None:

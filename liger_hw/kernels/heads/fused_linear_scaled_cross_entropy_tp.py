@@ -20,7 +20,7 @@ from .linear_head import Wanted
 _NAME = "liger_fused_linear_scaled_cross_entropy_tp"
 
 
-class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
+class FusedLinearScaledCrossEntropyTPFunction(Function):
     """Autograd for one rank: saves the inputs, the log-sum-exp over all ranks, the entropy, and logits of its part."""
 
     @staticmethod
@@ -81,5 +81,5 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     check_flags(_NAME, return_entropy=return_entropy)
     tp_group = checked_group(_NAME, tp_group)
     options = tp_group, float(temperature), ignore_index, return_entropy
-    nll, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, *options)
+    nll, entropy = FusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, *options)
     return (nll, entropy) if return_entropy else nll

@@ -142,7 +142,7 @@ cross_entropy_fwd = define(
 )
 
 
-class LigerCrossEntropyFunction(Function):
+class CrossEntropyFunction(Function):
     """Autograd for cross entropy: saves the gradient, which the forward has already computed.
 
     Gives (loss, z_loss, token_accuracy, predicted_tokens), or the loss alone with `loss_only`, which costs torch less.
@@ -154,15 +154,15 @@ class LigerCrossEntropyFunction(Function):
         _input,
         target,
         weight,
-        ignore_index=-100,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
-        reduction="mean",
-        softcap=None,
-        return_z_loss=False,
-        return_token_accuracy=False,
-        return_predicted_tokens=False,
-        loss_only=False,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+        loss_only,
     ):
         extra = return_z_loss, return_token_accuracy, return_predicted_tokens
         options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
@@ -230,7 +230,7 @@ def liger_cross_entropy(
     check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
     if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # of a DTensor: its reader
         given, loss_only = (ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *extra), not any(extra)
-        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *given, loss_only)
+        outputs = CrossEntropyFunction.apply(input, target, weight, *given, loss_only)
         return outputs if loss_only else pack(*outputs, extra)
     options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
     return pack(*_run(input, target, weight, options, False)[:4], extra)

@@ -120,11 +120,11 @@ fused_ce_tvd_bwd = define(
 )
 
 
-class LigerFusedCETVDFunction(Function):
+class FusedCETVDFunction(Function):
     """Autograd for both losses: saves the logits and six numbers a row."""
 
     @staticmethod
-    def forward(ctx, student_logits, teacher_logits, target, ignore_index=-100):
+    def forward(ctx, student_logits, teacher_logits, target, ignore_index):
         ce, tvd, saved = fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)
         ctx.save_for_backward(student_logits, teacher_logits, target, saved)
         ctx.ignore_index = ignore_index
@@ -164,7 +164,7 @@ def liger_fused_ce_tvd(
         teacher_logits = teacher_logits.detach()
     check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index)
     if torch.is_grad_enabled() and student_logits.requires_grad:
-        return LigerFusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)
+        return FusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)
     return fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)[:2]
 
 

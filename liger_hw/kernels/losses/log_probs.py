@@ -162,7 +162,7 @@ log_probs_bwd_ = define(
 )
 
 
-class LigerLogProbsFunction(Function):
+class LogProbsFunction(Function):
     """Autograd for rows [n_rows, n_cols]; returns (logp, entropy, top).
 
     inplace: the caller lets backward write over the logits, which are dense rows
@@ -229,7 +229,7 @@ def liger_log_probs(
         check(False, _NAME, f"logits must be [..., n_cols] with at least one column, got {tuple(logits.shape)}")
     numbers = float(temperature), float(softcap or 0.0), ignore_index
     flags = bool(return_entropy), bool(return_top1)
-    logp, entropy, top = LigerLogProbsFunction.apply(rows, target, *numbers, *flags, False)
+    logp, entropy, top = LogProbsFunction.apply(rows, target, *numbers, *flags, False)
     is_top1 = (top == target) & (target != ignore_index) if return_top1 else None
     results = logp, entropy if return_entropy else None, is_top1
     return pack_log_probs(*(None if t is None else t.view(shape) for t in results))

@@ -117,7 +117,7 @@ vocab_parallel_gradient = define(
 )
 
 
-class LigerVocabParallelCEFunction(Function):
+class VocabParallelCEFunction(Function):
     """Autograd for the loss of this rank's part of the vocabulary: saves the logits and one number a row."""
 
     @staticmethod
@@ -125,11 +125,11 @@ class LigerVocabParallelCEFunction(Function):
         ctx,
         vocab_parallel_logits,
         target,
-        tp_group=None,
-        ignore_index=-100,
-        label_smoothing=0.0,
-        label_smoothing_formula="pytorch",
-        label_smoothing_mode="global",
+        tp_group,
+        ignore_index,
+        label_smoothing,
+        label_smoothing_formula,
+        label_smoothing_mode,
     ):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten()
         n_cols, partition = logits.shape[1], label_smoothing_mode == "partition"
@@ -201,7 +201,7 @@ def liger_vocab_parallel_cross_entropy(
     check_smoothing(_NAME, ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode)
     tp_group = checked_group(_NAME, tp_group)
     options = ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode
-    return LigerVocabParallelCEFunction.apply(logits, target, tp_group, *options)
+    return VocabParallelCEFunction.apply(logits, target, tp_group, *options)
 
 
 def check_smoothing(op: str, ignore_index: int, smoothing: float, formula: str, mode: str) -> None:

@@ -213,30 +213,12 @@ fused_moe_bwd = define(
 )
 
 
-_SWIGLU = Gate().numbers()
-
-
-class LigerFusedMoEFunction(Function):
-    """Autograd for the experts of a layer: saves the inputs, the routing and the pre-activations.
-
-    `apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights)` as Liger has it; then the biases, what
-    `Gate.numbers` gives, and whether the weights are transposed.
-    """
+class FusedMoEFunction(Function):
+    """Autograd for the experts of a layer: saves the inputs, the routing and the pre-activations."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        gate_up_proj,
-        down_proj,
-        top_k_index,
-        top_k_weights,
-        gate_up_bias=None,
-        down_bias=None,
-        gate=_SWIGLU,
-        is_transposed=False,
-    ):
-        ctx.how = How(*gate, is_transposed)
+    def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
+        ctx.how = how
         inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
         out, *made = fused_moe_fwd(*inputs, gate_up_bias, down_bias, ctx.how)
         ctx.save_for_backward(*inputs, down_bias, *made)
@@ -245,15 +227,13 @@ class LigerFusedMoEFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        n_inputs = len(ctx.needs_input_grad)  # Liger's callers give five, without biases and options
-        needs = (*ctx.needs_input_grad, False, False)
-        wanted = [needs[place] for place in (0, 1, 2, 4, 5, 6)]
+        wanted = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
         found = fused_moe_bwd(dout, *ctx.saved_tensors, wanted, ctx.how)
         dx, dup, ddown, dweights, dup_bias, ddown_bias = (g if w else None for g, w in zip(found, wanted))
-        return (dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None, None)[:n_inputs]
+        return dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None
 
 
-class LigerSeparateExpertsFunction(Function):
+class SeparateExpertsFunction(Function):
     """The same of experts whose projections are parameters of their own, without biases.
 
     `apply(x, top_k_index, top_k_weights, how, skips_unused, *weights)`: what `How` has, then gate and up of the first
@@ -384,7 +364,7 @@ def liger_fused_moe(
     ):
         check(False, op, reason)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    return LigerFusedMoEFunction.apply(*tensors, gate.numbers(), bool(is_transposed)).to(own_dtype)
+    return FusedMoEFunction.apply(*tensors, How(*gate.numbers(), bool(is_transposed))).to(own_dtype)
 
 
 def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused) -> torch.Tensor:
@@ -406,7 +386,7 @@ def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, 
         check(False, op, reason)
     how = How(*gate.numbers(), is_transposed=False)
     routed = top_k_index, top_k_weights
-    return LigerSeparateExpertsFunction.apply(x, *routed, how, bool(skips_unused), *weights).to(own_dtype)
+    return SeparateExpertsFunction.apply(x, *routed, how, bool(skips_unused), *weights).to(own_dtype)
 
 
 def _separate_misfit(x, weights) -> str:

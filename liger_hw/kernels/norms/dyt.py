@@ -348,7 +348,7 @@ dyt_bwd = define(
 )
 
 
-class LigerDyTFunction(Function):
+class DyTFunction(Function):
     """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
 
     @staticmethod
@@ -384,7 +384,7 @@ def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: t
         if parameter is not None and parameter.shape != x.shape[-1:]:
             want, have = tuple(x.shape[-1:]), tuple(parameter.shape)
             check(False, "liger_dyt", f"{name} must have shape {want} to match x, got {have}")
-    return LigerDyTFunction.apply(x, alpha, gamma, beta)
+    return DyTFunction.apply(x, alpha, gamma, beta)
 
 
 class LigerDyT(torch.nn.Module):

@@ -80,11 +80,11 @@ def _normalised_again(s, w, eps, offset, casting):
     return fused_add_rms_norm_fwd(s, torch.zeros_like(s), w, eps, offset, casting)[0]
 
 
-class LigerFusedAddRMSNormFunction(Function):
+class FusedAddRMSNormFunction(Function):
     """Autograd for the fused add and RMSNorm: saves s, w and rstd."""
 
     @staticmethod
-    def forward(ctx, X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+    def forward(ctx, X, R, W, eps, offset, casting_mode):
         eps = float(eps)
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
         Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, eps, ctx.offset, ctx.casting)
@@ -98,10 +98,10 @@ class LigerFusedAddRMSNormFunction(Function):
     def backward(ctx, dY, dS):
         S, W, RSTD = ctx.saved_tensors
         if dY is None:
-            return dS, dS, None, None, None, None, None
+            return dS, dS, None, None, None, None
         needs_dw = ctx.needs_input_grad[2]
         dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting, needs_dw)
-        return dX, dX, dW if needs_dw else None, None, None, None, None
+        return dX, dX, dW if needs_dw else None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def liger_fused_add_rms_norm(
         check(False, op, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
     if W.shape != X.shape[-1:]:
         check(False, op, f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")
-    return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
+    return FusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):

@@ -357,7 +357,7 @@ gated_rms_norm_bwd = define(
 )
 
 
-class LigerGatedRMSNormFunction(Function):
+class GatedRMSNormFunction(Function):
     """Autograd for the gated RMSNorm: saves x, gate, w and rstd."""
 
     @staticmethod
@@ -410,7 +410,7 @@ def liger_gated_rms_norm(
     if casting_mode not in CASTING_MODES:
         check(False, _NAME, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
     flags = activation == "sigmoid", casting_mode == "llama", bool(norm_before_gate)
-    return LigerGatedRMSNormFunction.apply(X, gate, W, float(eps), *flags, group_size)
+    return GatedRMSNormFunction.apply(X, gate, W, float(eps), *flags, group_size)
 
 
 class LigerGatedRMSNorm(torch.nn.Module):

@@ -294,7 +294,7 @@ group_norm_bwd = define(
 )
 
 
-class LigerGroupNormFunction(Function):
+class GroupNormFunction(Function):
     """Autograd for GroupNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
 
     @staticmethod
@@ -345,7 +345,7 @@ def liger_group_norm(
         if parameter is not None and parameter.shape != (num_channels,):
             check(False, "liger_group_norm", f"{name} must have shape ({num_channels},), got {tuple(parameter.shape)}")
     check(B is None or W is not None, "liger_group_norm", "a bias needs a weight; pass ones for a shift alone")
-    return LigerGroupNormFunction.apply(X, W, B, num_channels, num_groups, eps)
+    return GroupNormFunction.apply(X, W, B, num_channels, num_groups, eps)
 
 
 class LigerGroupNorm(torch.nn.Module):

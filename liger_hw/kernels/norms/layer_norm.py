@@ -133,7 +133,7 @@ layer_norm_bwd = define(
 )
 
 
-class LigerLayerNormFunction(Function):
+class LayerNormFunction(Function):
     """Autograd for LayerNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
 
     @staticmethod
@@ -176,7 +176,7 @@ def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | 
             hint = swapped(X, parameter) if name == "W" else ""
             check(False, "liger_layer_norm", f"{name} must have shape {want} to match X, got {have}{hint}")
     check(B is None or W is not None, "liger_layer_norm", "B needs W; pass ones as W for a shift alone")
-    return LigerLayerNormFunction.apply(X, W, B, eps)
+    return LayerNormFunction.apply(X, W, B, eps)
 
 
 class LigerLayerNorm(torch.nn.Module):

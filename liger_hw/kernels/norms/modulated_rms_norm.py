@@ -237,11 +237,11 @@ modulated_rms_norm_bwd = define(
 )
 
 
-class LigerModulatedRMSNormFunction(Function):
+class ModulatedRMSNormFunction(Function):
     """Autograd for the modulated RMSNorm: saves its inputs and rstd."""
 
     @staticmethod
-    def forward(ctx, X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
+    def forward(ctx, X, W, scale, shift, eps, offset, casting_mode):
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
         Y, RSTD = modulated_rms_norm_fwd(X, W, scale, shift, float(eps), ctx.offset, ctx.casting)
         ctx.save_for_backward(X, W, scale, shift, RSTD)
@@ -252,7 +252,7 @@ class LigerModulatedRMSNormFunction(Function):
     def backward(ctx, dY):
         needs = ctx.needs_input_grad[1:4]
         dX, *grads = modulated_rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, any(needs))
-        return dX, *[g if n else None for g, n in zip(grads, needs)], None, None, None, None
+        return dX, *[g if n else None for g, n in zip(grads, needs)], None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def liger_modulated_rms_norm(
         check(False, name, f"scale must be {want}, got {tuple(scale.shape)} for X of {tuple(X.shape)}")
     if shift is not None and shift.shape != scale.shape:
         check(False, name, f"shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
-    return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
+    return ModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode)
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):

@@ -301,11 +301,11 @@ poly_norm_bwd = define(
 )
 
 
-class LigerPolyNormFunction(Function):
+class PolyNormFunction(Function):
     """Autograd for PolyNorm: saves x, w, b (only for its shape and dtype) and rstd. dw and db share one storage."""
 
     @staticmethod
-    def forward(ctx, X, W, B, eps=1e-6, in_place=True):
+    def forward(ctx, X, W, B, eps):
         Y, RSTD = poly_norm_fwd(X, W, B, float(eps))
         ctx.save_for_backward(X, W, B, RSTD)
         return Y
@@ -315,7 +315,7 @@ class LigerPolyNormFunction(Function):
     def backward(ctx, grad_output):
         X, W, B, RSTD = ctx.saved_tensors
         dX, dP = poly_norm_bwd(grad_output, X, W, B, RSTD)
-        return dX, dP[:3], None if B is None else dP[3:].view(B.shape), None, None
+        return dX, dP[:3], None if B is None else dP[3:].view(B.shape), None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def liger_poly_norm(
     check(W.shape == (3,), "liger_poly_norm", f"W must have shape (3,), got {tuple(W.shape)}")
     if B is not None and B.numel() != 1:
         check(False, "liger_poly_norm", f"B must have one element, got shape {tuple(B.shape)}")
-    return LigerPolyNormFunction.apply(X, W, B, eps, in_place)
+    return PolyNormFunction.apply(X, W, B, eps)
 
 
 class LigerPolyNorm(torch.nn.Module):

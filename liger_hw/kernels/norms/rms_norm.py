@@ -102,11 +102,11 @@ rms_norm_bwd = define(
 )
 
 
-class LigerRMSNormFunction(Function):
+class RMSNormFunction(Function):
     """Autograd for RMSNorm: saves x, w and rstd."""
 
     @staticmethod
-    def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+    def forward(ctx, X, W, eps, offset, casting_mode):
         eps = float(eps)
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
         Y, RSTD = rms_norm_fwd(X, W, eps, ctx.offset, ctx.casting)
@@ -120,7 +120,7 @@ class LigerRMSNormFunction(Function):
         X, W, RSTD = ctx.saved_tensors
         needs_dw = ctx.needs_input_grad[1]
         dX, dW = rms_norm_bwd(dY, X, W, RSTD, ctx.offset, ctx.casting, needs_dw)
-        return dX, dW if needs_dw else None, None, None, None, None, None
+        return dX, dW if needs_dw else None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def liger_rms_norm(
     if W is not None and W.shape != X.shape[-1:]:
         want, have = tuple(X.shape[-1:]), tuple(W.shape)
         check(False, "liger_rms_norm", f"W must have shape {want} to match X, got {have}{swapped(X, W)}")
-    return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place)
+    return RMSNormFunction.apply(X, W, eps, offset, casting_mode)
 
 
 class LigerRMSNorm(torch.nn.Module):

@@ -84,20 +84,17 @@ operators = ActivationOperators(
 )
 
 
-class LigerFusedGateUpSiLUMulFunction(Function):
-    """Autograd for SwiGLU on the fused gate-up layout: saves y.
-
-    `in_place` is accepted for Liger's signature: whether y's memory is reused depends on who else can see it.
-    """
+class FusedGateUpSiLUMulFunction(Function):
+    """Autograd for SwiGLU on the fused gate-up layout: saves y."""
 
     @staticmethod
-    def forward(ctx, y, in_place=False, gate_multiplier=1.0, down_multiplier=1.0):
+    def forward(ctx, y, gate_multiplier, down_multiplier):
         return operators.forward(ctx, (y,), (float(gate_multiplier), float(down_multiplier)))
 
     @staticmethod
     @first_order
     def backward(ctx, dc):
-        return *operators.backward(ctx, dc), None, None, None
+        return *operators.backward(ctx, dc), None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -115,7 +112,7 @@ def liger_fused_gate_up_swiglu(
     check_numbers("liger_fused_gate_up_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     if not y.dim() or y.shape[-1] % 2:
         check(False, "liger_fused_gate_up_swiglu", f"y's last dimension must be even, got shape {tuple(y.shape)}")
-    return LigerFusedGateUpSiLUMulFunction.apply(y, False, gate_multiplier, down_multiplier)
+    return FusedGateUpSiLUMulFunction.apply(y, gate_multiplier, down_multiplier)
 
 
 class LigerPhi3SwiGLUMLP(torch.nn.Module):

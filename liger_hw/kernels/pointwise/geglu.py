@@ -59,11 +59,11 @@ operators = gated_operators(
 )
 
 
-class LigerGELUMulFunction(Function):
+class GELUMulFunction(Function):
     """Autograd for GEGLU on two tensors: saves a and b."""
 
     @staticmethod
-    def forward(ctx, a, b, approximate="tanh"):
+    def forward(ctx, a, b, approximate):
         return operators.forward(ctx, (a, b), (approximate == "tanh",))
 
     @staticmethod
@@ -86,7 +86,7 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
     check_gated("liger_geglu", a, b)
     if approximate not in APPROXIMATIONS:
         check(False, "liger_geglu", f"approximate must be one of {', '.join(APPROXIMATIONS)}, got {approximate!r}")
-    return LigerGELUMulFunction.apply(a, b, approximate)
+    return GELUMulFunction.apply(a, b, approximate)
 
 
 _TANH_NAMES = frozenset({"gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"})

@@ -69,7 +69,7 @@ relu_squared_bwd = define(
 )
 
 
-class LigerReLUSquaredFunction(Function):
+class ReLUSquaredFunction(Function):
     """Autograd for the squared ReLU: saves x."""
 
     @staticmethod
@@ -97,7 +97,7 @@ def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
     check_tensors("liger_relu_squared", x=x)
     if not x.dim():
         return liger_relu_squared(x.view(1)).view(())
-    return LigerReLUSquaredFunction.apply(x)
+    return ReLUSquaredFunction.apply(x)
 
 
 class LigerReLUSquared(torch.nn.Module):

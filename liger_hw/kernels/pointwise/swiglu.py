@@ -54,11 +54,11 @@ operators = gated_operators(
 )
 
 
-class LigerSiLUMulFunction(Function):
+class SiLUMulFunction(Function):
     """Autograd for SwiGLU on two tensors: saves a and b."""
 
     @staticmethod
-    def forward(ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    def forward(ctx, a, b, gate_multiplier, down_multiplier):
         return operators.forward(ctx, (a, b), (float(gate_multiplier), float(down_multiplier)))
 
     @staticmethod
@@ -81,7 +81,7 @@ def liger_swiglu(
     """
     check_gated("liger_swiglu", a, b)
     check_numbers("liger_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    return LigerSiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
+    return SiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
 
 
 def check_silu(module: str, activation: str) -> None:

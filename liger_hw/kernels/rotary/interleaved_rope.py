@@ -39,13 +39,11 @@ def interleaved_rope_reference(
 _rotary = Rotary("interleaved_rope")
 
 
-class LigerInterleavedRopeFunction(Function):
+class InterleavedRopeFunction(Function):
     """Autograd for interleaved rope: saves cos and sin."""
 
     @staticmethod
-    def forward(
-        ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
-    ):
+    def forward(ctx, q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves):
         given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
         cos, sin, rotary_dim, angles = rope_angles(*given, whole=PAIRS)
         return _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles))
@@ -87,7 +85,7 @@ def liger_interleaved_rope(
         check(False, "liger_interleaved_rope", reason)
     check_flags("liger_interleaved_rope", shared_halves=shared_halves, to_halves=to_halves)
     how = (position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
-    return LigerInterleavedRopeFunction.apply(q, k, cos, sin, *how)
+    return InterleavedRopeFunction.apply(q, k, cos, sin, *how)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

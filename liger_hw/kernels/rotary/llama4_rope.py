@@ -37,11 +37,11 @@ def llama4_rope_reference(xq, xk, freqs_cis):
 _rotary = Rotary("llama4_rope", flat=True)
 
 
-class LigerLlama4RopeFunction(Function):
+class Llama4RopeFunction(Function):
     """Autograd for Llama 4's rope: saves the angles."""
 
     @staticmethod
-    def forward(ctx, q, k, freqs_cis, BLOCK_SIZE=None):
+    def forward(ctx, q, k, freqs_cis):
         rotary_dim = 2 * freqs_cis.shape[-1]
         freqs = torch.view_as_real(freqs_cis.resolve_conj())
         return _rotary.forward(ctx, q, k, freqs, None, rotary_dim, _HEAD_AXIS, _FORM)
@@ -49,7 +49,7 @@ class LigerLlama4RopeFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
-        return *_rotary.backward(ctx, dq, dk), None, None
+        return *_rotary.backward(ctx, dq, dk), None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tenso
     if reason := _angles_misfit(xq, freqs_cis) or _misfit(xq.shape, xk.shape, freqs_cis.shape):
         check(False, "liger_llama4_rope", reason)
     check_no_gradient("liger_llama4_rope", freqs_cis)
-    return LigerLlama4RopeFunction.apply(xq, xk, freqs_cis)
+    return Llama4RopeFunction.apply(xq, xk, freqs_cis)
 
 
 def _angles_misfit(xq, freqs_cis) -> str:

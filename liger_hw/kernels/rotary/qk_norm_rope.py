@@ -285,7 +285,7 @@ qk_norm_rope_bwd = define(
 )
 
 
-class LigerQKNormRopeFunction(Function):
+class QKNormRopeFunction(Function):
     """Autograd for QK norm and rope: saves the inputs."""
 
     @staticmethod
@@ -297,13 +297,13 @@ class LigerQKNormRopeFunction(Function):
         k_weight,
         cos,
         sin,
-        eps=1e-6,
-        offset=0.0,
-        casting_mode="llama",
-        position_ids=None,
-        unsqueeze_dim=1,
-        rotary_dim=None,
-        shared_halves=False,
+        eps,
+        offset,
+        casting_mode,
+        position_ids,
+        unsqueeze_dim,
+        rotary_dim,
+        shared_halves,
     ):
         given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
         cos, sin, rotary_dim, angles = rope_angles(*given)
@@ -361,7 +361,7 @@ def liger_qk_norm_rope(
     ):
         check(False, "liger_qk_norm_rope", reason)
     norm = (eps, offset, casting_mode)
-    return LigerQKNormRopeFunction.apply(
+    return QKNormRopeFunction.apply(
         q, k, q_weight, k_weight, cos, sin, *norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves
     )
 

@@ -42,11 +42,11 @@ def _form(mrope_section: Sequence[int], shared_halves: bool) -> Form:
 _rotary = Rotary("qwen2vl_mrope")
 
 
-class LigerQwen2VLMRopeFunction(Function):
+class Qwen2VLMRopeFunction(Function):
     """Autograd for multimodal rope: saves cos and sin."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
+    def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves):
         form = _form(mrope_section, shared_halves)
         return _rotary.forward(ctx, q, k, cos, sin, cos.shape[-1], unsqueeze_dim, form)
 
@@ -82,7 +82,7 @@ def liger_qwen2vl_mrope(
         check(False, "liger_qwen2vl_mrope", reason)
     check_no_gradient("liger_qwen2vl_mrope", cos, sin)
     check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
-    return LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
+    return Qwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
 
 
 def _sections_misfit(mrope_section) -> str:

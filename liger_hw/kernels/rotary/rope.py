@@ -54,11 +54,11 @@ def rope_angles(q, cos, sin, position_ids, head_axis, rotary_dim, shared_halves,
 _rotary = Rotary("rope", by_position=16, heads_first=False)
 
 
-class LigerRopeFunction(Function):
+class RopeFunction(Function):
     """Autograd for rope: saves cos and sin."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
+    def forward(ctx, q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves):
         cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
         form = Form(angles=angles)
         outputs = _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, form)
@@ -103,7 +103,7 @@ def liger_rope(
     if reason := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
         check(False, "liger_rope", reason)
     check_flags("liger_rope", shared_halves=shared_halves)
-    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
+    return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
 
 
 def rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:

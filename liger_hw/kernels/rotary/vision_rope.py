@@ -40,11 +40,11 @@ def _form(shared_halves: bool) -> Form:
 _rotary = Rotary("vision_rope", flat=True)
 
 
-class LigerVisionRopeFunction(Function):
+class VisionRopeFunction(Function):
     """Autograd for vision rope: saves cos and sin."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, shared_halves=False):
+    def forward(ctx, q, k, cos, sin, shared_halves):
         layout = cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
         q, k = _rotary.forward(ctx, q[None], k[None], cos[None], sin[None], *layout)
         return no_view(q, q.shape[1:]), no_view(k, k.shape[1:])
@@ -74,7 +74,7 @@ def liger_vision_rope(
         check(False, "liger_vision_rope", reason)
     check_no_gradient("liger_vision_rope", cos, sin)
     check_flags("liger_vision_rope", shared_halves=shared_halves)
-    return LigerVisionRopeFunction.apply(q, k, cos, sin, shared_halves)
+    return VisionRopeFunction.apply(q, k, cos, sin, shared_halves)
 
 
 @remembered

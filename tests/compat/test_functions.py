@@ -1,0 +1,146 @@
+"""Every class behind `liger_kernel.ops`: arguments that do not fit are refused before anything is launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import few_sizes, make
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_hw import registry
+from liger_hw.compat import functions
+
+pytestmark = pytest.mark.cpu
+
+CLASSES = {
+    "LigerCrossEntropyFunction": "cross_entropy",
+    "LigerDyTFunction": "dyt",
+    "LigerEmbeddingFunction": "embedding",
+    "LigerFusedAddRMSNormFunction": "fused_add_rms_norm",
+    "LigerFusedCETVDFunction": "fused_ce_tvd",
+    "LigerFusedGateUpSiLUMulFunction": "fused_gate_up_swiglu",
+    "LigerFusedLinearCrossEntropyFunction": "fused_linear_cross_entropy",
+    "LigerFusedLinearJSDFunction": "fused_linear_jsd",
+    "LigerFusedLinearKLDivFunction": "fused_linear_kl_div",
+    "LigerFusedLinearScaledCrossEntropyFunction": "fused_linear_log_probs",
+    "LigerFusedLinearScaledCrossEntropyTPFunction": "fused_linear_log_probs",
+    "LigerFusedMoEFunction": "fused_moe",
+    "LigerGELUMulFunction": "geglu",
+    "LigerGroupNormFunction": "group_norm",
+    "LigerJSDFunction": "jsd",
+    "LigerKLDivLossFunction": "kl_div",
+    "LigerLayerNormFunction": "layer_norm",
+    "LigerLlama4RopeFunction": "llama4_rope",
+    "LigerModulatedRMSNormFunction": "modulated_rms_norm",
+    "LigerMultiTokenAttentionFunction": "multi_token_attention",
+    "LigerPolyNormFunction": "poly_norm",
+    "LigerQwen2VLMRopeFunction": "qwen2vl_mrope",
+    "LigerRMSNormFunction": "rms_norm",
+    "LigerReLUSquaredFunction": "relu_squared",
+    "LigerRopeFunction": "rope",
+    "LigerSiLUMulFunction": "swiglu",
+    "LigerSoftmaxFunction": "softmax",
+    "LigerSparsemaxFunction": "sparsemax",
+    "LigerTVDLossFunction": "tvd",
+    "LigerVocabParallelCEFunction": "vocab_parallel_cross_entropy",
+}
+"""A class -> the op whose sample has its arguments."""
+
+CHANGES = {
+    "fewer columns": lambda t: t[..., :-1] if t.dim() else t[None],
+    "fewer rows": lambda t: t[:-1] if t.dim() > 1 else t[:-2],
+    "one dimension more": lambda t: t[None],
+    "another device": lambda t: t.to("meta"),
+}
+
+_ROWS = {"fewer rows", "one dimension more"}
+_ANY = {"fewer columns", *_ROWS}
+FITTING = {
+    "LigerCrossEntropyFunction": {0: {"fewer columns"}},  # another vocabulary, which still has every target
+    "LigerDyTFunction": {0: _ROWS, 1: {"one dimension more"}},
+    "LigerEmbeddingFunction": {0: {"fewer columns", "fewer rows"}, 1: _ANY},
+    "LigerFusedGateUpSiLUMulFunction": {0: _ROWS},
+    "LigerFusedLinearCrossEntropyFunction": {1: {"fewer rows"}},
+    "LigerFusedLinearScaledCrossEntropyFunction": {1: {"fewer rows"}},
+    "LigerFusedLinearScaledCrossEntropyTPFunction": {1: {"fewer rows"}},
+    "LigerGroupNormFunction": {0: {"fewer columns", "fewer rows"}},
+    "LigerLayerNormFunction": {0: _ROWS},
+    "LigerLlama4RopeFunction": {2: {"fewer columns"}},  # part of a head turns
+    "LigerModulatedRMSNormFunction": {0: _ROWS},
+    "LigerMultiTokenAttentionFunction": {0: {"fewer rows"}, 1: {"fewer columns"}},  # another batch, another kernel size
+    "LigerPolyNormFunction": {0: _ANY, 2: {"one dimension more"}},
+    "LigerRMSNormFunction": {0: _ROWS},
+    "LigerReLUSquaredFunction": {0: _ANY},
+    "LigerSoftmaxFunction": {0: _ANY},
+    "LigerSparsemaxFunction": {0: _ANY},
+    "LigerVocabParallelCEFunction": {0: {"fewer columns"}},
+}
+"""Of each class: by an argument's place, the changes after which it fits as well."""
+
+
+class _Launched(TorchDispatchMode):
+    """Names of liger_hw's operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "liger_hw":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def arguments(name: str) -> tuple:
+    """What `apply` takes without options."""
+    op = registry.get_op(CLASSES[name])
+    args = make(op, few_sizes(op), torch.float32, "cpu", 0).args
+    if name == "LigerFusedLinearScaledCrossEntropyTPFunction":
+        return *args[:3], None
+    return args[:3] if name == "LigerFusedLinearScaledCrossEntropyFunction" else args
+
+
+def test_every_class_is_here():
+    assert set(CLASSES) == set(functions.__all__)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_arguments_that_do_not_fit_are_refused_before_a_launch(name):
+    apply, args = getattr(functions, name).apply, arguments(name)
+    with _Launched() as launched:
+        apply(*args)
+    assert launched.names
+    places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    for place in places:
+        for change, changed in CHANGES.items():
+            alone = change == "another device" and len(places) == 1
+            if alone or change in FITTING.get(name, {}).get(place, ()):
+                continue
+            given = *args[:place], changed(args[place]), *args[place + 1 :]
+            with _Launched() as launched, pytest.raises((TypeError, ValueError), match="^liger_"):
+                apply(*given)
+            assert not launched.names, f"argument {place} with {change}: {launched.names}"
+
+
+def test_a_short_weight_is_refused_under_torch_compile():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: functions.LigerRMSNormFunction.apply(x, w, 1e-6), backend="eager")
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"^liger_rms_norm: W must have shape \(8,\) to match X, got \(7,\)"):
+        compiled(x, torch.ones(7))
+
+
+def test_results_are_those_of_liger_s_classes():
+    """What Liger's give that the functions here do not: four results of a cross entropy, None where not asked for."""
+    logits, target = arguments("LigerCrossEntropyFunction")
+    loss, *others = functions.LigerCrossEntropyFunction.apply(logits, target, None)
+    assert others == [None] * 3 and torch.equal(loss, torch.nn.functional.cross_entropy(logits, target))
+    _, z_loss, accuracy, top = functions.LigerCrossEntropyFunction.apply(
+        logits, target, None, -100, 1e-4, 0.0, "mean", None, True, True, True
+    )
+    assert z_loss > 0 and 0 <= accuracy <= 1 and torch.equal(top[target >= 0], logits.argmax(1)[target >= 0])
+    x, weight, target, group = arguments("LigerFusedLinearScaledCrossEntropyTPFunction")
+    apply = functions.LigerFusedLinearScaledCrossEntropyTPFunction.apply
+    nll = apply(x, weight, target, group, 0.7, -100, 2)
+    both = apply(x, weight, target, group, 0.7, -100, 2, True)
+    assert torch.equal(nll, both[0]) and both[1].shape == nll.shape
