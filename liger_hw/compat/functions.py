@@ -47,7 +47,7 @@ from ..transformers.functional import (
 from .functional import cross_entropy, fused_linear_cross_entropy
 
 
-def _applied(function: Callable[..., Any]) -> type:
+def _applied(function: Callable[..., Any]) -> Any:
     """A class whose `apply` is this function."""
     return type(function.__name__, (), {"__doc__": f"`{function.__name__}`", "apply": staticmethod(function)})
 
