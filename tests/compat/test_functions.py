@@ -1,6 +1,11 @@
-"""Every class behind `liger_kernel.ops`: arguments that do not fit are refused before anything is launched."""
+"""Every class that Liger's programs call `apply` of: arguments that do not fit are refused before anything is launched.
+
+Those of `liger_kernel.ops`, and those of `liger_kernel.chunked_loss`.
+"""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -8,6 +13,16 @@ from harness import few_sizes, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw import registry
+from liger_hw.chunked_loss import (
+    cosine_similarity_loss,
+    cpo_loss,
+    dpo_loss,
+    grpo_loss,
+    jsd_loss,
+    kto_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from liger_hw.compat import functions
 
 pytestmark = pytest.mark.cpu
@@ -106,7 +121,12 @@ def test_every_class_is_here():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_arguments_that_do_not_fit_are_refused_before_a_launch(name):
-    apply, args = getattr(functions, name).apply, arguments(name)
+    refuses(getattr(functions, name), arguments(name), FITTING.get(name, {}))
+
+
+def refuses(function, args: tuple, fitting: dict[int, set[str]]) -> None:
+    """Every change of a tensor among `args`, but the fitting ones, is an error that says whose, before a launch."""
+    apply = function.apply
     with _Launched() as launched:
         apply(*args)
     assert launched.names
@@ -114,12 +134,36 @@ def test_arguments_that_do_not_fit_are_refused_before_a_launch(name):
     for place in places:
         for change, changed in CHANGES.items():
             alone = change == "another device" and len(places) == 1
-            if alone or change in FITTING.get(name, {}).get(place, ()):
+            if alone or change in fitting.get(place, ()):
                 continue
             given = *args[:place], changed(args[place]), *args[place + 1 :]
             with _Launched() as launched, pytest.raises((TypeError, ValueError), match="^liger_"):
                 apply(*given)
             assert not launched.names, f"argument {place} with {change}: {launched.names}"
+
+
+def _chunked_arguments() -> dict:
+    """Module -> what `apply` of its class takes, and the changes after which it does as well."""
+    x, weight, bias, ids = torch.randn(4, 6, 8), torch.randn(11, 8), torch.randn(11), torch.randint(11, (4, 6))
+    policy, reference = (x, weight, ids, bias), (x + 1, weight + 1, bias + 1)
+    per_token, kept, good = torch.randn(2, 4, 6), torch.ones(4, 6), torch.tensor([True, False, True, False])
+    heads = x[0], weight, x[1], weight + 1, ids[0]
+    return {
+        cpo_loss: (policy, {}),
+        orpo_loss: (policy, {}),
+        simpo_loss: (policy, {}),
+        dpo_loss: ((*policy, *reference), {}),
+        kto_loss: ((x, weight, ids, good, bias, *reference), {3: {"another device"}}),  # the answers' kinds are copied
+        grpo_loss: ((x, weight, ids, kept, torch.randn(4), bias, *per_token), {3: {"another device"}}),  # torch says it
+        jsd_loss: (heads, {}),
+        cosine_similarity_loss: (heads, {}),
+    }
+
+
+@pytest.mark.parametrize("module", _chunked_arguments(), ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_chunked_loss_refuses_them_too(module):
+    (function,) = (vars(module)[name] for name in vars(module) if re.fullmatch(r"LigerFusedLinear\w+Function", name))
+    refuses(function, *_chunked_arguments()[module])
 
 
 def test_a_short_weight_is_refused_under_torch_compile():
@@ -134,7 +178,8 @@ def test_results_are_those_of_liger_s_classes():
     """What Liger's give that the functions here do not: four results of a cross entropy, None where not asked for."""
     logits, target = arguments("LigerCrossEntropyFunction")
     loss, *others = functions.LigerCrossEntropyFunction.apply(logits, target, None)
-    assert others == [None] * 3 and torch.equal(loss, torch.nn.functional.cross_entropy(logits, target))
+    assert others == [None] * 3
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, target))
     _, z_loss, accuracy, top = functions.LigerCrossEntropyFunction.apply(
         logits, target, None, -100, 1e-4, 0.0, "mean", None, True, True, True
     )
@@ -143,4 +188,5 @@ def test_results_are_those_of_liger_s_classes():
     apply = functions.LigerFusedLinearScaledCrossEntropyTPFunction.apply
     nll = apply(x, weight, target, group, 0.7, -100, 2)
     both = apply(x, weight, target, group, 0.7, -100, 2, True)
-    assert torch.equal(nll, both[0]) and both[1].shape == nll.shape
+    torch.testing.assert_close(nll, both[0])
+    assert both[1].shape == nll.shape
