@@ -544,6 +544,14 @@ def test_keywords_in_any_order():
         replacement(q, k)
 
 
+def test_real_angles_run_the_familys_own_code():
+    """`model.to(torch.bfloat16)` makes Llama 4's vision angles real: the family's product with them is defined."""
+    q, k, angles = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 4)
+    found = rotary.recognise(_complex_rope, True).replacement(q, k, angles)
+    for a, b in zip(found, _complex_rope(q, k, angles), strict=True):
+        assert torch.equal(a, b)
+
+
 def _turned_by(function):
     """q, k, cos, sin and what else the function takes."""
     leading = () if function is _vision_rope else (3, 2) if function is _three_axes_rope else (2,)

@@ -134,6 +134,8 @@ def _complex_angles(tokens_axis: int, original: Callable) -> Callable:
     def rotated(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Any:
         if q.dim() != 4 or k.dim() != 4 or angles.dim() != 3 or angles.requires_grad:
             return None
+        if not angles.is_complex():  # a buffer of angles that model.to(torch.bfloat16) has made real
+            return None
         tokens = q.shape[tokens_axis]
         if angles.shape[1] == 1 and angles.shape[0] == tokens != 1:
             angles = angles.transpose(0, 1)
