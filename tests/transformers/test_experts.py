@@ -139,8 +139,51 @@ def test_a_clamp_after_the_activation_is_another_formula():
     module = of("step3p7", "Step3p7Experts", num_local_experts=EXPERTS)
     assert isinstance(probing.recognise(module), probing.Match)  # it has no limit of its own
     module.limit = 7.0
-    found = probing.recognise(module)
-    assert isinstance(found, probing.Refused) or found.slot == "_apply_gate"
+    assert isinstance(probing.recognise(module), probing.Refused)
+
+
+def _limited(by, limit):
+    """Experts like Mixtral's whose gate has a limit that is no attribute of theirs."""
+
+    class Limited(type(of("mixtral", "MixtralExperts"))):
+        def gate(self, gate_up):
+            gate, up = gate_up.chunk(2, -1)
+            return self.act_fn(gate.clamp(max=limit)) * up
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            if by == "_apply_gate":
+                return super().forward(hidden_states, top_k_index, top_k_weights)
+            gate_up = torch.einsum("th,eoh->teo", hidden_states, self.gate_up_proj)
+            rows = torch.einsum("tei,ehi->teh", self.gate(gate_up), self.down_proj)
+            share = torch.zeros_like(rows[..., 0]).scatter_add(1, top_k_index, top_k_weights)
+            return (rows * share.unsqueeze(-1)).sum(1)
+
+    Limited._apply_gate = Limited.gate
+    module = of("mixtral", "MixtralExperts")
+    module.__class__ = Limited
+    return module
+
+
+@pytest.mark.parametrize("limit", [20.0, 3000.0])
+@pytest.mark.parametrize("by", ["_apply_gate", "loop"])
+def test_a_limit_that_stands_in_the_code_is_met(by, limit):
+    """The op is offered no such limit, and the kernel for the gate alone has none."""
+    report = patched(_limited(by, limit))
+    assert not report.patched, str(report)
+
+
+@pytest.mark.parametrize("family, name", [("deepseek_v4", "DeepseekV4MLP"), ("glm5_next", "Glm5NextTextMLP")])
+def test_an_mlp_beside_the_experts_with_a_limit_keeps_its_own_code(family, name):
+    """Shared experts are limited as the others are, and no kernel of one MLP has a limit."""
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER}
+    config = SimpleNamespace(**sizes, hidden_act="silu", mlp_bias=False, swiglu_limit=10.0)
+    module = torch.nn.Sequential(getattr(modeling, name)(config))
+    x = 100 * torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
+    expected = module(x)
+    report = patched(module)
+    assert not report.patched and "of about 10000" in str(report), str(report)
+    assert torch.equal(module(x), expected)
 
 
 def test_flags_are_not_believed():

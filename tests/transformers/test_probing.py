@@ -171,6 +171,11 @@ NOT_NORMS = {
     "scale detached": (lambda self, x: self.weight * self.normed(x.float()).detach().to(x.dtype), "gradients are not"),
     "a gate": (lambda self, x, gate=None: _llama(self, x), "neither"),
     "twice the result": (lambda self, x: 2 * _llama(self, x), "neither"),
+    "a limit of its inputs": (lambda self, x: _llama(self, x.clamp(-1000, 1000)), "of [2, 3, 24] of about 10000"),
+    "a limit of its inputs and epsilon in the code": (
+        lambda self, x: F.rms_norm(x.clamp(-1000, 1000), (WIDTH,), self.weight, 1e-5),
+        "of [2, 3, 24] of about 10000",
+    ),
     "another device": (_other_on_cuda, "may take another branch"),
     "another length": (_other_when_long, "may take another branch"),
     "autocast by length": (_in_context(_autocast_when_long), "may take another branch"),
@@ -264,7 +269,7 @@ class SomeMLP(nn.Module):
             self.gate_proj = nn.Linear(8, 16)
         self.down_proj = nn.Linear(16, 8)
         self.act_fn = act
-        self.gate_scale, self.out_scale, self.limit, self.residual_dropout = 1.0, 1.0, 0.7, 0.0
+        self.gate_scale, self.out_scale, self.limit, self.far, self.residual_dropout = 1.0, 1.0, 0.7, 30.0, 0.0
 
 
 def mlp(body, act=None, **options):
@@ -331,6 +336,15 @@ NOT_MLPS = {
         lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)).clamp(max=s.limit) * s.up_proj(x))),
         "none of",
     ),
+    "a limit that few numbers meet": (
+        lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x).clamp(max=s.far)) * s.up_proj(x))),
+        "of about 10000",
+    ),
+    "a limit in the code": (
+        lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)) * s.up_proj(x).clamp(-500, 500))),
+        "of about 10000",
+    ),
+    "a limit in the activation": (lambda: mlp(_gated, _Clipped()), "of about 10000"),
     "pairs": (lambda: mlp(_pairs, fused=True), "in pairs"),
     "detached": (lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)) * s.up_proj(x).detach())), "gradients"),
     "goes on": (lambda: mlp(lambda s, x: _gated(s, x) + x), "goes on after down_proj"),
@@ -341,6 +355,13 @@ NOT_MLPS = {
     "other input": (lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(2 * x)) * s.up_proj(x))), "own input"),
     "dropout": (lambda: _with_dropout(0.25), "drops out (p=0.25)"),
 }
+
+
+class _Clipped(nn.Module):
+    """As ClippedGELUActivation of transformers."""
+
+    def forward(self, x):
+        return F.gelu(x).clamp(-10, 10)
 
 
 def _pairs(self, x):

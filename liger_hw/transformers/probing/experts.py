@@ -16,9 +16,22 @@ from torch import nn
 
 from ...distributed import owners
 from ...kernels.moe.fused_moe import fused_moe_reference
+from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
 from .guards import EVERYTHING, reads
-from .probe import Match, Refused, agrees, generator, has_same_gradients, normal, probe_copy, required_inputs, run
+from .probe import (
+    LARGE,
+    Match,
+    Refused,
+    agrees,
+    generator,
+    has_same_gradients,
+    normal,
+    probe_copy,
+    random,
+    required_inputs,
+    run,
+)
 
 KERNEL = "fused_moe"
 _BIASES = "_bias"
@@ -172,7 +185,8 @@ class _Probe:
         hidden, inner, source = _HIDDEN, layout.inner, generator()
         columns = 2 * inner if layout.has_gate else inner
         numbers = self._numbers()
-        self.scales = 0.3, max([6.0, *numbers])  # pre-activations that meet no limit, and ones that meet every limit
+        # pre-activations that meet no limit, that meet those among its attributes, and any that stand in its code
+        self.scales = 0.3, max([6.0, *numbers]), LARGE
 
         def weight(rows: int, n: int) -> torch.Tensor:
             w = normal(_EXPERTS, rows, n, source=source)
@@ -188,7 +202,7 @@ class _Probe:
         self.weights = torch.rand(_TOKENS, _TOP_K, generator=source, dtype=torch.float32).requires_grad_()
 
     def formula(self) -> Formula | str:
-        """The formula whose result and gradients agree, with pre-activations of the usual size and far larger ones."""
+        """The formula whose result and gradients agree, with pre-activations of every size."""
         with torch.enable_grad():
             results = [self._own(scale) for scale in self.scales]
             for result in results:
@@ -198,9 +212,11 @@ class _Probe:
                 mine = [self._reference(scale, options) for scale in self.scales]
                 if all(agrees(found, wanted, 2e-5) for found, wanted in zip(mine, results)):
                     leaves = [self.x, self.weights, *self.parameters.values()]
-                    if all(has_same_gradients(*pair, leaves, 2e-4) for pair in zip(mine, results)):
-                        return Formula(self.up, self.up_bias, self.down_bias, tuple(options.items()))
-                    return f"its gradients are not those of {KERNEL}"
+                    if not all(has_same_gradients(*pair, leaves, 2e-4) for pair in zip(mine, results)):
+                        return f"its gradients are not those of {KERNEL}"
+                    if not self._has_gate_of(options):
+                        return "its _apply_gate computes something else than its own loop"
+                    return Formula(self.up, self.up_bias, self.down_bias, tuple(options.items()))
         return "its activation is none that the kernel has"
 
     def _takes_dense_weights(self) -> bool:
@@ -208,6 +224,16 @@ class _Probe:
         dense = torch.zeros(_TOKENS, _EXPERTS).scatter(1, self.index, self.weights)
         routings = (self.index, dense), (dense, self.index)
         return any(isinstance(self._own(1.0, *routing), torch.Tensor) for routing in routings)
+
+    def _has_gate_of(self, options: dict[str, Any]) -> bool:
+        """Whether the gate that transformers' implementations call, and its own loop does not, has the same formula."""
+        apply_gate = getattr(type(self.module), "_apply_gate", None)
+        if apply_gate is None or not self.layout.has_gate:
+            return True
+        gate = Gate(**{name: value for name, value in options.items() if name in Gate._fields})
+        copied = probe_copy(self.module, self.parameters, {})
+        z = random(_TOKENS, 2 * self.layout.inner, source=generator())
+        return all(agrees(run(apply_gate, copied, scale * z), gate.apply(scale * z), 2e-5) for scale in self.scales)
 
     def _own(self, scale: float, *routing: torch.Tensor) -> torch.Tensor | str:
         """What a copy of the module gives for x * scale; routing: its other arguments, if not index and weights."""

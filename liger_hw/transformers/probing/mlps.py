@@ -25,6 +25,7 @@ from .coverage import Coverage
 from .guards import EVERYTHING, reads
 from .probe import (
     BATCH,
+    LARGE,
     Match,
     Refused,
     agrees,
@@ -194,7 +195,7 @@ class _StandIn:
         self, name: str, projection: nn.Module, calls: list[_Call], source: torch.Generator, case: "_Case"
     ) -> None:
         self.name, self.projection, self.calls = name, projection, calls
-        self.answer = random(*case.leading, _out_features(projection), source=source)
+        self.answer = random(*case.leading, _out_features(projection), source=source) * case.scale
         if isinstance(getattr(projection, "weight", None), torch.Tensor):
             self.weight = torch.empty(0, dtype=case.weight or case.dtype)
 
@@ -270,7 +271,8 @@ class _Probe:
             return run(self.forward, copied, x), x, calls
 
     def _elsewhere(self, formula: "_Formula") -> str:
-        """Where a formula that was found does not hold: in eval mode, another shape or dtype; "" for nowhere."""
+        """Where a formula that was found does not hold: in eval mode, another shape or dtype, of large numbers; "" for
+        nowhere."""
         for case in _CASES:
             y, _, calls = self._run(case)
             if isinstance(y, str):
@@ -388,26 +390,31 @@ class _Formula(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """One run: the shape of x without its width, its dtype, the mode, and the dtype of the projections' weights."""
+    """One run: the shape of x without its width, its dtype, the mode, the dtype of the projections' weights, and how
+    much larger than usual their answers are."""
 
     leading: tuple[int, ...] = BATCH
     dtype: torch.dtype = torch.float32
     training: bool = True
     weight: torch.dtype | None = None
+    scale: float = 1.0
 
     def __str__(self) -> str:
-        return f"for {list(self.leading)} rows of {self.dtype} in {'training' if self.training else 'eval mode'}"
+        size = "" if self.scale == 1.0 else f" of about {self.scale:g}"
+        mode = "training" if self.training else "eval mode"
+        return f"for {list(self.leading)} rows of {self.dtype}{size} in {mode}"
 
 
 _CASES = tuple(
-    _Case(leading, dtype, training)
+    _Case(leading, dtype, training, scale=scale)
     for training in (True, False)
-    for leading, dtype in (
-        ((1, 1), torch.float32),
-        ((1, 67), torch.float32),
-        ((5,), torch.float32),
-        (BATCH, torch.bfloat16),
-        (BATCH, torch.float16),
+    for leading, dtype, scale in (
+        ((1, 1), torch.float32, 1.0),
+        ((1, 67), torch.float32, 1.0),
+        ((5,), torch.float32, 1.0),
+        (BATCH, torch.float32, LARGE),
+        (BATCH, torch.bfloat16, 1.0),
+        (BATCH, torch.float16, 1.0),
     )
 )
 """What must compute the same formula as the first run."""
@@ -492,6 +499,10 @@ def _recognise_experts(module: nn.Module) -> Match | Refused:
         halves = gate_up.chunk(2, -1)
         found = _gated_activation(wanted, *(halves if gate_first else halves[::-1]), {"": 1.0})
         if found:
+            gate, up = (LARGE * half for half in (halves if gate_first else halves[::-1]))
+            large = run(type(module)._apply_gate, copied, LARGE * gate_up)
+            if isinstance(large, str) or not agrees(found.reference(gate, up), large):
+                return Refused("its gate has a limit", kernel)
             words = f"{found.act}, {implementation or 'batched'} experts"
             replacement = halves_replacement(found.act, gate_first)
             return Match(_gate_op(found.act, gate_first), words, replacement, slot="_apply_gate")

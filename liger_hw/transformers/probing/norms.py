@@ -20,7 +20,7 @@ from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
 from .coverage import Coverage
 from .guards import EVERYTHING, reads
-from .probe import BATCH, Match, Refused, agrees, autocast, generator, probe_copy, random, required_inputs, run
+from .probe import BATCH, LARGE, Match, Refused, agrees, autocast, generator, probe_copy, random, required_inputs, run
 
 # -- what takes its place --------------------------------------------------------------------------------------------
 
@@ -295,16 +295,19 @@ class _Probe:
         return variant.match(eps, mode, one_dtype=not mixed, outside_autocast=outside)
 
     def _elsewhere(self, eps: str | float, variant: _Variant, mode: str) -> str:
-        """Where a variant that agrees so far does not: in other shapes, in eval mode, in fp16; "" for nowhere."""
+        """Where a variant that agrees so far does not: in other shapes, of large numbers, in eval mode, in fp16; "" for
+        nowhere."""
         own = self.x
+        cases = [(x, 1.0, "") for x in (own, *self.others)]
+        cases.append((own, LARGE if isinstance(eps, str) else LARGE / _SMALL, f" of about {LARGE:g}"))
         for training in (True, False):
             self.training = training
-            for x in (own, *self.others):
-                self.x, self.more = x, self._more_of(x)
+            for x, scale, words in cases:
+                self.x, self.more = x * scale, tuple(t * scale for t in self._more_of(x))
                 wanted = self._original(eps, _HIGH, _HIGH)
                 found = self._reference(variant, eps, mode, _HIGH, _HIGH)
                 if isinstance(wanted, torch.Tensor) and not agrees(found, wanted):
-                    return f"of {list(x.shape)} in {_mode(training)} it is no {variant.kernel}"
+                    return f"of {list(x.shape)}{words} in {_mode(training)} it is no {variant.kernel}"
             self.x, self.more = own, self._more_of(own)
             for dtype in (_LOW, torch.float16):
                 if not self._rounds_alike(eps, variant, mode, dtype, dtype):

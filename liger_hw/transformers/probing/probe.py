@@ -18,6 +18,8 @@ from ...text import first_line
 
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
+LARGE = 1e4
+"""About the size of numbers that meet every limit there may be in a module's code."""
 INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
 """Attributes by which accelerate's hooks, or anybody else, replace the forward of one module."""
 
