@@ -114,6 +114,12 @@ def test_an_activation_changed_on_a_live_model(name, when):
         assert_unchanged(model, lambda model: CHANGES[name](model[1]))
 
 
+def test_an_activation_whose_class_s_forward_changed_after_the_patch(monkeypatch):
+    model = nn.Sequential(SomeMLP(Scaled(1.0)))
+    assert [row.kernel for row in liger_hw.patch(model).patched] == ["swiglu"]
+    assert_unchanged(model, lambda model: monkeypatch.setattr(Scaled, "forward", lambda self, x: torch.relu(x)))
+
+
 @pytest.mark.parametrize("scope", ["classes", "instance"])
 @pytest.mark.parametrize("name", ["replaced", "hook", "forward"])
 def test_an_activation_changed_in_a_family(mistral, batch, name, scope):

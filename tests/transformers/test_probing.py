@@ -408,6 +408,55 @@ def test_projections_are_black_boxes():
 # -- what stays as it was --------------------------------------------------------------------------------------------
 
 
+def _counting(self, x):
+    self.calls += 1
+    return _gated(self, x)
+
+
+def _collecting(self, x):
+    self.seen.append(x.detach())
+    return _gated(self, x)
+
+
+def _keeping(self, x):
+    self.last = self.act_fn(self.gate_proj(x))
+    return self.down_proj(self.last * self.up_proj(x))
+
+
+def _adding_up(self, x):
+    self.total.add_(1)
+    return _gated(self, x)
+
+
+class _Remembering(nn.Module):
+    def forward(self, x):
+        self.last = F.silu(x)
+        return self.last
+
+
+STATEFUL = {
+    "counts": (lambda: mlp(_counting), "its calls"),
+    "collects": (lambda: mlp(_collecting), "its seen"),
+    "keeps": (lambda: mlp(_keeping), "its last"),
+    "adds up": (lambda: mlp(_adding_up), "its total"),
+    "activation": (lambda: mlp(_gated, _Remembering()), "its act_fn.last"),
+    "norm": (lambda: norm(lambda self, x: setattr(self, "last", x) or _llama(self, x)), "its last"),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_forward_that_leaves_something_on_its_module_is_left_alone(name):
+    make, what = STATEFUL[name]
+    module = make()
+    module.calls, module.seen = 0, []
+    if name == "adds up":
+        module.register_buffer("total", torch.zeros(()))
+    found = probing.recognise(module)
+    assert isinstance(found, Refused) and f"its forward changes {what}" in found.reason, found
+    assert module.calls == 0 and not module.seen and not hasattr(module, "last")
+    assert not module._buffers or module.total == 0
+
+
 def test_probing_leaves_no_trace():
     module = mlp(_with_dropout(0.5).forward.__func__)
     before, state = dict(vars(module)), torch.get_rng_state()

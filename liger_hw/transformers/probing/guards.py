@@ -10,7 +10,7 @@ import dis
 import functools
 import inspect
 import types
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ def holds(module: nn.Module, guards: Guards) -> bool:
             continue
         if kind == "child":
             child = module._modules.get(name)
-            agree = child is None if value is None else _has_state(child, *value)
+            agree = child is None if value is None else _has_state(child, value)
         elif kind == "dims":
             agree = _dims_now(module, name) in (value, _UNKNOWN)
         elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it once more
@@ -150,19 +150,31 @@ def _comparable(value: Any, owner: nn.Module) -> Any:
 # -- children: what an activation computes depends on its class, its attributes and its hooks ------------------------
 
 
-def _state(child: nn.Module) -> tuple[type, bool | None, tuple[tuple[str, _Value], ...]]:
-    """(class, whether it is customised, its attributes) of a child.
+class _State(NamedTuple):
+    """A child's class; of one that kernels replace also its class's forward, whether it is customised, its attributes.
 
-    Of a child with weights or children of its own, which no kernel replaces, the class alone is taken.
+    Those are children without weights or children of their own.
     """
+
+    cls: type
+    forward: Callable | None = None
+    customised: bool = False
+    attributes: tuple[tuple[str, _Value], ...] = ()
+
+
+def _state(child: nn.Module) -> _State:
     if child._parameters or child._modules or child._buffers:
-        return type(child), None, ()
+        return _State(type(child))
     own = [name for name in vars(child) if name not in _MODULE_ATTRIBUTES and name not in INSTANCE_FORWARDS]
-    return type(child), is_customised(child), tuple((name, _Value(vars(child)[name], child)) for name in own)
+    attributes = tuple((name, _Value(vars(child)[name], child)) for name in own)
+    return _State(type(child), type(child).forward, is_customised(child), attributes)
 
 
-def _has_state(child: Any, cls: type, customised: bool | None, attributes: tuple[tuple[str, _Value], ...]) -> bool:
-    if type(child) is not cls or (customised is not None and is_customised(child) != customised):
+def _has_state(child: Any, state: _State) -> bool:
+    cls, forward, customised, attributes = state
+    if type(child) is not cls:
+        return False
+    if forward is not None and (cls.forward is not forward or is_customised(child) != customised):
         return False
     for name, value in attributes:
         held = child.__dict__.get(name)

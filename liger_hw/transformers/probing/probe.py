@@ -5,7 +5,9 @@ Everything runs on the CPU. Nothing outside changes: no random state, no module,
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -152,7 +154,7 @@ def probe_copy(
     nn.Module.__init__(copied)
     for name, value in vars(module).items():
         if name not in vars(copied) and name not in INSTANCE_FORWARDS and name not in parameters:
-            copied.__dict__[name] = value
+            copied.__dict__[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
     own_children = {name: child for name, child in module._modules.items() if name not in children}
     for name, child in own_children.items():
         leaf = child is not None and not child._modules and not isinstance(child, torch.jit.ScriptModule)
@@ -160,20 +162,51 @@ def probe_copy(
     copied.__dict__["training"] = training
     copied.__dict__["_parameters"] = dict(parameters)
     copied.__dict__["_modules"] = {name: {**own_children, **children}[name] for name in module._modules}
-    copied.__dict__["_buffers"] = dict(module._buffers)
+    copied.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
     return copied
 
 
 # -- running and comparing -------------------------------------------------------------------------------------------
 
 
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
 def run(function: Callable, *args: Any) -> torch.Tensor | str:
-    """function(*args), or why it cannot be probed."""
+    """function(*args), of which the first may be a module; or why it cannot be probed.
+
+    A forward that leaves something on its module (a counter, its last activations) does more than any kernel.
+    """
+    before = _attributes(args[0])
     try:
         result = function(*args)
     except Exception as error:  # whatever a foreign forward raises means: not recognised
         return f"it cannot be run alone ({first_line(error)})"
+    after = _attributes(args[0])
+    changed = next((name for name in after if not _is_same(before.get(name), after[name])), None)
+    if changed is not None:
+        return f"its forward changes its {changed}"
     return result if isinstance(result, torch.Tensor) else f"it returns a {type(result).__name__}, not a tensor"
+
+
+def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
+    """Name -> what a module, or one of its children, has by it, with how often tensors were changed in place."""
+    found: dict[str, tuple[Any, ...]] = {}
+    parts = {"": module, **module._modules} if isinstance(module, nn.Module) else {}
+    for part, each in parts.items():
+        held = {**each._buffers, **vars(each)} if isinstance(each, nn.Module) else {}
+        for name, value in held.items():
+            items = (*value, *value.values()) if isinstance(value, dict) else value
+            values = tuple(items) if isinstance(value, _CONTAINERS) else (value,)
+            versions = (t._version for t in values if isinstance(t, torch.Tensor) and not t.is_inference())
+            found[f"{part}.{name}" if part else name] = (*values, *versions)
+    return found
+
+
+def _is_same(before: tuple[Any, ...] | None, after: tuple[Any, ...]) -> bool:
+    if before is None or len(before) != len(after):
+        return False
+    return all(one is other or (type(one) is int and one == other) for one, other in zip(before, after))
 
 
 def agrees(found: Any, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
