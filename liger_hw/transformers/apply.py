@@ -20,6 +20,7 @@ from typing import Any, Callable, Collection, TypeVar, Union, cast
 
 import torch
 
+from ..distributed import owners
 from ..recompute.levels import Levels
 from ..text import first_line
 from . import engine
@@ -237,10 +238,7 @@ def unwrapped(model: Any) -> Any:
 
     What FSDP1's wrappers know of its parameters is noted, since the model inside does not know it.
     """
-    import torch
     from transformers import PreTrainedModel
-
-    from ..distributed import owners
 
     if isinstance(model, torch.nn.Module):
         owners.learn(model)

@@ -28,7 +28,7 @@ from ..runtime.checks import autocast_dtype
 from ..text import first_line
 from . import rehearse
 from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings
-from .replacing import keeps_own_code
+from .replacing import KERNEL_DTYPES, is_traced, keeps_own_code
 from .report import patched_parts
 
 log = logging.getLogger("liger_hw")
@@ -127,7 +127,7 @@ class OutputHead:
         if args or kwargs or not isinstance(hidden, torch.Tensor):
             return self.module(hidden, *args, **kwargs)
         given = hidden
-        if self.fused:
+        if self.fused and (hidden.is_cpu or hidden.dtype in KERNEL_DTYPES):
             found = find_access(self.module)
             if isinstance(found, str):
                 _warn(found)
@@ -307,7 +307,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
 
     @functools.wraps(original)
     def forward(self, *args, skip_logits=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs):
-        if not switch or torch.jit.is_tracing():
+        if not switch or is_traced():
             return original(self, *args, **kwargs)
         return _with_attributes(run(self, args, kwargs, skip_logits, return_token_accuracy, return_predicted_tokens))
 

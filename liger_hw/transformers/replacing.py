@@ -7,6 +7,7 @@ import inspect
 from typing import Any, Callable
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from .. import env
 from ..recompute.recipes import recomputing
@@ -16,13 +17,31 @@ from .marks import mark, note_original, original_of
 from .probing import Match
 
 
+KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""What kernels take; their references take float64 too."""
+
+
 def keeps_own_code(x: Any) -> bool:
-    """Whether a patched part runs its own code for this input: on the CPU no kernel runs, and the references of kernels
-    take longer. They run where kernels are interpreted, activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
+    """Whether a patched part runs its own code for this input: where torch.jit traces or torch.func transforms, for
+    dtypes that kernels do not take, and on the CPU.
+
+    On the CPU no kernel runs, and the references of kernels take longer. They run where kernels are interpreted,
+    activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
     """
-    if torch.jit.is_tracing():  # what is traced is the family's own code, never a kernel
+    if is_traced():
         return True
-    return x.is_cpu and not (is_interpreted() or recomputing() or _references_wanted())
+    if x.is_cpu:
+        return not (is_interpreted() or recomputing() or _references_wanted())
+    return x.dtype not in KERNEL_DTYPES
+
+
+def is_traced() -> bool:
+    """Whether torch.jit traces or torch.func transforms: it does so with a family's own code, never with kernels."""
+    return torch.jit.is_tracing() or _is_transformed()
+
+
+def _is_transformed() -> bool:
+    return _are_functorch_transforms_active()
 
 
 def _references_wanted() -> bool:
@@ -30,7 +49,7 @@ def _references_wanted() -> bool:
 
 
 # what torch.compiler.assume_constant_result does, which would import torch._dynamo
-_references_wanted._dynamo_marked_constant = True
+_is_transformed._dynamo_marked_constant = _references_wanted._dynamo_marked_constant = True
 
 
 def where_kernels_run(replacement: Callable, original: Callable) -> Callable:
@@ -38,7 +57,7 @@ def where_kernels_run(replacement: Callable, original: Callable) -> Callable:
 
     def function(*args, **kwargs):
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        return (original if keeps_own_code(first) else replacement)(*args, **kwargs)
+        return (original if keeps_own_code(first) or first.is_nested else replacement)(*args, **kwargs)
 
     function.__signature__ = inspect.signature(replacement)
     return function
@@ -53,7 +72,7 @@ def guarded(
     `original`. A module may be given another class, or its class another method, which then runs.
 
     `original` itself runs for modules that do not meet `guards`, for inputs of another dtype than the match asks for,
-    on a CPU and while torch.jit traces (`keeps_own_code`), when more or fewer arguments are given than the match takes,
+    where `keeps_own_code` says so, for nested tensors, when more or fewer arguments are given than the match takes,
     under autocast where the match says so, where the match is not ready for the input, and once `switch` is empty.
     """
     replacement, weight, outside_autocast = match.replacement, match.input_dtype_of, match.outside_autocast
@@ -62,7 +81,7 @@ def guarded(
     instead = _method_of_its_class(slot) if of_one_module else original
 
     def applies(self: Any, x: Any) -> bool:
-        if not switch or keeps_own_code(x) or (guards and not probing.holds(self, guards)):
+        if not switch or keeps_own_code(x) or x.is_nested or (guards and not probing.holds(self, guards)):
             return False
         if of_one_module and _is_another(getattr(type(self), slot), original):
             return False

@@ -19,7 +19,7 @@ from typing import Any, Callable
 
 import torch
 
-from .. import env
+from .. import env, registry
 from ..locks import fork_safe
 from ..text import fold, table, with_notes
 from . import copies
@@ -361,17 +361,11 @@ class PatchReport:
 
 
 def _launched_ops() -> set[str]:
-    from .. import registry
-
     return {plan.tunable.op for plan in registry.plans()}
 
 
 def config_source(kernel: str) -> str:
     """Where the launch configurations of an op have come from so far in this process, per variant."""
-    import torch
-
-    from .. import registry
-
     found: dict[str, set[str]] = {}
     for plan in registry.plans():
         if plan.tunable.op == kernel:

@@ -338,7 +338,7 @@ for module, names in json.load(open({str(NAMES)!r})).items():
     assert not idle, f"nothing is left out any more for {idle}"
 
 
-UNLISTED = ("ops.utils.element_mul_kernel",)
+UNLISTED = ("ops.utils.element_mul_kernel", "ops.rms_norm.rms_norm_forward", "env_report")
 """Names of Liger's that are in REPLACED and not in liger_names.json."""
 
 
@@ -353,6 +353,9 @@ for code, said in {
     "from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP": "activations",
     "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
     "from liger_kernel.ops.utils import element_mul_kernel": "multiply in torch",
+    "from liger_kernel.ops.rms_norm import rms_norm_forward": "liger_kernel.transformers.functional",
+    "from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel": "liger_kernel.transformers.functional",
+    "from liger_kernel.env_report import print_env_report": "liger-hw doctor",
 }.items():
     try:
         exec(code)

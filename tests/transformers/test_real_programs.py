@@ -581,15 +581,47 @@ def test_auto_model_from_config_and_with_loading_info(mistral, batch, tmp_path, 
 
 
 @pytest.mark.skipif(version("transformers").startswith("4."), reason="its rotary embeddings autocast on any device")
-def test_a_step_on_the_meta_device(mistral):
-    """As programs take one that count memory or products before they load a model."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_on_the_meta_device(mistral, dtype):
+    """As programs take one that count memory or products before they load a model; in float64, which kernels do not
+    take off the CPU, the model's own code runs."""
     with torch.device("meta"):
-        model = mistral.causal_lm(mistral.config_class(**SIZES)).train()
+        model = mistral.causal_lm(mistral.config_class(**SIZES)).train().to(dtype)
         ids = torch.zeros(2, 5, dtype=torch.long)
     mistral.apply(model=model)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     assert loss.is_meta and model.lm_head.weight.grad.is_meta
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+def test_torch_func_transforms_the_family_s_own_code(mistral, batch, scope):
+    """Gradients of each sequence alone, as for differential privacy or influence functions."""
+    model = mistral.model(num_hidden_layers=2, attn_implementation="eager")
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(weights, ids, labels):
+        inputs = {"input_ids": ids[None], "labels": labels[None], "use_cache": False}
+        return torch.func.functional_call(model, weights, kwargs=inputs).loss
+
+    def gradients():
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+        tangents = {name: torch.ones_like(weight) for name, weight in weights.items()}
+        forward = torch.func.jvp(lambda w: loss(w, batch["input_ids"][0], batch["labels"][0]), (weights,), (tangents,))
+        return [*each(weights, batch["input_ids"], batch["labels"]).values(), *forward]
+
+    expected = gradients()
+    with mistral.apply(model=model if scope == "instance" else None):
+        for mine, theirs in zip(gradients(), expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_nested_tensor_runs_the_module_s_own_code():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=torch.jagged)
+    expected = model(x)
+    with liger_hw.patch(model) as report:
+        assert report.patched and torch.equal(model(x).values(), expected.values())
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
