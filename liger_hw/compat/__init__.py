@@ -114,8 +114,8 @@ REPLACED = {
     r"triton(\..*)?": "liger_hw needs no cache manager of its own",
     r"ops\.utils\.element_mul_kernel": "multiply in torch",
     r"ops\.\w+\.\w+_(forward|backward|kernel)(_\w+)?": (
-        "it is a part of Liger's own op; the op is a function of liger_kernel.transformers.functional, and its autograd "
-        "function is in this module"
+        "it is a part of Liger's own op; the whole op is a function of liger_kernel.transformers.functional, and its "
+        "autograd function is in this module"
     ),
     r"env_report(\..*)?": "run `liger-hw doctor`",
 }

@@ -16,7 +16,6 @@ from . import probing
 from .marks import mark, note_original, original_of
 from .probing import Match
 
-
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """What kernels take; their references take float64 too."""
 
