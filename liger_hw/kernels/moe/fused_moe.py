@@ -88,19 +88,21 @@ def fused_moe_reference(
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
+def _key(x, down_proj, top_k_index, how: How) -> registry.Key:
+    inner = down_proj.shape[1 if how.is_transposed else 2]
+    return products.product_key(*x.shape, inner, down_proj.shape[0], top_k_index.shape[1], x.itemsize)
+
+
 def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
-    gate, is_transposed = how.gate, how.is_transposed
     x, top_k_index, top_k_weights = row_major(x), top_k_index.contiguous(), top_k_weights.contiguous()
-    (n_tokens, hidden), top_k, n_experts = x.shape, top_k_index.shape[1], down_proj.shape[0]
-    inner, n_z = down_proj.shape[1 if is_transposed else 2], gate_up_proj.shape[2 if is_transposed else 1]
+    n_experts, axis = down_proj.shape[0], 1 if how.is_transposed else 2
     check_index(top_k_index, n_experts)
     where = routing.route(top_k_index, n_experts)
-    if not n_tokens * top_k:
-        return torch.zeros_like(x), x.new_empty((0, n_z)), *where
-    key = products.product_key(n_tokens, hidden, inner, n_experts, top_k, x.itemsize)
-    axis = 1 if is_transposed else 2
+    if not top_k_index.numel():
+        return torch.zeros_like(x), x.new_empty((0, gate_up_proj.shape[3 - axis])), *where
+    key = _key(x, down_proj, top_k_index, how)
     z = products.rows_product(products.UP, key, x, gate_up_proj, axis, True, where)
-    act = gates.gated(z, dense(gate_up_bias), None, top_k_index, gate, where, n_experts)
+    act = gates.gated(z, dense(gate_up_bias), None, top_k_index, how.gate, where, n_experts)
     y = products.rows_product(products.DOWN, key, act, down_proj, axis, False, where)
     del act
     return sums.combine(y, top_k_weights, dense(down_bias), top_k_index, where), z, *where
@@ -126,11 +128,6 @@ def _bwd(
 
 # At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept, and each of
 # the two functions below gives its own back.
-
-
-def _key(x, down_proj, top_k_index, how: How) -> registry.Key:
-    inner = down_proj.shape[1 if how.is_transposed else 2]
-    return products.product_key(*x.shape, inner, down_proj.shape[0], top_k_index.shape[1], x.itemsize)
 
 
 def _up_gradients(
