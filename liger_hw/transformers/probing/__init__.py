@@ -6,7 +6,8 @@ that is none of these. `rotary.recognise(function)` does the same for a rotary f
 
 Weights are never read: a norm's copy gets random weights of the same shapes, and an MLP's projections are replaced by
 stand-ins that answer with random numbers. So a sharded, quantised, adapted or not yet loaded (meta) model is probed
-alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, in bf16 the rounding, and the gradients.
+alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, also on large numbers, in bf16 the
+rounding, and the gradients.
 
 probe.py has how a copy is run; norms.py, mlps.py, experts.py, expert_lists.py and rotary.py have one kind each;
 guards.py says when a match that was found on one module applies to another.
