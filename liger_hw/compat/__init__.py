@@ -23,6 +23,7 @@ from typing import Any
 from .. import env
 from ..kernels import home_of
 from . import impls
+from .kernels import MissingKernel
 
 NAME = "liger_kernel"
 VERSION = "0.8.5"
@@ -62,6 +63,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "ops.experimental": (),
     "ops.grpo_loss": (_LOSSES, _GRPO),
+    "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", "liger_hw.kernels.moe.fused_moe"),
     "ops.utils": ("liger_hw.compat.ops_utils",),
     "chunked_loss": (_LOSSES,),
     "functional": ("liger_hw.compat.functional",),
@@ -113,13 +115,17 @@ REPLACED = {
     ),
     r"triton(\..*)?": "liger_hw needs no cache manager of its own",
     r"ops\.utils\.element_mul_kernel": "multiply in torch",
+    r"ops\.grpo_loss\..*_kernel": "call liger_kernel.transformers.grpo_loss.triton_grpo_loss",
     r"ops\.\w+\.\w+_(forward|backward|kernel)(_\w+)?": (
         "it is a part of Liger's own op; the whole op is a function of liger_kernel.transformers.functional, and its "
         "autograd function is in this module"
     ),
     r"env_report(\..*)?": "run `liger-hw doctor`",
 }
-"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use in their place."""
+"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use in their place.
+
+Importing one raises, except for a Triton kernel (`*_kernel`), which raises when it is used.
+"""
 
 _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
 
@@ -209,7 +215,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def __getattr__(attribute: str) -> Any:
             if not attribute.startswith("__"):
-                found = _lookup(behind, attribute)
+                found = _kernel(name, attribute) or _lookup(behind, attribute)
                 if found is not _ABSENT:
                     setattr(module, attribute, found)
                     return found
@@ -225,6 +231,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 _ABSENT = object()
+
+
+def _kernel(module: str, name: str) -> MissingKernel | None:
+    """What stands for a Triton kernel of Liger's in `liger_kernel.<module>`; None where the name is no kernel's."""
+    instead = replacement(f"{module}.{name}")
+    if instead is None or not module.startswith("ops.") or not name.endswith("_kernel"):
+        return None
+    return MissingKernel(f"{NAME}.{module}.{name}", instead)
 
 
 def _lookup(behind: tuple[str, ...], attribute: str) -> Any:

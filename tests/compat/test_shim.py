@@ -174,21 +174,55 @@ assert pick("1.0") == ("new", 2) and pick("999.0") == ("old", 1)
 """)
 
 
-def test_generations_have_liger_s_names(monkeypatch):
-    from liger_hw import backends
+DEVICES = {
+    "cuda": {
+        **{(7, 5): "volta_turing", (8, 9): "ampere_ada", (8, 7): "sm_87", (9, 0): "hopper"},
+        **{(10, 3): "blackwell_ultra", (12, 0): "blackwell_consumer"},
+    },
+    "hip": {"gfx942:sramecc+:xnack-": "cdna3", "gfx1100": "rdna3", "gfx1201": "gfx1201", "": "cuda"},
+    "xpu": {
+        **{"Intel(R) Data Center GPU Max 1550": "pvc", "Intel(R) Arc(TM) B580 Graphics": "arc"},
+        "Intel(R) Data Center GPU Flex 170": "xpu",
+    },
+    "npu": {"Ascend910B2": "ascend910", "Ascend310P1": "ascend310", "Ascend950": "npu"},
+}
+"""What torch says of a device -> its generation as Liger names it."""
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_generations_have_liger_s_names(monkeypatch, kind):
+    import torch
+
     from liger_hw.compat import utils
 
-    utils.infer_device_arch.cache_clear()
-    names = {}
-    for arch in ("sm80", "sm87", "sm90", "sm103", "gfx942", "gfx1201", "bmg", "pvc"):
-        monkeypatch.setattr(backends, "target_of", lambda device, arch=arch: SimpleNamespace(arch=arch))
-        names[arch] = utils.infer_device_arch()
-        assert utils.infer_device_arch() is names[arch]
+    monkeypatch.setattr(torch.version, "hip", "7.0" if kind == "hip" else None)
+    monkeypatch.setattr(utils, "infer_device", lambda: "cuda" if kind == "hip" else kind)
+    said = []
+    module = SimpleNamespace(
+        get_device_capability=lambda device: said[-1],
+        get_device_properties=lambda device: SimpleNamespace(name=said[-1], gcnArchName=said[-1]),
+    )
+    monkeypatch.setattr(torch, "cuda" if kind == "hip" else kind, module, raising=False)
+    for of_torch, generation in DEVICES[kind].items():
+        said.append(of_torch)
         utils.infer_device_arch.cache_clear()
-    assert names == {
-        **{"sm80": "ampere_ada", "sm87": "sm_87", "sm90": "hopper", "sm103": "blackwell_ultra"},
-        **{"gfx942": "cdna3", "gfx1201": "gfx1201", "bmg": "arc", "pvc": "pvc"},
-    }
+        assert utils.infer_device_arch() == generation
+        said.append(None)
+        assert utils.infer_device_arch() == generation, "asked once a process"
+    utils.infer_device_arch.cache_clear()
+
+
+def test_a_device_that_cannot_be_asked_has_its_kind_for_a_generation(monkeypatch):
+    import torch
+
+    from liger_hw.compat import utils
+
+    monkeypatch.setattr(utils, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: torch._C._no_such_name)
+    utils.infer_device_arch.cache_clear()
+    assert utils.infer_device_arch() == "cuda"
+    utils.infer_device_arch.cache_clear()
 
 
 def test_functions_take_every_argument_of_liger_s():
@@ -338,7 +372,12 @@ for module, names in json.load(open({str(NAMES)!r})).items():
     assert not idle, f"nothing is left out any more for {idle}"
 
 
-UNLISTED = ("ops.utils.element_mul_kernel", "ops.rms_norm.rms_norm_forward", "env_report")
+UNLISTED = (
+    "ops.utils.element_mul_kernel",
+    "ops.grpo_loss._grpo_loss_fwd_kernel",
+    "ops.rms_norm.rms_norm_forward",
+    "env_report",
+)
 """Names of Liger's that are in REPLACED and not in liger_names.json."""
 
 
@@ -352,9 +391,7 @@ for code, said in {
     "from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe": "DistributedConfig",
     "from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP": "activations",
     "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
-    "from liger_kernel.ops.utils import element_mul_kernel": "multiply in torch",
     "from liger_kernel.ops.rms_norm import rms_norm_forward": "liger_kernel.transformers.functional",
-    "from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel": "liger_kernel.transformers.functional",
     "from liger_kernel.env_report import print_env_report": "liger-hw doctor",
 }.items():
     try:
@@ -371,6 +408,62 @@ except AttributeError as error:
 else:
     raise AssertionError("LigerTiledSwiGLUMLP")
 """)
+
+
+def test_liger_s_own_kernels_can_be_imported_and_not_used():
+    """They stand beside what programs need in one import; ours have other arguments, even under the same name."""
+    passes("""
+import inspect
+from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, liger_cross_entropy_kernel
+from liger_kernel.ops.dyt import _dyt_fwd_kernel
+from liger_kernel.ops.grpo_loss import _grpo_loss_fwd_kernel
+from liger_kernel.ops.utils import element_mul_kernel
+from liger_hw.kernels.norms import dyt
+assert _dyt_fwd_kernel is not dyt._dyt_fwd_kernel
+for kernel, said in (
+    (liger_cross_entropy_kernel, "of liger_kernel.transformers.functional"),
+    (_dyt_fwd_kernel, "of liger_kernel.transformers.functional"),
+    (_grpo_loss_fwd_kernel, "triton_grpo_loss"),
+    (element_mul_kernel, "multiply in torch"),
+):
+    for use in (lambda: kernel[(4,)](None), lambda: kernel(1), lambda: kernel.run(grid=(1,)), lambda: kernel.warmup()):
+        try:
+            use()
+        except NotImplementedError as error:
+            assert said in str(error) and "liger_kernel.ops." in str(error), error
+        else:
+            raise AssertionError(kernel)
+    assert not inspect.isfunction(kernel) and not hasattr(kernel, "fn") and "liger_kernel.ops" in repr(kernel)
+for absent in ("ops.nothing import nothing_kernel", "ops.mhc import _mhc_pre_fwd_kernel", "ops import _kernel",
+               "transformers.rms_norm import _rms_norm_kernel"):
+    try:
+        exec("from liger_kernel." + absent)
+    except ImportError:
+        pass
+    else:
+        raise AssertionError(absent)
+""")
+
+
+@pytest.mark.parametrize("tokens, experts, top_k", [(50, 7, 3), (64, 4, 4), (3, 9, 1), (0, 4, 2)])
+def test_routing_metadata(tokens, experts, top_k):
+    import torch
+
+    from liger_hw.compat.routing import compute_routing_metadata
+
+    chance = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    chance[:, 2] = -1  # an expert without rows, unless every expert is chosen
+    index = chance.topk(top_k, -1).indices.int()
+    found = compute_routing_metadata(index, experts, 8)
+    assert all(t.dtype == torch.int32 for t in found)
+    counts, start, token, slot, row, tile_row, tile_expert = (t.tolist() for t in found)
+    flat = index.flatten().tolist()
+    assert slot == sorted(range(len(flat)), key=lambda at: (flat[at], at))
+    assert [slot[r] for r in row] == list(range(len(flat))) and token == [at // top_k for at in slot]
+    assert counts == [flat.count(expert) for expert in range(experts)]
+    assert start == [sum(counts[:expert]) for expert in range(experts + 1)]
+    tiles = [(first, e) for e in range(experts) for first in range(start[e], start[e + 1], 8)]
+    assert list(zip(tile_row, tile_expert)) == tiles
 
 
 def test_experts():
