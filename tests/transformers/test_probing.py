@@ -457,6 +457,16 @@ def test_a_forward_that_leaves_something_on_its_module_is_left_alone(name):
     assert not module._buffers or module.total == 0
 
 
+def test_a_forward_that_sets_what_is_there_already_changes_nothing():
+    def forward(self, x):
+        self.limit = float(str(self.limit))
+        return _gated(self, x)
+
+    module = mlp(forward)
+    module.limit = 0.7
+    assert isinstance(probing.recognise(module), Match)
+
+
 def test_probing_leaves_no_trace():
     module = mlp(_with_dropout(0.5).forward.__func__)
     before, state = dict(vars(module)), torch.get_rng_state()

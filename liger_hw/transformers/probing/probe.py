@@ -206,7 +206,9 @@ def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
 def _is_same(before: tuple[Any, ...] | None, after: tuple[Any, ...]) -> bool:
     if before is None or len(before) != len(after):
         return False
-    return all(one is other or (type(one) is int and one == other) for one, other in zip(before, after))
+    return all(
+        one is other or (isinstance(one, (int, float, str)) and one == other) for one, other in zip(before, after)
+    )
 
 
 def agrees(found: Any, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
