@@ -24,6 +24,9 @@ from torch import nn
 FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
 """Whose hooks are on a module. `hooks_of` gives the set of them."""
 
+_LINEARS = nn.Linear.forward if nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__ else None
+"""torch's forward of `nn.Linear`: a program may give the class another. None where one has before this is imported."""
+
 
 @dataclass(frozen=True)
 class Access:
@@ -161,7 +164,7 @@ def find_access(head: nn.Module) -> Access | str:
         return Access(inner.linear, head, inner.slot) if gathered else _HOOKS
     if hasattr(head, "base_layer"):
         return _ADAPTER
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    if not isinstance(head, nn.Linear) or type(head).forward is not _LINEARS:
         return f"it is a {type(head).__name__}, not an nn.Linear; {_CORRECT}"
     if "parametrizations" in head._modules:  # before the weight is looked up, which computes it once more
         return f"its weight is computed by a parametrization; {_CORRECT}"
@@ -172,10 +175,10 @@ def find_access(head: nn.Module) -> Access | str:
         return _sliced(head, hooks) or _TENSOR_PARALLEL
     if OTHER in hooks:
         return _HOOKS
-    if "forward" in head.__dict__ and getattr(head.forward, "__func__", None) is not nn.Linear.forward:
+    if "forward" in head.__dict__ and getattr(head.forward, "__func__", None) is not _LINEARS:
         hook, own = getattr(head, "_hf_hook", None), getattr(head, "_old_forward", None)
         placed = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
-        if placed and getattr(own, "__func__", None) is nn.Linear.forward:
+        if placed and getattr(own, "__func__", None) is _LINEARS:
             return Access(head, head, "_old_forward")
         return f"its forward was replaced (offloading or another patch); {_CORRECT}"
     return Access(head, head if hooks else None)
@@ -269,7 +272,7 @@ def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
         style, original = own.get("self"), own.get("original_forward")
         if hooks or type(style).__name__ != "ColwiseParallel":
             return None
-        if getattr(original, "__func__", None) is not nn.Linear.forward:
+        if getattr(original, "__func__", None) is not _LINEARS:
             return None
         layout, output, local = style.input_layouts, style.output_layouts, style.use_local_output
     else:

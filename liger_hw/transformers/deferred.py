@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from typing import Any, Callable
 
 import torch
@@ -95,16 +96,28 @@ class DeferredLogits:
         self._given = hidden if given is None else given
         self._scale, self._cap = scale, cap
         self._parent, self._replay = parent, replay
+        self._derived: list[Any] = []
         self._logits: torch.Tensor | None = None
         self._left_with: list[tuple[torch.Tensor, int | None]] | None = None
         self._leading = hidden.shape[:-1]
         self.dtype = dtype
         self.device, self.is_cpu = hidden.device, hidden.is_cpu
 
-    def _derive(self, replay: Callable[[torch.Tensor], torch.Tensor], **changed: Any) -> "DeferredLogits":
-        return DeferredLogits(
+    def _derive(
+        self,
+        replay: Callable[[torch.Tensor], torch.Tensor],
+        of_hidden: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        **changed: Any,
+    ) -> Any:
+        """What `replay` makes of these logits, deferred like them.
+
+        of_hidden: the same for the hidden states; changed: dtype, scale and cap of the result where they differ
+        """
+        if not self.is_deferred:
+            return replay(self.materialise())
+        derived = DeferredLogits(
             self._head,
-            changed["hidden"] if "hidden" in changed else self.hidden_states(),
+            of_hidden(self.hidden_states()),
             self._surroundings,
             changed.get("dtype", self.dtype),
             scale=changed.get("scale", self._scale),
@@ -112,6 +125,8 @@ class DeferredLogits:
             parent=self,
             replay=replay,
         )
+        self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
+        return derived
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -134,9 +149,20 @@ class DeferredLogits:
                 self._logits = self._head.logits(self._given, self._surroundings)
             else:
                 source = self._parent.materialise()
-                with self._surroundings.restored():
-                    self._logits = self._replay(source)
+                if self._logits is None:
+                    with self._surroundings.restored():
+                        self._logits = self._replay(source)
+            self._materialise_derived()
         return self._logits
+
+    def _materialise_derived(self) -> None:
+        """Compute what is held of what was derived from this, before a program can change the logits in place: some of
+        it shares their memory and some is a copy, as it would be had it been computed when it was derived."""
+        derived, self._derived = self._derived, []
+        for held in derived:
+            logits = held()
+            if logits is not None:
+                logits.materialise()
 
     def leave(self) -> None:
         """The forward ends, and from now on a program may change what the logits would be computed from."""
@@ -259,9 +285,7 @@ class DeferredLogits:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if len(sizes) < 1 or not isinstance(sizes[-1], int) or sizes[-1] != self.shape[-1]:
             return self.materialise().reshape(*shape)
-        hidden = self.hidden_states()
-        hidden = hidden.reshape(*sizes[:-1], hidden.shape[-1])
-        return self._derive(lambda x: x.reshape(*sizes), hidden=hidden)
+        return self._derive(lambda x: x.reshape(*sizes), lambda x: x.reshape(*sizes[:-1], x.shape[-1]))
 
     view = reshape
 
@@ -269,16 +293,14 @@ class DeferredLogits:
         last = len(self._leading)
         if end_dim % (last + 1) == last and start_dim % (last + 1) != last:
             return self.materialise().flatten(start_dim, end_dim)
-        return self._derive(
-            lambda x: x.flatten(start_dim, end_dim), hidden=self.hidden_states().flatten(start_dim, end_dim)
-        )
+        return self._derive(lambda x: x.flatten(start_dim, end_dim), lambda x: x.flatten(start_dim, end_dim))
 
     def __getitem__(self, index: Any) -> Any:
         """Recorded when the vocabulary dimension is taken whole."""
         items = index if isinstance(index, tuple) else (index,)
         if not _keeps_last_dimension(items, self.dim()):
             return self.materialise()[_plain(index)]
-        return self._derive(lambda x: x[index], hidden=self.hidden_states()[index])
+        return self._derive(lambda x: x[index], lambda x: x[index])
 
     # -- known without computing -------------------------------------------------------------------------------------
 

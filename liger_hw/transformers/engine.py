@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import sys
 import types
 from typing import Any, Callable, Iterator
 
@@ -27,7 +28,7 @@ from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, expert_lists, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .replacing import guarded, marked, where_kernels_run, while_its_class_has
+from .replacing import guarded, marked, where_kernels_run, while_its_class_has, while_its_module_has
 from .report import (
     ALREADY,
     PATCH_LOCK,
@@ -356,6 +357,9 @@ def _copy_calling(forward: Callable, name: str, function: Callable, found: Match
     private = private_name(name, found.variant)
     if private not in scope.__globals__:  # harmless, shared by every patched instance, so never taken away
         replacement = where_kernels_run(found.replacement, function)
+        module = sys.modules.get(scope.__globals__["__name__"])
+        if module is not None:
+            replacement = while_its_module_has(module, name, function, replacement)
         scope.__globals__[private] = marked(replacement, "rope", found.kernel, function)
     try:
         copied = rebind(forward, name, private)

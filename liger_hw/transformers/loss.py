@@ -302,7 +302,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     signature = inspect.signature(original)
     names = list(signature.parameters)
     labels_at = names.index("labels") - 1 if "labels" in names else len(names)
-    of_transformers = getattr(inspect.unwrap(original), "__module__", "").startswith("transformers.")
+    of_transformers = _is_of_transformers(original)
     undeferred: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @functools.wraps(original)
@@ -346,8 +346,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         try:
             outputs = original(viewed_with(self, head_at, head), *args, **kwargs)
             return _finish(outputs, head, skip, keep=head.is_whole() and not getattr(self, "_is_replica", False))
-        except (GradientWouldBeLost, AttributeError, NotImplementedError, TypeError) as error:
-            if wants:
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            if wants or not _is_of_deferred_logits(error):
                 raise
             reason = first_line(error)
         outputs = original(self, *args, **kwargs)  # raises again what was not for want of real logits
@@ -362,10 +362,29 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     return forward
 
 
+def _is_of_deferred_logits(error: Exception) -> bool:
+    """Whether a forward may have raised for want of real logits. A function that torch.jit scripted says so in a
+    RuntimeError, which most often means something else: no memory, a failure of the device."""
+    foreign = isinstance(error, RuntimeError) and not isinstance(error, (GradientWouldBeLost, NotImplementedError))
+    return not foreign or DeferredLogits.__name__ in str(error)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether a function, and each that `functools.wraps` put around it, is code of transformers."""
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def _has_its_own_loss(model: nn.Module) -> bool:
-    """Whether a transformers model has the loss function that transformers gives it."""
-    set_by_user = vars(model).get("_loss_function")
-    return set_by_user is None or getattr(set_by_user, "__module__", "").startswith("transformers.")
+    """Whether the loss function of a transformers model, if it calls one, is code of transformers.
+
+    A program may set another on the model, its class or in transformers' table of them.
+    """
+    function = getattr(model, "loss_function", None)
+    return function is None or _is_of_transformers(function)
 
 
 def loss_of(model: nn.Module, module: nn.Module, kwargs: Mapping[str, Any]) -> rehearse.Loss | None:

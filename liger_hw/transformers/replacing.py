@@ -143,6 +143,18 @@ def while_its_class_has(original: Callable, forward: Callable) -> Callable:
     return bound
 
 
+def while_its_module_has(module: Any, name: str, original: Callable, function: Callable) -> Callable:
+    """A rotary function in a live model's copy of a forward: `function` while `name` in the forward's module is still
+    `original`; when a program has put another there, that."""
+
+    def current(*args, **kwargs):
+        held = getattr(module, name)
+        return (held if _is_another(held, original) else function)(*args, **kwargs)
+
+    current.__signature__ = inspect.signature(function)
+    return current
+
+
 def marked(
     function: Callable, part: str, kernel: str, original: Callable, switch: list[bool] | None = None
 ) -> Callable:

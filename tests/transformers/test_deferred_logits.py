@@ -111,6 +111,8 @@ COMPUTED = {
     "other view": lambda x, y: x.view(-1).square(),
     "masked in place": lambda x, y: _masked(x, y),
     "alias changed in place": lambda x, y: _alias_changed(x, y),
+    "copy before a change in place": lambda x, y: _changed_after_a_copy(x, y),
+    "slice after a change in place": lambda x, y: _sliced_between_changes(x, y),
     "metric without grad first": lambda x, y: _metric_first(x, y),
 }
 
@@ -126,6 +128,19 @@ def _alias_changed(x, y):
     rows = x.view(-1, VOCAB)  # recorded before the change, sees it all the same
     x[:, 0] = 0.0
     return F.cross_entropy(rows, y.view(-1))
+
+
+def _changed_after_a_copy(x, y):
+    rows = x[:, :-1].reshape(-1, VOCAB)  # a copy, which the change must not reach
+    x[..., 4] = -10.0
+    return F.cross_entropy(rows, y[:, 1:].reshape(-1)) + F.cross_entropy(x.view(-1, VOCAB), y.view(-1))
+
+
+def _sliced_between_changes(x, y):
+    x[..., 4] = -10.0
+    rows = x[:, :-1].reshape(-1, VOCAB)
+    x[..., 5] = -10.0
+    return F.cross_entropy(rows, y[:, 1:].reshape(-1))
 
 
 def _metric_first(x, y):

@@ -238,6 +238,18 @@ def test_another_class_or_forward_given_to_a_live_model_runs(mistral, batch, par
     assert_same_gradients(gradients_found, wanted)
 
 
+def test_a_rotary_function_replaced_in_its_module_runs(mistral, batch, monkeypatch):
+    """A live model's attention calls the kernel under a name of its own."""
+    model, reference = mistral.model(), mistral.model()
+    mistral.apply(model=model)
+    model(**batch)
+    monkeypatch.setattr(mistral.modeling, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q / 2, k / 2))
+    expected, wanted = gradients(reference, **batch)
+    found, gradients_found = gradients(model, **batch)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients_found, wanted)
+
+
 class HalvesMLP(nn.Module):
     """Its forward calls a method of the class's, which a module may replace with one of its own."""
 

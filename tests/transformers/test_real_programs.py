@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
+import importlib
 import logging
 from importlib.metadata import version
 
@@ -70,7 +72,16 @@ def wants_a_tensor(logits, labels, **_):
     return logits.square().mean()
 
 
-LOSSES = (through_a_function, through_a_reentrant_checkpoint, through_a_checkpoint, wants_a_tensor)
+@torch.jit.script
+def scripted(logits: torch.Tensor):
+    return logits.square().mean()
+
+
+def through_a_scripted_function(logits, labels, **_):
+    return scripted(logits.float())
+
+
+LOSSES = (through_a_scripted_function, through_a_function, through_a_reentrant_checkpoint, through_a_checkpoint, wants_a_tensor)
 
 
 @pytest.mark.parametrize("custom", LOSSES, ids=lambda f: f.__name__)
@@ -101,6 +112,30 @@ def test_logits_are_there_for_whoever_reads_them(mistral, batch, calls):
     assert calls["fused"] == 2, "this loss is fused too"
     penalty = grads_of(model, model(**batch).logits.logsumexp(-1).square().mean())
     assert_same_gradients(penalty, grads_of(reference, reference(**batch).logits.logsumexp(-1).square().mean()))
+
+
+def test_an_error_that_is_not_of_deferred_logits_is_raised_at_once(mistral, batch):
+    model, runs = mistral.model(num_hidden_layers=1), []
+
+    def fails(**_):
+        runs.append(1)
+        raise RuntimeError("out of memory")
+
+    model.loss_function = fails
+    mistral.apply(model=model)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(**batch)
+    assert len(runs) == 1
+
+
+def test_logits_that_were_read_can_be_sliced_after_backward(mistral, batch):
+    model = mistral.model(num_hidden_layers=1)
+    expected = model(**batch).logits.detach()
+    mistral.apply(model=model)
+    outputs = model(**batch)
+    outputs.logits.argmax(-1)
+    outputs.loss.backward()
+    torch.testing.assert_close(outputs.logits[:, -1].float() * 2 + 0, expected[:, -1] * 2, rtol=1e-4, atol=1e-5)
 
 
 CHANGES = {
@@ -321,6 +356,47 @@ def test_a_loss_over_more_rows_than_labels(mistral, batch, calls):
     expected = base(batch["input_ids"], labels=labels).loss
     with liger_hw.patch(base):
         torch.testing.assert_close(base(batch["input_ids"], labels=labels).loss, expected, rtol=1e-4, atol=1e-6)
+
+
+def over_what_labels_ignore(logits, labels, vocab_size, **_):
+    return F.cross_entropy(logits.float().view(-1, vocab_size), labels.masked_fill(labels == -100, 5).view(-1))
+
+
+@pytest.mark.parametrize("way", ["a subclass", "transformers' table", "around the forward"])
+def test_a_loss_over_rows_that_the_labels_ignore(mistral, batch, calls, monkeypatch, way):
+    """The number of labels that count, which the patched forward takes beforehand, says nothing of such a loss."""
+    table = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING
+    base = mistral.model(num_hidden_layers=1)
+    cls = mistral.causal_lm
+    if way == "a subclass":
+        cls = type("Mine", (cls,), {"loss_function": staticmethod(over_what_labels_ignore)})
+    elif way == "transformers' table":
+        monkeypatch.setitem(table, "ForCausalLM", over_what_labels_ignore)
+    else:
+
+        @functools.wraps(cls.forward)
+        def filled(self, input_ids, labels=None, _original=cls.forward):
+            return _original(self, input_ids, labels=labels.masked_fill(labels == -100, 5))
+
+        cls = type("Mine", (cls,), {"forward": filled})
+    model = cls(base.config).train()
+    model.load_state_dict(base.state_dict())
+    expected = model(**batch).loss
+    wanted = grads_of(model, expected)
+    with liger_hw.patch(model):
+        loss = model(**batch).loss
+        assert calls["fused"] == 1
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+        assert_same_gradients(grads_of(model, loss), wanted)
+
+
+def test_a_linear_whose_class_was_given_another_forward(mistral, batch, monkeypatch):
+    model, linear = mistral.model(num_hidden_layers=1), torch.nn.Linear.forward
+    mistral.apply(model=model)
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: linear(self, x) * 1.5)
+    outputs = model(**batch)
+    expected = mistral.model(num_hidden_layers=1)(**batch).loss
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-4, atol=1e-6)
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
