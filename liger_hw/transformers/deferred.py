@@ -67,6 +67,19 @@ def _hooks_in_force() -> Any:
     return None if top is None or torch.compiler.is_compiling() else top(True)
 
 
+def inside_a_function() -> bool:
+    """Whether this runs in an autograd.Function, whose results must be tensors to have a gradient: in its forward,
+    which alone switches forward-mode gradients off as well, or in its backward, as the second forward of a checkpoint
+    with use_reentrant=True. The second forward of any other checkpoint saves tensors under hooks, and must save those
+    of the first; torch before 2.8 does not tell which it is, and a backward is then taken for that.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._current_graph_task_id() != -1:
+        return hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") and _hooks_in_force() is None
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 class DeferredLogits:
     """`head(hidden)`, with the operations recorded since: `cap * tanh(scale * x)`, or `scale * x` when cap is None.
 

@@ -27,7 +27,7 @@ from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
 from ..text import first_line
 from . import rehearse
-from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings
+from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings, inside_a_function
 from .replacing import KERNEL_DTYPES, is_traced, keeps_own_code
 from .report import patched_parts
 
@@ -324,7 +324,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             return original(self, *args, **kwargs)
         # transformers' pipeline parallelism takes the last stage's logits and sends them to every rank
         trains = self.training and not getattr(self, "_pp_forward_wrapped", False)
-        skip = fused and (trains if skip_logits is None else bool(skip_logits))
+        skip = fused and (trains and not inside_a_function() if skip_logits is None else bool(skip_logits))
         wants = ("token_accuracy",) * bool(return_token_accuracy) + ("predicted_tokens",) * bool(
             return_predicted_tokens
         )

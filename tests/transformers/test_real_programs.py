@@ -138,6 +138,24 @@ def test_logits_that_were_read_can_be_sliced_after_backward(mistral, batch):
     torch.testing.assert_close(outputs.logits[:, -1].float() * 2 + 0, expected[:, -1] * 2, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_whole_model_in_a_checkpoint_keeps_the_gradient_of_its_logits(mistral, batch, reentrant):
+    if reentrant and not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        pytest.skip("this torch does not tell which checkpoint runs a forward again")
+
+    def gradients(model):
+        def loss_and_logits(embeds):
+            return model(inputs_embeds=embeds, labels=batch["labels"], return_dict=False, use_cache=False)[:2]
+
+        embeds = model.get_input_embeddings()(batch["input_ids"])
+        loss, logits = checkpoint(loss_and_logits, embeds, use_reentrant=reentrant)
+        return grads_of(model, loss + logits.square().mean())
+
+    model, reference = mistral.model(num_hidden_layers=1), mistral.model(num_hidden_layers=1)
+    mistral.apply(model=model)
+    assert_same_gradients(gradients(model), gradients(reference))
+
+
 CHANGES = {
     "optimizer": lambda model, outputs: [p.mul_(1.1) for p in model.parameters()],
     "head's weight": lambda model, outputs: setattr(
