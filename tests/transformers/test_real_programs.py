@@ -81,7 +81,13 @@ def through_a_scripted_function(logits, labels, **_):
     return scripted(logits.float())
 
 
-LOSSES = (through_a_scripted_function, through_a_function, through_a_reentrant_checkpoint, through_a_checkpoint, wants_a_tensor)
+LOSSES = (
+    through_a_scripted_function,
+    through_a_function,
+    through_a_reentrant_checkpoint,
+    through_a_checkpoint,
+    wants_a_tensor,
+)
 
 
 @pytest.mark.parametrize("custom", LOSSES, ids=lambda f: f.__name__)
