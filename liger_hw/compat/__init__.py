@@ -36,12 +36,21 @@ _TRANSFORMERS = "liger_hw.transformers"
 _LOSSES = "liger_hw.chunked_loss"
 _MODULES = "liger_hw.compat.modules"
 _FUNCTIONS = "liger_hw.compat.functions"
+_CHECKED = "liger_hw.compat.checked"
 _GRPO = "liger_hw.compat.grpo"
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
-    "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS, _FUNCTIONS, "liger_hw.kernels"),
+    "transformers": (_CHECKED, _TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
+    "transformers.functional": (
+        _CHECKED,
+        "liger_hw.transformers.functional",
+        _TRANSFORMERS,
+        _FUNCTIONS,
+        "liger_hw.kernels",
+    ),
+    "transformers.cross_entropy": (_CHECKED, "liger_hw.kernels.losses.cross_entropy", _FUNCTIONS),
     "transformers.monkey_patch": (
+        _CHECKED,
         _TRANSFORMERS,
         "liger_hw.compat.monkey_patch",
         "liger_hw.transformers.functional",
@@ -165,7 +174,7 @@ def name_of_transformers(name: str) -> Any:
 
     Raises `ImportError` where something else is to be used.
     """
-    found = _lookup(tuple(home for home in MODULES["transformers"] if home != _TRANSFORMERS), name)
+    found = _lookup(tuple(home for home in MODULES["transformers"] if home not in (_TRANSFORMERS, _CHECKED)), name)
     if found is not _ABSENT:
         return found
     if instead := replacement(f"transformers.{name}"):

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any, Callable
 
 from ..transformers import functional
+from .checked import liger_cross_entropy
 from .loss_utils import unpack_cross_entropy_result
 
 
@@ -64,7 +65,7 @@ def cross_entropy(
     return_predicted_tokens=False,
 ):
     """(loss, z_loss, token_accuracy, predicted_tokens), None for what was not asked for."""
-    result = functional.liger_cross_entropy(
+    result = liger_cross_entropy(
         input,
         target,
         weight,

@@ -137,5 +137,5 @@ def test_errors(lane, generator):
     with pytest.raises(ValueError, match="loss_type must be one of"):
         made.ours(made.logits, loss_type="ppo")
     made.ids[0, 0] = VOCAB
-    with pytest.raises(IndexError, match=r"target\[0\] = 37 is out of range"):
+    with pytest.raises(IndexError, match=r"target\[0\] = 37 is out of bounds"):
         made.ours(made.logits)

@@ -375,14 +375,14 @@ ERRORS = {
     "bias": (lambda: _dpo()(_W, _X, _Y, _A), r"bias must have shape \(11,\), got \(4,\)"),
     "target shape": (lambda: _dpo()(_W, _X, _Y[:, :2]), r"target must have shape \(4, 3\)"),
     "target dtype": (lambda: _dpo()(_W, _X, _Y.float()), "target must hold indices"),
-    "target range": (lambda: _dpo()(_W, _X, _Y + 11), r"target\[0\] = 11 is out of range"),
+    "target range": (lambda: _dpo()(_W, _X, _Y + 11), r"target\[0\] = 11 is out of bounds"),
     "target range, with a reference": (
         lambda: chunked_loss.LigerFusedLinearDPOLoss()(_W, _X, _Y + 11, None, _X, _W),
-        r"target\[0\] = 11 is out of range",
+        r"target\[0\] = 11 is out of bounds",
     ),
     "a reference of fewer words": (
         lambda: chunked_loss.LigerFusedLinearDPOLoss()(_W, _X, _Y + 9, None, _X, _W[:7]),
-        r"target\[0\] = 9 is out of range: expected 0 <= target < 7",
+        r"target\[0\] = 9 is out of bounds: expected 0 <= target < 7",
     ),
     "nll target": (
         lambda: chunked_loss.LigerFusedLinearORPOLoss()(_W, _X, _Y, None, _Y[:2]),

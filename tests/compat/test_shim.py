@@ -102,12 +102,11 @@ from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops import LigerSiLUMulFunction
 from liger_kernel.transformers import *
 import liger_kernel.ops.swiglu, liger_hw.transformers as ours
-from liger_hw.compat import functions
-from liger_hw.kernels.losses import cross_entropy
+from liger_hw.compat import checked, functions
 from liger_hw.kernels.norms import rms_norm
 assert LigerRMSNorm is again is rms_norm.LigerRMSNorm is ours.LigerRMSNorm
 assert LigerRMSNormFunction is functions.LigerRMSNormFunction
-assert liger_cross_entropy is cross_entropy.liger_cross_entropy
+assert liger_cross_entropy is checked.liger_cross_entropy
 assert LigerSiLUMulFunction is liger_kernel.ops.swiglu.LigerSiLUMulFunction is functions.LigerSiLUMulFunction
 assert apply_liger_kernel_to_llama is ours.apply_liger_kernel_to_llama
 assert LigerSwiGLUMLP is ours.LigerSwiGLUMLP
@@ -628,6 +627,101 @@ same(loss, F.cross_entropy(x @ head.t(), y))
 same(accuracy, ((x @ head.t()).argmax(-1) == y)[y != -100].float().mean())
 s, r = L.fused_add_rms_norm(x, x, w, **chosen)
 same(s, F.rms_norm(2 * x, (8,), w, 1e-6)); same(r, 2 * x)
+""")
+
+
+def test_cross_entropy_checks_targets_on_the_host_as_liger_does():
+    """Under every name of Liger's; a fused head does not, nor does what liger_hw names, nor a captured or traced call.
+
+    On the CPU every loss looks at its targets, so what counts here are the looks before the loss itself is called.
+    """
+    passes("""
+import copy, inspect, pickle
+import torch
+import liger_hw.transformers as ours
+from liger_hw.compat import checked
+import liger_kernel
+from liger_kernel.ops import LigerCrossEntropyFunction
+from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss as by_file
+from liger_kernel.transformers.functional import liger_cross_entropy
+from liger_kernel.transformers.monkey_patch import liger_cross_entropy as by_patch
+
+assert by_file is LigerCrossEntropyLoss and by_patch is liger_cross_entropy
+seen, real, quiet = [], checked.check_targets, []
+checked.check_targets = lambda *args: seen.append(args[2:]) or real(*args)
+plain_quiet = checked.is_quiet
+checked.is_quiet = lambda: bool(quiet) or plain_quiet()
+x = torch.randn(6, 11, requires_grad=True)
+y, weight = torch.tensor([1, 7, 3, 7, 5, 6]), torch.rand(11)
+
+CALLS = {
+    "class": lambda x, y: LigerCrossEntropyLoss(weight, ignore_index=7)(x, y),
+    "function": lambda x, y: liger_cross_entropy(x, y, weight, None, 7),
+    "by name": lambda x, y: liger_cross_entropy(target=y, input=x, weight=weight, ignore_index=7),
+    "apply": lambda x, y: LigerCrossEntropyFunction.apply(x, y, weight, 7)[0],
+    "functional": lambda x, y: liger_kernel.functional.cross_entropy(x, y, weight, 7)[0],
+}
+expected = torch.nn.functional.cross_entropy(x, y, weight, ignore_index=7)
+for name, call in CALLS.items():
+    torch.testing.assert_close(call(x, y), expected)
+    assert seen == [(11, 7)], (name, seen)
+    for bad in (11, -1):
+        try:
+            call(x, y.index_fill(0, torch.tensor([2]), bad))
+        except IndexError as error:
+            assert isinstance(error, AssertionError) and f"target[2] = {bad} is out of bounds" in str(error)
+        else:
+            raise AssertionError(name)
+    seen.clear()
+    quiet.append("a graph is captured")
+    torch.testing.assert_close(call(x, y), expected)
+    assert not seen, name
+    quiet.clear()
+assert liger_cross_entropy(x[:0], y[:0], reduction="none").shape == (0,)
+seen.clear()
+liger_cross_entropy(x.detach().to("meta"), y.to("meta"))
+for refused in ((x[0], y), (x, y.float()), (x, [1]), (None, y)):
+    try:
+        liger_cross_entropy(*refused)
+    except (ValueError, TypeError):
+        pass
+    else:
+        raise AssertionError(refused)
+ours.LigerCrossEntropyLoss()(x, y)
+ours.functional.liger_cross_entropy(x, y)
+LigerFusedLinearCrossEntropyLoss()(torch.randn(11, 4), torch.randn(6, 4), y)
+traced = torch.compile(CALLS["class"], backend="eager", fullgraph=True)
+torch.testing.assert_close(traced(x, y), expected)
+assert not seen, seen
+
+loss = LigerCrossEntropyLoss(weight, ignore_index=7)
+same = ours.LigerCrossEntropyLoss(torch.ones(11))
+same.load_state_dict(loss.state_dict())
+assert torch.equal(same.weight, weight) and isinstance(loss, ours.LigerCrossEntropyLoss)
+for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+    torch.testing.assert_close(other(x, y), expected)
+assert pickle.loads(pickle.dumps(liger_cross_entropy)) is liger_cross_entropy
+assert inspect.signature(liger_cross_entropy) == inspect.signature(ours.functional.liger_cross_entropy)
+assert repr(loss) == repr(ours.LigerCrossEntropyLoss(weight, ignore_index=7))
+""")
+
+
+def test_models_patched_through_the_shim_do_not_check_on_the_host():
+    passes("""
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from liger_hw.compat import checked
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+checked.check_targets = lambda *args: seen.append(args)
+seen, ids = [], torch.arange(8)[None]
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                     num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
+for fused in (True, False):
+    model = LlamaForCausalLM(config)
+    apply_liger_kernel_to_llama(model=model, cross_entropy=not fused, fused_linear_cross_entropy=fused)
+    model(ids, labels=ids).loss.backward()
+assert not seen
 """)
 
 

@@ -153,7 +153,7 @@ def test_what_is_refused():
     x, weight, _, target, _ = inputs("cpu", 8)
     with pytest.raises(TypeError, match="tp_group must be a torch.distributed.ProcessGroup"):
         liger_fused_linear_cross_entropy_tp(x, weight, target, "tp")
-    with pytest.raises(IndexError, match=r"target\[3\] = 46 is out of range"):
+    with pytest.raises(IndexError, match=r"target\[3\] = 46 is out of bounds"):
         liger_fused_linear_cross_entropy_tp(x, weight, target.index_fill(0, torch.tensor(3), 46), None)
     with pytest.raises(ValueError, match="target must have shape"):
         liger_fused_linear_cross_entropy_tp(x, weight, target[:4], None, sequence_parallel=True)

@@ -138,7 +138,7 @@ def test_a_target_outside_the_vocabulary_is_masked(lane, generator, smoothing, m
     torch.testing.assert_close(found[0, 0], -(1 - smoothing) * log_p[0, 0, 0] - smoothing * log_p[0, 0].mean())
     monkeypatch.setenv("LIGER_HW_CHECK_TARGETS", "1")
     env.clear()
-    with pytest.raises(IndexError, match=r"target\[1\] = 37 is out of range"):
+    with pytest.raises(IndexError, match=r"target\[1\] = 37 is out of bounds"):
         liger_vocab_parallel_cross_entropy(x, target, label_smoothing=smoothing)
 
 

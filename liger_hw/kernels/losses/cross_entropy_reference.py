@@ -136,13 +136,17 @@ def pack(loss, z_loss, hits, top, extra: tuple[bool, bool, bool]) -> torch.Tenso
     return CrossEntropyOutput(loss, z_loss if extra[0] else None, hits if extra[1] else None, top if extra[2] else None)
 
 
+class TargetError(IndexError, AssertionError):
+    """A target out of bounds: an IndexError as torch raises on the CPU, and an AssertionError as Liger Kernel does."""
+
+
 def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int) -> None:
-    """Raise `IndexError` that names the first row whose target is out of range. Synchronises on a GPU."""
+    """Raise `TargetError` that names the first row whose target is out of bounds. Synchronises on a GPU."""
     bad = (target != ignore_index) & ((target < 0) | (target >= n_cols))
     if bad.any():
         row = int(bad.nonzero()[0])
-        raise IndexError(
-            f"{op}: target[{row}] = {int(target[row])} is out of range: expected 0 <= target < {n_cols} "
+        raise TargetError(
+            f"{op}: target[{row}] = {int(target[row])} is out of bounds: expected 0 <= target < {n_cols} "
             f"or ignore_index={ignore_index}"
         )
 
@@ -158,7 +162,7 @@ def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Ten
         check_targets(op, target.reshape(-1), int(n_cols), ignore_index)
     elif target.device.type != "meta":
         inside = (target == ignore_index) | ((target >= 0) & (target < n_cols))
-        assert_on_device(inside.all(), f"{op}: target out of range; LIGER_HW_CHECK_TARGETS=1 names it")
+        assert_on_device(inside.all(), f"{op}: target out of bounds; LIGER_HW_CHECK_TARGETS=1 names it")
 
 
 def assert_on_device(holds: torch.Tensor, message: str) -> None:

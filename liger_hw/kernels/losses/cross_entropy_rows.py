@@ -336,7 +336,7 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
     args = (target, weight, stats, ok, n_rows, n_cols, options.ignore_index)
     launch(plan, _cross_entropy_stats_kernel, (1,), args, (options.reduction == MEAN,))
     if device.type not in ("cpu", "meta"):
-        assert_on_device(ok, f"{op}: target out of range; LIGER_HW_CHECK_TARGETS=1 names the row")
+        assert_on_device(ok, f"{op}: target out of bounds; LIGER_HW_CHECK_TARGETS=1 names the row")
     return stats
 
 
