@@ -6,7 +6,8 @@ directly, so the logits never exist. Anything else computes them (`materialise`)
 replaying the recorded operations one by one, and carries on with plain tensors, exactly as without the patch.
 
 It is no tensor, so what takes tensors in C++ cannot take it. `torch.autograd.Function.apply` hands such objects on to
-`forward`, whose results would not lead back to them: there, reading the logits raises `GradientWouldBeLost`.
+`forward`, whose results would not lead back to them: there, reading the logits raises `GradientWouldBeLost`. In the
+outputs of the model an `OutputLogits` (output_logits.py) stands for it, which is a tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +57,26 @@ class Surroundings:
         return stack
 
 
-def _version(t: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place, or None where torch does not count that."""
-    return None if t.is_inference() else t._version
+class _Held(NamedTuple):
+    """A tensor as it is now.
+
+    version: how often it was changed in place, or None where torch does not count that. A change in place of its
+    `.data` is not counted.
+    address: where its memory begins, which assigning to its `.data` changes; None for what has no memory of its own
+    """
+
+    tensor: torch.Tensor
+    version: int | None
+    address: int | None
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> "_Held":
+        is_wrapper = torch._C._functorch.is_functorch_wrapped_tensor(t)
+        has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_wrapper
+        return cls(t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None)
+
+    def is_as(self, now: "_Held") -> bool:
+        return self.tensor is now.tensor and self[1:] == now[1:]
 
 
 def _hooks_in_force() -> Any:
@@ -111,7 +129,9 @@ class DeferredLogits:
         self._parent, self._replay = parent, replay
         self._derived: list[Any] = []
         self._logits: torch.Tensor | None = None
-        self._left_with: list[tuple[torch.Tensor, int | None]] | None = None
+        self._left_with: list[_Held] | None = None
+        self._is_detached = False
+        self._leaves: list[torch.Tensor] = []
         self._leading = hidden.shape[:-1]
         self.dtype = dtype
         self.device, self.is_cpu = hidden.device, hidden.is_cpu
@@ -138,7 +158,9 @@ class DeferredLogits:
             parent=self,
             replay=replay,
         )
-        self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
+        derived._is_detached = self._is_detached
+        if not self._is_detached:  # those that stand in outputs see to it themselves
+            self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
         return derived
 
     # -- computing ---------------------------------------------------------------------------------------------------
@@ -159,7 +181,11 @@ class DeferredLogits:
             if self._parent is None:
                 self.hidden_states()
                 self._check_unchanged()
-                self._logits = self._head.logits(self._given, self._surroundings)
+                if self._is_detached:
+                    self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in self.computed_from()]
+                    self._logits = self._head.detached_logits(self._leaves, self._surroundings)
+                else:
+                    self._logits = self._head.logits(self._given, self._surroundings)
             else:
                 source = self._parent.materialise()
                 if self._logits is None:
@@ -178,22 +204,53 @@ class DeferredLogits:
                 logits.materialise()
 
     def leave(self) -> None:
-        """The forward ends, and from now on a program may change what the logits would be computed from."""
-        root = self
-        while root._parent is not None:
-            root = root._parent
-        root._left_with = [(t, _version(t)) for t in root._computed_from()]
+        """The forward ends, and from now on a program may change what the logits would be computed from.
 
-    def _computed_from(self) -> list[torch.Tensor]:
-        return [self._given, *self._head.parameters()]
+        They stay deferred until backward begins.
+        """
+        root = self._chain()[-1]
+        if root._left_with is None:
+            root._left_with = [_Held.of(t) for t in self.computed_from()]
+        self._head.kept.append(weakref.ref(self))
+
+    def detached_twin(self) -> "DeferredLogits":
+        """The same logits, computed on their own, with a graph that begins at `leaves`.
+
+        What is done to either does not show in the other.
+        """
+        *steps, root = self._chain()
+        made = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, given=root._given)
+        made._left_with, made._is_detached = root._left_with, True
+        for step in reversed(steps):
+            changed = {"dtype": step.dtype, "scale": step._scale, "cap": step._cap}
+            made = made._derive(step._replay, lambda _, hidden=step._hidden: hidden, **changed)
+        return made._derive(lambda x: x if x.is_contiguous() else x.clone())
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """Of a detached twin that is computed: what its graph begins at, in the order of `computed_from`."""
+        return self._chain()[-1]._leaves
+
+    def _chain(self) -> list["DeferredLogits"]:
+        """Itself, what it was derived from and so on."""
+        chain = [self]
+        while chain[-1]._parent is not None:
+            chain.append(chain[-1]._parent)
+        return chain
+
+    def computed_from(self) -> list[torch.Tensor]:
+        """The hidden states that the head was called with, and the head's parameters."""
+        return [self._chain()[-1]._given, *self._head.parameters()]
+
+    def has_gradient(self) -> bool:
+        """Whether the logits, once computed, require a gradient."""
+        return self._surroundings.grad and self._head.has_gradient(self._hidden)
 
     def _check_unchanged(self) -> None:
         if self._left_with is None:
             return
-        now = [(t, _version(t)) for t in self._computed_from()]
-        if len(now) != len(self._left_with) or any(
-            t is not held or version != before for (t, version), (held, before) in zip(now, self._left_with)
-        ):
+        now = [_Held.of(t) for t in self.computed_from()]
+        if len(now) != len(self._left_with) or not all(map(_Held.is_as, self._left_with, now)):
             raise RuntimeError(
                 "liger_hw: the logits of this step were never computed, and the weights or hidden states that they "
                 "would be computed from have changed since; read outputs.logits before that (before optimizer.step()), "
@@ -202,10 +259,8 @@ class DeferredLogits:
 
     def forget(self) -> None:
         """Let go of the hidden states: backward has begun, and they are the largest thing that would outlive it."""
-        item: DeferredLogits | None = self
-        while item is not None:
-            item._hidden = item._given = None
-            item = item._parent
+        for item in self._chain():
+            item._hidden = item._given = item._left_with = None
 
     def hidden_states(self) -> torch.Tensor:
         """What the head was called with, sliced and reshaped as the logits were; raises once they are forgotten."""
@@ -218,6 +273,8 @@ class DeferredLogits:
 
     def _check_gradient(self) -> None:
         """Refuse to be read where the result would be cut off from what the logits were computed from."""
+        if self._is_detached:
+            return  # the tensor that stands for them leads there
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or not self._surroundings.grad:
                 return
@@ -290,8 +347,8 @@ class DeferredLogits:
         dtype = torch.float32 if torch.float32 in (*args, *kwargs.values()) else self.dtype
         return self._derive(lambda x: x.to(*args, **kwargs), dtype=dtype)
 
-    def contiguous(self) -> Any:
-        return self._derive(lambda x: x.contiguous())
+    def contiguous(self, **kwargs: Any) -> Any:
+        return self._derive(lambda x: x.contiguous(**kwargs))
 
     def reshape(self, *shape: Any) -> Any:
         """Recorded when the last dimension stays the vocabulary."""
@@ -300,7 +357,11 @@ class DeferredLogits:
             return self.materialise().reshape(*shape)
         return self._derive(lambda x: x.reshape(*sizes), lambda x: x.reshape(*sizes[:-1], x.shape[-1]))
 
-    view = reshape
+    def view(self, *shape: Any) -> Any:
+        """As reshape; a dtype for a shape computes."""
+        if not all(isinstance(size, (int, tuple, list)) for size in shape):
+            return self.materialise().view(*shape)
+        return self.reshape(*shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         last = len(self._leading)
@@ -316,6 +377,11 @@ class DeferredLogits:
         return self._derive(lambda x: x[index], lambda x: x[index])
 
     # -- known without computing -------------------------------------------------------------------------------------
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the head is one whose weight the loss may read: a plain linear layer, of known width."""
+        return self._head.access is not None and self._head.vocab_size is not None
 
     @property
     def shape(self) -> torch.Size:

@@ -28,6 +28,7 @@ from ..runtime.checks import autocast_dtype
 from ..text import first_line
 from . import rehearse
 from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings, inside_a_function
+from .output_logits import output_logits
 from .replacing import KERNEL_DTYPES, is_traced, keeps_own_code
 from .report import patched_parts
 
@@ -159,6 +160,13 @@ class OutputHead:
         with surroundings.restored():
             return self.module(hidden)
 
+    def detached_logits(self, leaves: list[torch.Tensor], surroundings: Surroundings) -> torch.Tensor:
+        """Its answer, computed from copies without a graph of the hidden states and of its parameters in order."""
+        hidden, *weights = leaves
+        names = [name for name, _ in self.module.named_parameters()]
+        with surroundings.restored():
+            return torch.func.functional_call(self.module, dict(zip(names, weights)), (hidden,))
+
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
         whole = self.access is None or self.access.mesh is None
@@ -225,7 +233,8 @@ class OutputHead:
                 result = liger_fused_linear_cross_entropy_tp(hidden, weight, target, group, **settings)
         loss = self._loss_of(result)
         if loss.requires_grad and not torch.compiler.is_compiling():
-            loss.register_hook(functools.partial(_forget, self.kept))
+            forget = functools.partial(_forget, self.kept)
+            loss.register_hook(torch.utils.hooks.unserializable_hook(forget))  # nothing that a saved loss lacks
         if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
             return loss
         return loss.to(logits.dtype)
@@ -433,7 +442,7 @@ def _with_keywords(signature: inspect.Signature, *names: str) -> inspect.Signatu
 def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
     """`outputs` of a forward, with the deferred logits in them computed unless they are to be skipped.
 
-    keep: skipped logits stay deferred, for whoever reads them; else they are None.
+    keep: skipped logits stay deferred, as `OutputLogits`, for whoever reads them; else they are None.
     """
     head.counted = None  # it was for the loss of the forward
 
@@ -442,10 +451,7 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
             return value
         if not skip or (keep and not value.is_deferred):
             return value.materialise()
-        if keep:
-            head.kept.append(weakref.ref(value))
-            value.leave()
-        return value if keep else None
+        return output_logits(value) if keep else None
 
     outputs = _replaced(outputs, settled)
     for name, value in head.found.items():

@@ -167,6 +167,7 @@ CHANGES = {
     "head's weight": lambda model, outputs: setattr(
         model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight * 2)
     ),
+    "head's data": lambda model, outputs: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
     "hidden states": lambda model, outputs: outputs.hidden_states[-1].zero_(),
 }
 
@@ -192,8 +193,6 @@ def test_logits_that_outlive_a_forward(mistral, batch):
     expected = model(**batch).logits
     mistral.apply(model=model)
     outputs = model(**batch)
-    with pytest.raises(RuntimeError, match="reached an autograd.Function.*skip_logits=False"):
-        Squared.apply(outputs.logits)
     with torch.no_grad():
         assert outputs.logits.argmax(-1).shape == batch["input_ids"].shape
     torch.testing.assert_close(outputs.logits + 0, expected, rtol=1e-4, atol=1e-5)

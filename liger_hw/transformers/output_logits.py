@@ -1,0 +1,254 @@
+"""The logits in the outputs of a patched model that has not computed them: a `torch.Tensor` for whatever takes tensors.
+
+Inside the model's forward the logits are `DeferredLogits` (deferred.py). What leaves it is an `OutputLogits`: of the
+shape, dtype and device that the logits will have, and with their place in the autograd graph, but without memory.
+
+A call from Python (`__torch_function__`) is recorded where `DeferredLogits` records it; any other computes the logits
+and gets them as a plain tensor. A call from C++ (a collective, an `autograd.Function`, TorchScript) sees a tensor, and
+computes the logits where an operator reads it (`__torch_dispatch__`). Its gradient comes back through
+`OutputLogitsFunction`, from a graph that the logits have for themselves: hooks of what they are computed from run once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
+
+from ..runtime.operator import first_order
+from .deferred import DeferredLogits
+
+
+class OutputLogitsFunction(torch.autograd.Function):
+    """Makes the tensor that stands for the logits, and passes its gradient to what the logits are computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, *inputs: torch.Tensor | None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.logits = logits
+        return _stand_in(logits)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:-1]  # neither the logits themselves nor the last one, the parent
+        found: list[torch.Tensor | None] = [None] * len(needed)
+        if grad is not None:
+            computed = ctx.logits.materialise()
+            places = [place for place, is_needed in enumerate(needed) if is_needed]
+            leaves = [ctx.logits.leaves[place] for place in places]
+            gradients = torch.autograd.grad(computed, leaves, grad, retain_graph=True, allow_unused=True)
+            for place, gradient in zip(places, gradients):
+                found[place] = gradient
+        return None, *found, None
+
+
+class _Read(torch.autograd.Function):
+    """The computed logits, whose gradient goes to the tensor that stands for them."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+        return computed.detach()  # an object of its own, not the argument
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Beside(torch.autograd.Function):
+    """A loss that is computed from elsewhere; backward comes by the tensor that stands for the logits, with nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _stand_in(logits: DeferredLogits) -> "OutputLogits":
+    made = torch.Tensor._make_wrapper_subclass(OutputLogits, logits.shape, dtype=logits.dtype, device=logits.device)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # as FakeTensor: who asks for its memory must not get address 0
+    made._logits = logits
+    return made
+
+
+def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) -> Any:
+    """The tensor that stands for deferred logits outside the model's forward.
+
+    parent: the one from which a recorded operation has made them; backward comes by it too, with nothing
+
+    Where hidden states or weights are no plain tensors (DTensors) it is the deferred logits themselves, and of a head
+    that is not fused the computed ones.
+    """
+    if not logits.is_fused:
+        return logits.materialise()
+    computed_from = logits.computed_from()
+    if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in computed_from):
+        logits.leave()
+        return logits
+    if parent is None:
+        logits = logits.detached_twin()
+    logits.leave()
+    made = OutputLogitsFunction.apply(logits, *computed_from, parent)
+    made._made_by, made._parent, made._derived = made.grad_fn, parent, []
+    if parent is not None:
+        parent._derived.append(weakref.ref(made))
+    return made
+
+
+class OutputLogits(torch.Tensor):
+    """Logits [..., vocab] that are computed when they are read. See the module; made by `output_logits`.
+
+    Made from others by a recorded operation, they are computed from the others' plain tensor, and at once when there is
+    one: a change in place then shows in what shares its memory and in nothing else.
+    """
+
+    _logits: DeferredLogits
+    _parent: "OutputLogits | None" = None
+    _derived: "list[weakref.ref[OutputLogits]]"
+    _made_by: Any = None
+    _has_hook = False
+    _plain: torch.Tensor | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether they have not been computed yet."""
+        return self._plain is None and self._logits.is_deferred and (self._parent is None or self._parent.is_deferred)
+
+    @torch.compiler.disable
+    def materialise(self) -> torch.Tensor:
+        """The logits as a plain tensor, computed once; raises as `DeferredLogits.materialise` does."""
+        if self._plain is None:
+            needs_grad, is_as_made = self._place()
+            if self._parent is not None and is_as_made:
+                source = self._parent.materialise()
+                with torch.set_grad_enabled(needs_grad):
+                    self._plain = self._logits._replay(source)
+            else:
+                computed = self._logits.materialise().detach()
+                with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(needs_grad):
+                    self._plain = _Read.apply(self, computed)
+            for held in self._derived:
+                derived = held()
+                if derived is not None:
+                    derived.materialise()
+        return self._plain
+
+    @torch.compiler.disable
+    def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`torch.nn.functional.cross_entropy` of these logits; computes them where a hook waits for their gradient."""
+        if not self.is_deferred or self._is_watched():
+            return F.cross_entropy(self.materialise(), *args, **kwargs)
+        needs_grad, _ = self._place()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
+            loss = self._logits.cross_entropy(*args, **kwargs)
+            return _Beside.apply(loss, self) if self._is_moved() else loss
+
+    def _place(self) -> tuple[bool, bool]:
+        """(whether it requires a gradient, whether its place in the graph is the one it was made with)
+
+        An autograd.Function that returns it, as DDP's does, gives it another.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad, self.grad_fn is self._made_by
+
+    def _is_moved(self) -> bool:
+        return not self._place()[1] or (self._parent is not None and self._parent._is_moved())
+
+    def _is_watched(self) -> bool:
+        return self._has_hook or (self._parent is not None and self._parent._is_watched())
+
+    @torch.compiler.disable
+    def _recorded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """What a recorded operation makes of deferred logits; None where it is not recorded."""
+        if func in _CLONES:
+            made, parent = self._logits, None
+        else:
+            made, parent = getattr(self._logits, _RECORDED[func])(*args, **kwargs), self
+        if not isinstance(made, DeferredLogits):
+            return None
+        return output_logits(made, parent)
+
+    def __repr__(self) -> str:
+        return repr(self._logits)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if func in _KNOWN or func in _OF_GRAPH:
+            if func in _WATCHING:
+                first._has_hook = True
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(first, OutputLogits):
+            rest, named = _computed(args[1:]), {k: _computed(v) for k, v in kwargs.items() if v is not first}
+            if func is F.cross_entropy:
+                return first.cross_entropy(*rest, **named)
+            if first.is_deferred and (func in _RECORDED or func in _CLONES and not named):
+                made = first._recorded(func, rest, named)
+                if made is not None:
+                    return made
+        return func(*_computed(args), **_computed(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def values(stand_in: OutputLogits) -> torch.Tensor:
+            with torch.overrides.enable_reentrant_dispatch():
+                return stand_in._values()
+
+        args, kwargs = tree_map_only(OutputLogits, values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _values(self) -> torch.Tensor:
+        """The logits without their gradient, for an operator below autograd."""
+        return (self._logits.materialise() if self._plain is None else self._plain).detach()
+
+
+def _computed(value: Any) -> Any:
+    """`value` with every logits inside tuples, lists and dicts computed."""
+    return tree_map_only((OutputLogits, DeferredLogits), lambda logits: logits.materialise(), value)
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name) for name in names}
+
+
+_KNOWN = {
+    *_getters("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes"),
+    *_getters("is_cpu", "is_cuda", "is_xpu", "is_meta", "is_mkldnn", "is_mps", "is_nested", "is_quantized"),
+    *_getters("is_sparse", "is_sparse_csr", "_version", "_base"),
+    *_methods("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__", "__hash__"),
+    *_methods("is_floating_point", "is_complex", "is_inference"),
+    *(torch.numel, torch.is_floating_point, torch.is_complex),
+}
+"""What is known of the logits without computing them."""
+
+_WATCHING = _methods("register_hook", "retain_grad")
+_OF_GRAPH = {
+    *_WATCHING,
+    *_getters("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"),
+    *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
+}
+"""What concerns the place in the autograd graph, which is that of the tensor that stands for the logits."""
+
+_CLONES = {torch.Tensor.clone, torch.clone}
+_RECORDED = {
+    **{getattr(torch.Tensor, name): name for name in ("float", "to", "contiguous", "view", "__getitem__")},
+    **{getattr(torch.Tensor, name): name for name in ("__mul__", "__rmul__", "__truediv__")},
+    **{
+        getattr(owner, name): name
+        for owner in (torch, torch.Tensor)
+        for name in ("tanh", "mul", "multiply", "div", "divide", "true_divide", "reshape", "flatten")
+    },
+}
+"""Function or method -> the method of `DeferredLogits` that records it."""

@@ -1,0 +1,233 @@
+"""The logits in a patched model's outputs are to every program what the unpatched model's are, and not computed before.
+
+A case is a function of (outputs, model); patched and unpatched model must return or raise the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+transformers = pytest.importorskip("transformers")
+
+import liger_hw  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x**2).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad / x.numel()
+
+
+def softmax(x):
+    return x.softmax(-1)
+
+
+def saved(outputs):
+    buffer = io.BytesIO()
+    torch.save(outputs, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)["logits"]
+
+
+def changed_in_place(logits):
+    rows = logits.view(-1, logits.size(-1))  # made before the change, sees it all the same
+    copied, scaled = logits.clone(), logits * 2.0  # and these do not
+    logits[..., 3] = -1.0
+    return logits, rows, copied, scaled
+
+
+def of_hook(logits):
+    seen = []
+    logits.register_hook(lambda grad: seen.append(grad.clone()))
+    F.cross_entropy(logits.flatten(0, 1), torch.arange(logits[..., 0].numel())).backward()
+    return seen
+
+
+def of_retained(logits):
+    logits.retain_grad()
+    logits.pow(2).sum().backward()
+    return logits.grad.clone()
+
+
+def detached_without_grad(logits):
+    with torch.no_grad():
+        scaled = logits * 2.0
+    return scaled.requires_grad, scaled, F.cross_entropy(scaled.flatten(0, 1), torch.arange(scaled[..., 0].numel()))
+
+
+CASES = {
+    "isinstance": lambda o, m: (isinstance(o.logits, torch.Tensor), torch.is_tensor(o.logits)),
+    "isinstance in a tuple": lambda o, m: [isinstance(t, torch.Tensor) for t in o.to_tuple()[:2]],
+    "what is known": lambda o, m: (
+        *(o.logits.shape, o.logits.dtype, o.logits.device, o.logits.ndim, len(o.logits), o.logits.numel()),
+        *(o.logits.requires_grad, o.logits.is_leaf, o.logits.is_contiguous(), o.logits.stride(), o.logits.nbytes),
+    ),
+    "item": lambda o, m: o.to_tuple()[1],
+    "detach": lambda o, m: o.logits.detach(),
+    "data": lambda o, m: o.logits.data,
+    "numpy": lambda o, m: o.logits.detach().numpy(),
+    "numpy with gradient": lambda o, m: o.logits.numpy(),
+    "asarray": lambda o, m: np.asarray(o.logits.detach()),
+    "np.array with gradient": lambda o, m: np.array(o.logits),
+    "dlpack": lambda o, m: torch.from_dlpack(o.logits.detach()),
+    "dlpack with gradient": lambda o, m: torch.from_dlpack(o.logits),
+    "dlpack to numpy": lambda o, m: np.from_dlpack(o.logits),
+    "deepcopy": lambda o, m: copy.deepcopy(o),
+    "deepcopy detached": lambda o, m: copy.deepcopy(o.logits.detach()),
+    "copy": lambda o, m: copy.copy(o)["logits"],
+    "pickle": lambda o, m: pickle.loads(pickle.dumps(o))["logits"],
+    "save": lambda o, m: saved(o),
+    "view of another dtype": lambda o, m: o.logits.view(torch.int32),
+    "collate": lambda o, m: torch.utils.data.default_collate([o.logits, o.logits]),
+    "pytree": lambda o, m: torch.utils._pytree.tree_map_only(torch.Tensor, torch.exp, dict(o))["logits"],
+    "trainer's detach": lambda o, m: transformers.trainer_pt_utils.nested_detach((o.logits,)),
+    "trainer's concat": lambda o, m: transformers.trainer_pt_utils.nested_concat(o.logits, o.logits),
+    "script": lambda o, m: torch.jit.script(softmax)(o.logits),
+    "vmap": lambda o, m: torch.func.vmap(torch.sum)(o.logits),
+    "compile": lambda o, m: torch.compile(softmax, backend="eager")(o.logits),
+    "changed in place": lambda o, m: changed_in_place(o.logits),
+    "retained gradient": lambda o, m: of_retained(o.logits),
+    "hook": lambda o, m: of_hook(o.logits),
+    "without grad": lambda o, m: detached_without_grad(o.logits),
+    "gradient by it": lambda o, m: torch.autograd.grad(o.logits.logsumexp(-1).sum(), o.logits),
+    "not a way to the loss": lambda o, m: torch.autograd.grad(o.logits.sum(), m.model.norm.weight),
+}
+LOSSES = {
+    "a method": lambda logits: logits.logsumexp(-1).square().mean(),
+    "a function": Squared.apply,
+    "a function of a slice": lambda logits: Squared.apply(logits[:, 1:].float()),
+    "a function and more": lambda logits: Squared.apply(logits) + logits.mean() + logits[:, 1:].exp().mean(),
+    "a reentrant checkpoint": lambda logits: checkpoint(
+        lambda x: x.softmax(-1)[..., 0].sum(), logits, use_reentrant=True
+    ),
+    "changed in place": lambda logits: sum(t.square().mean() for t in changed_in_place(logits)),
+    "script": lambda logits: torch.jit.script(softmax)(logits)[..., 0].sum(),
+    "compile": lambda logits: torch.compile(softmax, backend="eager")(logits)[..., 0].sum(),
+    "backward from them": lambda logits: logits,
+}
+
+
+@pytest.fixture
+def models(mistral):
+    """(unpatched, patched)"""
+    pair = mistral.model(num_hidden_layers=1), mistral.model(num_hidden_layers=1)
+    with liger_hw.patch(pair[1]):
+        yield pair
+
+
+def of(case, model, batch):
+    """What a case returns, or what it raises."""
+    outputs = model(**batch)
+    assert type(outputs.logits) is torch.Tensor or outputs.logits.is_deferred
+    try:
+        return case(outputs, model)
+    except Exception as error:
+        return type(error), str(error).splitlines()[0]
+
+
+def assert_same(found, expected):
+    if isinstance(expected, (tuple, list)):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected):
+            assert_same(*pair)
+    elif isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor) and found.requires_grad == expected.requires_grad
+        if expected.is_floating_point():
+            torch.testing.assert_close(found + 0, expected, rtol=1e-4, atol=1e-5)
+        else:
+            assert found.shape == expected.shape and found.dtype == expected.dtype
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_what_the_unpatched_model_s_are(models, batch, name):
+    expected, found = (of(CASES[name], model, batch) for model in models)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_their_gradient_arrives(models, batch, name):
+    gradients = []
+    for model in models:
+        model.zero_grad()
+        value = LOSSES[name](model(**batch).logits)
+        value.backward(torch.ones_like(value))
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert any(g.abs().max() > 0 for g in gradients[0])
+    for found, expected in zip(*reversed(gradients)):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_what_only_looks_at_them_computes_nothing(models, batch):
+    outputs = models[1](**batch)
+    logits = outputs.logits
+    assert logits.shape == (*batch["input_ids"].shape, logits.size(-1)) and logits.requires_grad and not logits.is_leaf
+    logits.register_hook(lambda grad: grad)
+    for made in (logits.clone(), logits.float(), logits[:, 1:].contiguous().flatten(0, 1)):
+        assert isinstance(made, torch.Tensor) and made.is_deferred and made.requires_grad
+    outputs.loss.backward()
+    assert logits.is_deferred and "deferred" in repr(logits)
+
+
+def test_backward_lets_the_hidden_states_go(models, batch):
+    """They are the largest thing that outputs which somebody keeps would hold on to."""
+    norm, seen = models[1].model.norm, []
+    handle = norm.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    outputs = models[1](**batch)
+    handle.remove()
+    assert seen[0]() is not None
+    outputs.loss.backward()
+    assert outputs.logits.is_deferred and seen[0]() is None
+
+
+def test_nobody_gets_an_address_of_nothing(models, batch):
+    """An extension in C++ that asks for the memory at once gets an error, and not address 0."""
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(models[1](**batch).logits)
+
+
+def test_a_loss_is_saved_without_a_warning(models, batch, recwarn):
+    saved(models[1](**batch))
+    assert not [w for w in recwarn if "will not be serialized" in str(w.message)]
+
+
+@pytest.mark.parametrize("watched", ["weight", "hidden states"])
+def test_a_gradient_s_hook_runs_once(models, batch, watched):
+    """The logits' own backward is a backward inside the backward: hooks of what they are computed from are outside."""
+    gradients = []
+    for model in models:
+        model.zero_grad()
+        outputs = model(**batch, output_hidden_states=True)
+        tensor = model.lm_head.weight if watched == "weight" else outputs.hidden_states[-1]
+        handle = tensor.register_hook(lambda grad: grad * 0.5)
+        outputs.logits.logsumexp(-1).square().mean().backward()
+        handle.remove()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for found, expected in zip(*reversed(gradients)):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused(models, batch):
+    loss = models[1](**batch).logits.square().sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, models[1].lm_head.weight, create_graph=True)
