@@ -107,7 +107,8 @@ class DeferredLogits:
     given: what the head was called with, where that is a shard of `hidden`
     parent, replay: the object this one was derived from and how, for computing it operation by operation
 
-    Public names are a tensor's; the fields that loss.py reads carry an underscore so as not to hide one.
+    Public names are a tensor's; the fields that loss.py and output_logits.py read carry an underscore so as not to hide
+    one.
     """
 
     def __init__(

@@ -190,7 +190,9 @@ class OutputLogits(torch.Tensor):
             rest, named = _computed(args[1:]), {k: _computed(v) for k, v in kwargs.items() if v is not first}
             if func is F.cross_entropy:
                 return first.cross_entropy(*rest, **named)
-            if first.is_deferred and (func in _RECORDED or func in _CLONES and not named):
+            # A clone is computed on its own, so that neither sees the other change, and with nothing in the graph.
+            is_clone = func in _CLONES and not named and not torch.is_grad_enabled()
+            if first.is_deferred and (func in _RECORDED or is_clone):
                 made = first._recorded(func, rest, named)
                 if made is not None:
                     return made
@@ -242,6 +244,7 @@ _OF_GRAPH = {
 """What concerns the place in the autograd graph, which is that of the tensor that stands for the logits."""
 
 _CLONES = {torch.Tensor.clone, torch.clone}
+"""Recorded without grad alone, for DDP: a function of its own clones every output."""
 _RECORDED = {
     **{getattr(torch.Tensor, name): name for name in ("float", "to", "contiguous", "view", "__getitem__")},
     **{getattr(torch.Tensor, name): name for name in ("__mul__", "__rmul__", "__truediv__")},

@@ -60,6 +60,13 @@ def of_hook(logits):
     return seen
 
 
+def of_hook_on_a_clone_s_source(logits):
+    seen, copied = [], logits.clone()
+    logits.register_hook(lambda grad: seen.append(grad.clone()))
+    copied.square().sum().backward()
+    return seen
+
+
 def of_retained(logits):
     logits.retain_grad()
     logits.pow(2).sum().backward()
@@ -105,6 +112,7 @@ CASES = {
     "changed in place": lambda o, m: changed_in_place(o.logits),
     "retained gradient": lambda o, m: of_retained(o.logits),
     "hook": lambda o, m: of_hook(o.logits),
+    "hook on a clone's source": lambda o, m: of_hook_on_a_clone_s_source(o.logits),
     "without grad": lambda o, m: detached_without_grad(o.logits),
     "gradient by it": lambda o, m: torch.autograd.grad(o.logits.logsumexp(-1).sum(), o.logits),
     "not a way to the loss": lambda o, m: torch.autograd.grad(o.logits.sum(), m.model.norm.weight),
@@ -183,8 +191,11 @@ def test_what_only_looks_at_them_computes_nothing(models, batch):
     logits = outputs.logits
     assert logits.shape == (*batch["input_ids"].shape, logits.size(-1)) and logits.requires_grad and not logits.is_leaf
     logits.register_hook(lambda grad: grad)
-    for made in (logits.clone(), logits.float(), logits[:, 1:].contiguous().flatten(0, 1)):
+    for made in (logits.float(), logits[:, 1:].contiguous().flatten(0, 1)):
         assert isinstance(made, torch.Tensor) and made.is_deferred and made.requires_grad
+    with torch.no_grad():
+        copied = logits.clone()
+    assert copied.is_deferred and not copied.requires_grad
     outputs.loss.backward()
     assert logits.is_deferred and "deferred" in repr(logits)
 
