@@ -21,13 +21,13 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def keeps_own_code(x: Any) -> bool:
-    """Whether a patched part runs its own code for this input: where torch.jit traces or torch.func transforms, for
-    dtypes that kernels do not take, and on the CPU.
+    """Whether a patched part runs its own code for this input: where torch.jit or torch.fx traces or torch.func
+    transforms, for dtypes that kernels do not take, and on the CPU.
 
     On the CPU no kernel runs, and the references of kernels take longer. They run where kernels are interpreted,
     activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
     """
-    if is_traced():
+    if is_traced() or not isinstance(x, torch.Tensor):  # torch.fx traces with a Proxy
         return True
     if x.is_cpu:
         return not (is_interpreted() or recomputing() or _references_wanted())

@@ -600,6 +600,19 @@ def test_jit_trace_traces_the_family_s_own_code(class_name):
         torch.testing.assert_close(traced(ids)["logits"], model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+def test_fx_traces_the_family_s_own_code(scope):
+    """An MLP, as torch.fx traces no whole model of transformers."""
+    model = tiny_model(transformers.MistralForCausalLM, num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 3, model.config.hidden_size)
+    expected = mlp(x)
+    with liger_hw.patch(model if scope == "instance" else type(model)):
+        traced = torch.fx.symbolic_trace(mlp)
+        assert "liger" not in str(traced.graph)
+        torch.testing.assert_close(traced(x), expected)
+
+
 # -- revert under accelerate -----------------------------------------------------------------------------------------
 
 
