@@ -38,6 +38,7 @@ _MODULES = "liger_hw.compat.modules"
 _FUNCTIONS = "liger_hw.compat.functions"
 _CHECKED = "liger_hw.compat.checked"
 _GRPO = "liger_hw.compat.grpo"
+_BASES = "liger_hw.compat.loss_bases"
 
 MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (_CHECKED, _TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
@@ -75,6 +76,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", "liger_hw.kernels.moe.fused_moe"),
     "ops.utils": ("liger_hw.compat.ops_utils",),
     "chunked_loss": (_LOSSES,),
+    "chunked_loss.fused_linear_distillation": (_BASES,),
+    "chunked_loss.fused_linear_ppo": (_BASES,),
+    "chunked_loss.fused_linear_preference": (_BASES,),
+    "chunked_loss.fused_linear_unpaired_preference": (_BASES,),
     "functional": ("liger_hw.compat.functional",),
     "megatron": ("liger_hw.megatron",),
     "megatron.cross_entropy": ("liger_hw.megatron",),
@@ -85,24 +90,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
 
-_OWN_LOSS = (
-    "; a loss of one's own takes log-probabilities from liger_hw.transformers.functional.liger_fused_linear_log_probs"
-)
-
 REPLACED = {
-    r"(.*\.)?(fused_linear_preference|LigerFusedLinearPreferenceBase)": (
-        "liger_hw.chunked_loss has CPO, DPO with its relatives, ORPO and SimPO" + _OWN_LOSS
-    ),
-    r"(.*\.)?(fused_linear_unpaired_preference|LigerFusedLinearUnpairedPreferenceBase)": (
-        "liger_hw.chunked_loss has KTO" + _OWN_LOSS
-    ),
-    r"(.*\.)?(fused_linear_ppo|LigerFusedLinearPPOBase)": (
-        "liger_hw.chunked_loss.LigerFusedLinearGRPOLoss has every loss type of Liger's" + _OWN_LOSS
-    ),
-    r"(.*\.)?(fused_linear_distillation|LigerFusedLinearDistillationBase)": (
-        "liger_hw.chunked_loss has LigerFusedLinearJSDLoss and LigerFusedLinearCosineSimilarityLoss, "
-        "liger_hw.transformers.functional has liger_fused_linear_jsd and liger_fused_linear_kl_div"
-    ),
     r"(ops|transformers)\.(grpo_loss\.)?GrpoLossFunction": (
         "call liger_kernel.transformers.grpo_loss.triton_grpo_loss"
     ),
@@ -160,7 +148,7 @@ def homes(name: str) -> tuple[str, ...] | None:
         return (home, _TRANSFORMERS, _MODULES, _FUNCTIONS) if group == "transformers" else (_FUNCTIONS, home)
     if group == "chunked_loss" and op and "." not in op:
         home = f"{_LOSSES}.{op}"
-        return (home,) if not op.startswith("_") and importlib.util.find_spec(home) else None
+        return (home, _BASES) if not op.startswith("_") and importlib.util.find_spec(home) else None
     return None
 
 

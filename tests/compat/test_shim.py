@@ -382,11 +382,9 @@ UNLISTED = (
 
 def test_what_is_not_here_names_its_replacement():
     passes("""
-import liger_kernel.transformers as layers, liger_kernel.chunked_loss.dpo_loss as dpo
+import liger_kernel.transformers as layers
 for code, said in {
     "import liger_kernel.ops.backends.registry": "liger_hw.registry",
-    "from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase": "DPO",
-    "from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearPreferenceBase": "DPO",
     "from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe": "DistributedConfig",
     "from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP": "activations",
     "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
@@ -399,7 +397,7 @@ for code, said in {
         assert said in str(error), (code, error)
     else:
         raise AssertionError(code)
-assert not hasattr(dpo, "LigerFusedLinearPreferenceBase")
+assert not hasattr(layers, "LigerMHC")
 try:
     layers.LigerTiledSwiGLUMLP
 except AttributeError as error:
@@ -463,6 +461,44 @@ def test_routing_metadata(tokens, experts, top_k):
     assert start == [sum(counts[:expert]) for expert in range(experts + 1)]
     tiles = [(first, e) for e in range(experts) for first in range(start[e], start[e + 1], 8)]
     assert list(zip(tile_row, tile_expert)) == tiles
+
+
+def test_base_classes_of_chunked_losses():
+    """Each in its own module and, as in Liger, in those of the losses made of it; test_loss_bases.py runs them."""
+    passes("""
+import torch
+from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearPreferenceBase as OfDPO
+from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
+from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
+from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearPPOBase as OfGRPO
+from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearDistillationBase as OfJSD
+from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearUnpairedPreferenceBase as OfKTO
+assert OfDPO is LigerFusedLinearPreferenceBase and OfKTO is LigerFusedLinearUnpairedPreferenceBase
+assert OfGRPO is LigerFusedLinearPPOBase and OfJSD is LigerFusedLinearDistillationBase
+
+class Function(LigerFusedLinearPreferenceBase):
+    @staticmethod
+    def preference_loss_fn(chosen_logps, rejected_logps, full_target, beta=0.1):
+        return beta * (rejected_logps - chosen_logps).sum()
+
+    @classmethod
+    def forward(cls, ctx, _input, weight, target):
+        return super().forward(cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, compute_nll_loss=False)
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        return LigerFusedLinearPreferenceBase.backward(ctx, grad_output)[:3]
+
+x, weight, target = torch.randn(4, 3, 8).double(), torch.randn(11, 8).double(), torch.randint(11, (4, 3))
+x.requires_grad_()
+loss, metrics = Function.apply(x, weight, target)
+logps = (x @ weight.t()).log_softmax(-1).gather(-1, target[..., None])[..., 0].mean(-1)
+expected = 0.1 * (logps[2:] - logps[:2]).sum()
+torch.testing.assert_close(loss, expected)
+torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, x))
+""")
 
 
 def test_experts():

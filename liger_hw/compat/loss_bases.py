@@ -1,0 +1,581 @@
+"""Behind `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes, for chunked losses of one's own.
+
+A subclass states its loss as a function of log-probabilities or of logits, and an autograd Function's `forward` and
+`backward`, which call those of its base:
+
+    class HingeFunction(LigerFusedLinearPreferenceBase):
+        @staticmethod
+        def preference_loss_fn(chosen_logps, rejected_logps, full_target, beta=0.1):
+            losses = torch.relu(1 - beta * (chosen_logps - rejected_logps))
+            return losses.sum() / (full_target.shape[0] // 2)
+
+        @classmethod
+        def forward(cls, ctx, _input, weight, target, bias=None, beta=0.1):
+            return super().forward(cls, ctx, _input, weight, target, bias, beta=beta, compute_nll_loss=False)
+
+        @staticmethod
+        def backward(ctx, *grad_output):
+            return *LigerFusedLinearPreferenceBase.backward(ctx, grad_output)[:4], None
+
+    loss, metrics = HingeFunction.apply(hidden_states, weight, labels)
+
+The batch is taken in Liger's chunks. The subclass's function is called once for each chunk and returns what the chunk
+adds to the loss, so it divides by sizes of the full tensors that it is given. torch's autograd gives the gradients of a
+chunk before the next one starts: in memory are the logits of one chunk, in the head's dtype and in fp32, in which
+everything after the product is computed. Of several chunks the gradients of weight and bias are summed in fp32.
+Numbers that the function returns beside the loss are added up over the chunks, vectors are concatenated.
+
+`compiled` is accepted and changes nothing: the functions run as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NoReturn, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ..chunked_loss.checks import checked_reference, on_device
+from ..chunked_loss.log_prob_loss import token_logps
+from ..kernels.heads.fused_linear_log_probs import liger_fused_linear_log_probs
+from ..kernels.heads.linear_head import reference_logits
+from ..kernels.losses.cross_entropy_reference import absent
+from ..kernels.losses.cross_entropy_scale import scale_gradient
+from ..runtime.operator import check, check_indices, first_order
+
+Chunk = list[slice]
+"""Which sequences or rows a chunk has; of pairs two slices, the chosen ones first."""
+ChunkLoss = Callable[..., tuple[torch.Tensor, Sequence[torch.Tensor]]]
+"""(chunk, its inputs, weight, bias) -> (loss, metrics)"""
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+
+_IGNORED = -100
+
+
+def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
+    """0..n in `count` chunks of one size, as torch.chunk makes them; one slice for each offset that is added."""
+    size = max(1, -(-n // max(1, count)))
+    starts = range(0, max(1, n), size)
+    return [[slice(at + start, at + min(start + size, n)) for at in offsets] for start in starts]
+
+
+def _rows(t: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    return t[chunk[0]] if len(chunk) == 1 else torch.cat([t[rows] for rows in chunk])
+
+
+def _optional_rows(t: torch.Tensor | None, chunk: Chunk) -> torch.Tensor | None:
+    return None if t is None else _rows(t, chunk)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _sum_of_chunks(
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: Sequence[Chunk],
+    chunk_loss: ChunkLoss,
+) -> tuple[torch.Tensor, ...]:
+    """(loss, *metrics) of all chunks; the gradients of x, weight and bias are saved in ctx, None where unwanted."""
+    with torch.no_grad():
+        weight, bias = (None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (weight, bias))
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
+        sums: list[torch.Tensor | None] = [None, None]
+        found = []
+        for chunk in chunks:
+            rows = _rows(x, chunk).detach().requires_grad_(x.requires_grad)
+            result, (dx_of_chunk, *of_head) = _loss_and_gradients((rows, weight, bias), chunk_loss, chunk)
+            found.append(result)
+            if dx is not None:
+                for rows_of_x, part in zip(chunk, dx_of_chunk.split([len(range(x.shape[0])[s]) for s in chunk])):
+                    dx[rows_of_x] = part
+            for i, gradient in enumerate(of_head):
+                if gradient is not None and sums[i] is None:
+                    sums[i] = gradient.to(_wide(gradient.dtype)) if len(chunks) > 1 else gradient
+                elif gradient is not None:
+                    sums[i] += gradient
+        dweight, dbias = (None if s is None else s.to(t.dtype).contiguous() for s, t in zip(sums, (weight, bias)))
+        ctx.save_for_backward(dx, dweight, dbias)
+        return tuple(_joined(values, _wide(x.dtype)) for values in zip(*found))
+
+
+def _loss_and_gradients(leaves: tuple, chunk_loss: ChunkLoss, chunk: Chunk) -> tuple[tuple, list]:
+    """((loss, *metrics) of a chunk, the gradients of the leaves that require one), which keep no graph alive.
+
+    A loss that does not depend on any of them has gradients of zero.
+    """
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    with torch.enable_grad():
+        loss, metrics = chunk_loss(chunk, *leaves)
+    if wanted and loss.requires_grad:
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True))
+    else:
+        found = iter([torch.zeros_like(t) for t in wanted])
+    gradients = [next(found) if t is not None and t.requires_grad else None for t in leaves]
+    return tuple(t.detach() for t in (loss, *metrics)), gradients
+
+
+def _joined(values: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+    if values[0].dim():
+        return torch.cat(values)
+    return torch.stack([value.to(wide) for value in values]).sum()
+
+
+@first_order
+def _scaled(ctx: Any, grad_output: Any) -> Gradients:
+    """The saved gradients times the incoming gradient of the loss, which a subclass hands on as it is or in a tuple."""
+    while isinstance(grad_output, (tuple, list)):
+        grad_output = grad_output[0]
+    dx, dweight, dbias = ctx.saved_tensors
+    scaled = (None if t is None else scale_gradient(t, grad_output, absent(grad_output)) for t in (dx, dweight, dbias))
+    return tuple(scaled)
+
+
+def _loss_and_more(found: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return (found[0], list(found[1:])) if isinstance(found, tuple) else (found, [])
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    logits = reference_logits(x, weight, bias)
+    return logits.to(_wide(logits.dtype))
+
+
+def _token_logps(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The log-probability of each label [batch, length]; zero where it is ignored."""
+    rows, flat = logits.flatten(0, -2), labels.flatten().long()
+    return -F.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="none").view(labels.shape)
+
+
+def _of_sequences(logps: torch.Tensor, labels: torch.Tensor, ignore_index: int, average: bool) -> torch.Tensor:
+    return logps.sum(-1) / (labels != ignore_index).sum(-1) if average else logps.sum(-1)
+
+
+def _reference_logps(cls: Any, ref: tuple, x: torch.Tensor, labels: torch.Tensor, ignore_index: int, temperature=1.0):
+    """Log-probabilities [batch, length] of the labels under the reference model's head."""
+    with torch.no_grad():
+        return token_logps(*checked_reference(cls.__name__, *ref, x), labels, ignore_index, float(temperature))
+
+
+def _not_stated(cls: str, function: str) -> NoReturn:
+    raise NotImplementedError(f"{cls}: a subclass states its loss as a static method `{function}`")
+
+
+class LigerFusedLinearPreferenceBase(torch.autograd.Function):
+    """A loss over pairs of a chosen and a rejected sequence. A batch holds all chosen sequences, then the rejected.
+
+    The loss is alpha * nll + preference_loss_fn(chosen_logps [pairs of the chunk], rejected_logps, full_target,
+    beta=beta, **loss_kwargs), with ref_chosen_logps and ref_rejected_logps where use_ref_model. It returns the loss, or
+    a tuple of the loss and metrics. nll: the mean over the chosen sequences' tokens, zero without compute_nll_loss.
+    """
+
+    @staticmethod
+    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        _not_stated("LigerFusedLinearPreferenceBase", "preference_loss_fn")
+
+    @staticmethod
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        alpha=1.0,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=True,
+        **loss_kwargs,
+    ):
+        """_input: [2 pairs, length, hidden]; target, nll_target: [2 pairs, length]; chunk_size: pairs in a chunk.
+
+        Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
+        nll_loss, *metrics)).
+        """
+        batch, half = _input.shape[0], target.shape[0] // 2
+        if batch % 2 or target.shape[0] != batch:
+            expected = "_input and target must hold chosen sequences, then as many rejected ones"
+            check(False, cls.__name__, f"{expected}; got {batch} and {target.shape[0]} sequences")
+        check_indices(cls.__name__, "target", target, _input)
+        nll_labels = target if nll_target is None else nll_target
+        n_nll_tokens = (nll_labels[:half] != ignore_index).sum()
+        n_logits = half * target.shape[1] * weight.shape[0]
+        ref = None
+        if use_ref_model:
+            logps = _reference_logps(cls, (ref_input, ref_weight, ref_bias), _input, target, ignore_index)
+            ref = _of_sequences(logps, target, ignore_index, average_log_prob)
+
+        def chunk_loss(chunk, x, weight, bias):
+            nll_chunk = None if nll_target is None else _rows(nll_target, chunk[:1])
+            options = ignore_index, compute_nll_loss, nll_chunk, average_log_prob
+            found = LigerFusedLinearPreferenceBase.chunk_forward(x, weight, _rows(target, chunk), bias, *options)
+            chosen, rejected, chosen_logits, rejected_logits, nll = found
+            refs = {}
+            if ref is not None:
+                refs = {"ref_chosen_logps": ref[chunk[0]], "ref_rejected_logps": ref[chunk[1]]}
+            given = {"beta": beta, **loss_kwargs, **refs}
+            loss, more = _loss_and_more(cls.preference_loss_fn(chosen, rejected, target, **given))
+            if compute_nll_loss:
+                nll = nll / n_nll_tokens
+                loss = loss + alpha * nll
+            means = chosen_logits.sum() / n_logits, rejected_logits.sum() / n_logits
+            return loss, (chosen, rejected, *means, nll, *more)
+
+        chunks = _chunks(half, batch // (2 * chunk_size), offsets=(0, half))
+        loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, chunks, chunk_loss)
+        return loss, tuple(metrics)
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        """Gradients of _input, weight, target, bias and, None, of what follows."""
+        dx, dweight, dbias = _scaled(ctx, grad_output)
+        return dx, dweight, None, dbias, None, None, None, None
+
+    @staticmethod
+    def chunk_forward(
+        input_chunk,
+        weight,
+        target_chunk,
+        bias=None,
+        ignore_index=-100,
+        compute_nll_loss=True,
+        chosen_nll_target_chunk=None,
+        average_log_prob=True,
+    ):
+        """(log-probabilities of the chosen sequences, of the rejected ones, logits of both, the chosen ones' nll summed
+        over tokens)"""
+        logits = _logits(input_chunk, weight, bias)
+        logps = _token_logps(logits, target_chunk, ignore_index)
+        half = target_chunk.shape[0] // 2
+        nll = logps.new_zeros(())
+        if compute_nll_loss and chosen_nll_target_chunk is None:
+            nll = -logps[:half].sum()
+        elif compute_nll_loss:
+            nll = -_token_logps(logits[:half], chosen_nll_target_chunk, ignore_index).sum()
+        by_sequence = _of_sequences(logps, target_chunk, ignore_index, average_log_prob)
+        return by_sequence[:half], by_sequence[half:], logits[:half], logits[half:], nll
+
+
+class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
+    """A loss over single sequences, each good or bad.
+
+    The loss is preference_loss_fn(log_probs [sequences of the chunk], preference_labels [the same], full_target,
+    **loss_kwargs), with ref_log_prob_chunk where use_ref_model. It returns the loss, or a tuple of it and metrics.
+    """
+
+    @staticmethod
+    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        _not_stated("LigerFusedLinearUnpairedPreferenceBase", "preference_loss_fn")
+
+    @staticmethod
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=False,
+        **loss_kwargs,
+    ):
+        """_input: [batch, length, hidden]; target: [batch, length]; preference_labels: [batch], true for good ones;
+        chunk_size: sequences in a chunk.
+
+        Returns (loss, (sums over good and over bad sequences of log-probabilities, the same of logits, *metrics)).
+        """
+        if preference_labels is None:
+            check(False, cls.__name__, "preference_labels must be provided: a bool for each sequence")
+        check_indices(cls.__name__, "target", target, _input)
+        ref = None
+        if use_ref_model:
+            logps = _reference_logps(cls, (ref_input, ref_weight, ref_bias), _input, target, ignore_index)
+            ref = _of_sequences(logps, target, ignore_index, average_log_prob)
+
+        def chunk_loss(chunk, x, weight, bias):
+            labels = _rows(preference_labels, chunk)
+            options = bias, ignore_index, average_log_prob
+            base = LigerFusedLinearUnpairedPreferenceBase
+            logps, *sums = base.chunk_forward(x, weight, _rows(target, chunk), labels, *options)
+            given = loss_kwargs if ref is None else {**loss_kwargs, "ref_log_prob_chunk": _rows(ref, chunk)}
+            loss, more = _loss_and_more(cls.preference_loss_fn(logps, labels, target, **given))
+            return loss, (*sums, *more)
+
+        batch = _input.shape[0]
+        loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, _chunks(batch, batch // chunk_size), chunk_loss)
+        return loss, tuple(metrics)
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        """Gradients of _input, weight, target, preference_labels and bias."""
+        dx, dweight, dbias = _scaled(ctx, grad_output)
+        return dx, dweight, None, None, dbias
+
+    @staticmethod
+    def chunk_forward(
+        input_chunk,
+        weight,
+        target_chunk,
+        preference_labels_chunk,
+        bias=None,
+        ignore_index=-100,
+        average_log_prob=False,
+    ):
+        """(log-probability of each sequence, their sums over good and over bad ones, the same sums of logits)"""
+        logits = _logits(input_chunk, weight, bias)
+        logps = _token_logps(logits, target_chunk, ignore_index)
+        by_sequence = _of_sequences(logps, target_chunk, ignore_index, average_log_prob)
+        good = preference_labels_chunk.bool()
+        values = [by_sequence, logits.sum((1, 2))]
+        return by_sequence, *(torch.where(which, t, 0.0).sum() for t in values for which in (good, ~good))
+
+
+class LigerFusedLinearDistillationBase(torch.autograd.Function):
+    """A student's head trained on a teacher's head and on true labels.
+
+    The loss is weight_hard_loss * hard + weight_soft_loss * soft, both over the number of rows that count. hard: the
+    cross entropy with the labels; soft: distillation_loss_fn(student_logits [rows of the chunk, vocab], teacher_logits,
+    target=labels, ignore_index=ignore_index, beta=beta, **loss_kwargs), a sum over rows, of logits over temperature.
+    A teacher's larger vocabulary is met with student logits of zero.
+    """
+
+    @staticmethod
+    def distillation_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        _not_stated("LigerFusedLinearDistillationBase", "distillation_loss_fn")
+
+    @staticmethod
+    def forward(
+        cls,
+        ctx,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        target,
+        student_bias=None,
+        teacher_bias=None,
+        chunk_size=1024,
+        ignore_index=-100,
+        weight_hard_loss=0.5,
+        weight_soft_loss=0.5,
+        beta=0.5,
+        compute_ce_loss=True,
+        temperature=1.0,
+        compiled=True,
+        return_soft_hard_loss=False,
+        **loss_kwargs,
+    ):
+        """Inputs: [rows, hidden], of the teacher's own hidden size; target: [rows]; chunk_size: rows in a chunk.
+
+        Returns the loss, or with return_soft_hard_loss (loss, soft, hard), of which the loss alone has a gradient.
+        """
+        check_indices(cls.__name__, "target", target, student_input)
+        n_counted = (target != ignore_index).sum().clamp_min(1)
+        with_hard = compute_ce_loss and (weight_hard_loss != 0 or return_soft_hard_loss)
+        n_padded = max(0, teacher_weight.shape[0] - student_weight.shape[0])
+
+        def chunk_loss(chunk, x, weight, bias):
+            labels = _rows(target, chunk)
+            heads = x, weight, _rows(teacher_input, chunk), teacher_weight
+            more = bias, teacher_bias, ignore_index, with_hard
+            student, teacher, hard = LigerFusedLinearDistillationBase.chunk_forward(*heads, labels, *more)
+            student = F.pad(student / temperature, (0, n_padded))
+            given = {"target": labels, "ignore_index": ignore_index, "beta": beta, **loss_kwargs}
+            soft = cls.distillation_loss_fn(student, teacher / temperature, **given) / n_counted
+            loss = weight_soft_loss * soft
+            if with_hard:
+                hard = hard / n_counted
+                loss = loss + weight_hard_loss * hard
+            return loss, (soft, hard)
+
+        n_rows = student_input.shape[0]
+        chunks = _chunks(n_rows, n_rows // chunk_size)
+        loss, soft, hard = _sum_of_chunks(ctx, student_input, student_weight, student_bias, chunks, chunk_loss)
+        if not return_soft_hard_loss:
+            return loss
+        ctx.mark_non_differentiable(soft, hard)
+        return loss, soft, hard
+
+    @staticmethod
+    def backward(ctx, grad_output, *args):
+        """Gradients of student_input, student_weight, the teacher's, target and student_bias."""
+        dx, dweight, dbias = _scaled(ctx, grad_output)
+        return dx, dweight, None, None, None, dbias
+
+    @staticmethod
+    def chunk_forward(
+        student_input_chunk,
+        student_weight,
+        teacher_input_chunk,
+        teacher_weight,
+        target_chunk,
+        student_bias=None,
+        teacher_bias=None,
+        ignore_index=-100,
+        compute_ce_loss=True,
+    ):
+        """(student's logits, teacher's logits, without gradient, cross entropy summed over rows)"""
+        student = _logits(student_input_chunk, student_weight, student_bias)
+        with torch.no_grad():
+            teacher = _logits(teacher_input_chunk, teacher_weight, teacher_bias)
+        hard = -_token_logps(student, target_chunk, ignore_index).sum() if compute_ce_loss else student.new_zeros(())
+        return student, teacher, hard
+
+
+class LigerFusedLinearPPOBase(torch.autograd.Function):
+    """A policy loss of the log-probabilities of chosen tokens.
+
+    The loss is ppo_loss_fn(per_token_logps=[sequences of the chunk, length], attention_mask=, advantages=,
+    ref_per_token_logps=, old_per_token_logps=, vllm_is_ratio= of the chunk (or None), full_attention_mask=[batch,
+    length], and the options by name), a tuple of the loss and a sequence of metrics.
+    """
+
+    @staticmethod
+    def ppo_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        _not_stated("LigerFusedLinearPPOBase", "ppo_loss_fn")
+
+    @staticmethod
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        beta=0.04,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        temperature=1.0,
+        compiled=True,
+        use_ref_model=False,
+        chunk_size=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+        num_items_in_batch=None,
+    ):
+        """_input: [batch, length, hidden]; selected_token_ids, attention_mask, ref_per_token_logps,
+        old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; vllm_is_ratio: [batch], [batch, 1]
+        or [batch, length]; chunk_size: sequences in a chunk. use_ref_model takes the reference model's
+        log-probabilities, or else its head.
+
+        Returns (loss, metrics).
+        """
+        name, (batch, length) = cls.__name__, attention_mask.shape
+        wide = _wide(_input.dtype)
+        check_indices(name, "selected_token_ids", selected_token_ids, _input)
+        if loss_type == "dr_grpo" and max_completion_length is None:
+            check(False, name, "max_completion_length must be provided for loss_type 'dr_grpo'")
+        if vllm_is_ratio is not None:
+            if tuple(vllm_is_ratio.shape) not in ((batch,), (batch, 1), (batch, length)):
+                expected = f"vllm_is_ratio must have shape ({batch},), ({batch}, 1) or ({batch}, {length})"
+                check(False, name, f"{expected}, got {tuple(vllm_is_ratio.shape)}")
+            vllm_is_ratio = vllm_is_ratio.view(batch, -1)
+        if not use_ref_model:
+            ref_per_token_logps = None
+        elif ref_per_token_logps is None:
+            ref = ref_input, ref_weight, ref_bias
+            ref_per_token_logps = _reference_logps(cls, ref, _input, selected_token_ids, _IGNORED, temperature)
+        options = {
+            "full_attention_mask": attention_mask,
+            "epsilon_low": epsilon_low,
+            "epsilon_high": epsilon_high,
+            "beta": beta,
+            "loss_type": loss_type,
+            "max_completion_length": max_completion_length,
+            "importance_sampling_level": importance_sampling_level,
+            "sapo_temperature_pos": sapo_temperature_pos,
+            "sapo_temperature_neg": sapo_temperature_neg,
+            "delta": delta,
+            "use_bias_correction_kl": use_bias_correction_kl,
+            "vespo_k_pos": vespo_k_pos,
+            "vespo_lambda_pos": vespo_lambda_pos,
+            "vespo_k_neg": vespo_k_neg,
+            "vespo_lambda_neg": vespo_lambda_neg,
+            "num_items_in_batch": num_items_in_batch,
+        }
+        rows = {
+            "attention_mask": attention_mask,
+            "advantages": advantages,
+            "ref_per_token_logps": None if ref_per_token_logps is None else ref_per_token_logps.to(wide),
+            "old_per_token_logps": None if old_per_token_logps is None else old_per_token_logps.to(wide),
+            "vllm_is_ratio": vllm_is_ratio,
+        }
+
+        def chunk_loss(chunk, x, weight, bias):
+            ids = _rows(selected_token_ids, chunk)
+            logps = LigerFusedLinearPPOBase.chunk_forward(x, weight, ids, bias, temperature)
+            of_chunk = {key: _optional_rows(t, chunk) for key, t in rows.items()}
+            return cls.ppo_loss_fn(per_token_logps=logps, **of_chunk, **options)
+
+        loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, _chunks(batch, batch // chunk_size), chunk_loss)
+        return loss, tuple(metrics)
+
+    @staticmethod
+    def backward(ctx, grad_output, *grad_metrics):
+        """Gradients of _input, weight, token ids, mask, advantages, bias and, None, of what follows."""
+        dx, dweight, dbias = _scaled(ctx, grad_output)
+        return dx, dweight, None, None, None, dbias, *(None,) * 21
+
+    @staticmethod
+    def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
+        """Log-probabilities [batch, length] of the tokens, with gradients, without the logits of all of them."""
+        weight, bias = (t if t is None else t.to(input_chunk.dtype) for t in (weight, bias))
+        return liger_fused_linear_log_probs(input_chunk, weight, selected_token_ids, bias, temperature)
+
+    @staticmethod
+    def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
+        """What DAPO, CISPO and VESPO divide a process's sum over tokens by, at least 1.
+
+        It is the number of tokens of all processes over the number of processes. num_items_in_batch: that number of
+        tokens; without it the mask's are added up over the processes of torch.distributed.
+        """
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if num_items_in_batch is not None:
+            tokens = on_device(num_items_in_batch, torch.float32, attention_mask.device)
+        else:
+            tokens = attention_mask.sum(dtype=torch.float32)
+            if distributed:
+                torch.distributed.all_reduce(tokens)
+        return (tokens / (torch.distributed.get_world_size() if distributed else 1)).clamp_min(1.0)
+
+
+__all__ = [
+    "LigerFusedLinearDistillationBase",
+    "LigerFusedLinearPPOBase",
+    "LigerFusedLinearPreferenceBase",
+    "LigerFusedLinearUnpairedPreferenceBase",
+]

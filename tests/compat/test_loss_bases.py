@@ -1,0 +1,490 @@
+"""Losses of one's own on Liger's base classes, as written for Liger, against the same on whole logits in fp64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_hw import chunked_loss
+from liger_hw.compat import loss_bases
+from liger_hw.compat.loss_bases import (
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearPPOBase,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearUnpairedPreferenceBase,
+)
+
+pytestmark = pytest.mark.cpu
+VOCAB, HIDDEN, LENGTH = 37, 5, 7
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+class PairFunction(LigerFusedLinearPreferenceBase):
+    @staticmethod
+    def preference_loss_fn(
+        chosen_logps, rejected_logps, full_target, ref_chosen_logps=0.0, ref_rejected_logps=0.0, beta=0.1, margin=0.0
+    ):
+        c, r = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
+        losses = -F.logsigmoid(beta * (c - r) - margin)
+        return losses.sum() / (full_target.shape[0] // 2), beta * c, beta * r, losses.sum()
+
+    @classmethod
+    def forward(cls, ctx, x, weight, target, bias, ref, nll_target, alpha, beta, margin, average, chunk_size):
+        return super().forward(
+            cls=cls,
+            ctx=ctx,
+            _input=x,
+            weight=weight,
+            target=target,
+            bias=bias,
+            alpha=alpha,
+            beta=beta,
+            compute_nll_loss=alpha > 0,
+            nll_target=nll_target,
+            compiled=True,
+            use_ref_model=ref is not None,
+            **dict(zip(("ref_input", "ref_weight", "ref_bias"), ref or ())),
+            average_log_prob=average,
+            chunk_size=chunk_size,
+            margin=margin,
+        )
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        return *LigerFusedLinearPreferenceBase.backward(ctx, grad_output)[:4], *(None,) * 7
+
+
+class SequenceFunction(LigerFusedLinearUnpairedPreferenceBase):
+    @staticmethod
+    def preference_loss_fn(logps, labels, full_target, ref_log_prob_chunk=None, beta=0.1, kl=None):
+        ratio = beta * ((logps if ref_log_prob_chunk is None else logps - ref_log_prob_chunk) - kl)
+        losses = 1 - torch.sigmoid(torch.where(labels, ratio, -ratio))
+        return losses.sum() / full_target.shape[0], ratio.sum(), ratio
+
+    @classmethod
+    def forward(cls, ctx, x, weight, target, labels, bias, ref, kl, beta, average, chunk_size):
+        ref = dict(zip(("ref_input", "ref_weight", "ref_bias"), ref or ()))
+        options = {"beta": beta, "kl": kl, "average_log_prob": average, "chunk_size": chunk_size}
+        return super().forward(cls, ctx, x, weight, target, labels, bias, use_ref_model=bool(ref), **ref, **options)
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        return *LigerFusedLinearUnpairedPreferenceBase.backward(ctx, grad_output)[:5], *(None,) * 5
+
+
+class TeacherFunction(LigerFusedLinearDistillationBase):
+    @staticmethod
+    def distillation_loss_fn(student_logits, teacher_logits, target=None, ignore_index=None, beta=0.5):
+        p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        middle = torch.logaddexp(q + math.log(beta), p + math.log(1 - beta))
+        rows = (beta * q.exp() * (q - middle) + (1 - beta) * p.exp() * (p - middle)).sum(-1)
+        return rows.masked_fill(target == ignore_index, 0.0).sum()
+
+    @classmethod
+    def forward(
+        cls, ctx, x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, hard, soft, chunk_size, both
+    ):
+        options = {"weight_hard_loss": hard, "weight_soft_loss": soft, "chunk_size": chunk_size, "beta": 0.3}
+        more = {"temperature": 1.7, "return_soft_hard_loss": both, "compiled": True}
+        heads = x, weight, teacher_x, teacher_weight
+        return super().forward(cls, ctx, *heads, labels, bias, teacher_bias, **options, **more)
+
+    @staticmethod
+    def backward(ctx, grad_output, *args):
+        return *LigerFusedLinearDistillationBase.backward(ctx, grad_output, *args)[:6], *(None,) * 5
+
+
+class PolicyFunction(LigerFusedLinearPPOBase):
+    @staticmethod
+    def ppo_loss_fn(
+        per_token_logps,
+        attention_mask,
+        advantages,
+        full_attention_mask,
+        ref_per_token_logps,
+        old_per_token_logps,
+        vllm_is_ratio,
+        epsilon_low,
+        epsilon_high,
+        beta,
+        num_items_in_batch,
+        **kwargs,
+    ):
+        old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
+        ratio, advantages = (per_token_logps - old).exp(), advantages.unsqueeze(1)
+        losses = -torch.min(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
+        losses = losses if vllm_is_ratio is None else losses * vllm_is_ratio
+        kl = torch.zeros_like(losses)
+        if ref_per_token_logps is not None:
+            kl = (ref_per_token_logps - per_token_logps).exp() - (ref_per_token_logps - per_token_logps) - 1
+        count = LigerFusedLinearPPOBase._compute_dapo_normalizer(full_attention_mask, num_items_in_batch)
+        kl_mean = (kl * attention_mask).sum() / full_attention_mask.sum()
+        return ((losses + beta * kl) * attention_mask).sum() / count, [kl_mean]
+
+    @classmethod
+    def forward(cls, ctx, x, weight, ids, mask, advantages, bias, ref_logps, old_logps, ref, vllm, items, chunk_size):
+        return super().forward(
+            cls=cls,
+            ctx=ctx,
+            _input=x,
+            weight=weight,
+            selected_token_ids=ids,
+            attention_mask=mask,
+            advantages=advantages,
+            bias=bias,
+            ref_per_token_logps=ref_logps,
+            old_per_token_logps=old_logps,
+            **dict(zip(("ref_input", "ref_weight", "ref_bias"), ref or ())),
+            beta=0.04,
+            temperature=0.8,
+            use_ref_model=ref is not None or ref_logps is not None,
+            chunk_size=chunk_size,
+            vllm_is_ratio=vllm,
+            num_items_in_batch=items,
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output, *grad_metrics):
+        return *LigerFusedLinearPPOBase.backward(ctx, grad_output)[:6], *(None,) * 6
+
+
+# -- the same in plain torch, on whole logits ------------------------------------------------------------------------
+
+
+def token_logps(x, weight, bias, labels, temperature=1.0):
+    logits = F.linear(x, weight, bias) / temperature
+    picked = logits.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(labels != -100, picked, 0.0)
+
+
+def of_sequences(logps, labels, average):
+    return logps.sum(-1) / (labels != -100).sum(-1) if average else logps.sum(-1)
+
+
+def plain_pairs(x, weight, target, bias, ref, nll_target, alpha, beta, margin, average, chunk_size):
+    half, logits = len(x) // 2, F.linear(x, weight, bias)
+    logps = of_sequences(token_logps(x, weight, bias, target), target, average)
+    ratio = logps if ref is None else logps - of_sequences(token_logps(*ref, target), target, average)
+    losses = -F.logsigmoid(beta * (ratio[:half] - ratio[half:]) - margin)
+    nll = torch.zeros_like(losses.mean())
+    if alpha > 0:
+        labels = (target if nll_target is None else nll_target)[:half]
+        nll = F.cross_entropy(logits[:half].flatten(0, 1), labels.flatten())
+    means = logits[:half].mean(), logits[half:].mean()
+    metrics = logps[:half], logps[half:], *means, nll, beta * ratio[:half], beta * ratio[half:], losses.sum()
+    return losses.mean() + alpha * nll, metrics
+
+
+def plain_sequences(x, weight, target, labels, bias, ref, kl, beta, average, chunk_size):
+    logps = of_sequences(token_logps(x, weight, bias, target), target, average)
+    ratio = beta * (logps - (0 if ref is None else of_sequences(token_logps(*ref, target), target, average)) - kl)
+    losses = torch.cat([1 - torch.sigmoid(ratio[labels]), 1 - torch.sigmoid(-ratio[~labels])])
+    sums = [t[which].sum() for t in (logps, F.linear(x, weight, bias)) for which in (labels, ~labels)]
+    return losses.mean(), (*sums, ratio.sum(), ratio)
+
+
+def plain_teacher(x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, hard, soft, chunk_size, both):
+    logits = F.linear(x, weight, bias)
+    padded = F.pad(logits / 1.7, (0, teacher_weight.shape[0] - weight.shape[0]))
+    p, q = padded.softmax(-1), (F.linear(teacher_x, teacher_weight, teacher_bias) / 1.7).softmax(-1)
+    middle = 0.3 * q + 0.7 * p
+    rows = 0.3 * (q * (q / middle).log()).sum(-1) + 0.7 * (p * (p / middle).log()).sum(-1)
+    soft_loss, hard_loss = rows[labels != -100].mean(), F.cross_entropy(logits, labels)
+    loss = hard * hard_loss + soft * soft_loss
+    return (loss, soft_loss, hard_loss) if both else loss
+
+
+def plain_policy(x, weight, ids, mask, advantages, bias, ref_logps, old_logps, ref, vllm, items, chunk_size):
+    logps = token_logps(x, weight, bias, ids, 0.8)
+    ratio = (logps - (logps.detach() if old_logps is None else old_logps)).exp()
+    losses = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    if vllm is not None:
+        losses = losses * vllm.view(len(x), -1)
+    kl = torch.zeros_like(logps)
+    if ref is not None or ref_logps is not None:
+        difference = (token_logps(*ref, ids, 0.8) if ref_logps is None else ref_logps) - logps
+        kl = difference.exp() - difference - 1
+    counted = mask.bool()
+    return (losses + 0.04 * kl)[counted].sum() / (items or counted.sum()), (kl[counted].mean(),)
+
+
+# -- comparing them --------------------------------------------------------------------------------------------------
+
+
+class Draw:
+    def __init__(self, dtype=torch.float64):
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape, scale=1.0):
+        return (torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale).to(self.dtype)
+
+    def head(self, *shape, bias=True, hidden=HIDDEN, vocab=VOCAB):
+        return self(*shape, hidden), self(vocab, hidden), self(vocab) if bias else None
+
+    def labels(self, *shape):
+        ids = torch.randint(VOCAB, shape, generator=self.generator)
+        ids[torch.rand(shape, generator=self.generator) < 0.3] = -100
+        ids[..., 0] = 3
+        return ids
+
+    def bools(self, *shape):
+        return torch.rand(shape, generator=self.generator) < 0.6
+
+
+def flat(found):
+    return [found] if isinstance(found, torch.Tensor) else [t for part in found for t in flat(part)]
+
+
+def results(function, head, args, options, frozen=()):
+    """Outputs, and the gradients of input, weight and bias for an incoming gradient of 0.7.
+
+    args, options: what follows the weight, and what follows the bias.
+    """
+    leaves = [None if t is None else t.detach().clone().requires_grad_(i not in frozen) for i, t in enumerate(head)]
+    x, weight, bias = leaves
+    outputs = flat(function(x, weight, *args, bias, *options))
+    (outputs[0] * 0.7).backward()
+    return [t.detach() for t in outputs], [None if t is None else t.grad for t in leaves]
+
+
+def same(mine, plain):
+    torch.testing.assert_close(mine, plain, **EXACT)
+
+
+HEADS = [(bias, frozen) for bias in (True, False) for frozen in ((), (1,), (0,))]
+"""Whether there is a bias, and which of input and weight want no gradient."""
+
+
+@pytest.mark.parametrize("bias, frozen", HEADS)
+@pytest.mark.parametrize("pairs, chunk_size", [(1, 1), (3, 1), (5, 2), (5, 9)])
+def test_pairs(bias, frozen, pairs, chunk_size):
+    draw = Draw()
+    head, ref = draw.head(2 * pairs, LENGTH, bias=bias), draw.head(2 * pairs, LENGTH, bias=bias)
+    target, nll_target = draw.labels(2 * pairs, LENGTH), draw.labels(2 * pairs, LENGTH)
+    for with_ref, alpha, average, labels in itertools.product(
+        (ref, None), (0.0, 0.3), (True, False), (nll_target, None)
+    ):
+        options = with_ref, labels, alpha, 0.2, 0.1, average, chunk_size
+        given = head, (target,), options, frozen
+        same(results(PairFunction.apply, *given), results(plain_pairs, *given))
+
+
+@pytest.mark.parametrize("bias, frozen", HEADS)
+@pytest.mark.parametrize("batch, chunk_size", [(1, 1), (3, 1), (7, 2), (5, 9)])
+def test_sequences(bias, frozen, batch, chunk_size):
+    draw = Draw()
+    head, ref = draw.head(batch, LENGTH, bias=bias), draw.head(batch, LENGTH, bias=bias)
+    target, good = draw.labels(batch, LENGTH), draw.bools(batch)
+    for with_ref, average in itertools.product((ref, None), (True, False)):
+        options = with_ref, 0.4, 0.2, average, chunk_size
+        given = head, (target, good), options, frozen
+        same(results(SequenceFunction.apply, *given), results(plain_sequences, *given))
+
+
+@pytest.mark.parametrize("bias, frozen", HEADS)
+@pytest.mark.parametrize("rows, chunk_size, more_words", [(1, 1024, 0), (13, 4, 0), (13, 5, 3), (12, 4, 0)])
+def test_distillation(bias, frozen, rows, chunk_size, more_words):
+    draw = Draw()
+    head = draw.head(rows, bias=bias)
+    teacher_x, teacher_weight, teacher_bias = draw.head(rows, bias=bias, hidden=3, vocab=VOCAB + more_words)
+    labels = draw.labels(1, rows)[0]
+    for hard, soft, both in itertools.product((0.0, 0.6), (0.0, 0.5), (True, False)):
+        options = teacher_bias, hard, soft, chunk_size, both
+        given = head, (teacher_x, teacher_weight, labels), options, frozen
+        same(results(TeacherFunction.apply, *given), results(plain_teacher, *given))
+
+
+@pytest.mark.parametrize("bias, frozen", HEADS)
+@pytest.mark.parametrize("batch, chunk_size", [(1, 1), (3, 1), (7, 2), (5, 9)])
+def test_policy(bias, frozen, batch, chunk_size):
+    draw = Draw()
+    head, ref = draw.head(batch, LENGTH, bias=bias), draw.head(batch, LENGTH, bias=bias)
+    ids, mask, advantages = draw.labels(batch, LENGTH).clamp_min(0), draw.bools(batch, LENGTH).long(), draw(batch)
+    mask[:, 0] = 1
+    near = token_logps(*head, ids, 0.8)
+    old, ref_logps = near + draw(batch, LENGTH, scale=0.4), near + draw(batch, LENGTH, scale=0.4)
+    ratios = draw(batch, LENGTH).exp()
+    for refs, vllm, items in (
+        ((None, None, None), None, None),
+        ((ref_logps, old, None), ratios, 11),
+        ((None, old, ref), ratios[:, :1], None),
+        ((None, None, ref), ratios[:, 0], 11),
+    ):
+        options = *refs, vllm, items, chunk_size
+        given = head, (ids, mask, advantages), options, frozen
+        same(results(PolicyFunction.apply, *given), results(plain_policy, *given))
+
+
+def test_the_ready_losses_agree():
+    draw = Draw(torch.float32)
+    (x, weight, bias), ref = draw.head(6, LENGTH), draw.head(6, LENGTH)
+    target, good, mask = draw.labels(6, LENGTH), draw.bools(6), draw.bools(6, LENGTH).long()
+    ids, advantages, old = target.clamp_min(0), draw(6), draw(6, LENGTH, scale=0.3) - 3
+    teacher, labels = draw.head(42, hidden=3), target.flatten()
+
+    def close(mine, ready):
+        torch.testing.assert_close(flat(mine), flat(ready), rtol=2e-5, atol=2e-5)
+
+    mine = PairFunction.apply(x, weight, target, bias, ref, None, 0.3, 0.2, 0.0, False, 2)
+    options = {"beta": 0.2, "alpha": 0.3, "compute_nll_loss": True}
+    close(flat(mine)[:-1], chunked_loss.LigerFusedLinearDPOLoss(**options)(weight, x, target, bias, *ref))
+
+    mine = SequenceFunction.apply(x, weight, target, good, bias, ref, torch.tensor(0.4), 0.2, False, 2)
+    kto = chunked_loss.LigerFusedLinearKTOLoss(beta=0.2, use_ref_model=True)
+    close(flat(mine)[:5], flat(kto(x, weight, target, bias, good, *ref, torch.tensor(0.4)))[:5])
+
+    mine = TeacherFunction.apply(x.flatten(0, 1), weight, *teacher[:2], labels, bias, teacher[2], 0.6, 0.5, 9, True)
+    options = {"weight_hard_loss": 0.6, "weight_soft_loss": 0.5, "beta": 0.3, "temperature": 1.7}
+    jsd = chunked_loss.LigerFusedLinearJSDLoss(**options, return_soft_hard_loss=True)
+    close(mine, jsd(x.flatten(0, 1), weight, *teacher[:2], labels, bias, teacher[2]))
+
+    mine = PolicyFunction.apply(x, weight, ids, mask, advantages, bias, None, old, ref, None, None, 2)
+    grpo = chunked_loss.LigerFusedLinearGRPOLoss(temperature=0.8)
+    close(flat(mine), flat(grpo(x, weight, ids, mask, advantages, bias, None, old, *ref))[:2])
+
+
+def test_a_bf16_weight_s_gradient_is_summed_in_fp32():
+    """64 chunks of one sequence: a sum in bf16 is farther from fp64 than one rounding is."""
+    draw = Draw(torch.bfloat16)
+    head = draw.head(64, LENGTH)
+    ids, mask = draw.labels(64, LENGTH).clamp_min(0), torch.ones(64, LENGTH)
+    given = (ids, mask, draw(64).abs() + 0.5), (None, None, None, None, None, 1)
+    exact = results(plain_policy, [t.double() for t in head], *given)[1][1]
+    mine = results(PolicyFunction.apply, head, *given)[1][1]
+    assert mine.dtype is torch.bfloat16
+    assert (mine.double() - exact).norm() < 2**-8 * exact.norm()
+
+
+def test_one_chunk_s_logits_are_alive():
+    seen = []
+
+    class Function(TeacherFunction):
+        @staticmethod
+        def distillation_loss_fn(student_logits, teacher_logits, **options):
+            assert all(kept() is None for kept in seen) and student_logits.shape == (4, VOCAB)
+            seen.extend(weakref.ref(t) for t in (student_logits, teacher_logits))
+            return (student_logits - teacher_logits).square().sum()
+
+    draw = Draw()
+    x, weight, _ = (t.requires_grad_() for t in draw.head(12))
+    Function.apply(x, weight, *draw.head(12)[:2], draw.labels(12), None, None, 0.5, 0.5, 4, False).backward()
+    assert len(seen) == 6
+
+
+def test_backward_again_and_second_derivatives():
+    draw = Draw()
+    x, weight, bias = (t.requires_grad_() for t in draw.head(2, LENGTH))
+    target = draw.labels(2, LENGTH)
+    loss, _ = PairFunction.apply(x, weight, target, bias, None, None, 0.3, 0.2, 0.0, True, 1)
+    first = torch.autograd.grad(3 * loss, (x, weight, bias), retain_graph=True)
+    same(torch.autograd.grad(3 * loss, (x, weight, bias), retain_graph=True), first)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_call_keeps_no_graph_and_a_weight_s_hook_runs_once():
+    draw, calls = Draw(), []
+    x, weight, bias = (t.requires_grad_() for t in draw.head(6, LENGTH))
+    weight.register_hook(calls.append)
+    loss, metrics = PairFunction.apply(x, weight, draw.labels(6, LENGTH), bias, None, None, 0.3, 0.2, 0.0, True, 1)
+    assert not any(t.requires_grad for t in metrics)
+    loss.backward()
+    assert len(calls) == 1
+
+
+def test_a_loss_that_depends_on_nothing_has_gradients_of_zero():
+    class Function(SequenceFunction):
+        @staticmethod
+        def preference_loss_fn(logps, labels, full_target, **options):
+            return torch.ones((), dtype=logps.dtype)
+
+    draw = Draw()
+    x, weight, bias = (t.requires_grad_() for t in draw.head(3, LENGTH))
+    loss, _ = Function.apply(x, weight, draw.labels(3, LENGTH), draw.bools(3), bias, None, None, 0.1, False, 1)
+    loss.backward()
+    assert loss == 3 and not any(t.grad.any() for t in (x, weight, bias))
+
+
+def test_soft_and_hard_loss_have_no_gradient():
+    draw = Draw()
+    x, weight, bias = (t.requires_grad_() for t in draw.head(6))
+    heads = x, weight, *draw.head(6)[:2]
+    loss, soft, hard = TeacherFunction.apply(*heads, draw.labels(6), bias, None, 0.5, 0.5, 4, True)
+    assert loss.requires_grad and not soft.requires_grad and not hard.requires_grad
+
+
+def test_autocast_sums_the_gradient_of_an_fp32_weight():
+    draw = Draw(torch.float32)
+    head, target = draw.head(6, LENGTH), draw.labels(6, LENGTH)
+
+    given = (target,), (None, None, 0.3, 0.2, 0.0, True, 1)
+
+    def mine(*args):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return PairFunction.apply(*args)
+
+    (loss, *_), gradients = results(mine, head, *given)
+    (expected, *_), exact = results(plain_pairs, [t.double() for t in head], *given)
+    assert loss.dtype is torch.float32 and abs(loss - expected) < 2**-7 * expected
+    for found, wanted in zip(gradients, exact):
+        assert found.dtype is torch.float32 and (found - wanted).norm() < 2**-6 * wanted.norm()
+
+
+def test_what_cannot_be_raises():
+    draw = Draw()
+    x, weight, bias = draw.head(3, LENGTH)
+    target, good = draw.labels(3, LENGTH), draw.bools(3)
+    with pytest.raises(ValueError, match="as many rejected ones; got 3 and 3 sequences"):
+        PairFunction.apply(x, weight, target, bias, None, None, 0.0, 0.1, 0.0, True, 1)
+    with pytest.raises(ValueError, match="preference_labels must be provided"):
+        SequenceFunction.apply(x, weight, target, None, bias, None, None, 0.1, False, 1)
+    with pytest.raises(ValueError, match=r"vllm_is_ratio must have shape \(3,\), \(3, 1\) or \(3, 7\), got \(3, 2\)"):
+        PolicyFunction.apply(x, weight, target, target, x[:, 0, 0], bias, None, None, None, x[:, :2, 0], None, 1)
+    with pytest.raises(ValueError, match="max_completion_length must be provided"):
+        LigerFusedLinearPPOBase.forward(PolicyFunction, None, x, weight, target, target, good, loss_type="dr_grpo")
+    with pytest.raises(ValueError, match="needs ref_input and ref_weight"):
+        PairFunction.apply(x[:2], weight, target[:2], bias, (None, None, None), None, 0.0, 0.1, 0.0, True, 1)
+    for function, args in {
+        PairFunction: (target[:2, 1:], bias, None, None, 0.0, 0.1, 0.0, True, 1),
+        SequenceFunction: (target[:2, 1:], good[:2], bias, None, None, 0.1, False, 1),
+        TeacherFunction: (x[:2], weight, target[:2, 1:], bias, None, 0.5, 0.5, 4, False),
+        PolicyFunction: (target[:2, 1:], target[:2, 1:], good[:2], bias, None, None, None, None, None, 1),
+    }.items():
+        with pytest.raises(ValueError, match="(target|selected_token_ids) must"):
+            function.apply(x[:2], weight, *args)
+    for base in loss_bases.__all__:
+        name = next(n for n in vars(getattr(loss_bases, base)) if n.endswith("_loss_fn"))
+        with pytest.raises(
+            NotImplementedError, match=f"{base}: a subclass states its loss as a static method `{name}`"
+        ):
+            getattr(getattr(loss_bases, base), name)(1, beta=2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunk_forward_of_the_policy(bias):
+    draw = Draw()
+    head, ids = draw.head(3, LENGTH, bias=bias), draw.labels(3, LENGTH).clamp_min(0)
+    weights = draw(3, LENGTH)
+
+    def mine(x, weight, bias):
+        return (LigerFusedLinearPPOBase.chunk_forward(x, weight, ids, bias=bias, temperature=0.9) * weights).sum()
+
+    def plain(x, weight, bias):
+        return (token_logps(x, weight, bias, ids, 0.9) * weights).sum()
+
+    same(results(mine, head, (), ()), results(plain, head, (), ()))
+
+
+def test_the_normalizer(monkeypatch):
+    count, mask = LigerFusedLinearPPOBase._compute_dapo_normalizer, torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert count(mask) == 3 and count(mask).dtype is torch.float32 and count(0 * mask) == 1
+    assert count(mask, 7) == count(mask, torch.tensor(7)) == 7 and count(mask, 0) == 1
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: t.add_(17))
+    assert count(mask) == 5 and count(mask, 36) == 9 and count(mask, 2) == 1
