@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import Any, Callable
 
 import torch
@@ -21,6 +22,8 @@ from .kernels.norms.rms_norm import liger_rms_norm
 from .kernels.pointwise.fused_gate_up_swiglu import liger_fused_gate_up_swiglu
 from .transformers.marks import is_ours, mark
 from .transformers.report import ALREADY, PATCH_LOCK, PATCHED, Patch, PatchReport, PatchRow
+
+log = logging.getLogger("liger_hw")
 
 
 class LigerMegatronRMSNorm(torch.nn.Module):
@@ -49,16 +52,17 @@ class LigerMegatronRMSNorm(torch.nn.Module):
             raise ValueError(f"LigerMegatronRMSNorm: normalization must be RMSNorm, the config says {wanted!r}")
         self.config, self.eps = config, eps
         self.zero_centered_gamma = bool(zero_centered_gamma or getattr(config, "layernorm_zero_centered_gamma", False))
+        self._offset = 1.0 if self.zero_centered_gamma else 0.0
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=getattr(config, "params_dtype", None)))
         self.weight.sequence_parallel = bool(getattr(config, "sequence_parallel", False))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The scale becomes 1."""
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        torch.nn.init.constant_(self.weight, 1.0 - self._offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return liger_rms_norm(x, self.weight, self.eps, 1.0 if self.zero_centered_gamma else 0.0, "gemma")
+        return liger_rms_norm(x, self.weight, self.eps, self._offset, "gemma")
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
@@ -68,13 +72,14 @@ class LigerMegatronSwiGLU(torch.nn.Module):
     """`megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl` as a module, with its arguments.
 
     forward(input [..., 2 * n_cols], bias, fp8_input_store, cpu_offload_input) -> [..., n_cols], the gate first.
-    fallback_impl: takes the calls with a bias, an fp8 store or offloading; without one they raise
-    `NotImplementedError`. in_place: accepted for compatibility.
+    fallback_impl: takes the calls with a bias, an fp8 store or offloading, with one warning a module and reason;
+    without one they raise `NotImplementedError`. in_place: accepted for compatibility.
     """
 
     def __init__(self, fallback_impl: Callable[..., torch.Tensor] | None = None, in_place: bool = False) -> None:
         super().__init__()
         self.fallback_impl = fallback_impl
+        self._said: set[str] = set()
 
     def forward(
         self,
@@ -90,6 +95,10 @@ class LigerMegatronSwiGLU(torch.nn.Module):
                 "LigerMegatronSwiGLU has no bias, fp8 store or offloading; pass Megatron's bias_swiglu_impl as "
                 "fallback_impl, or call apply_liger_kernel_to_megatron(swiglu=True), which leaves such calls alone"
             )
+        reason = "a bias" if bias is not None else "an fp8 store" if fp8_input_store else "offloading"
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning("LigerMegatronSwiGLU is falling back to fallback_impl for calls with %s", reason)
         return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
 
 

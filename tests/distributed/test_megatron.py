@@ -372,6 +372,21 @@ def test_a_loss_of_ones_own_on_the_output_layer():
 
 
 @pytest.mark.cpu
+def test_a_fallback_is_said_once_a_reason(caplog):
+    """A part that runs without our kernel says so, but not at every step."""
+    called = []
+    swiglu = LigerMegatronSwiGLU(lambda x, *options: called.append(options) or x)
+    x, bias = torch.zeros(2, 8), torch.zeros(8)
+    for options in ((bias,), (None, True), (None, False, True), (bias, True)) * 2:
+        assert swiglu(x, *options) is x
+    assert called == [(bias, False, False), (None, True, False), (None, False, True), (bias, True, False)] * 2
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition(" with ")[2] for line in said] == ["a bias", "an fp8 store", "offloading"], said
+    swiglu(x)
+    assert len(called) == 8
+
+
+@pytest.mark.cpu
 def test_what_is_refused():
     with pytest.raises(ValueError, match="normalization must be RMSNorm"):
         LigerMegatronRMSNorm(SimpleNamespace(normalization="LayerNorm"), 16)
