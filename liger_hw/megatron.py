@@ -157,7 +157,7 @@ def apply_liger_kernel_to_megatron(
             provider = backends.LocalSpecProvider
             _replace(report, "rms_norm", "rms_norm", provider, "layer_norm", _layer_norm(provider.layer_norm))
             block = _module("megatron.core.transformer.transformer_block")
-            if is_ours(block.LayerNormImpl) or block.LayerNormImpl.__name__ == "WrappedTorchNorm":
+            if is_ours(block.LayerNormImpl) or block.LayerNormImpl is _torch_norm():
                 _replace(report, "rms_norm", "rms_norm", block, "LayerNormImpl", _norm_of(block.LayerNormImpl))
         if cross_entropy:
             _replace_copies(report, _FUSED, _fused_loss())
@@ -196,6 +196,14 @@ def _module(name: str) -> Any:
         raise ImportError(f"apply_liger_kernel_to_megatron requires megatron-core with {name}: {error}") from error
 
 
+def _torch_norm() -> Any:
+    """Megatron's wrapper of torch's norms; None in a release that has no such class."""
+    try:
+        return getattr(importlib.import_module("megatron.core.transformer.torch_norm"), "WrappedTorchNorm", None)
+    except ImportError:
+        return None
+
+
 def _held(module: Any, name: str) -> Any:
     """What a module of Megatron has under a name. Raises `ImportError` where it has nothing."""
     if not hasattr(module, name):
@@ -212,6 +220,7 @@ def _replace(report: PatchReport, part: str, kernel: str, owner: Any, name: str,
         report.rows.append(PatchRow(part, where, kernel, ALREADY))
         return
     mark(replacement, part, kernel)
+    replacement.__wrapped__ = getattr(owner, name)
     report.change(PatchRow(part, where, kernel, PATCHED), Patch(owner, name, replacement))
 
 

@@ -371,6 +371,67 @@ def test_a_loss_of_ones_own_on_the_output_layer():
         head_loss(layer, x, lambda x, weight, bias: x.sum())
 
 
+@pytest.fixture
+def megatron(monkeypatch):
+    """Modules with the names of megatron-core's that norms and SwiGLU are replaced in."""
+
+    class Norm:
+        """Its name is not Megatron's: which class it is counts, not what it is called."""
+
+        def __init__(self, config, hidden_size, eps=1e-5):
+            self.config = config
+
+    class Provider:
+        def layer_norm(self, rms_norm=False, for_qk=False):
+            return Norm
+
+    modules = {
+        "megatron": {},
+        "megatron.core": {},
+        "megatron.core.models.backends": {"LocalSpecProvider": Provider},
+        "megatron.core.transformer.torch_norm": {"WrappedTorchNorm": Norm},
+        "megatron.core.transformer.transformer_block": {"LayerNormImpl": Norm},
+        "megatron.core.fusions.fused_bias_swiglu": {"SwiGLUFunction": type("SwiGLUFunction", (), {})},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(
+        norm=Norm,
+        block=sys.modules["megatron.core.transformer.transformer_block"],
+        fused=sys.modules["megatron.core.fusions.fused_bias_swiglu"],
+    )
+
+
+@pytest.mark.cpu
+def test_what_is_replaced_says_what_it_stands_for(megatron):
+    """As functools.wraps does, so that inspect and other patches find the original; and the norm of torch is known."""
+    original = megatron.fused.SwiGLUFunction
+    for _ in range(2):  # the second time changes nothing
+        report = apply(swiglu=True)
+        assert megatron.block.LayerNormImpl.__wrapped__ is megatron.norm
+        assert megatron.fused.SwiGLUFunction.__wrapped__ is original
+    rms = SimpleNamespace(normalization="RMSNorm")
+    assert isinstance(megatron.block.LayerNormImpl(config=rms, hidden_size=8), LigerMegatronRMSNorm)
+    other = SimpleNamespace(normalization="LayerNorm")
+    assert isinstance(megatron.block.LayerNormImpl(config=other, hidden_size=8), megatron.norm)
+    assert not report.patched
+
+
+@pytest.mark.cpu
+def test_a_norm_that_is_not_torch_s_stays(megatron, monkeypatch):
+    class WrappedTorchNorm:
+        """Apex's or Transformer Engine's, whatever its name."""
+
+    monkeypatch.setattr(megatron.block, "LayerNormImpl", WrappedTorchNorm)
+    apply()
+    assert megatron.block.LayerNormImpl is WrappedTorchNorm
+    monkeypatch.delitem(sys.modules, "megatron.core.transformer.torch_norm")
+    apply()
+    assert megatron.block.LayerNormImpl is WrappedTorchNorm
+
+
 @pytest.mark.cpu
 def test_a_fallback_is_said_once_a_reason(caplog):
     """A part that runs without our kernel says so, but not at every step."""
