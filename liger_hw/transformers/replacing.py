@@ -27,7 +27,7 @@ def keeps_own_code(x: Any) -> bool:
     On the CPU no kernel runs, and the references of kernels take longer. They run where kernels are interpreted,
     activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
     """
-    if is_traced() or not isinstance(x, torch.Tensor):  # torch.fx traces with a Proxy
+    if is_traced() or isinstance(x, torch.fx.Proxy):
         return True
     if x.is_cpu:
         return not (is_interpreted() or recomputing() or _references_wanted())
