@@ -163,7 +163,15 @@ def _not_stated(cls: str, function: str) -> NoReturn:
     raise NotImplementedError(f"{cls}: a subclass states its loss as a static method `{function}`")
 
 
-class LigerFusedLinearPreferenceBase(torch.autograd.Function):
+class _Base(torch.autograd.Function):
+    @classmethod
+    @torch.compiler.disable
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Runs outside of torch.compile's graphs: it cannot trace a forward that computes gradients."""
+        return super().apply(*args, **kwargs)
+
+
+class LigerFusedLinearPreferenceBase(_Base):
     """A loss over pairs of a chosen and a rejected sequence. A batch holds all chosen sequences, then the rejected.
 
     The loss is alpha * nll + preference_loss_fn(chosen_logps [pairs of the chunk], rejected_logps, full_target,
@@ -266,7 +274,7 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         return by_sequence[:half], by_sequence[half:], logits[:half], logits[half:], nll
 
 
-class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
+class LigerFusedLinearUnpairedPreferenceBase(_Base):
     """A loss over single sequences, each good or bad.
 
     The loss is preference_loss_fn(log_probs [sequences of the chunk], preference_labels [the same], full_target,
@@ -347,7 +355,7 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         return by_sequence, *(torch.where(which, t, 0.0).sum() for t in values for which in (good, ~good))
 
 
-class LigerFusedLinearDistillationBase(torch.autograd.Function):
+class LigerFusedLinearDistillationBase(_Base):
     """A student's head trained on a teacher's head and on true labels.
 
     The loss is weight_hard_loss * hard + weight_soft_loss * soft, both over the number of rows that count. hard: the
@@ -439,7 +447,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         return student, teacher, hard
 
 
-class LigerFusedLinearPPOBase(torch.autograd.Function):
+class LigerFusedLinearPPOBase(_Base):
     """A policy loss of the log-probabilities of chosen tokens.
 
     The loss is ppo_loss_fn(per_token_logps=[sequences of the chunk, length], attention_mask=, advantages=,

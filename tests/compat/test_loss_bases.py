@@ -488,3 +488,13 @@ def test_the_normalizer(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: t.add_(17))
     assert count(mask) == 5 and count(mask, 36) == 9 and count(mask, 2) == 1
+
+
+def test_torch_compile_breaks_its_graph_there():
+    draw = Draw()
+    head, target = draw.head(6, LENGTH), draw.labels(6, LENGTH)
+
+    def step(x, weight, bias):
+        return 3 * PairFunction.apply(2 * x, weight, target, bias, None, None, 0.3, 0.2, 0.0, True, 1)[0]
+
+    same(results(torch.compile(step, backend="aot_eager"), head, (), ()), results(step, head, (), ()))
