@@ -41,6 +41,21 @@ def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.de
     return torch.full((), number, dtype=dtype, device=device)
 
 
+class LossFunction:
+    """A ready loss under the name of Liger's autograd Function. It has `apply` and is computed by its formula, so a
+    subclass that states a loss function of its own, as Liger's allow, would be passed over in silence: it raises."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = ("preference_loss_fn", "ppo_loss_fn", "distillation_loss_fn", "forward", "backward")
+        if stated := [name for name in own if name in vars(cls)]:
+            raise TypeError(
+                f"{cls.__name__}: {', '.join(stated)} would never be called: ready losses have their own formulas. "
+                "For a loss of your own subclass LigerFusedLinearPreferenceBase or its like, of "
+                "liger_hw.compat.loss_bases (liger_kernel.chunked_loss.fused_linear_preference and so on)"
+            )
+
+
 class LossModule(OptionsModule):
     """A chunked loss as a module, which hands its options to `function`.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import LossFunction
 from .preference import (
     PAIR_LOSSES,
     Output,
@@ -35,7 +36,7 @@ PAIR_LOSSES["cpo"] = smoothed_margin
 _NAME = "liger_fused_linear_cpo"
 
 
-class LigerFusedLinearCPOFunction:
+class LigerFusedLinearCPOFunction(LossFunction):
     """`LigerFusedLinearCPOLoss` as a function, with Liger's order of arguments."""
 
     @staticmethod

@@ -24,13 +24,13 @@ from ..kernels.heads.linear_distillation import (
 )
 from ..kernels.losses.distill_rows import Distillation
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import LossModule
+from .checks import LossFunction, LossModule
 
 OPERATOR = linear_distillation_operator("chunked_distillation", FWD, scale=2)
 """Launched as fused_linear_kl_div is, whose logits too have the dtype of their head."""
 
 
-class DistillationFunction:
+class DistillationFunction(LossFunction):
     """A distillation loss as a function, with Liger's order of arguments. Subclasses state what their soft loss is."""
 
     name: str

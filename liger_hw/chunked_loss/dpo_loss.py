@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from ..runtime.operator import check, check_flags
-from .checks import LossModule
+from .checks import LossFunction, LossModule
 from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss
 
 
@@ -114,7 +114,7 @@ PAIR_LOSSES.update({f"dpo_{kind}": loss for kind, loss in DPO_LOSSES.items()})
 _NAME = "liger_fused_linear_dpo"
 
 
-class LigerFusedLinearDPOFunction:
+class LigerFusedLinearDPOFunction(LossFunction):
     """`LigerFusedLinearDPOLoss` as a function, with Liger's order of arguments."""
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.heads.head_inputs import checked_head
 from ..runtime.operator import check, check_flags, check_indices
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference
+from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference
 from .log_prob_loss import SEQUENCE, TOKEN, Spec, run_loss, token_logps
 from .policy import (  # noqa: F401  the four functions are Liger's names too
     Policy,
@@ -28,7 +28,7 @@ _NAME = "liger_fused_linear_grpo"
 _IGNORED = -100
 
 
-class LigerFusedLinearGRPOFunction:
+class LigerFusedLinearGRPOFunction(LossFunction):
     """`LigerFusedLinearGRPOLoss` as a function, with Liger's order of arguments."""
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch
 
 from ..kernels.heads.head_inputs import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference, on_device
+from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference, on_device
 from .log_prob_loss import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
 from .preference import Output
 
@@ -63,7 +63,7 @@ LOSSES["kto"] = Labelled
 _NAME = "liger_fused_linear_kto"
 
 
-class LigerFusedLinearKTOFunction:
+class LigerFusedLinearKTOFunction(LossFunction):
     """`LigerFusedLinearKTOLoss` as a function, with Liger's order of arguments."""
 
     @staticmethod

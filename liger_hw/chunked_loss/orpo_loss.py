@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .checks import LossModule
+from .checks import LossFunction, LossModule
 from .preference import PAIR_LOSSES, PAIR_METRICS, Output, checked_pairs, preference_loss
 
 
@@ -43,7 +43,7 @@ PAIR_METRICS["orpo"] = _metrics
 _NAME = "liger_fused_linear_orpo"
 
 
-class LigerFusedLinearORPOFunction:
+class LigerFusedLinearORPOFunction(LossFunction):
     """`LigerFusedLinearORPOLoss` as a function, with Liger's order of arguments."""
 
     @staticmethod

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import LossFunction
 from .cpo_loss import smoothed_margin
 from .preference import PAIR_LOSSES, Output, ReferenceFreeLoss, preference_loss, smoothed_pairs
 
@@ -20,7 +21,7 @@ PAIR_LOSSES["simpo"] = smoothed_margin
 _NAME = "liger_fused_linear_simpo"
 
 
-class LigerFusedLinearSimPOFunction:
+class LigerFusedLinearSimPOFunction(LossFunction):
     """`LigerFusedLinearSimPOLoss` as a function, with Liger's order of arguments."""
 
     @staticmethod

@@ -319,7 +319,8 @@ def test_names():
     for name in ("k3_loss_fn", "get_gamma_weights", "sapo_loss_fn", "clip_coef_fn", "LigerFusedLinearGRPOFunction"):
         assert callable(getattr(grpo_loss, name)) or name.endswith("Function")
     for module in ("dpo_loss", "kto_loss", "grpo_loss", "functional"):  # the shim's liger_kernel.chunked_loss.<module>
-        assert compat.homes(f"chunked_loss.{module}") == (f"liger_hw.chunked_loss.{module}",)
+        homes = f"liger_hw.chunked_loss.{module}", "liger_hw.compat.loss_bases"
+        assert compat.homes(f"chunked_loss.{module}") == homes
     with pytest.raises(AttributeError, match="LigerFusedLinearDPOLoss"):
         chunked_loss.LigerFusedLinearPPOLoss  # noqa: B018
 

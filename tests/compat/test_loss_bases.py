@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import weakref
@@ -498,3 +499,14 @@ def test_torch_compile_breaks_its_graph_there():
         return 3 * PairFunction.apply(2 * x, weight, target, bias, None, None, 0.3, 0.2, 0.0, True, 1)[0]
 
     same(results(torch.compile(step, backend="aot_eager"), head, (), ()), results(step, head, (), ()))
+
+
+@pytest.mark.parametrize("name", ["CPO", "CosineSimilarity", "DPO", "GRPO", "JSD", "KTO", "ORPO", "SimPO"])
+def test_a_ready_loss_cannot_be_given_another_function(name):
+    """It would never be called."""
+    file = "cosine_similarity" if name == "CosineSimilarity" else name.lower()
+    module = importlib.import_module(f"liger_hw.chunked_loss.{file}_loss")
+    ready = getattr(module, f"LigerFusedLinear{name}Function")
+    with pytest.raises(TypeError, match="Mine: ppo_loss_fn would never be called"):
+        type("Mine", (ready,), {"ppo_loss_fn": staticmethod(lambda **given: None)})
+    assert type("Mine", (ready,), {"note": 1}).note == 1
