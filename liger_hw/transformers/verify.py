@@ -42,14 +42,19 @@ def forwards(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter]:
-    """Counts the kernels' calls by patches made while it is open; it changes liger_hw's own table of functions only."""
+    """Counts the kernels' calls by patches made while it is open; it changes liger_hw's own table of functions only.
+
+    A rotary function that a live patch makes stays for later ones (`rebind.py`), so it counts until this is closed.
+    """
     calls: Counter = Counter()
+    is_open = True
     names = [name for name in functional.__all__ if name.startswith("liger_")]
     originals = {name: getattr(functional, name) for name in names}
 
     def counting(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name.removeprefix("liger_")] += 1
+            if is_open:
+                calls[name.removeprefix("liger_")] += 1
             return originals[name](*args, **kwargs)
 
         return call
@@ -59,6 +64,7 @@ def counted() -> Iterator[Counter]:
             setattr(functional, name, counting(name))
         yield calls
     finally:
+        is_open = False
         for name in names:
             setattr(functional, name, originals[name])
 
