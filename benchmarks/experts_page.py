@@ -17,6 +17,8 @@ LAYERS = {
 }
 MODELS = {"qwen3_moe": "Qwen3-30B-A3B", "gpt_oss": "gpt-oss-20b", "mixtral": "Mixtral-8x7B"}
 MODELS |= {"qwen3_next": "Qwen3-Next-80B-A3B"}
+LIGER_APART = ("qwen3_moe",)
+"""Models whose step with Liger was timed in a run of its own."""
 
 
 def _run(name: str) -> dict[str, Any]:
@@ -105,18 +107,22 @@ def tried_table() -> str:
 
 def models_table() -> str:
     """Models end to end, everything patched."""
-    titles = "layers of", "Hugging Face, tokens/s", "liger_hw", "gain", "peak, GiB", "liger_hw", "losses apart"
+    titles = "layers of", "Hugging Face, tokens/s", "Liger", "liger_hw", "gain", "over Liger"
+    titles += "peak, GiB", "Liger", "liger_hw", "losses apart"
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for model, title in MODELS.items():
         run = published.read(f"e2e-experts-{model}")
         arms = {row["arm"]: row for row in run["summary"]}
-        hf, ours = arms["hf"], arms["liger_hw"]
-        speeds = hf["tokens_per_second"], ours["tokens_per_second"]
-        cells = [
-            f"{title}, {run['plan']['layers']} of {run['shape']['layers']}",
-            *(f"{speed:,.0f}" for speed in speeds),
-        ]
-        cells += [f"{speeds[1] / speeds[0] - 1:+.0%}", f"{hf['peak_gib']:.1f}", f"{ours['peak_gib']:.1f}"]
+        if "liger" not in arms and model in LIGER_APART:
+            rows = published.read(f"e2e-experts-{model}-liger")["summary"]
+            arms["liger"] = next(row for row in rows if row["arm"] == "liger")
+        hf, liger, ours = (arms.get(arm) for arm in ("hf", "liger", "liger_hw"))
+        cells = [f"{title}, {run['plan']['layers']} of {run['shape']['layers']}"]
+        cells += ["-" if arm is None else f"{arm['tokens_per_second']:,.0f}" for arm in (hf, liger, ours)]
+        for other in (hf, liger):
+            gain = None if other is None else ours["tokens_per_second"] / other["tokens_per_second"] - 1
+            cells.append("-" if gain is None else f"{gain:+.0%}")
+        cells += ["-" if arm is None else f"{arm['peak_gib']:.1f}" for arm in (hf, liger, ours)]
         lines.append("| " + " | ".join([*cells, f"{ours['largest_loss_difference']:.4f}"]) + " |")
     return "\n".join(lines)
 
