@@ -244,6 +244,8 @@ def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
             if home == _TRANSFORMERS and attribute not in {*vars(module), *module.HOME}:
                 continue  # it would look here
             found = getattr(module, attribute, _ABSENT)
+            if isinstance(found, ModuleType) and found.__name__.startswith("liger_hw."):
+                continue  # a module of that name is the shim's own
             if found is not _ABSENT:
                 return found
     return _ABSENT

@@ -113,6 +113,17 @@ assert LigerSwiGLUMLP is ours.LigerSwiGLUMLP
 """)
 
 
+def test_modules_are_the_shim_s():
+    """Not those of liger_hw that stand behind it, also where these were imported before."""
+    passes("""
+import liger_hw.chunked_loss.dpo_loss, liger_hw.transformers.functional
+from liger_kernel.chunked_loss import dpo_loss
+from liger_kernel.transformers import functional
+assert dpo_loss.__name__ == "liger_kernel.chunked_loss.dpo_loss"
+assert functional.__name__ == "liger_kernel.transformers.functional"
+""")
+
+
 def test_frameworks_find_the_version():
     said = passes("""
 import importlib.metadata, liger_kernel
