@@ -91,6 +91,30 @@ def _fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None
     return _cross_entropy(F.linear(input, weight, bias), target, ce_weight, ignore_index=ignore_index, **options)
 
 
+def _fused_linear_jsd(
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    shift_labels=None,
+    jsd_beta=0.5,
+    ignore_index=-100,
+    temperature=1.0,
+    accum_dtype=None,
+):
+    """The reference multiplies in fp32; models multiply in 16 bits and widen the logits."""
+    only({}, shift_labels=shift_labels)
+    with torch.no_grad():
+        teacher = F.log_softmax(F.linear(teacher_input, teacher_weight).float() / temperature, -1)
+    student = F.log_softmax(F.linear(student_input, student_weight).float() / temperature, -1)
+    if jsd_beta in (0, 1):
+        of, to = (teacher, student) if jsd_beta == 0 else (student, teacher)
+        return F.kl_div(to, of, reduction="batchmean", log_target=True)
+    mixture = torch.log(jsd_beta * teacher.exp() + (1 - jsd_beta) * student.exp())
+    by_teacher, by_student = (F.kl_div(mixture, p, reduction="batchmean", log_target=True) for p in (teacher, student))
+    return jsd_beta * by_teacher + (1 - jsd_beta) * by_student
+
+
 def _rotate_pairs(x):
     return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
@@ -175,4 +199,5 @@ EAGER: dict[str, Callable[..., Any]] = {
     "multi_token_attention": _multi_token_attention,
     "cross_entropy": _cross_entropy,
     "fused_linear_cross_entropy": _fused_linear_cross_entropy,
+    "fused_linear_jsd": _fused_linear_jsd,
 }
