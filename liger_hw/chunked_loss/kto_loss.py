@@ -100,7 +100,8 @@ class LigerFusedLinearKTOFunction(LossFunction):
             ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
             ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
         if kl is not None:
-            check_floats(_NAME, kl=kl)
+            if not isinstance(kl, torch.Tensor):  # which may have a number for each sequence
+                check_floats(_NAME, kl=kl)
             kl = on_device(kl, wide, x.device)
             if kl.numel() not in (1, batch) or kl.dim() > 1:
                 check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")

@@ -76,11 +76,22 @@ def check_numbers(op: str, **values: float) -> None:
             raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
 
 
+def check_integers(op: str, **values: int) -> None:
+    """Raise `TypeError` unless every value is an int: 4.0 is none."""
+    for name, value in values.items():
+        if type(value) is not int and not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
+
+
 def check_floats(op: str, **values: Any) -> None:
     """Raise `TypeError` unless every value is a number to `float()`, a tensor of one element too; text is none."""
     for name, value in values.items():
         if type(value) is not float and (isinstance(value, (str, bytes)) or not hasattr(value, "__float__")):
             raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+        if value.numel() != 1 if isinstance(value, torch.Tensor) else getattr(value, "shape", ()):
+            raise TypeError(
+                f"{op}: {name} must be one number, got {type(value).__name__} of shape {tuple(value.shape)}"
+            )
 
 
 def check_flags(op: str, **values: Any) -> None:

@@ -31,6 +31,7 @@ from .checks import (  # noqa: F401  op files take these from here
     check_floats,
     check_ignore_index,
     check_indices,
+    check_integers,
     check_numbers,
     check_tensors,
     dense,

@@ -11,10 +11,12 @@ from harness import few_sizes, make
 from liger_hw import registry
 from liger_hw.chunked_loss import LigerFusedLinearDPOLoss
 from liger_hw.runtime import checks
-from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerGroupNorm, LigerRMSNorm
 from liger_hw.transformers.functional import (
     liger_cross_entropy,
     liger_fused_linear_cross_entropy,
+    liger_fused_linear_log_probs,
+    liger_group_norm,
     liger_kl_div,
     liger_layer_norm,
     liger_modulated_rms_norm,
@@ -94,3 +96,25 @@ def test_a_kernel_larger_than_the_scores_is_refused_by_name(how):
 def test_modulated_rms_norm_refuses_a_scalar():
     with pytest.raises(ValueError, match="^liger_modulated_rms_norm: X must have at least one dimension"):
         liger_modulated_rms_norm(torch.tensor(1.0), None, torch.ones(4), None)
+
+
+@pytest.mark.parametrize("several", [torch.ones(6), torch.ones(6).numpy()], ids=["tensor", "array"])
+def test_several_numbers_where_one_is_wanted_are_named(several):
+    """A temperature for each row, smoothing for each class."""
+    with pytest.raises(TypeError, match=r"^liger_fused_linear_log_probs: temperature must be one number, .* \(6,\)"):
+        liger_fused_linear_log_probs(X, WEIGHT, TARGET, temperature=several)
+    with pytest.raises(TypeError, match=r"^liger_cross_entropy: label_smoothing must be one number, .* \(6,\)"):
+        liger_cross_entropy(X, TARGET, label_smoothing=several)
+
+
+def test_a_tensor_of_one_element_is_a_number():
+    one = torch.ones(1)
+    assert torch.equal(liger_cross_entropy(X, TARGET, softcap=one), liger_cross_entropy(X, TARGET, softcap=1.0))
+
+
+def test_group_norm_refuses_a_count_that_is_no_integer():
+    """channels / 4 is a float."""
+    with pytest.raises(TypeError, match="^liger_group_norm: num_groups must be an integer, got 2.0"):
+        liger_group_norm(torch.randn(2, 8, 4), None, None, 8, 8 / 4, 1e-6)
+    with pytest.raises(TypeError, match="^LigerGroupNorm: num_channels must be an integer, got 8.0"):
+        LigerGroupNorm(8.0, 4)

@@ -27,7 +27,18 @@ import torch
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative, resident_options
-from ...runtime.operator import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_integers,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    first_order,
+    launch,
+)
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
 from ..rows.tuning import persistent_misfit
 from .group_norm_kernels import (
@@ -336,7 +347,8 @@ def liger_group_norm(
     W, B = affine_scaling_weight, affine_shifting_bias
     names = ("affine_scaling_weight", "affine_shifting_bias")
     check_tensors("liger_group_norm", optional=names, X=X, affine_scaling_weight=W, affine_shifting_bias=B)
-    check_numbers("liger_group_norm", num_channels=num_channels, num_groups=num_groups, eps=eps)
+    check_integers("liger_group_norm", num_channels=num_channels, num_groups=num_groups)
+    check_numbers("liger_group_norm", eps=eps)
     if X.dim() < 2 or X.shape[1] != num_channels:
         check(False, "liger_group_norm", f"X must be [batch, {num_channels}, ...], got {tuple(X.shape)}")
     if num_groups < 1 or num_channels % num_groups:
@@ -360,7 +372,8 @@ class LigerGroupNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         check(init_fn in ("ones", "zeros"), "LigerGroupNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
-        check_numbers("LigerGroupNorm", num_channels=num_channels, num_groups=num_groups, eps=eps)
+        check_integers("LigerGroupNorm", num_channels=num_channels, num_groups=num_groups)
+        check_numbers("LigerGroupNorm", eps=eps)
         fits = num_groups >= 1 and num_channels % num_groups == 0
         check(fits, "LigerGroupNorm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
         self.num_channels, self.num_groups = num_channels, num_groups
