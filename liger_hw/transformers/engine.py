@@ -172,6 +172,8 @@ class _Patcher:
             guards += probing.guards_of(module, gate, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
         state = expert_lists.why_not(module) if expert_lists.is_candidate(module) else ""
+        if probing.experts.has_own_gate(module):
+            state = "a gate of its own"
         key = (type(module), forward, shapes, tuple(module._modules), tuple(module._buffers), _hashable(guards), state)
         if key not in self.recognised:
             self.recognised[key] = probing.recognise(module, forward)

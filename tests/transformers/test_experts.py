@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import pickle
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -201,6 +202,65 @@ def test_flags_are_not_believed():
     module.__class__ = Swapped
     found = probing.experts.recognise(module, Swapped.forward)
     assert isinstance(found, probing.Refused) and "its activation" in found.reason
+
+
+def _tanh_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return gate.tanh() * up
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("where", ["module", "class", "subclass"])
+@pytest.mark.parametrize("scope", ["patch", "name"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_another_gate_runs(family, scope, where, when, monkeypatch, moe_calls):
+    """transformers' products call `_apply_gate`, which Qwen's own loop, whose names are guarded, does not."""
+    module = of(family, {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts"}[family])
+    holder, arguments, cls = torch.nn.ModuleList([module]), inputs(module), type(module)
+
+    def replace_gate():
+        if where == "module":
+            module._apply_gate = types.MethodType(_tanh_gate, module)
+        elif where == "class":
+            monkeypatch.setattr(cls, "_apply_gate", _tanh_gate)
+        else:
+            module.__class__ = type("Own", (cls,), {"_apply_gate": _tanh_gate})
+
+    if when == "before":
+        replace_gate()
+    if scope == "patch":
+        patched(holder)
+    else:
+        liger_hw.transformers.register_experts()
+        module.config._experts_implementation_internal = "liger_hw"
+    module(*arguments)
+    assert bool(moe_calls) == (when == "after")
+    moe_calls.clear()
+    replace_gate()
+    found = step(module, *arguments)
+    module.config._experts_implementation_internal = "batched_mm"
+    assert_same(found, step(module, *arguments))
+    assert not moe_calls
+
+
+def test_a_gate_of_one_module_s_own_is_its_own():
+    """The others of its class are patched, and the report says why it is not."""
+    modules = torch.nn.ModuleList([of("qwen3_moe", "Qwen3MoeExperts") for _ in range(3)])
+    modules[1]._apply_gate = types.MethodType(_tanh_gate, modules[1])
+    states = [row.state for row in patched(modules).rows if row.kernel == "fused_moe"]
+    assert states == ["patched", "left alone: its _apply_gate was replaced by something else", "patched"]
+
+
+def test_a_subclass_with_a_gate_of_its_own_under_a_class_patch(moe_calls):
+    with liger_hw.transformers.apply_liger_kernel_to_qwen3_moe(rope=False, rms_norm=False):
+        module = of("qwen3_moe", "Qwen3MoeExperts")
+        arguments = inputs(module)
+        module(*arguments)
+        assert len(moe_calls) == 1
+        module.__class__ = type("Own", (type(module),), {"_apply_gate": _tanh_gate})
+        found = step(module, *arguments)
+    assert_same(found, step(module, *arguments))
+    assert len(moe_calls) == 1
 
 
 # -- live models and classes -----------------------------------------------------------------------------------------

@@ -273,3 +273,12 @@ def test_a_method_that_the_forward_calls_replaced_on_a_live_module():
     model = nn.Sequential(HalvesMLP())
     assert [row.kernel for row in liger_hw.patch(model).patched] == ["fused_gate_up_swiglu"]
     assert_unchanged(model, lambda model: setattr(model[0], "gated", types.MethodType(other, model[0])))
+
+
+def test_a_method_that_the_forward_calls_replaced_in_its_class(monkeypatch):
+    model, x = nn.Sequential(HalvesMLP()), torch.randn(3, 8)
+    liger_hw.patch(model)
+    model(x)
+    monkeypatch.setattr(HalvesMLP, "gated", lambda self, halves: halves.chunk(2, -1)[0].tanh())
+    (layer,) = model
+    torch.testing.assert_close(model(x), layer.down_proj(layer.gate_up_proj(x).chunk(2, -1)[0].tanh()))

@@ -48,7 +48,7 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
         if kind.is_candidate(module):
             with quiet():
                 found = kind.recognise(module, forward)
-                if kind is experts and isinstance(found, Refused):
+                if kind is experts and isinstance(found, Refused) and not experts.has_own_gate(module):
                     return _gate_of_experts(module, forward, found)
             return found
     return None

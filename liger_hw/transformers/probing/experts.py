@@ -18,7 +18,8 @@ from ...distributed import owners
 from ...kernels.moe.fused_moe import fused_moe_reference
 from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
-from .guards import EVERYTHING, reads
+from ..marks import is_our_method
+from .guards import EVERYTHING, is_method_of, reads
 from .probe import (
     LARGE,
     Match,
@@ -37,6 +38,8 @@ KERNEL = "fused_moe"
 _BIASES = "_bias"
 _UP = ("gate_up_proj", "up_proj")
 _DOWN = "down_proj"
+_GATE = "_apply_gate"
+"""The method that transformers' implementations call between the two products; an eager loop need not."""
 _EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
 _HIDDEN, _INNER = 8, 12
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", "liger_hw")
@@ -108,11 +111,27 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     chosen = getattr(vars(module).get("config"), "_experts_implementation", None)
     if chosen not in _REPLACED:
         return Refused(f"experts_implementation={chosen!r} was asked for", KERNEL)
-    found = _formula(module, inspect.unwrap(forward))
+    found = f"its {_GATE} was replaced by something else" if has_own_gate(module) else None
+    found = found or _formula(module, inspect.unwrap(forward))
     if isinstance(found, str):
         return Refused(found, KERNEL)
     used = frozenset(owners.parameter_shapes(module)) | {"num_experts"}
-    return Match(KERNEL, str(found), replacement(found), used=used, inputs=3)
+    return Match(KERNEL, str(found), replacement(found), used=used, inputs=3, ready=_ready(type(module)))
+
+
+def has_own_gate(module: Any) -> bool:
+    """Whether somebody gave this module alone another gate than its class has."""
+    return _GATE in module.__dict__ and not is_our_method(module.__dict__[_GATE])
+
+
+def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
+    """Whether a module has the gate with which it was recognised; guards ask only for what its own loop calls."""
+    gate = getattr(cls, _GATE, None)
+
+    def ready(self: Any, x: torch.Tensor) -> bool:
+        return not has_own_gate(self) and is_method_of(type(self), _GATE, gate)
+
+    return ready
 
 
 def _formula(module: nn.Module, forward: Callable) -> Formula | str:
@@ -215,7 +234,7 @@ class _Probe:
                     if not all(has_same_gradients(*pair, leaves, 2e-4) for pair in zip(mine, results)):
                         return f"its gradients are not those of {KERNEL}"
                     if not self._has_gate_of(options):
-                        return "its _apply_gate computes something else than its own loop"
+                        return f"its {_GATE} computes something else than its own loop"
                     return Formula(self.up, self.up_bias, self.down_bias, tuple(options.items()))
         return "its activation is none that the kernel has"
 
@@ -227,7 +246,7 @@ class _Probe:
 
     def _has_gate_of(self, options: dict[str, Any]) -> bool:
         """Whether the gate that transformers' implementations call, and its own loop does not, has the same formula."""
-        apply_gate = getattr(type(self.module), "_apply_gate", None)
+        apply_gate = getattr(type(self.module), _GATE, None)
         if apply_gate is None or not self.layout.has_gate:
             return True
         gate = Gate(**{name: value for name, value in options.items() if name in Gate._fields})

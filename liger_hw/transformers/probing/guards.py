@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...distributed import owners
+from ..marks import original_of
 from .probe import INSTANCE_FORWARDS, is_customised
 
 Guards = tuple[tuple[str, str, Any], ...]
@@ -52,8 +53,9 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
         elif name in vars(module) and name not in (*_MODULE_ATTRIBUTES, *INSTANCE_FORWARDS, "config"):
             found += _value_guard(name, module, sizes)
         elif name not in INSTANCE_FORWARDS and not hasattr(nn.Module, name):
-            if isinstance(inspect.getattr_static(type(module), name, None), types.FunctionType):
-                found.append(("method", name, None))
+            member = inspect.getattr_static(type(module), name, None)
+            if isinstance(member, types.FunctionType):
+                found.append(("method", name, member))
     for name in sorted(used & module._parameters.keys()):
         shape = owners.parameter_shapes(module)[name]
         found.append(("dims", name, None if shape is None else len(shape)))
@@ -85,7 +87,7 @@ def holds(module: nn.Module, guards: Guards) -> bool:
         elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it once more
             agree = (module._parameters.get(name, module) is None) == value
         elif kind == "method":  # the class's, which no function of the module's own hides
-            agree = name not in module.__dict__
+            agree = name not in module.__dict__ and is_method_of(type(module), name, value)
         elif kind == "same":
             agree = getattr(module, name, None) == value
         else:
@@ -94,6 +96,12 @@ def holds(module: nn.Module, guards: Guards) -> bool:
         if not agree:
             return False
     return True
+
+
+def is_method_of(cls: type, name: str, function: Callable | None) -> bool:
+    """Whether a class has `function` by this name, or what a patch put in its place."""
+    held = getattr(cls, name, None)
+    return held is function or original_of(held) is original_of(function)
 
 
 _UNKNOWN = -1
