@@ -39,6 +39,9 @@ _FUNCTIONS = "liger_hw.compat.functions"
 _CHECKED = "liger_hw.compat.checked"
 _GRPO = "liger_hw.compat.grpo"
 _BASES = "liger_hw.compat.loss_bases"
+_FORWARDS = "liger_hw.compat.forwards"
+_LOSS_UTILS = "liger_hw.compat.loss_utils"
+_OUTPUTS = "liger_hw.compat.output_classes"
 
 MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (_CHECKED, _TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
@@ -64,7 +67,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss", _GRPO, _LOSSES + ".grpo_loss"),
     "transformers.experimental": ("liger_hw.kernels.embedding.embedding",),
     "transformers.model": (),
-    "transformers.model.loss_utils": ("liger_hw.compat.loss_utils",),
+    "transformers.model.loss_utils": (_LOSS_UTILS,),
+    "transformers.model.output_classes": (_OUTPUTS,),
     "ops": (_FUNCTIONS, "liger_hw.kernels"),
     "ops.swiglu": (
         _FUNCTIONS,
@@ -94,10 +98,11 @@ REPLACED = {
     r"(ops|transformers)\.(grpo_loss\.)?GrpoLossFunction": (
         "call liger_kernel.transformers.grpo_loss.triton_grpo_loss"
     ),
-    r"transformers\.(model\..*|monkey_patch\..*lce_forward)": (
-        "a family's own forward runs as it is: call apply_liger_kernel_to_<family> or liger_hw.patch(model); a forward "
-        "of one's own takes LigerForCausalLMLoss of liger_kernel.transformers.model.loss_utils"
+    r"transformers\.model\..*": (
+        "call apply_liger_kernel_to_<family> or liger_hw.patch(model); a forward of one's own takes "
+        "LigerForCausalLMLoss of liger_kernel.transformers.model.loss_utils"
     ),
+    r"transformers\.monkey_patch\..*lce_forward": "it is lce_forward of liger_kernel.transformers.model.<family>",
     r".*(tiled_mlp|Tiled.*MLP).*|ops\.mlp|.*\.LigerMLPFunction": (
         "liger_hw.patch(model, activations=...) recomputes MLPs"
     ),
@@ -141,6 +146,8 @@ def homes(name: str) -> tuple[str, ...] | None:
     if name in MODULES:
         return MODULES[name]
     group, _, op = name.partition(".")
+    if family := _family(name):
+        return (_FORWARDS, _LOSS_UTILS, _OUTPUTS) if _forwards().classes_of(family) else None
     if group in ("transformers", "ops") and op:
         home = home_of(_RENAMED.get(op, op))
         if home is None:
@@ -150,6 +157,16 @@ def homes(name: str) -> tuple[str, ...] | None:
         home = f"{_LOSSES}.{op}"
         return (home, _BASES) if not op.startswith("_") and importlib.util.find_spec(home) else None
     return None
+
+
+def _family(name: str) -> str:
+    """The family of a module `transformers.model.<family>`; "" for another module."""
+    package, _, family = name.rpartition(".")
+    return family if package == "transformers.model" else ""
+
+
+def _forwards() -> Any:
+    return importlib.import_module(_FORWARDS)
 
 
 def replacement(name: str) -> str | None:
@@ -216,12 +233,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 if found is not _ABSENT:
                     setattr(module, attribute, found)
                     return found
+                if homes(f"{name}.{attribute}") is not None:  # a module below that nobody has imported yet
+                    return importlib.import_module(f"{module.__name__}.{attribute}")
             instead = replacement(f"{name}.{attribute}")
             raise AttributeError(
                 f"module {module.__name__!r} (liger_hw's shim) has no attribute {attribute!r}"
                 + (f": {instead}" if instead else "")
             )
 
+        if (family := _family(name)) and name not in MODULES:
+            module.__class__ = _forwards().FamilyModule
+            module.fill(family)  # type: ignore[attr-defined]
         module.__getattr__ = __getattr__  # type: ignore[method-assign]
         module.__dir__ = lambda: sorted({*vars(module), *_public(behind)})  # type: ignore[method-assign]
         module.__all__ = _public(behind)

@@ -77,3 +77,11 @@ def get_npu_core_count(default: int = 20) -> int:
 def set_large_grf_mode(kernel_args: dict[str, Any]) -> None:
     """Ask Intel GPUs for 256 registers a thread, in a launch's keyword arguments."""
     kernel_args["grf_mode"] = "256"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "torch_to_triton_dtype":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import triton.language as tl  # of this module, that alone needs Triton
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -124,6 +124,42 @@ assert functional.__name__ == "liger_kernel.transformers.functional"
 """)
 
 
+def test_modules_below_one_that_is_imported():
+    """Liger's import each other, so that programs find them as attributes."""
+    passes("""
+import liger_kernel.transformers, liger_kernel.ops
+assert liger_kernel.transformers.rms_norm.LigerRMSNorm is liger_kernel.transformers.LigerRMSNorm
+assert liger_kernel.transformers.monkey_patch._apply_liger_kernel is liger_kernel.transformers._apply_liger_kernel
+assert liger_kernel.ops.swiglu.LigerSiLUMulFunction is liger_kernel.ops.LigerSiLUMulFunction
+assert callable(liger_kernel.transformers.model.llama.lce_forward)
+assert not hasattr(liger_kernel.transformers, "nothing") and not hasattr(liger_kernel.transformers.model, "nothing")
+""")
+
+
+def test_forwards_of_families():
+    """Their modules hold what Liger's import beside them; test_forwards.py runs them."""
+    passes("""
+import importlib.util
+from liger_kernel.transformers.model import loss_utils, output_classes
+from liger_kernel.transformers.model.gemma3 import causal_forward, multimodal_forward
+from liger_kernel.transformers.model.llama import (
+    LigerCausalLMOutputWithPast, LigerForCausalLMLoss, lce_forward, lce_maybe_trainable_lm_head)
+from liger_kernel.transformers.model.qwen2 import lce_forward as other, unpack_cross_entropy_result
+import liger_kernel.transformers.model.qwen2 as qwen2
+assert LigerForCausalLMLoss is loss_utils.LigerForCausalLMLoss and callable(unpack_cross_entropy_result)
+assert LigerCausalLMOutputWithPast is output_classes.LigerCausalLMOutputWithPast
+assert lce_forward is not other is qwen2.lce_forward and other.__module__ == qwen2.__name__
+assert importlib.util.find_spec("liger_kernel.transformers.model.mixtral") is not None
+for absent in ("model.nothing import lce_forward", "model.llama import lce_forward_deprecated"):
+    try:
+        exec("from liger_kernel.transformers." + absent)
+    except ImportError as error:
+        assert "apply_liger_kernel_to_<family>" in str(error), error
+    else:
+        raise AssertionError(absent)
+""")
+
+
 def test_frameworks_find_the_version():
     said = passes("""
 import importlib.metadata, liger_kernel
@@ -386,6 +422,7 @@ UNLISTED = (
     "ops.utils.element_mul_kernel",
     "ops.grpo_loss._grpo_loss_fwd_kernel",
     "ops.rms_norm.rms_norm_forward",
+    "transformers.monkey_patch.llama_lce_forward",
     "env_report",
 )
 """Names of Liger's that are in REPLACED and not in liger_names.json."""
@@ -555,7 +592,7 @@ else:
 
 def test_small_helpers():
     passes("""
-import operator, torch, liger_kernel
+import importlib.util, operator, torch, liger_kernel
 from liger_kernel.ops import utils
 from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
@@ -580,6 +617,8 @@ t = torch.ones(2, 3).t()
 assert seen(1, t, y=t) == (1, True, True)
 with utils.device_context(torch.device("cpu")):
     assert not utils.is_hip()
+if importlib.util.find_spec("triton"):
+    assert {str(t) for t in utils.torch_to_triton_dtype.values()} == {"fp32", "fp16", "bf16"}
 
 logits, ids = torch.randn(2, 5, 11), torch.randint(11, (2, 6))
 mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

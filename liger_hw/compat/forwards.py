@@ -1,0 +1,101 @@
+"""Behind `liger_kernel.transformers.model.<family>`: forwards that a program binds to a class or a model itself.
+
+    LlamaForCausalLM.forward = lce_forward  # of liger_kernel.transformers.model.llama
+    model.forward = types.MethodType(lce_forward, model)
+
+A family's `lce_forward` is the forward that its class in transformers has when the module is imported, inside the fused
+loss of a patch (transformers/loss.py). It runs for any model with the parts that this forward reads and an `lm_head`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import ModuleType
+from typing import Any, Callable
+
+import torch
+
+from ..distributed.owners import head_loss
+from ..kernels.losses.cross_entropy import CrossEntropyOutput
+from ..transformers.loss import causal_lm_forward
+from ..transformers.marks import is_ours, original_of
+from ..transformers.models import specs
+from ..transformers.replacing import marked
+from .loss_utils import LigerForCausalLMLoss
+
+_NAMES = {
+    "gemma3": ("causal_forward", "multimodal_forward"),
+    "gemma4": ("causal_forward", "multimodal_forward"),
+    "qwen3_5": ("lce_forward", "lce_forward_for_multimodal"),
+    "qwen3_5_moe": ("lce_forward", "lce_forward_conditional_generation"),
+}
+"""What a family has beside or instead of one `lce_forward`: the causal LM's forward, then the multimodal model's."""
+_FAMILIES = {"hunyuan_v1": "hunyuan_v1_dense"}
+"""Modules that are not named like their family."""
+_PART = "fused_linear_cross_entropy"
+
+
+def classes_of(family: str) -> dict[str, str]:
+    """Name of each forward in `liger_kernel.transformers.model.<family>` -> its class; empty where there is no such
+    family."""
+    spec = specs().get(_FAMILIES.get(family, family))
+    models = () if spec is None else spec.models
+    found = [name for suffix in ("ForCausalLM", "ForConditionalGeneration") for name in models if name.endswith(suffix)]
+    return dict(zip(_NAMES.get(family, ("lce_forward",)), found))
+
+
+class FamilyModule(ModuleType):
+    """`liger_kernel.transformers.model.<family>`.
+
+    A forward that a program puts in the place of one here becomes its class's, as Liger Kernel's patch function would
+    make it.
+    """
+
+    def fill(self, family: str) -> None:
+        """Make the forwards. Raises `ModuleNotFoundError` where transformers has no such family."""
+        wanted = specs()[_FAMILIES.get(family, family)].modeling_module
+        try:
+            modeling = importlib.import_module(wanted)
+        except ModuleNotFoundError as error:
+            if not wanted.startswith(f"{error.name}"):
+                raise
+            raise ModuleNotFoundError(f"{self.__name__} is not in liger_hw's shim: there is no {wanted}") from None
+        classes = {name: getattr(modeling, cls) for name, cls in classes_of(family).items()}
+        forwards = {name: _forward(self.__name__, name, cls) for name, cls in classes.items()}
+        self.__dict__.update(forwards, _classes=classes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_classes", ()):
+            self._classes[name].forward = original_of(value) if is_ours(value) else value
+
+
+def _forward(module: str, name: str, cls: type) -> Callable[..., Any]:
+    original, switch = original_of(cls.forward), [True]
+    forward = marked(causal_lm_forward(original, "lm_head", True, switch), _PART, _PART, original, switch)
+    forward.__module__, forward.__name__, forward.__qualname__ = module, name, name
+    return forward
+
+
+def lce_maybe_trainable_lm_head(
+    self: Any,
+    hidden_states: torch.Tensor,
+    hidden_size: int,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    **loss_kwargs: Any,
+) -> torch.Tensor | CrossEntropyOutput:
+    """`LigerForCausalLMLoss` of a model's `lm_head`, read where its weight is whole: in the forward of the model.
+
+    Raises `ValueError` for a head whose weight alone does not say its logits, as one with LoRA.
+    """
+    found = []
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        options = {"shift_labels": shift_labels, "bias": bias, **loss_kwargs}
+        found.append(LigerForCausalLMLoss(hidden, weight, labels, hidden_size, **options))
+        return found[0].loss if isinstance(found[0], CrossEntropyOutput) else found[0]
+
+    total = head_loss(self.lm_head, hidden_states, loss)
+    return dataclasses.replace(found[0], loss=total) if isinstance(found[0], CrossEntropyOutput) else total
