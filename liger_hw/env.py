@@ -8,6 +8,7 @@ any of them looks at all: a value that cannot be parsed raises, a name that mean
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +31,20 @@ def _flag(text: str) -> bool:
 
 
 def _mebibytes(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value <= 0:
-        raise ValueError("expected a positive number of MiB")
+        raise ValueError("expected a positive number of MiB, as 512")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < 3.2e8:
         raise ValueError("expected a number of seconds, 0 or more, of ten years at most")
     return value

@@ -17,11 +17,15 @@ import sys
 from typing import Any
 
 from ..text import fold, json_text, time_left
-from . import UsageError, told
+from . import UsageError, parser_of, told
 from .arguments import dtype_name, listed, positive, seconds, tokens, torch_dtype, usable_device
 
 OTHERS = ("moe", "e2e")
 MODES = ("fwd", "bwd", "full")
+OF_OPS = ("against", "mode", "sizes", "repeats")
+OF_E2E = ("model", "layers", "batch", "seq", "steps", "rounds", "arms", "checkpointing", "hidden", "text")
+TAKEN = {"ops": OF_OPS, "moe": (*OF_OPS, "tokens", "routing"), "e2e": OF_E2E}
+"""Benchmark -> the options that it takes beside those of all."""
 
 
 def _mode(text: str) -> str:
@@ -110,10 +114,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    device = usable_device("bench", arguments.device)
     what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
+    _check_taken(arguments, what)
+    device = usable_device("bench", arguments.device)
     ops = arguments.what[1:] if what != "ops" else arguments.what
     return _e2e(arguments, device, ops) if what == "e2e" else _ops(arguments, device, ops, what == "moe")
+
+
+def _check_taken(arguments: argparse.Namespace, what: str) -> None:
+    """Raise `UsageError` for an option, other than its default, that this benchmark does not take."""
+    parser = parser_of("bench")
+    for owner, names in TAKEN.items():
+        for name in names:
+            if what != owner and name not in TAKEN[what] and getattr(arguments, name) != parser.get_default(name):
+                command = "liger-hw bench" if owner == "ops" else f"liger-hw bench {owner}"
+                raise UsageError(f"bench: --{name} is an option of `{command}`, and changes nothing for {what}")
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: bool) -> int:
@@ -161,18 +176,18 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: 
             ended = f"stopped early: {stop}"
         except KeyboardInterrupt:
             ended = "stopped early: interrupted"
-    if arguments.json:
-        report.save(arguments.json, {"machine": facts, "rows": rows, "complete": not ended})
-    if arguments.plot:
-        for path in plots.plots(rows, arguments.plot):
-            _progress(f"wrote {path}")
-    if arguments.json != "-":
+    if arguments.json != "-":  # before the files, which may fail
         print(report.as_text(rows))
         if experts and (text := moe.as_text(rows)):
             print(f"\n{text}")
         print(fold(_where(facts)))
         if ended:
             print(fold(ended))
+    if arguments.json:
+        report.save(arguments.json, {"machine": facts, "rows": rows, "complete": not ended})
+    if arguments.plot:
+        for path in plots.plots(rows, arguments.plot):
+            _progress(f"wrote {path}")
     failed = any(row["arm"] == peers.OURS and row["status"] == "error" for row in rows)
     return 130 if ended.endswith("interrupted") else 1 if failed or "answering" in ended else 0
 
@@ -208,14 +223,15 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
         if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, **found})
 
-    found = e2e.measure(plan, device, timing.Budget(arguments.budget), keep, _progress)
+    with told("bench"):  # a text that cannot be read, or is too short
+        found = e2e.measure(plan, device, timing.Budget(arguments.budget), keep, _progress)
     if arguments.json == "-":
         print(json_text({"machine": facts, **found}, indent=1))
         return 0
+    print(e2e.as_text(found))
     if arguments.plot:
         for path in e2e.plots(found, arguments.plot):
             _progress(f"wrote {path}")
-    print(e2e.as_text(found))
     return 0
 
 

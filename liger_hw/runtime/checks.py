@@ -86,7 +86,9 @@ def check_integers(op: str, **values: int) -> None:
 def check_floats(op: str, **values: Any) -> None:
     """Raise `TypeError` unless every value is a number to `float()`, a tensor of one element too; text is none."""
     for name, value in values.items():
-        if type(value) is not float and (isinstance(value, (str, bytes)) or not hasattr(value, "__float__")):
+        if type(value) is float:
+            continue
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
         if value.numel() != 1 if isinstance(value, torch.Tensor) else getattr(value, "shape", ()):
             raise TypeError(

@@ -105,6 +105,11 @@ def test_a_budget_ends_early_and_says_so(capsys):
         (("e2e", "rms_norm"), "e2e takes no op"),
         (("moe", "rms_norm"), "moe takes no op"),
         (("moe", "--sizes", "8x8"), "no op takes size"),
+        (("--model", "llama3"), "--model is an option of `liger-hw bench e2e`, and changes nothing for ops"),
+        (("rms_norm", "--tokens", "64"), "--tokens is an option of `liger-hw bench moe`, and changes nothing for ops"),
+        (("moe", "--steps", "3"), "--steps is an option of `liger-hw bench e2e`, and changes nothing for moe"),
+        (("e2e", "--sizes", "8x8"), "--sizes is an option of `liger-hw bench`, and changes nothing for e2e"),
+        (("e2e", "--hidden", "64", "--text", "no/such.txt"), "cannot read --text no/such.txt: No such file"),
         (("moe", "--tokens", "0"), "0"),
     ],
 )

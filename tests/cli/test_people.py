@@ -151,6 +151,13 @@ def test_a_bench_that_takes_no_op_says_so(capsys, what):
     assert (code, out) == (2, "") and f"{what} takes no op, got 'rms_norm'" in err
 
 
+def test_a_bench_shows_what_it_measured_where_its_files_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    words = ("bench", "relu_squared", "--device", "cpu", "--against", "torch", "--repeats", "1", "--sizes", "8x64")
+    code, out, err = said(capsys, *words, "--plot", str(tmp_path / "file"))
+    assert code == 2 and "relu_squared  8x64" in out and err.endswith(f"File exists: {tmp_path / 'file'}\n")
+
+
 @pytest.mark.parametrize("action", ["list", "verify", "export", "clear"])
 def test_a_cache_under_a_file_is_named(clean_registry, capsys, tmp_path, monkeypatch, action):
     (tmp_path / "file").touch()
