@@ -501,9 +501,27 @@ def test_what_it_refuses(lane, generator):
     ):
         with pytest.raises(error):
             liger_fused_moe(x, up, down, index, weights, **options)
-    for args in ((x.tolist(), up, down, index, weights), (x, None, down, index, weights)):
-        with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="liger_fused_moe: up_offset is added to u"):
+        liger_fused_moe(x, up[:, :INNER], down, index, weights, has_gate=False, up_offset=1.0)
+    for args in (
+        (x.tolist(), up, down, index, weights),
+        (x, None, down, index, weights),
+        (x, None, None, index, weights),
+        (x, [1] * EXPERTS, list(down), index, weights),
+        (x, up, down, index.tolist(), weights),
+    ):
+        with pytest.raises(TypeError, match="liger_fused_moe: .* must be"):
             liger_fused_moe(*args)
+
+
+@pytest.mark.lanes("cpu")
+def test_a_limit_that_changes_under_torch_compile(lane, generator):
+    """torch.compile makes a symbol of a number that changes, which no text can have in it."""
+    torch._dynamo.reset()
+    args = sample(lane, generator, ROUTES["one token"]).args
+    compiled = torch.compile(lambda limit: liger_fused_moe(*args, limit=limit), backend="aot_eager", fullgraph=True)
+    for limit in (0.1, 0.2):
+        torch.testing.assert_close(compiled(limit), liger_fused_moe(*args, limit=limit))
 
 
 @pytest.mark.cpu

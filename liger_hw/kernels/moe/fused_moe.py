@@ -330,7 +330,8 @@ def liger_fused_moe(
     activation: silu, gelu (exact), gelu_tanh, relu or relu2 (squared)
     gate_up_bias: [E, 2 I] (ungated [E, I]) or None; down_bias: [E, H] or None
     alpha: silu is g * sigmoid(alpha * g), alpha not 0; limit: clamps g to at most it and u to [-limit, limit] first;
-        up_offset: the result is act(g) * (u + up_offset). gpt-oss has alpha=1.702, limit=7.0, up_offset=1.0.
+        up_offset: the result is act(g) * (u + up_offset); 0 without a gate. gpt-oss has alpha=1.702, limit=7.0,
+        up_offset=1.0.
     has_gate: False for act(x @ up_proj), with up_proj in the place of gate_up_proj
     is_concatenated: g is the first half of the 2 I columns and u the second; False: they alternate, g first
     skips_unused: the weights of an expert without a token get no gradient (None), as in a loop that skips it, and not
@@ -366,7 +367,11 @@ def liger_fused_moe(
 
 def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused) -> torch.Tensor:
     """`liger_fused_moe` of experts with parameters of their own."""
-    pairs, downs = [tuple(pair) for pair in gate_up_proj], tuple(down_proj)
+    try:
+        pairs, downs = [tuple(pair) for pair in gate_up_proj], tuple(down_proj)
+    except TypeError:
+        kinds = " and ".join(type(given).__name__ for given in (gate_up_proj, down_proj))
+        raise TypeError(f"{op}: weights must be tensors, or sequences of pairs and of tensors, got {kinds}") from None
     fits = len(pairs) == len(downs) > 0 and all(len(pair) == 2 for pair in pairs)
     check(fits, op, f"expected a pair of gate and up, and one down, for each expert, got {len(pairs)} and {len(downs)}")
     weights = (*(w for pair in pairs for w in pair), *downs)
@@ -429,8 +434,10 @@ def _misfit(
 
 
 def _misfit_of_routing(x, top_k_index, top_k_weights) -> str:
-    if not isinstance(top_k_index, torch.Tensor) or top_k_index.dtype not in (torch.int32, torch.int64):
-        return f"top_k_index must be an int32 or int64 tensor, got {getattr(top_k_index, 'dtype', type(top_k_index))}"
+    if not isinstance(top_k_index, torch.Tensor):
+        raise TypeError(f"liger_fused_moe: top_k_index must be a tensor, got {type(top_k_index).__name__}")
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        return f"top_k_index must be int32 or int64, got {top_k_index.dtype}"
     if top_k_index.is_nested:
         return nested("top_k_index")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_index.shape != top_k_weights.shape:

@@ -38,9 +38,11 @@ class Gate(NamedTuple):
         """
         check(activation in ACTIVATIONS, op, f"activation must be one of {ACTIVATIONS}, got {activation!r}")
         check_numbers(op, alpha=alpha, limit=1.0 if limit is None else limit, up_offset=up_offset)
-        check(limit is None or limit > 0, op, f"limit must be positive, or None for no limit, got {limit}")
+        if limit is not None and not limit > 0:  # torch.compile puts no symbol into a text
+            check(False, op, f"limit must be positive, or None for no limit, got {limit}")
         check(alpha != 0, op, "alpha must not be 0, for which silu is g / 2")
         check(alpha == 1 or activation == "silu", op, f"alpha is silu's, not {activation}'s")
+        check(has_gate or not up_offset, op, "up_offset is added to u, and without a gate there is no u")
         limit = 0.0 if limit is None else float(limit)
         return cls(activation, float(alpha), limit, float(up_offset), has_gate, is_concatenated)
 
