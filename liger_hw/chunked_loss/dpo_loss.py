@@ -163,7 +163,7 @@ def dpo_pairs(loss_type: str, use_ref_model: bool, **numbers: float) -> Pairs:
 
 def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopop_tau: float) -> None:
     """Raise `ValueError` for a loss type that does not exist or cannot be computed with these numbers."""
-    if loss_type not in DPO_LOSSES:
+    if not isinstance(loss_type, str) or loss_type not in DPO_LOSSES:
         check(False, _NAME, f"Unsupported loss_type {loss_type!r}: it must be one of {', '.join(DPO_LOSSES)}")
     if loss_type == "exo_pair":
         expected = "label_smoothing must be > 0 for loss_type='exo_pair', and below 1 (its paper takes 1e-3)"

@@ -102,7 +102,7 @@ class LigerFusedLinearGRPOFunction(LossFunction):
             ref_per_token_logps = None
         given = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
         mask, *tensors = policy_tensors(_NAME, x, attention_mask, *given, loss_type)
-        share = token_shares(mask, loss_type, max_completion_length, num_items_in_batch, tensors[0].dtype)
+        share = token_shares(_NAME, mask, loss_type, max_completion_length, num_items_in_batch, tensors[0].dtype)
         extras = [tensors[0], share, *tensors[1:]]
         alone = importance_sampling_level == "token" and loss_type != "vespo"  # each token's slope is its own matter
         if alone:

@@ -212,7 +212,9 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp_min(1)
 
 
-def token_shares(mask: torch.Tensor, kind: str, max_completion_length: int | None, num_items, dtype) -> torch.Tensor:
+def token_shares(
+    op: str, mask: torch.Tensor, kind: str, max_completion_length: int | None, num_items, dtype
+) -> torch.Tensor:
     """What one token's loss counts [batch, length]: 1 over the loss type's denominator, zero where mask is."""
     counted = mask.to(dtype)
     batch = mask.shape[0]
@@ -225,6 +227,7 @@ def token_shares(mask: torch.Tensor, kind: str, max_completion_length: int | Non
     if num_items is None or kind == "bnpo":
         items = counted.sum()
     else:
+        check_floats(op, num_items_in_batch=num_items)
         items = on_device(num_items, dtype, mask.device)
     return counted / items.clamp_min(1)
 
@@ -291,6 +294,8 @@ def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_r
         return t.detach().to(wide)
 
     batch = shape[:1]
+    if advantages is None:
+        raise TypeError(f"{op}: advantages must be a tensor, got NoneType")
     advantages = rows("advantages", advantages, batch, shape, (*batch, 1))
     old, ref = rows("old_per_token_logps", old_logps, shape), rows("ref_per_token_logps", ref_logps, shape)
     vllm = rows("vllm_is_ratio", vllm_is_ratio, batch, (*batch, 1), shape)

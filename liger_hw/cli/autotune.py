@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from .. import env
+    from ..autotune import store
 
     if env.launcher_number("RANK", 0) != 0:
         print("liger-hw autotune: only rank 0 measures and writes", file=sys.stderr)
@@ -88,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.candidates = arguments.candidates or (24 if len(absent) > 1 else 96)
     if arguments.dry_run:
         return _dry_run(arguments, device, absent)
+    if why_not := store.unwritable():
+        raise UsageError(f"autotune: {why_not}")
     return _choose_without_device(arguments, absent) if absent else _measure(arguments, device)
 
 
@@ -263,7 +266,7 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, "
             f"copy {facts['copy_gbs']:.0f} GB/s"
         )
-        screen.line(f"winners go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
+        screen.line(f"winners go to {folder}")
         for problem in problems:
             screen.line(f"not planned: {problem}")
         tuner = Tuner(
@@ -332,7 +335,8 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     if arguments.json:
         print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
     elif not any(row["stored"] for row in rows):
-        print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
+        if not screen.interrupted and not screen.left_out:  # else nobody knows
+            print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
     else:
         print(f"The choices lie in {store.root()}. On the machine with the GPU:", file=sys.stderr)
         for document in documents:
@@ -372,7 +376,7 @@ def _choose_for(
     folder = store.home(target)
     screen.line(f"{target.arch} ({target.name}): {len(jobs)} kernels and keys, {how};")
     screen.line(f"  kept as `{kind}` is what should beat the heuristic by {margin:.0%}")
-    screen.line(f"  choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
+    screen.line(f"  choices go to {folder}")
     for problem in problems:
         screen.line(f"  not planned: {problem}")
     measured = {

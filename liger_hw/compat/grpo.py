@@ -42,5 +42,5 @@ def _reduce_grpo_loss(
     """
     mask = torch.ones_like(per_token_loss, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     length = per_token_loss.shape[1] if max_completion_length is None else max_completion_length
-    share = token_shares(mask, loss_type, length, num_items_in_batch, per_token_loss.dtype)
+    share = token_shares("_reduce_grpo_loss", mask, loss_type, length, num_items_in_batch, per_token_loss.dtype)
     return torch.where(mask, per_token_loss * share, 0.0).sum()

@@ -93,7 +93,7 @@ def triton_grpo_loss(
     rows = logits.reshape(-1, logits.shape[-1])
     options = float(temperature), 0.0, _IGNORED, False, False, inplace
     logp = LogProbsFunction.apply(rows, target.view(-1), *options)[0].view(target.shape)[:, :-1]
-    share = token_shares(mask, loss_type, max_completion_length, num_items_in_batch, advantages.dtype)
+    share = token_shares(_NAME, mask, loss_type, max_completion_length, num_items_in_batch, advantages.dtype)
     losses, kl, clipped = policy.terms(logp, advantages, share, *others)
     if reduce:
         loss, *metrics = policy.summary(losses, kl.detach(), clipped, share)

@@ -353,6 +353,7 @@ def _jsd(**options):
 
 
 ERRORS = {
+    "loss types": (lambda: _dpo(loss_type=["sigmoid", "bco_pair"]), r"Unsupported loss_type \['sigmoid', 'bco_pair'\]"),
     "loss type": (lambda: _dpo(loss_type="aot"), "Unsupported loss_type 'aot': it must be one of sigmoid, .*ipo"),
     "exo smoothing": (
         lambda: _dpo(loss_type="exo_pair"),
@@ -408,6 +409,14 @@ ERRORS = {
     "sapo": (lambda: _grpo(loss_type="sapo", sapo_temperature_pos=0.0), "sapo_temperature_pos must be positive"),
     "temperature": (lambda: _grpo(temperature=0.0), "temperature must be positive, got 0.0"),
     "grpo reference": (lambda: _grpo(use_ref_model=True), "needs ref_per_token_logps, or ref_input and ref_weight"),
+    "no advantages": (lambda: _grpo(advantages=None), "advantages must be a tensor, got NoneType"),
+    "items": (
+        lambda: _grpo(loss_type="dapo", num_items_in_batch=_A),
+        r"num_items_in_batch must be one number, got Tensor of shape \(4,\)",
+    ),
+    "items as text": (
+        lambda: _grpo(loss_type="dapo", num_items_in_batch="8"), "num_items_in_batch must be a number, got str"
+    ),
     "mask": (lambda: _grpo(mask=_Y[:2]), r"attention_mask must be a tensor of shape \(4, 3\)"),
     "advantages": (lambda: _grpo(advantages=_A[:2]), r"advantages must have shape \(4,\) or \(4, 3\)"),
     "old": (lambda: _grpo(old_per_token_logps=_A), r"old_per_token_logps must have shape \(4, 3\), got \(4,\)"),
@@ -422,7 +431,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case):
     call, message = ERRORS[case]
-    with pytest.raises((ValueError, IndexError), match=message):
+    with pytest.raises((TypeError, ValueError, IndexError), match=message):
         call()
 
 

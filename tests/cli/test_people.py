@@ -358,6 +358,17 @@ def test_autotune_chooses_for_every_architecture_of_a_vendor(capsys, monkeypatch
         registry.reload()
 
 
+def test_autotune_does_not_begin_where_nothing_can_be_kept(capsys, clean_registry, monkeypatch, tmp_path):
+    from liger_hw.autotune import store
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(store, "root", lambda: tmp_path / "file" / "cache")
+    words = ("autotune", "--device", "gfx942", "--ops", "relu_squared.fwd", "--shapes", "8x64")
+    code, out, err = said(capsys, *words)
+    assert (code, out) == (2, "") and "cannot be written (Not a directory)" in err and "Nothing is measured" not in err
+    assert said(capsys, *words, "--dry-run")[0] == 0
+
+
 @pytest.mark.parametrize(("typed", "hint"), [("mi300", "did you mean mi300"), ("zzzz", "--list` has the names")])
 def test_autotune_answers_a_misspelt_device(capsys, typed, hint):
     code, _, err = said(capsys, "autotune", "--device", typed, "--ops", "rms_norm")
