@@ -10,8 +10,8 @@ from .. import registry
 from ..backends import Target
 from ..registry import Key
 from . import models, space
+from .models import Sizes
 
-Sizes = tuple[int, ...]
 Scan = Callable[[str, Sizes, str], list[tuple[str, Key]]]
 """(op, sizes, dtype) -> (`op.variant`, key) of every launch there, of the op's own kernels and of those it shares."""
 

@@ -264,17 +264,13 @@ class LaunchRefused(Exception):
 
 
 class _Strict(Observer):
-    def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
+    def launch(self, proceed: Any, plan: Plan, *call: Any) -> Any:
         try:
-            return proceed(plan, kernel, grid, args, flags)
+            return proceed(plan, *call)
         except _launch.LaunchFailed as failure:
             raise LaunchRefused(plan, failure.cause) from failure
 
-    def routine(self, proceed: Any, plan: Plan, routine: Any, args: tuple) -> torch.Tensor:
-        try:
-            return proceed(plan, routine, args)
-        except _launch.LaunchFailed as failure:
-            raise LaunchRefused(plan, failure.cause) from failure
+    routine = launch
 
 
 def strictly() -> contextlib.AbstractContextManager:

@@ -8,6 +8,7 @@ peers/            the same computation by torch, torch.compile and Liger
 accuracy.py       error of an arm against the reference in fp64
 floors.py         the least time a case can take
 ops.py            case x peer -> rows
+moe.py            the experts of a layer as cases, and what their table shows besides
 report.py         machine facts, table, JSON
 plots.py          plots
 training.py       one Hugging Face model trained under one arm

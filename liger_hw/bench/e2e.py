@@ -5,7 +5,6 @@ Tokens/s, peak memory and loss curves of each arm (`training.py`); with `rounds`
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..backends import with_index
 from ..text import StatusLine, first_line, table
 from . import plots as drawing
 from .peers import Absent
-from .timing import Budget, OutOfBudget
+from .timing import Budget, OutOfBudget, Stats
 from .training import Plan, Run, patched, read_text, release, to_tokens, train
 
 FEWEST_STEPS = 3
@@ -111,16 +110,16 @@ def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name in names:
         runs = [run for run in good if run["arm"] == name]
-        seconds = sorted(s for run in runs for s in run["step_seconds"])
+        seconds = Stats.of([run["step_seconds"] for run in runs])
         tokens = found["plan"]["batch"] * found["plan"]["seq"]
         against = next(run for run in good if run["arm"] == base)
         differences = [abs(a - b) for a, b in zip(runs[0]["losses"], against["losses"])]
         rows.append(
             {
                 "arm": name,
-                "tokens_per_second": tokens / statistics.median(seconds),
-                "p20": tokens / seconds[int(0.8 * (len(seconds) - 1) + 0.5)],
-                "p80": tokens / seconds[int(0.2 * (len(seconds) - 1) + 0.5)],
+                "tokens_per_second": tokens / seconds.median,
+                "p20": tokens / seconds.p80,
+                "p80": tokens / seconds.p20,
                 "rounds": [run["tokens_per_second"] for run in runs],
                 "peak_gib": max((run["peak_gib"] for run in runs if run["peak_gib"] is not None), default=None),
                 "first_step_seconds": runs[0]["first_step_seconds"],

@@ -55,7 +55,8 @@ class LigerFusedLinearCPOFunction(LossFunction):
         chunk_size: int = 1,
     ) -> Output:
         pairs = smoothed_pairs(
-            *(_NAME, "cpo"),
+            _NAME,
+            "cpo",
             ignore_index=ignore_index,
             beta=beta,
             alpha=alpha,

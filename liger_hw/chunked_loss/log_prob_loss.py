@@ -300,9 +300,7 @@ def run_loss(
 def _logps(x, weight, bias, target, ignore_index, temperature, plain=False):
     spec = Spec("", "", (), TOKEN, 0, ignore_index, temperature)
     (vocab, hidden), n_rows = weight.shape, target.numel()
-    check_in_range(
-        "chunked_loss", target, vocab, ignore_index
-    )  # before the policy's: the reference head is swept first
+    check_in_range("chunked_loss", target, vocab, ignore_index)  # the reference head is swept before the policy's
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     rows = _Rows(x, flat_target, None, bias, spec, False, plain)
     rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))

@@ -109,8 +109,10 @@ def checked_pairs(
     label_smoothing: float = 0.0,
     **extra: float,
 ) -> Pairs:
-    """The numbers of a loss, checked to be some; extra: at most one, by its public name. Modules ask when they are
-    made."""
+    """The description of a loss. extra: at most one number more, by its public name.
+
+    Raises `TypeError` or `ValueError` for an option of another kind. Modules call this when they are made.
+    """
     check_ignore_index(name, ignore_index)
     check_floats(name, beta=beta, alpha=alpha, label_smoothing=label_smoothing, **extra)
     check_flags(name, average_log_prob=average_log_prob, compute_nll_loss=compute_nll_loss)

@@ -40,7 +40,8 @@ class LigerFusedLinearSimPOFunction(LossFunction):
         chunk_size: int = 1,
     ) -> Output:
         pairs = smoothed_pairs(
-            *(_NAME, "simpo"),
+            _NAME,
+            "simpo",
             ignore_index=ignore_index,
             beta=beta,
             alpha=alpha,

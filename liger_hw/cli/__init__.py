@@ -30,7 +30,7 @@ from ..text import fold, json_text, printable
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and the state of every op",
     "explain": "why an op launches as it does at a shape, on this or another device",
-    "bench": "time the ops against their peers; also the registry, the host cost and a whole model",
+    "bench": "time the ops against their peers; also the experts of a layer, and a whole model",
     "demo": "train a small Mistral as Hugging Face ships it, then patched, and compare",
     "autotune": "measure launch configurations on this device and keep the winners",
     "cache": "list, verify, export, import or clear the stored configurations",

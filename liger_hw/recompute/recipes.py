@@ -462,7 +462,7 @@ class Scope:
         if inside_foreign_hooks():
             scope = _STEPPED_ASIDE
             say_once("inside other saved-tensor hooks (checkpointing, offloading) activations are theirs to handle")
-        elif self.may != KEEP or (supported() and _hooks_on_top(True) is not None):
+        elif self.may != KEEP or innermost_hooks() is not None:
             hooks = torch.autograd.graph.saved_tensors_hooks(pack if self.may != KEEP else _pack_kept, unpack)
             hooks.__enter__()
         _local.entered.append((_local.scope, hooks))
@@ -495,9 +495,14 @@ def supported() -> bool:
     return _hooks_on_top is not None
 
 
+def innermost_hooks() -> Any:
+    """This thread's innermost saved-tensor hooks; None where there are none, or this torch does not tell."""
+    return _hooks_on_top(True) if supported() else None
+
+
 def inside_foreign_hooks() -> bool:
     """Whether somebody else's saved-tensor hooks are the innermost, or somebody forbade any."""
-    hooks = _hooks_on_top(True) if supported() else None
+    hooks = innermost_hooks()
     if hooks is None:
         return not torch._C._autograd._saved_tensors_hooks_is_enabled()
     return hooks[0] is not pack and hooks[0] is not _pack_kept

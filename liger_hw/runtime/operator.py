@@ -132,7 +132,7 @@ def define(
             except LaunchFailed as failure:
                 _quarantine(failure)
                 return on_gpu(*coerced(args, coercions))
-        elif _is_transformed():
+        elif is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
@@ -259,12 +259,13 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
         )
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is active."""
     return _are_functorch_transforms_active()
 
 
 # what torch.compiler.assume_constant_result does, which would import torch._dynamo
-_is_transformed._dynamo_marked_constant = True
+is_transformed._dynamo_marked_constant = True
 
 
 def _refuse_transforms(what: str) -> NoReturn:

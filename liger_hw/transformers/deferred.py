@@ -20,6 +20,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..recompute import recipes
 from ..runtime.checks import autocast_dtype
 
 
@@ -80,9 +81,7 @@ class _Held(NamedTuple):
 
 
 def _hooks_in_force() -> Any:
-    """The innermost hooks on tensors that autograd saves, or None; torch before 2.8 does not tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None or torch.compiler.is_compiling() else top(True)
+    return None if torch.compiler.is_compiling() else recipes.innermost_hooks()
 
 
 def inside_a_function() -> bool:
@@ -94,7 +93,7 @@ def inside_a_function() -> bool:
     if torch.compiler.is_compiling():
         return False
     if torch._C._current_graph_task_id() != -1:
-        return hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") and _hooks_in_force() is None
+        return recipes.supported() and recipes.innermost_hooks() is None
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 

@@ -260,16 +260,19 @@ def _note_compiled() -> None:
         "it is compiled while its weight is gathered by hooks; its logits are computed in full, which is right but "
         "takes their memory. To fuse it, compile the layers instead of the whole model"
     )
-    if reason not in _warned:
-        _warned.add(reason)
-        log.warning(_UNUSED, reason)
+    _warn_once(reason)
 
 
 # -- the wrapper -----------------------------------------------------------------------------------------------------
 
 
 def _warn(reason: str) -> None:
-    if not torch.compiler.is_compiling() and reason not in _warned:
+    if not torch.compiler.is_compiling():
+        _warn_once(reason)
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
         _warned.add(reason)
         log.warning(_UNUSED, reason)
 
@@ -334,9 +337,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         # transformers' pipeline parallelism takes the last stage's logits and sends them to every rank
         trains = self.training and not getattr(self, "_pp_forward_wrapped", False)
         skip = fused and (trains and not inside_a_function() if skip_logits is None else bool(skip_logits))
-        wants = ("token_accuracy",) * bool(return_token_accuracy) + ("predicted_tokens",) * bool(
-            return_predicted_tokens
-        )
+        asked = return_token_accuracy, return_predicted_tokens
+        wants = tuple(name for name, is_wanted in zip(_ATTRIBUTES, asked) if is_wanted)
         if fused and not skip and not wants:
             return original(self, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -423,6 +425,8 @@ def loss_of(model: nn.Module, module: nn.Module, kwargs: Mapping[str, Any]) -> r
 
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
 """What a causal LM's forward hands on to transformers' loss function, and decides what is launched."""
+_ATTRIBUTES = ("token_accuracy", "predicted_tokens")
+"""What outputs have beside those of the family."""
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
 
 
@@ -465,7 +469,7 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
 def _with_attributes(outputs: Any) -> Any:
     """A `ModelOutput`, with the attributes that were not asked for as None; its items stay as they are."""
     if isinstance(outputs, dict) and hasattr(outputs, "__dict__"):
-        for name in ("token_accuracy", "predicted_tokens"):
+        for name in _ATTRIBUTES:
             if not hasattr(outputs, name):
                 setattr(outputs, name, None)
     return outputs

@@ -67,8 +67,8 @@ def at_first_forward(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], l
     """Called by a patched causal LM's forward with its arguments: compile what it launches, once for each model config
     of a process. Returns `compile_ahead.start`'s Future, or None where nothing is to be done.
 
-    loss: None where the loss function may not be tried. Not under autocast, where what dtype
-    an op sees is not the model's to say.
+    loss: None where the loss function may not be tried. Nothing is compiled under autocast, where an op's dtype is not
+    the model's to say.
     """
     if id(model.config) in _started:
         return None

@@ -7,11 +7,10 @@ import inspect
 from typing import Any, Callable
 
 import torch
-from torch._C import _are_functorch_transforms_active
 
 from .. import env
 from ..recompute.recipes import recomputing
-from ..runtime.operator import is_interpreted
+from ..runtime.operator import is_interpreted, is_transformed
 from . import probing
 from .marks import mark, note_original, original_of
 from .probing import Match
@@ -36,11 +35,7 @@ def keeps_own_code(x: Any) -> bool:
 
 def is_traced() -> bool:
     """Whether torch.jit traces or torch.func transforms: it does so with a family's own code, never with kernels."""
-    return torch.jit.is_tracing() or _is_transformed()
-
-
-def _is_transformed() -> bool:
-    return _are_functorch_transforms_active()
+    return torch.jit.is_tracing() or is_transformed()
 
 
 def _references_wanted() -> bool:
@@ -48,7 +43,7 @@ def _references_wanted() -> bool:
 
 
 # what torch.compiler.assume_constant_result does, which would import torch._dynamo
-_is_transformed._dynamo_marked_constant = _references_wanted._dynamo_marked_constant = True
+_references_wanted._dynamo_marked_constant = True
 
 
 def where_kernels_run(replacement: Callable, original: Callable) -> Callable:
