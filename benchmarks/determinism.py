@@ -2,9 +2,8 @@
 
 python benchmarks/determinism.py [FILE.json] [--ops rms_norm,...] [--device cuda] [--budget 45]
 
-For each op, at its first workload: one cache holds for every kernel that its sample launches the legal configuration
-of the
-fewest warps and blocks, the other that of the most; the op is called with its backward under each, with and without
+For each op, at its first workload: one cache holds for every kernel that its sample launches the legal configuration of
+the fewest warps and blocks, the other that of the most; the op is called with its backward under each, with and without
 `registry.set_deterministic`. An entry is a tensor: outputs, then gradients.
 """
 

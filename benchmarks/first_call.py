@@ -3,8 +3,7 @@
     python benchmarks/first_call.py --out first-call-h200.json [--ops grpo jsd] [--against liger] [--together]
 
 Before the first call the process has a device context and has multiplied matrices of the op's sizes, so what is left is
-the
-package: its import (a peer's; liger_hw is what this script is made of), its kernels' compilation, tuning, its own
+the package: its import (a peer's; liger_hw is what this script is made of), its kernels' compilation, tuning, its own
 torch.compile. Triton's, Inductor's and liger_hw's caches are new folders. --together runs the processes at once, which
 is fair to all and four times as fast, and a little slower for each. With --device cpu the script runs where there is no
 GPU, and says nothing about any kernel.

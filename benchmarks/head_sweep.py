@@ -6,12 +6,9 @@
 Each point: our call and its three products on whole tensors (`torch.mm`, the floor; of `floor_words` words where the
 vocabulary is odd), in turn, each SETTLE_MS before a call counts; medians. Calls below SLOW are captured as CUDA graphs
 and replayed, others run as they are. Sizes include odd ones. --part i/n takes every n-th vocabulary, for several
-processes with a GPU each;
-points that would begin after --seconds are left out and named. The last lines name the least share of the floor, and
-the
-largest fall of it from one token count to the next. Where there are no graphs (--device cpu) calls are timed as they
-are,
-to try the script.
+processes with a GPU each; points that would begin after --seconds are left out and named. The last lines name the least
+share of the floor, and the largest fall of it from one token count to the next. Where there are no graphs (--device
+cpu) calls are timed as they are, to try the script.
 """
 
 from __future__ import annotations

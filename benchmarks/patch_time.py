@@ -3,10 +3,10 @@
     python benchmarks/patch_time.py [FILE.json] [--device cuda] [--hidden 4096] [--layers 32]
 
 Each arm in a process of its own, forked after torch and transformers are imported and before anything touches the
-device:
-`liger_hw.patch(model)`, which recognises every part by probing, and `apply_liger_kernel_to_mistral(model=model)` of
-liger_hw and of liger-kernel. `cold` has empty kernel and tuning caches, `warm` those that the cold run left. Seconds:
-importing the library, the first patch, a second one after `revert()`, and the first step (which compiles where `cold`).
+device: `liger_hw.patch(model)`, which recognises every part by probing, and
+`apply_liger_kernel_to_mistral(model=model)` of liger_hw and of liger-kernel. `cold` has empty kernel and tuning caches,
+`warm` those that the cold run left. Seconds: importing the library, the first patch, a second one after `revert()`, and
+the first step (which compiles where `cold`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """How good a choice without the device would have been, on the one device we have.
 
-    python benchmarks/static_regret.py collect OUT.json --seconds 140      on the GPU: candidates measured, with
-    certificates
+    python benchmarks/static_regret.py collect OUT.json --seconds 140      on the GPU: candidates timed and certified
     python benchmarks/static_regret.py report OUT.json -o REGRET.json      anywhere: the model's choices against them
     python benchmarks/static_regret.py modelled OUT.json -o REGRET.json    the same without a compiler, from TTIR alone
     python benchmarks/static_regret.py fit OUT.json                        the model's constants from them
-    python benchmarks/static_regret.py page                                docs/vendors.md's table from what is
-    published
+    python benchmarks/static_regret.py page                                docs/vendors.md's table, from the results
 
 `collect` takes every op at up to three workloads and, for each kernel it launches there, the heuristic, what ships for
 this device and a spread of the rest of its space. Each is compiled, certified and timed as the tuner times it: graph
@@ -57,9 +55,8 @@ def workloads_of(op: Any, itemsize: int = 2, most: int = 3) -> list[tuple[str, t
 
 
 def candidates_of(tunable: Any, target: Any, key: tuple[int, ...], shipped: Any, most: int) -> list[Any]:
-    """The heuristic, the shipped entry, then half neighbours and half a spread of the space; cache hints left out but
-    in
-    these two, as no certificate can tell them apart."""
+    """The heuristic, the shipped entry, then half neighbours and half a spread of the space; cache hints left out
+    but in these two, as no certificate can tell them apart."""
     from liger_hw.autotune import space
 
     legal, _ = space.legal(tunable, target, key)

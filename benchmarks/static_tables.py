@@ -1,21 +1,15 @@
 """The shipped tables of GPUs that are not here: choices made by compiling, kept current as kernels change.
 
-    python benchmarks/static_tables.py [ARCH ...]             judge what was never judged, or whose kernels have
-    changed since
-    python benchmarks/static_tables.py --likely [ARCH ...]    of these, first what another architecture's table has an
-    entry for
+    python benchmarks/static_tables.py [ARCH ...]             judge kernels that are new or have changed since
+    python benchmarks/static_tables.py --likely [ARCH ...]    of these, first those with an entry in another's table
     python benchmarks/static_tables.py --recheck [ARCH ...]   only hold entries of changed kernels against the heuristic
-    python benchmarks/static_tables.py --check [ARCH ...]     count what is out of date; 1 if an entry is, and compile
-    nothing
+    python benchmarks/static_tables.py --check [ARCH ...]     compile nothing, count what is out of date; 1 if any is
 
 A job is one kernel at the key of its op's first workload. What became of each is kept in results/static-tables.json,
-with
-the source of the kernel and the heuristic it was held against, so that a second run does only what has changed, and a
-run
-that is ended (or out of --seconds) loses one job. Measured entries stay; a key that was measured on the architecture's
-family gets none. A search takes minutes an architecture on two cores; --recheck compiles the entry and the heuristic
-alone,
-a few seconds an entry, and leaves jobs without an entry to the heuristic until the next search.
+with the source of the kernel and the heuristic it was held against, so that a second run does only what has changed,
+and a run that is ended (or out of --seconds) loses one job. Measured entries stay; a key that was measured on the
+architecture's family gets none. A search takes minutes an architecture on two cores; --recheck compiles the entry and
+the heuristic alone, a few seconds an entry, and leaves jobs without an entry to the heuristic until the next search.
 """
 
 from __future__ import annotations

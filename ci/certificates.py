@@ -1,13 +1,11 @@
-"""Compile what every op launches on every architecture: many processes, a journal, an end. What `ci/evidence.sh` rests
-on.
+"""Compile what every op launches on every architecture, for `ci/evidence.sh`: many processes, a journal, an end.
 
     python ci/certificates.py FOLDER                          the whole matrix, every workload and option set
     python ci/certificates.py FOLDER --seconds 240            as much of it as fits; the same command goes on from there
     python ci/certificates.py FOLDER --ops softmax,dyt --targets gfx942 --depth quick
 
 FOLDER gets, for the Triton at hand: `certificates-VERSION.jsonl`, the journal, a line for each kernel as it is
-compiled, known
-by what was compiled and by the kernel's source, so that a second run compiles only what is new; and
+compiled, known by what was compiled and by the kernel's source, so that a second run compiles only what is new; and
 `compiled-VERSION.json`, which `python ci/support.py compiled` takes: every kernel of this run, and what was left of it.
 Ends with 1 when a kernel does not compile or may not be launched, with 3 when some were left.
 """

@@ -1,22 +1,20 @@
-"""The support matrix, docs/support.md, from evidence; nothing in it is typed by hand. `bash ci/evidence.sh` does all
-of it:
+"""The support matrix, docs/support.md, from evidence; nothing in it is typed by hand.
+
+`bash ci/evidence.sh` does all of it:
 
     python ci/certificates.py FOLDER; python ci/support.py compiled FOLDER/compiled-3.7.1.json
-    TRITON_INTERPRET=1 pytest -m interpret tests/kernels/test_conformance.py --junitxml run.xml; python ci/support.py
-    interpreted run.xml
-    python ci/support.py measured ci-out/bench.json    keep what `liger-hw bench --json` printed on a device, and write
-    the page
+    TRITON_INTERPRET=1 pytest -m interpret tests/kernels/test_conformance.py --junitxml run.xml
+    python ci/support.py interpreted run.xml
+    python ci/support.py measured ci-out/bench.json    keep what `liger-hw bench --json` printed; write the page
     python ci/support.py            write the page
     python ci/support.py --check    say whether it is current
     python ci/support.py --stale    ops whose source is not what was interpreted, as an expression for pytest's -k
-    python ci/support.py --stale 3.7.1 quick sm90,pvc    those that this release did not compile as they are, so deep,
-    for these
+    python ci/support.py --stale 3.7.1 quick sm90,pvc
+                                    ops that this release did not compile as they are, to this depth, for these
 
-`compiled` (which also takes what `liger-hw compile --json` printed) and `interpreted` keep what the page needs of a
-run in
-ci/evidence/; a run of some ops replaces what is kept of those. What was measured is read from benchmarks/results/,
-where
-`liger-hw bench` leaves it.
+`compiled` (which also takes what `liger-hw compile --json` printed) and `interpreted` keep what the page needs of a run
+in ci/evidence/; a run of some ops replaces what is kept of those. What was measured is read from benchmarks/results/,
+where `liger-hw bench` leaves it.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ def condense_compiled(document: dict[str, Any]) -> dict[str, Any]:
     """What `ci/certificates.py` or `liger-hw compile --json` left -> counts of distinct kernels by op and architecture.
 
     An op of which kernels were left on an architecture has no count there, and one of which a run compiled only what
-    other
-    ops launch of it has none at all.
+    other ops launch of it has none at all.
     """
     if document.get("kind") != "certificates":
         raise ValueError("no certificates: neither of ci/certificates.py nor of `liger-hw compile --json`")
@@ -95,8 +92,7 @@ def merged_compiled(before: dict[str, Any], now: dict[str, Any]) -> dict[str, An
     """What is kept of one release's runs, with what a new one compiled replaced.
 
     An op's architectures stand beside those of an earlier run only when both compiled the same source to the same
-    depth; a
-    shallower run of the same source without a failure adds nothing to a deeper one.
+    depth; a shallower run of the same source without a failure adds nothing to a deeper one.
     """
     about, ops = dict(before["about"]), dict(before["ops"])
     for op, facts in now["about"].items():

@@ -2,27 +2,22 @@
 
 The bound of one element:
 
-    3 u_out |oracle|            the value is rounded on its way out, and at most twice more where an op's definition
-    says so
-                                (a cast in the middle, a product with a rounded factor); u = eps / 2 of a dtype
-  + (8 + 4 sqrt(n)) u_acc scale   a sum of n terms in the accumulator's dtype (fp32; fp64 for fp64 inputs). Rounding
-  errors
-                                of a sum behave like a random walk, hence sqrt(n) (Higham and Mary, "A new approach to
-                                probabilistic rounding error analysis", 2019); 4 is their confidence factor, and 8 u
-                                covers
-                                the few ulp of exp, log, rsqrt and tanh
+    3 u_out |oracle|            the value is rounded on its way out, and at most twice more where an op's
+                                definition says so (a cast in the middle, a product with a rounded factor); u = eps / 2
+                                of a dtype
+  + (8 + 4 sqrt(n)) u_acc scale   a sum of n terms in the accumulator's dtype (fp32; fp64 for fp64 inputs).
+                                Rounding errors of a sum behave like a random walk, hence sqrt(n) (Higham and Mary, "A
+                                new approach to probabilistic rounding error analysis", 2019); 4 is their confidence
+                                factor, and 8 u covers the few ulp of exp, log, rsqrt and tanh
   + 2 spec scale                where the definition rounds an intermediate that is then summed (the cast of llama's
-  RMSNorm
-                                before the weight gradient, the 16-bit logits of a fused loss), the plain torch
-                                reference
-                                in the same dtype errs too: `spec` is its largest error relative to the scale, less its
-                                own
-                                output rounding u |oracle| in quadrature, as errors that know nothing of each other add.
-                                Another order of the same roundings may err twice that. One run of the reference is one
-                                draw of a random error, and few elements may show little of it: where a gradient fails,
-                                the
-                                largest of three draws counts (the incoming gradient times 0.7 and 1.3 too, which rounds
-                                every intermediate elsewhere). Seen of an op that rounds its gradient before scaling it
+                                RMSNorm before the weight gradient, the 16-bit logits of a fused loss), the plain torch
+                                reference in the same dtype errs too: `spec` is its largest error relative to the scale,
+                                less its own output rounding u |oracle| in quadrature, as errors that know nothing of
+                                each other add. Another order of the same roundings may err twice that. One run of the
+                                reference is one draw of a random error, and few elements may show little of it: where a
+                                gradient fails, the largest of three draws counts (the incoming gradient times 0.7 and
+                                1.3 too, which rounds every intermediate elsewhere). Seen of an op that rounds its
+                                gradient before scaling it
   + the smallest number the dtype holds: results below it are lost
 
 scale is the size of the terms behind a row (last dimension) of the result: its largest |oracle|, or, where terms
@@ -35,10 +30,8 @@ as well (`roundings`, three draws). That is the size of the terms of the definit
 own terms cancel, where the definition's do not, gets nothing of it.
 
 A reference that rounds nothing in the middle grants no allowance for it. And that no allowance hides a wrong result,
-the
-whole tensor must be near in norm, whatever the reference does: |error| <= (4 eps_in + (8 + 4 sqrt(n)) u_acc) |size|,
-with
-size the larger of |oracle| and the sensitivity, element by element.
+the whole tensor must be near in norm, whatever the reference does: |error| <= (4 eps_in + (8 + 4 sqrt(n)) u_acc)
+|size|, with size the larger of |oracle| and the sensitivity, element by element.
 
 n is `Sample.reduction` forward and `Sample.grad_reduction` backward. Nothing here was fitted to what passes.
 """
