@@ -159,7 +159,7 @@ def test_export_merges_and_leaves_old_kernels_out(cache, capsys, tmp_path):
     assert set(tables.parse(path.read_text(), "x")[1]) == {NAME, other}
 
 
-def test_import_refuses_another_vendor(cache, capsys, tmp_path, monkeypatch):
+def test_import_refuses_another_vendor(cache, capsys, tmp_path):
     path = tmp_path / "t.json"
     run(capsys, "cache", "export", "-o", str(path))
     assert "Name the device" in run(capsys, "cache", "import", str(path), "--device", "gfx942", code=2)
@@ -168,7 +168,7 @@ def test_import_refuses_another_vendor(cache, capsys, tmp_path, monkeypatch):
     assert "not a table" in run(capsys, "cache", "import", str(path), "--device", "sm90", code=2)
 
 
-def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path, monkeypatch):
+def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
     path, fwd = tmp_path / "t.json", tunable()
     answer = registry.choose(fwd, H200, KEY).config
     another = next(c for c in fwd.space(H200, KEY) if c != answer and not fwd.illegal(H200, KEY, c))

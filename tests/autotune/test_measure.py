@@ -189,7 +189,7 @@ def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
                 measurer._arms.clear()
 
 
-def test_tuning_end_to_end_in_the_interpreter(measurer, tmp_path):
+def test_tuning_end_to_end_in_the_interpreter(measurer):
     from liger_hw.autotune.tuner import Effort, Tuner
 
     saved = {}

@@ -334,7 +334,7 @@ def test_the_command(arch, kind, capsys, clean_registry):
 # -- how good it is --------------------------------------------------------------------------------------------------
 
 
-def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path, capsys):
+def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path):
     """benchmarks/results/static-regret-h200.json follows from the measurements beside it and the code's constants."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "static_regret", raising=False)

@@ -203,7 +203,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_special_file_in_the_cache_neither_hangs_nor_fills_memory(clean_registry, tmp_path, kind):
+def test_a_special_file_in_the_cache_neither_hangs_nor_fills_memory(clean_registry, kind):
     """In a process of its own, with little memory and time: each of these once took all of either."""
     folder = store.home(H200)
     paths = [folder / "rms_norm" / f"{'a' * 24}.json", folder / "_misses" / "b.json", folder / "_quarantine" / "c.json"]

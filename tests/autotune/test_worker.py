@@ -158,7 +158,7 @@ def wait_for(condition, seconds: float = 120.0) -> None:
 # The harder end; an interrupt ends the same loop in an orderly way.
 @pytest.mark.daily(how="SIGKILL")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_killed_loses_nothing_and_resumes(tmp_path, how, monkeypatch):
+def test_a_run_that_is_killed_loses_nothing_and_resumes(tmp_path, how):
     run = start(tmp_path, seconds=0.3)
     try:
         wait_for(lambda: len(lines(tmp_path)) >= 4)
@@ -182,7 +182,7 @@ def test_a_run_that_is_killed_loses_nothing_and_resumes(tmp_path, how, monkeypat
     assert {x["variant"] for x in lines(tmp_path) if x["stage"] == "done"} == {"fwd", "bwd"}
 
 
-def test_workers_end_with_their_parent(tmp_path):
+def test_workers_end_with_their_parent():
     """A worker whose parent was killed notices within a second or two, even while it waits for nothing."""
     script = (
         "import json, os, sys, time\n"

@@ -129,7 +129,7 @@ def test_inputs_that_cannot_be_made_are_rows_too(monkeypatch):
     assert {row["status"] for row in rows} == {"error"} and "out of memory" in rows[0]["note"]
 
 
-def test_accuracy_takes_a_subset_of_the_rows(monkeypatch):
+def test_accuracy_takes_a_subset_of_the_rows():
     case = ops.cases(["rms_norm"], ["65536x64"], torch.float32)[0]
     meter = Meter("cpu")
     check = ops.Accuracy(case, meter, ops.make_inputs(case, case.sizes, meter.device, 0))

@@ -145,7 +145,7 @@ def test_depths_are_those_of_the_compiler(support):
     assert support.DEPTHS == DEPTHS
 
 
-def test_what_is_unproven_is_listed(support, monkeypatch):
+def test_what_is_unproven_is_listed(support):
     """For each architecture what was not shown of it, with a command that shows it; nothing of what was."""
     built = compiled(
         support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm90"), certificate("sm80")

@@ -89,7 +89,7 @@ def test_check_calls_nothing_of_transformers_but_a_model(capsys, tmp_path, monke
         assert code == 0 and json.loads(out)["model"] == "MistralForCausalLM"
 
 
-def test_check_runs_no_code_of_the_configurations_own(capsys, tmp_path):
+def test_check_runs_no_code_of_the_configurations_own(tmp_path):
     """Neither is it run, nor is the user asked whether it shall be."""
     mark = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: pass\n")
@@ -200,7 +200,7 @@ def test_an_empty_name_is_not_taken_for_the_default(clean_registry, capsys, tmp_
     assert code in (1, 2) and not list(tmp_path.iterdir())
 
 
-def test_an_exported_table_has_no_header_of_an_entrys_own(clean_registry, capsys, tmp_path):
+def test_an_exported_table_has_no_header_of_an_entrys_own(clean_registry, capsys):
     """NaN is no JSON, and what an entry says of its target is read like the rest of it."""
     fwd = tunable()
     path = store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))

@@ -21,16 +21,15 @@ pytestmark = pytest.mark.cpu
 NAMES = Path(__file__).with_name("liger_names.json")
 
 
-def python(code: str, path: str = str(compat.PATH), **environment: str) -> subprocess.CompletedProcess:
+def environment(path: str = str(compat.PATH)) -> dict[str, str]:
+    """Variables of a process that finds what is below `path` first, and in which nothing hides an installed Liger."""
     paths = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
-    clean = {k: v for k, v in os.environ.items() if k != "LIGER_HW_SHADOW_LIGER"}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**clean, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return {k: v for k, v in os.environ.items() if k != "LIGER_HW_SHADOW_LIGER"} | {"PYTHONPATH": paths}
+
+
+def python(code: str, path: str = str(compat.PATH), **variables: str) -> subprocess.CompletedProcess:
+    env = environment(path) | variables
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
 
 
 def passes(code: str) -> str:
@@ -62,10 +61,8 @@ for line in sys.stdin:
 @functools.lru_cache(maxsize=1)
 def _interpreter() -> subprocess.Popen:
     """One process for all of `passes`: most of what it does is to import torch. It forgets liger_kernel each time."""
-    paths = os.pathsep.join([str(compat.PATH), *filter(None, [os.environ.get("PYTHONPATH")])])
-    clean = {k: v for k, v in os.environ.items() if k != "LIGER_HW_SHADOW_LIGER"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", _INTERPRETER], env={**clean, "PYTHONPATH": paths}, **pipes)
+    process = subprocess.Popen([sys.executable, "-c", _INTERPRETER], env=environment(), **pipes)
     atexit.register(process.kill)
     return process
 

@@ -112,7 +112,7 @@ def test_no_experts_are_refused():
 
 
 @pytest.mark.lanes("interpret", "gpu")
-def test_more_experts_than_tokens(lane, generator, seed):
+def test_more_experts_than_tokens(lane, seed):
     verify(get_op("fused_moe"), make(get_op("fused_moe"), (3, 16, 8, 33, 2), torch.float32, lane.device, seed), seed)
 
 
@@ -124,7 +124,7 @@ def test_many_experts(lane, seed, experts):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-def test_a_row_of_nan_stays_in_its_row(lane, generator):
+def test_a_row_of_nan_stays_in_its_row(lane):
     """Token 4 is NaN and alone with expert 3: nothing of another token or expert changes by a bit."""
     route = [[t % 3, 4] for t in range(TOKENS)]
     route[4] = [3, 3]
@@ -160,7 +160,7 @@ def test_an_expert_of_nan_stays_with_its_tokens(lane, generator):
 
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_layouts(lane, generator, seed, is_transposed):
+def test_layouts(lane, generator, is_transposed):
     """Strided rows, weights that are views of the other layout, an index and weights that are not contiguous."""
     made = sample(lane, generator, ROUTES["an expert twice in a row"])
     x, up, down, index, weights = (t.detach() for t in made.args)
@@ -205,7 +205,7 @@ def test_only_what_is_wanted(lane, generator, wanted):
 @pytest.mark.daily("interpret", tile="(16, 32, 16)")
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("tile", [(16, 32, 16), (32, 16, 32), (64, 64, 64)])
-def test_tiles(lane, generator, seed, tile):
+def test_tiles(lane, seed, tile):
     """Tiles that fit nothing."""
     op, sizes = get_op("fused_moe"), get_op("fused_moe").small[0]
     blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile))

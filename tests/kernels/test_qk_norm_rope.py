@@ -57,7 +57,7 @@ def test_models(generator, family):
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("heads", [(1, 5), (6, 1), (3, 3)])
 @pytest.mark.parametrize("ctas", [1, 2, 20])
-def test_grids(lane, generator, seed, heads, ctas):
+def test_grids(lane, seed, heads, ctas):
     """Programs of q without one of k at their side, and the other way round, on grids smaller and larger than the
     work."""
     op = get_op("qk_norm_rope")
@@ -99,7 +99,7 @@ def test_module(generator):
 
 
 @pytest.mark.cpu
-def test_what_does_not_fit_is_refused(generator, seed):
+def test_what_does_not_fit_is_refused(seed):
     op = get_op("qk_norm_rope")
     sample = make(op, few_sizes(op), torch.float32, "cpu", seed)
     q, k, wq, wk, *rest = sample.args

@@ -495,7 +495,7 @@ def test_a_view_of_an_allocation_is_returned_in_its_shape(probe):
 
 
 @cpu
-def test_an_operator_without_results_is_repeated(probe, driver, monkeypatch):
+def test_an_operator_without_results_is_repeated(probe, driver):
     calls = []
     call = probe(lambda x, y, z: calls.append(x) or _launched(x, y, torch.empty_like(x)) is None or ())
     x = torch.randn(3, 64)

@@ -152,7 +152,7 @@ def test_fsdp2(family, batch, calls, one_rank, head_alone, patch_after):
         torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=2e-4, atol=2e-6)
 
 
-def test_fsdp2_around_its_hooks_raises_with_what_to_do(family, batch, one_rank):
+def test_fsdp2_around_its_hooks_raises_with_what_to_do(family, one_rank):
     from torch.distributed.fsdp import fully_shard
 
     model = family.model()

@@ -358,7 +358,7 @@ def test_a_forward_that_returns_another_kind(mistral, batch, calls, kind):
             torch.testing.assert_close(logits + 0, expected.logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_over_more_rows_than_labels(mistral, batch, calls):
+def test_a_loss_over_more_rows_than_labels(mistral, batch):
     """Next-token and second-next-token losses in one, and labels that the caller's are not."""
 
     class Mine(mistral.causal_lm):
@@ -449,7 +449,7 @@ def test_replicas_run_on_their_own_weights(family, batch, calls, scope):
     assert calls["fused"] == 2 and outputs.logits is None, "gather() takes tensors and None"
 
 
-def test_a_shallow_copy_runs_its_class_s_code(mistral, batch):
+def test_a_shallow_copy_runs_its_class_s_code(mistral):
     model = mistral.model()
     report = mistral.apply(model=model)
     mlp = model.model.layers[0].mlp
