@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same_gradients, gradients
+from small_models import assert_same_gradients, gradients
 from torch import nn
 
 import liger_hw
