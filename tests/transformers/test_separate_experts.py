@@ -61,6 +61,24 @@ class Block(nn.Module):
         return (total + self.shared(rows)).reshape(batch, length, width), logits
 
 
+class Defaults(Block):
+    """A forward with an argument whose default stands in its class, where its source is read again without it."""
+
+    chosen = TOP_K
+
+    def forward(self, states, top_k=chosen, *, scale=float(chosen)):
+        rows = states.view(-1, states.shape[-1])
+        share, chosen = torch.topk(self.router(rows).softmax(-1), top_k, dim=-1)
+        share = share * scale
+        total = torch.zeros_like(rows)
+        hits = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for number in range(len(self.experts)):
+            choice, token = torch.where(hits[number])
+            own = self.experts[number](rows[None, token].reshape(-1, rows.shape[-1])) * share[token, choice, None]
+            total.index_add_(0, token, own)
+        return total.view_as(states)
+
+
 class Method(nn.Module):
     """The loop in a method of tokens, experts and weights, into which the weights go squared if `power` is 2."""
 
@@ -138,7 +156,7 @@ def assert_same(found, expected, rtol=1e-4, atol=1e-5):
             torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("cls", [Block, Method])
+@pytest.mark.parametrize("cls", [Block, Defaults, Method])
 def test_the_loop_alone_is_replaced(cls, moe_calls):
     module = block(cls)
     x = states()[0] if cls is Method else states()
@@ -342,6 +360,17 @@ def test_hooks_on_every_module_run_in_the_loop(moe_calls):
     assert not moe_calls and any(called in seen for called in module.experts)
     module(states())
     assert len(moe_calls) == 1
+
+
+def test_a_linear_layer_that_computes_something_else_runs_in_the_loop(moe_calls, monkeypatch):
+    module = block().eval()
+    patched(module)
+    original = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * original(self, x))
+    torch.testing.assert_close(module(states()), block().eval()(states()))
+    assert not moe_calls
+    (row,) = rows_of(patched(block()))
+    assert row.state == "left alone: the forward of nn.Linear was replaced by something else"
 
 
 def test_shards_keep_the_loop():

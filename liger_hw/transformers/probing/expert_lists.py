@@ -37,6 +37,7 @@ _HIDDEN, _INNER, _EXPERTS = 8, 12, 16
 _CASES = tuple(itertools.product((13, 1), (True, False)))
 """Tokens of the probes, of which one leaves experts without any, and whether they run in training mode."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LINEAR_FORWARD = nn.Linear.forward
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -83,6 +84,8 @@ def why_not(module: nn.Module, kind: Kind | None = None) -> str:
         return f"the forward of {kind.cls.__name__} was replaced by something else"
     if owners.hooks_on_every_module():
         return "hooks are on every module, so on its experts"
+    if nn.Linear.forward is not _LINEAR_FORWARD:
+        return "the forward of nn.Linear was replaced by something else"
     first: dict[str, torch.Tensor] = {}
     for expert in module._modules[_LIST]._modules.values():
         if kind is not None and (type(expert) is not kind.cls or not holds(expert, kind.guards)):

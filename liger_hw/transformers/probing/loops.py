@@ -163,9 +163,18 @@ def _factory(function: Callable, tree: ast.FunctionDef, body: list[ast.stmt]) ->
     for argument in ast.walk(inner.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
+    inner.args.defaults = [ast.Constant(None) for _ in inner.args.defaults]
+    inner.args.kw_defaults = [default and ast.Constant(None) for default in inner.args.kw_defaults]
     outer = ast.parse(f"def {_FACTORY}({_CALL}):\n    pass\n    return {tree.name}")
     outer.body[0].body[0] = inner
     module = ast.fix_missing_locations(outer)
     made: dict[str, Any] = {}
     exec(compile(module, function.__code__.co_filename, "exec"), function.__globals__, made)
-    return made[_FACTORY]
+
+    def with_experts(experts: Callable) -> Callable:
+        forward = made[_FACTORY](experts)
+        # The expressions of defaults were worked out once, where the class stands.
+        forward.__defaults__, forward.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        return forward
+
+    return with_experts
