@@ -81,8 +81,8 @@ def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temper
     check_ignore_index(name, ignore_index)
     check_floats(name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature)
     check_flags(name, return_soft_hard_loss=return_soft_hard_loss)
-    if not temperature > 0.0:
-        check(False, name, f"temperature must be positive, got {temperature}")
+    if not 0.0 < temperature < float("inf"):
+        check(False, name, f"temperature must be positive and finite, got {temperature}")
 
 
 @dataclass(eq=False, repr=False)

@@ -250,7 +250,7 @@ def make_policy(
     numbers["delta"] = math.inf if delta is None else delta
     check_floats(op, temperature=temperature, **numbers)
     check_flags(op, use_bias_correction_kl=use_bias_correction_kl)
-    check(temperature > 0, op, f"temperature must be positive, got {temperature}")
+    check(0.0 < temperature < math.inf, op, f"temperature must be positive and finite, got {temperature}")
     check(loss_type in LOSS_TYPES, op, f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
     level = importance_sampling_level
     check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")

@@ -407,7 +407,9 @@ ERRORS = {
     "dr_grpo": (lambda: _grpo(loss_type="dr_grpo"), "give it, got None"),
     "delta": (lambda: _grpo(delta=-1.0), "delta must be positive, or None, got -1.0"),
     "sapo": (lambda: _grpo(loss_type="sapo", sapo_temperature_pos=0.0), "sapo_temperature_pos must be positive"),
-    "temperature": (lambda: _grpo(temperature=0.0), "temperature must be positive, got 0.0"),
+    "temperature": (lambda: _grpo(temperature=0.0), "temperature must be positive and finite, got 0.0"),
+    "infinite temperature": (lambda: _grpo(temperature=float("inf")), "temperature must be positive and finite"),
+    "jsd infinite temperature": (lambda: _jsd(temperature=float("inf")), "temperature must be positive and finite"),
     "grpo reference": (lambda: _grpo(use_ref_model=True), "needs ref_per_token_logps, or ref_input and ref_weight"),
     "no advantages": (lambda: _grpo(advantages=None), "advantages must be a tensor, got NoneType"),
     "items": (

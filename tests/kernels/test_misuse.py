@@ -15,6 +15,7 @@ from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerGroupNo
 from liger_hw.transformers.functional import (
     liger_cross_entropy,
     liger_fused_linear_cross_entropy,
+    liger_fused_linear_jsd,
     liger_fused_linear_log_probs,
     liger_group_norm,
     liger_kl_div,
@@ -105,6 +106,11 @@ def test_several_numbers_where_one_is_wanted_are_named(several):
         liger_fused_linear_log_probs(X, WEIGHT, TARGET, temperature=several)
     with pytest.raises(TypeError, match=r"^liger_cross_entropy: label_smoothing must be one number, .* \(6,\)"):
         liger_cross_entropy(X, TARGET, label_smoothing=several)
+
+
+def test_an_infinite_temperature_is_refused():
+    with pytest.raises(ValueError, match="^liger_fused_linear_jsd: temperature must be positive and finite, got inf"):
+        liger_fused_linear_jsd(X, WEIGHT, X, WEIGHT, temperature=float("inf"))
 
 
 def test_a_tensor_of_one_element_is_a_number():

@@ -191,8 +191,8 @@ def linear_distillation(
         teacher, teacher_weight, _ = checked_teacher(op, teacher, teacher_weight, None, x, weight)
     check_labels(op, labels, x, options.ignore_index)
     check_floats(op, temperature=options.temperature)
-    if not options.temperature > 0.0:
-        check(False, op, f"temperature must be positive, got {options.temperature}")
+    if not 0.0 < options.temperature < float("inf"):
+        check(False, op, f"temperature must be positive and finite, got {options.temperature}")
     call = DistillationCall(options, with_hard=False, per_row=per_row, wide=sums_in_fp32(op, accum_dtype, weight))
     tensors = x, weight, None, teacher, teacher_weight, None, labels
     return LinearDistillationFunction.apply(*tensors, operator, call)
