@@ -100,6 +100,7 @@ def find(name: str) -> Model:
     for public, model in KNOWN.items():
         if name.lower() in (public.lower(), public.split("/")[1].lower(), model.name):
             return model
+    check_name(name)
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -120,6 +121,12 @@ def find(name: str) -> Model:
         otherwise = f"{hint} the path of a config.json, or one of {known}, known without a download"
         raise ValueError(f"{name!r} is no file, and as a Hugging Face id: {why}; {otherwise}") from None
     return from_config(config, name)
+
+
+def check_name(name: str) -> None:
+    """Raise `ValueError` for an empty name, as of a variable that is not set: as a path it would be this folder."""
+    if not name.strip():
+        raise ValueError("the model's name is empty; '.' means the config.json here")
 
 
 def read_config(path: Path) -> dict[str, Any]:

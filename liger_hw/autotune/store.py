@@ -54,8 +54,8 @@ def root() -> Path | None:
     chosen = env.get("LIGER_HW_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # its specification has a relative path ignored
         return Path(base) / "liger_hw"
     try:
         return Path.home() / ".cache" / "liger_hw"

@@ -77,13 +77,14 @@ def _config(name: str) -> Any:
     """The configuration that a name means. Raises `UsageError` that says what was tried."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from ..autotune.models import KNOWN, published, read_config
+    from ..autotune.models import KNOWN, check_name, published, read_config
 
     if name in CONFIG_MAPPING:
         return CONFIG_MAPPING[name]()
     name = next((public for public, model in KNOWN.items() if model.name == name.lower()), name)
     path = Path(name)
     try:
+        check_name(name)
         if path.exists():
             _check_counts(read_config(path / "config.json" if path.is_dir() else path))  # before anything is made of it
             return AutoConfig.from_pretrained(name, trust_remote_code=False)

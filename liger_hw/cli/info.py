@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.require:
         missing = lacking(arguments.require)
-        for line in missing:
+        if arguments.json:
+            print(json_text({"require": arguments.require, "missing": missing}, indent=2))
+        for line in () if arguments.json else missing:
             print(f"liger-hw info: {line}", file=sys.stderr)
         return 1 if missing else 0
     facts = collect(arguments.dtype, ops=arguments.all or arguments.json)

@@ -346,6 +346,19 @@ def test_a_read_only_cache_costs_one_warning(stored, caplog, monkeypatch):
     assert taken().layer == "user", "reading still works"
 
 
+def test_a_relative_cache_home_is_ignored(clean_registry, monkeypatch, tmp_path):
+    """It would be another cache in every folder that a run begins in."""
+    monkeypatch.delenv("LIGER_HW_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for relative in ("cache", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        registry.reload()
+        assert store.root() == tmp_path / ".cache" / "liger_hw"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    registry.reload()
+    assert store.root() == tmp_path / "cache" / "liger_hw"
+
+
 def test_no_home_is_no_cache(clean_registry, monkeypatch):
     monkeypatch.delenv("LIGER_HW_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

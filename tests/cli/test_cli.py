@@ -188,6 +188,14 @@ def test_info_opens_with_what_matters(capsys):
         assert any(line.startswith(word) for line in out.splitlines()), word
 
 
+def test_what_is_missing_is_json_where_that_is_asked_for(capsys, monkeypatch):
+    for missing in (["torch sees no cuda device"], []):
+        monkeypatch.setattr(info, "lacking", lambda vendor, missing=missing: missing)
+        assert main(["info", "--require", "cuda", "--json"]) == len(missing)
+        out, err = capsys.readouterr()
+        assert json.loads(out) == {"require": "cuda", "missing": missing} and not err
+
+
 def test_info_warns_of_a_misspelt_variable(capsys, monkeypatch):
     monkeypatch.setenv("LIGER_HW_CACHEDIR", "/tmp")
     assert "LIGER_HW_CACHEDIR is set, but" in said(capsys, "info")[1]

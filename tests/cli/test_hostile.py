@@ -200,6 +200,24 @@ def test_an_empty_name_is_not_taken_for_the_default(clean_registry, capsys, tmp_
     assert code in (1, 2) and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--batch", "1", "--seq", "512", "--model", ""),
+        ("lock", "--device", "h200", "--model", ""),
+        ("autotune", "--device", "h200", "--dry-run", "--model", " "),
+        ("check", ""),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_empty_model_is_not_taken_for_the_folder_here(capsys, tmp_path, monkeypatch, words):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128, **sizes}))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = said(capsys, *words)
+    assert (code, out) == (2, "") and "the model's name is empty" in err
+
+
 def test_an_exported_table_has_no_header_of_an_entrys_own(clean_registry, capsys):
     """NaN is no JSON, and what an entry says of its target is read like the rest of it."""
     fwd = tunable()
