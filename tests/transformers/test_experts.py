@@ -122,6 +122,7 @@ LEFT = {
     "inkling2": ("Inkling2Experts", "its activation is none that the kernel has"),
     "llama4": ("Llama4TextExperts", "it takes hidden_states, not tokens, experts and weights"),
     "longcat_flash": ("LongcatFlashExperts", "its projections have shapes"),
+    "switch_transformers": ("SwitchTransformersExperts", "its experts are not two batched parameters"),
 }
 
 
@@ -133,6 +134,13 @@ def test_what_the_op_cannot_express_is_left_alone_and_said(family, moe_calls):
     (row,) = [row for row in report.rows if row.where.startswith(name)]
     assert reason in row.state + row.variant, str(report)
     assert "forward" not in vars(module) and not moe_calls
+
+
+def test_experts_that_are_no_batched_parameters_are_said():
+    """The report had no row of them."""
+    rows = patched(tiny_model(transformers.DbrxForCausalLM)).rows
+    states = {row.state for row in rows if row.where == "DbrxExperts.forward"}
+    assert states == {"left alone: its experts are not two batched parameters"}, rows
 
 
 def test_a_clamp_after_the_activation_is_another_formula():

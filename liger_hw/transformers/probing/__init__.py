@@ -50,7 +50,11 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
                 found = kind.recognise(module, forward)
                 if kind is experts and isinstance(found, Refused) and not experts.has_own_gate(module):
                     return _gate_of_experts(module, forward, found)
-            return found
+            if found is not None:
+                return found
+            break
+    if experts.is_named_so(module):
+        return Refused("its experts are not two batched parameters", experts.KERNEL)
     return None
 
 

@@ -106,6 +106,11 @@ def is_candidate(module: nn.Module) -> bool:
     return _DOWN in names and any(name in names for name in _UP)
 
 
+def is_named_so(module: nn.Module) -> bool:
+    """Whether a module is called experts, and takes tokens, experts and weights."""
+    return type(module).__name__.endswith("Experts") and len(required_inputs(type(module).forward)) == 3
+
+
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     """The options of `fused_moe` with which it computes what `module` does."""
     chosen = getattr(vars(module).get("config"), "_experts_implementation", None)
