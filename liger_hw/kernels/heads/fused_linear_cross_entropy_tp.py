@@ -395,7 +395,8 @@ def liger_fused_linear_cross_entropy_tp(
     rank. weight: [vocab, hidden] and bias: [vocab], this rank's part, of any width; one dtype, fp32, fp16 or bf16 (fp64
     on the CPU), or any under autocast. target: [n_rows] int64 or int32, of all rows, the same on every rank, in the
     order of the ranks with sequence_parallel; indices of the whole vocabulary. tp_group: a ProcessGroup, or None for a
-    whole vocabulary. compact: as there; not used with sequence_parallel.
+    whole vocabulary. compact: as there; not used with sequence_parallel. The other arguments are those of
+    `liger_fused_linear_cross_entropy`.
     Returns the loss of all rows in fp32, the same on every rank, [] or [n_rows] with reduction="none", or a
     `CrossEntropyOutput` when any return_* is set. The gradient of the input is that of the whole vocabulary, summed
     over the ranks. Every rank must call it and run backward.

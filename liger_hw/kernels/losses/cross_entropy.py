@@ -213,11 +213,14 @@ def liger_cross_entropy(
     softcap replaces the logits s by softcap * tanh(s / softcap); lse_square_scale adds that times logsumexp(s)^2.
 
     input: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target: [n_rows] int64 or
-    int32, in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. size_average and reduce are torch's
-    deprecated spellings of reduction. Returns the loss, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput`
-    when any return_* is set.
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and `IndexError` for a target out of
-    range on the CPU or with LIGER_HW_CHECK_TARGETS=1; otherwise that is an assertion on the device.
+    int32, in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. reduction: mean, sum or none; size_average
+    and reduce are torch's deprecated spellings of it. label_smoothing: the share of a target that is spread evenly over
+    the classes, from 0 to 1. return_z_loss: the part that lse_square_scale adds; return_token_accuracy: the share of
+    rows whose largest logit is the target; return_predicted_tokens: where the largest logit of each row is.
+    Returns the loss, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
+    Raises `TypeError` for an option of another type, `ValueError` for shapes, dtypes, devices or options that do not
+    fit, and `IndexError` for a target out of range on the CPU or with LIGER_HW_CHECK_TARGETS=1; otherwise that is an
+    assertion on the device.
     """
     op = "liger_cross_entropy"
     check_tensors(op, input=input)

@@ -62,9 +62,9 @@ def liger_kl_div(
     """KL(target || input) of log-probabilities `input` against probabilities (or log-probabilities) `target`.
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU). reduction: none, sum, mean or batchmean;
-    size_average=False and reduce=False are torch's deprecated spellings of sum and none. eps: least value whose
-    logarithm is taken of a target probability. Returns the loss, [] or [n_rows, n_cols], in the dtype
-    that torch promotes the two to. The target gets no gradient.
+    size_average=False and reduce=False are torch's deprecated spellings of sum and none. log_target: whether the target
+    holds log-probabilities. eps: least value whose logarithm is taken of a target probability. Returns the loss, [] or
+    [n_rows, n_cols], in the dtype that torch promotes the two to. The target gets no gradient.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_kl_div", size_average, reduce, reduction, log_target, eps)
