@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -59,15 +60,17 @@ def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
 def with_notes(rows: Sequence[Sequence[str]], places: Sequence[int]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Rows of a table whose cells at `places` are short, and the lines that stand below it.
 
-    A longer cell keeps what stands before its first colon or bracket and the number of its line: `left alone (1)`. The
-    line has the whole cell, so that what is said of one row does not widen all others.
+    A longer cell keeps what stands before its first colon, semicolon or bracket and the number of its line:
+    `left alone (1)`. The line has the whole cell, so that what is said of one row does not widen all others.
     """
     numbers: dict[str, int] = {}
 
     def short(cell: str) -> str:
         if len(cell) <= LONGEST_CELL:
             return cell
-        start = cell.partition(" (")[0].partition(":")[0]
+        start = re.split(r":|;| \(", cell, maxsplit=1)[0]
+        if start == cell:
+            return cell
         return f"{start} ({numbers.setdefault(cell, len(numbers) + 1)})"
 
     short_rows = [tuple(short(cell) if i in places else cell for i, cell in enumerate(row)) for row in rows]

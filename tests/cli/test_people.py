@@ -88,6 +88,13 @@ def test_a_table_is_folded_and_loses_nothing(monkeypatch):
     assert len(text.table(rows).splitlines()) == 4, "what goes to a file is not folded"
 
 
+def test_a_long_cell_is_said_once():
+    state = 'at cheap by default; activations="keep" keeps all'
+    rows, notes = text.with_notes([("part", state), ("other", "left alone: " + "why " * 20), ("third", "w" * 60)], (1,))
+    assert [row[1] for row in rows] == ["at cheap by default (1)", "left alone (2)", "w" * 60]
+    assert notes == [f"(1) {state}", "(2) left alone: " + "why " * 20]
+
+
 def test_progress_says_how_much_is_left(capsys, monkeypatch):
     clock = iter([0.0, 0.0, 30.0, 30.0, 60.0, 60.0, 400.0, 400.0])
     monkeypatch.setattr(text.time, "monotonic", lambda: next(clock))
