@@ -60,6 +60,11 @@ class DistillationFunction(LossFunction):
         return_soft_hard_loss: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         name = cls.name
+        rows = student_input, teacher_input, true_labels
+        if all(isinstance(t, torch.Tensor) for t in rows) and student_input.dim() > 2:
+            if student_input.shape[:-1] == teacher_input.shape[:-1]:
+                student_input, teacher_input = student_input.flatten(0, -2), teacher_input.flatten(0, -2)
+                true_labels = true_labels.flatten()
         kind, beta, soft_scale = cls.soft_loss(beta, ignore_index)
         check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss)
         x, weight, bias = checked_head(name, student_input, student_weight, student_bias, STUDENT, "tokens")
@@ -114,7 +119,7 @@ class DistillationLoss(LossModule):
         student_bias: torch.Tensor | None = None,
         teacher_bias: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs: [tokens, hidden], of the teacher's own hidden size; weights: [vocab, hidden]; true_labels: [tokens];
-        biases: [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
+        """Inputs: [..., hidden], of the teacher's own hidden size; weights: [vocab, hidden]; true_labels: one for each
+        row; biases: [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
         return self.function.apply(*heads, true_labels, student_bias, teacher_bias, **self.options())

@@ -53,6 +53,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "liger_hw.kernels",
     ),
     "transformers.cross_entropy": (_CHECKED, "liger_hw.kernels.losses.cross_entropy", _FUNCTIONS),
+    "transformers.fused_linear_cross_entropy": (
+        _CHECKED,
+        "liger_hw.kernels.heads.fused_linear_cross_entropy",
+        _FUNCTIONS,
+    ),
     "transformers.monkey_patch": (
         _CHECKED,
         _TRANSFORMERS,

@@ -1,18 +1,24 @@
-"""The cross entropy of given logits under Liger Kernel's names: a target out of bounds raises before the launch.
+"""Cross entropies under Liger Kernel's names, which differ from liger_hw's own in two things.
 
-liger_hw's own `liger_cross_entropy` leaves that to an assertion on the device, which does not wait for the device but
-ends the process' use of it. A program written for Liger may catch what Liger raises, and go on. Liger Kernel's fused
-heads and its loss over a split vocabulary look at no target, nor do they here.
+Of given logits, a target out of bounds raises before the launch. liger_hw's own `liger_cross_entropy` leaves that to an
+assertion on the device, which does not wait for the device but ends the process' use of it. A program written for Liger
+may catch what Liger raises, and go on. Liger Kernel's fused heads and its loss over a split vocabulary look at no
+target, nor do they here.
+
+The mean over no rows, where every target is ignored, is zero. liger_hw's own is nan, as torch's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
 from ..autotune.notes import is_quiet
+from ..kernels.heads.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss as _LinearLoss
+from ..kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy as _linear_loss
 from ..kernels.losses.cross_entropy import LigerCrossEntropyLoss as _Loss
 from ..kernels.losses.cross_entropy import liger_cross_entropy as _loss
 from ..kernels.losses.cross_entropy_reference import CrossEntropyOutput, check_targets
@@ -31,6 +37,16 @@ def _check(logits: Any, target: Any, ignore_index: Any) -> None:
         check_targets("liger_cross_entropy", target.reshape(-1), logits.shape[1], ignore_index)
 
 
+def _zero_of_no_rows(result: Any, target: torch.Tensor, ignore_index: int) -> Any:
+    """What a cross entropy returned, with a loss of zero where every target is ignored."""
+    output = result if isinstance(result, CrossEntropyOutput) else CrossEntropyOutput(result)
+    if output.loss.dim() or type(output.loss) is not torch.Tensor or type(target) is not torch.Tensor:
+        return result
+    none = (target == ignore_index).all()
+    loss, z_loss = (None if t is None else t.masked_fill(none, 0.0) for t in (output.loss, output.z_loss))
+    return loss if output is not result else dataclasses.replace(output, loss=loss, z_loss=z_loss)
+
+
 @functools.wraps(_loss, assigned=("__doc__",))
 def liger_cross_entropy(
     input: torch.Tensor,
@@ -42,7 +58,23 @@ def liger_cross_entropy(
     **named: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
     _check(input, target, ignore_index)
-    return _loss(input, target, weight, size_average, ignore_index, *options, **named)
+    result = _loss(input, target, weight, size_average, ignore_index, *options, **named)
+    return _zero_of_no_rows(result, target, ignore_index)
+
+
+@functools.wraps(_linear_loss, assigned=("__doc__",))
+def liger_fused_linear_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    *options: Any,
+    **named: Any,
+) -> torch.Tensor | CrossEntropyOutput:
+    result = _linear_loss(input, weight, target, bias, ce_weight, ignore_index, *options, **named)
+    return _zero_of_no_rows(result, target, ignore_index)
 
 
 class LigerCrossEntropyLoss(_Loss):
@@ -50,7 +82,21 @@ class LigerCrossEntropyLoss(_Loss):
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         _check(_input, target, self.ignore_index)
-        return super().forward(_input, target)
+        return _zero_of_no_rows(super().forward(_input, target), target, self.ignore_index)
 
 
-__all__ = ["LigerCrossEntropyLoss", "liger_cross_entropy"]
+class LigerFusedLinearCrossEntropyLoss(_LinearLoss):
+    """`liger_hw.transformers.LigerFusedLinearCrossEntropyLoss`, as the function above."""
+
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | CrossEntropyOutput:
+        return _zero_of_no_rows(super().forward(lin_weight, _input, target, bias), target, self.ignore_index)
+
+
+__all__ = [
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "liger_cross_entropy",
+    "liger_fused_linear_cross_entropy",
+]

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, Callable
 
 from ..transformers import functional
-from .checked import liger_cross_entropy
+from .checked import liger_cross_entropy, liger_fused_linear_cross_entropy
 from .loss_utils import unpack_cross_entropy_result
 
 
@@ -84,7 +84,7 @@ def cross_entropy(
 @_any_impl
 def fused_linear_cross_entropy(_input, weight, target, *args, **kwargs):
     """(loss, z_loss, token_accuracy, predicted_tokens), None for what was not asked for."""
-    result = functional.liger_fused_linear_cross_entropy(_input, weight, target, *args, **kwargs)
+    result = liger_fused_linear_cross_entropy(_input, weight, target, *args, **kwargs)
     return unpack_cross_entropy_result(result)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from ..kernels.losses.cross_entropy import CrossEntropyOutput
+from .checked import liger_fused_linear_cross_entropy
 
 _OPTIONS = frozenset(inspect.signature(liger_fused_linear_cross_entropy).parameters)
 

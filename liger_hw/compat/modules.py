@@ -27,10 +27,16 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """`LigerRMSNormForGemma`; also Qwen3-Next's."""
+    """`LigerRMSNormForGemma`, not in place."""
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
-LigerRMSNormForQwen3Next = LigerRMSNormForGemma2
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
+    """`LigerRMSNormForGemma2`"""
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
@@ -58,7 +64,8 @@ class LigerRMSNormForOlmo2(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
-LigerRMSNormForGlm4 = LigerRMSNormForOlmo2
+class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
+    """`LigerRMSNormForOlmo2`"""
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):

@@ -7,9 +7,11 @@ import importlib.util
 import re
 from typing import Any, Callable
 
+PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
+
 
 def is_peft_available() -> bool:
-    return importlib.util.find_spec("peft") is not None
+    return PEFT_AVAILABLE
 
 
 def is_npu_available() -> bool:

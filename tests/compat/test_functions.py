@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw import registry
 from liger_hw.chunked_loss import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSDLoss,
     cosine_similarity_loss,
     cpo_loss,
     dpo_loss,
@@ -23,7 +25,9 @@ from liger_hw.chunked_loss import (
     orpo_loss,
     simpo_loss,
 )
-from liger_hw.compat import functions
+from liger_hw.compat import checked, functions
+from liger_hw.compat.loss_utils import LigerForCausalLMLoss
+from liger_hw.transformers.functional import liger_cross_entropy
 
 pytestmark = pytest.mark.cpu
 
@@ -190,3 +194,55 @@ def test_results_are_those_of_liger_s_classes():
     both = apply(x, weight, target, group, 0.7, -100, 2, True)
     torch.testing.assert_close(nll, both[0])
     assert both[1].shape == nll.shape
+
+
+IGNORED = torch.full((6,), -100)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_cross_entropy_of_no_rows_is_zero(reduction):
+    """As Liger's; liger_hw's own mean is nan, as torch's."""
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    logits = torch.randn(6, 16, requires_grad=True)
+    own = liger_cross_entropy(logits, IGNORED)
+    assert own.isnan()
+    heads = [
+        checked.liger_fused_linear_cross_entropy(x, weight, IGNORED, reduction=reduction),
+        checked.LigerFusedLinearCrossEntropyLoss(reduction=reduction)(weight, x, IGNORED),
+        functions.LigerFusedLinearCrossEntropyFunction.apply(x, weight, IGNORED, None, None, -100, 0.0, 0.0, reduction)[
+            0
+        ],
+    ]
+    plain = [
+        checked.liger_cross_entropy(logits, IGNORED, reduction=reduction),
+        checked.LigerCrossEntropyLoss(reduction=reduction)(logits, IGNORED),
+        functions.LigerCrossEntropyFunction.apply(logits, IGNORED, None, -100, 0.0, 0.0, reduction)[0],
+    ]
+    for loss in (*heads, *plain):
+        assert loss.shape == ((6,) if reduction == "none" else ()) and not loss.any()
+    for grad in torch.autograd.grad(sum(loss.sum() for loss in (*heads, *plain)), (x, weight, logits)):
+        assert not grad.any()
+    if reduction == "mean":
+        asked = checked.liger_cross_entropy(logits, IGNORED, lse_square_scale=0.1, return_z_loss=True)
+        assert asked.loss == 0 and asked.z_loss == 0 and asked.predicted_tokens is None
+        labels = IGNORED.view(2, 3)
+        assert LigerForCausalLMLoss(x.view(2, 3, 8), weight, labels, 8) == 0
+        one = torch.where(torch.arange(6) == 2, 3, -100)
+        torch.testing.assert_close(checked.liger_cross_entropy(logits, one), liger_cross_entropy(logits, one))
+
+
+@pytest.mark.parametrize("loss", [LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss])
+def test_distillation_takes_sequences(loss):
+    """Inputs [batch, length, hidden] and labels [batch, length], as some of TRL's trainers pass them."""
+    student, teacher = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 12)
+    heads = torch.randn(16, 8, requires_grad=True), torch.randn(16, 12)
+    labels = torch.tensor([[1, -100, 3], [15, 0, 7]])
+    flat = loss()(student.flatten(0, 1), heads[0], teacher.flatten(0, 1), heads[1], labels.flatten())
+    for given in (labels, labels.flatten()):
+        found = loss()(student, heads[0], teacher, heads[1], given)
+        assert torch.equal(found, flat)
+        leaves = student, heads[0]
+        for a, b in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(flat, leaves, retain_graph=True)):
+            assert torch.equal(a, b)
+    with pytest.raises(ValueError, match=r"must be \[tokens, hidden\]"):
+        loss()(student, heads[0], teacher.transpose(0, 1), heads[1], labels)

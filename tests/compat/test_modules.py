@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw.compat import modules
-from liger_hw.transformers import LigerGroupNorm, LigerLayerNorm, LigerPolyNorm
+from liger_hw.transformers import LigerGEGLUMLP, LigerGroupNorm, LigerLayerNorm, LigerPolyNorm, LigerRMSNorm
 
 pytestmark = pytest.mark.cpu
 
@@ -136,3 +136,46 @@ def test_mixtral_expert():
     torch.manual_seed(0)
     expert, x = modules.LigerBlockSparseTop2MLP(SimpleNamespace(**CONFIG)), torch.randn(4, 16)
     torch.testing.assert_close(expert(x), expert.w2(torch.nn.functional.silu(expert.w1(x)) * expert.w3(x)))
+
+
+def bound(method, module):
+    return method.__get__(module, type(module))
+
+
+def test_forwards_bound_to_modules_of_other_classes():
+    """By programs with a copy of Liger's patch functions: a norm has what these set, an MLP what its own class has."""
+    llama, gemma = theirs("llama", "LlamaRMSNorm"), theirs("gemma", "GemmaMLP")
+    norm, x = llama(16, 0.3), torch.randn(3, 16)
+    torch.nn.init.normal_(norm.weight)
+    expected = norm(x)
+    norm.offset, norm.casting_mode, norm.in_place, norm.row_mode = 0.0, "llama", False, None
+    norm.forward, norm.extra_repr = (bound(f, norm) for f in (LigerRMSNorm.forward, LigerRMSNorm.extra_repr))
+    torch.testing.assert_close(norm(x), expected)
+    assert repr(norm).startswith("LlamaRMSNorm(16, eps=0.3")
+    mlp = gemma(SimpleNamespace(**{**CONFIG, "hidden_act": "gelu_pytorch_tanh"}))
+    expected = mlp(x)
+    mlp.forward = bound(LigerGEGLUMLP.forward, mlp)
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_what_layers_keep_and_need():
+    norm = LigerRMSNorm(8, 1e-5, 1.0, "gemma", "zeros", False, None)
+    kept = norm.variance_epsilon, norm.offset, norm.casting_mode, norm.in_place, norm.row_mode
+    assert kept == (1e-5, 1.0, "gemma", False, None)
+    assert repr(LigerRMSNorm(8, elementwise_affine=False)).startswith("LigerRMSNorm(8, ")
+    for name, in_place in (("Gemma", True), ("Gemma2", False), ("Qwen3Next", False), ("Glm4", False)):
+        layer = getattr(modules, f"LigerRMSNormFor{name}")(8)
+        assert layer.in_place is in_place and type(layer).__name__ == f"LigerRMSNormFor{name}"
+    assert LigerGEGLUMLP(SimpleNamespace(hidden_size=4, intermediate_size=6)).approximate == "tanh"
+
+
+@pytest.mark.parametrize("heads_at, unsqueeze_dim", [(1, 1), (2, 1), (2, 2)])
+def test_angles_with_a_dimension_for_the_heads(heads_at, unsqueeze_dim):
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
+    angles = torch.randn(1, q.shape[3 - unsqueeze_dim], 8)
+    plain = modules.liger_rotary_pos_emb(q, k, angles.cos(), angles.sin(), None, unsqueeze_dim)
+    wide = angles.unsqueeze(heads_at)
+    found = modules.liger_rotary_pos_emb(q, k, wide.cos(), wide.sin(), None, unsqueeze_dim)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="cos and sin must both be"):
+        modules.liger_rotary_pos_emb(q, k, *(torch.ones(1, 3, 5, 8) for _ in range(2)))

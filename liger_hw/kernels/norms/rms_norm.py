@@ -179,7 +179,7 @@ class LigerRMSNorm(torch.nn.Module):
         warn_ignored(name, "the launch configuration decides how many rows a program has", row_mode=row_mode)
         self.hidden_size = hidden_size
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
-        self.elementwise_affine = elementwise_affine
+        self.row_mode, self.elementwise_affine = row_mode, elementwise_affine
         initial = getattr(torch, init_fn)(hidden_size) if elementwise_affine else None
         self.register_parameter("weight", None if initial is None else torch.nn.Parameter(initial))
 
@@ -190,9 +190,11 @@ class LigerRMSNorm(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
+        affine = self.weight is not None  # programs bind this and forward to norms of other classes
+        size = self.weight.shape[0] if affine else self.hidden_size
         return (
-            f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}, "
-            f"casting_mode={self.casting_mode}, elementwise_affine={self.elementwise_affine}"
+            f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}, "
+            f"elementwise_affine={affine}"
         )
 
 

@@ -96,13 +96,14 @@ _EXACT_NAMES = frozenset({"gelu", "gelu_python"})
 class LigerGEGLUMLP(torch.nn.Module):
     """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's GemmaMLP.
 
-    config: needs hidden_size, intermediate_size and an activation, `hidden_activation` or else `hidden_act`: a gelu by
-    Hugging Face's name, tanh (`gelu_pytorch_tanh`) or exact (`gelu`); any other raises `ValueError`. No bias.
+    config: needs hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, is a gelu
+    by Hugging Face's name, tanh (`gelu_pytorch_tanh`, also where it has none) or exact (`gelu`); any other raises
+    `ValueError`. No bias.
     """
 
     def __init__(self, config) -> None:
         super().__init__()
-        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "gelu_pytorch_tanh")
         if activation not in _TANH_NAMES | _EXACT_NAMES:
             other = "; silu takes LigerSwiGLUMLP" if activation in ("silu", "swish") else ""
             check(False, "LigerGEGLUMLP", f"computes gelu, but the config's activation is {activation!r}{other}")
@@ -115,7 +116,8 @@ class LigerGEGLUMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; returns the same shape."""
-        return self.down_proj(liger_geglu(project(self.gate_proj, x), project(self.up_proj, x), self.approximate))
+        approximate = getattr(self, "approximate", "tanh")  # programs bind this to MLPs of other classes
+        return self.down_proj(liger_geglu(project(self.gate_proj, x), project(self.up_proj, x), approximate))
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -90,8 +90,9 @@ def liger_rope(
     """q and k rotated by their tokens' angles: q * cos + rotate_half(q) * sin, as `apply_rotary_pos_emb` of Llama.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
-    cos, sin: [1 or B, T, width], or a table [positions, width] indexed by position_ids ([T], [1, T] or [B, T]; without
-    them token t takes row t). position_ids is ignored for the first form, which is per token already. No gradients.
+    cos, sin: [1 or B, T, width], also with a dimension of 1 for the heads, or a table [positions, width] indexed by
+    position_ids ([T], [1, T] or [B, T]; without them token t takes row t). position_ids is ignored for the first form,
+    which is per token already. No gradients.
     rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. A width
     of rotary_dim // 2 is taken as shared by both halves.
     shared_halves: the caller knows that both halves of cos and of sin are equal, as in most models: only the first is
@@ -100,6 +101,9 @@ def liger_rope(
     Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     check_tensors("liger_rope", q=q, k=k, cos=cos, sin=sin)
+    if cos.dim() == 4 and cos.shape == sin.shape and 1 in (of_heads := cos.shape[1:3]):
+        heads_at = 1 + list(of_heads).index(1)
+        cos, sin = cos.squeeze(heads_at), sin.squeeze(heads_at)
     if reason := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
         check(False, "liger_rope", reason)
     check_flags("liger_rope", shared_halves=shared_halves)
