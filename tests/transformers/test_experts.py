@@ -181,6 +181,52 @@ def test_a_limit_that_stands_in_the_code_is_met(by, limit):
     assert not report.patched, str(report)
 
 
+class Branching(torch.nn.Module):
+    """Experts that compute something else in eval mode, for many tokens or for one, as `where` says."""
+
+    def __init__(self, where=""):
+        super().__init__()
+        self.where, self.num_experts = where, EXPERTS
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN) * 0.3)
+        self.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) * 0.3)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        total = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(top_k_index == expert)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            rows = (torch.nn.functional.silu(gate) * up) @ self.down_proj[expert].T
+            total.index_add_(0, token, rows * top_k_weights[token, choice, None])
+        if self.where == "eval" and not self.training:
+            return total * 2
+        if self.where == "one" and len(hidden_states) == 1:
+            return total * 2
+        if self.where == "many" and len(hidden_states) > 100:
+            return total * 2
+        return total
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("", ""),
+        ("eval", "it computes something else in eval mode"),
+        ("one", "it computes something else for one token"),
+        ("many", "may take another branch"),
+    ],
+)
+def test_experts_that_branch_where_no_probe_goes_are_left_alone(where, reason, moe_calls):
+    torch.manual_seed(0)
+    module = Branching(where)
+    (row,) = patched(module).rows
+    assert row.state.endswith(reason) and (row.state == "patched") == (not where), row.state
+    for n_tokens, training in ((5, False), (1, True), (101, True)):
+        x, index, weights = torch.randn(n_tokens, HIDDEN), torch.zeros(n_tokens, 1).long(), torch.rand(n_tokens, 1)
+        found = module.train(training)(x, index, weights)
+        torch.testing.assert_close(found, Branching.forward(module, x, index, weights), rtol=1e-4, atol=1e-5)
+    assert len(moe_calls) == (0 if where else 3)
+
+
 @pytest.mark.parametrize("family, name", [("deepseek_v4", "DeepseekV4MLP"), ("glm5_next", "Glm5NextTextMLP")])
 def test_an_mlp_beside_the_experts_with_a_limit_keeps_its_own_code(family, name):
     """Shared experts are limited as the others are, and no kernel of one MLP has a limit."""

@@ -30,6 +30,8 @@ _LOOK_UPS = ("LOAD_ATTR", "LOAD_METHOD")
 _LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
 _UNGUARDED = frozenset({"training"})
 """Attributes of a module that no guard holds."""
+_SIZES = frozenset({"numel", "shape"})
+"""What a tensor is asked for its size."""
 _NO_BACKEND = "mps"
 """A kind of device on which no kernel of liger_hw runs, so that its modules always run their own forward there."""
 
@@ -39,11 +41,17 @@ class Coverage:
 
     always: local variables of the first function that is called which cannot be otherwise when the kernel runs
     given: those which are not None when it runs, and may be anything else
+    compared: attributes of the module with which its loop compares its numbers, such as how many experts there are
     """
 
     def __init__(
-        self, function: Any, always: frozenset[str] = frozenset(), given: frozenset[str] = frozenset()
+        self,
+        function: Any,
+        always: frozenset[str] = frozenset(),
+        given: frozenset[str] = frozenset(),
+        compared: frozenset[str] = frozenset(),
     ) -> None:
+        self.compared = compared
         self.always = {getattr(function, "__code__", None): always}
         self.given = {getattr(function, "__code__", None): given}
         self.ways: dict[types.CodeType, set[tuple[int, int]]] = {}
@@ -100,11 +108,24 @@ class Coverage:
                     continue
                 if _asks_for_none(steps, i) in self.given.get(code, ()):
                     continue
-                if _is_settled(_condition(steps, i)):
+                if _is_settled(_condition(steps, i)) or self._is_compared(_condition(steps, i)):
                     continue
                 if not _raises(steps, {step.argval, steps[i + 1].offset} - taken):
                     return f"line {_line(steps, i)} of {os.path.basename(code.co_filename)} may take another branch"
         return ""
+
+    def _is_compared(self, condition: list[dis.Instruction]) -> bool:
+        """Whether a condition compares a local variable with such an attribute of the module and asks nothing else, or
+        asks whether a tensor is empty: where that can be, the probes of experts have been there."""
+        steps = [step for step in condition if step.opname not in ("NOP", "CACHE", "PRECALL", "PUSH_NULL", "TO_BOOL")]
+        attributes = {step.argval for step in steps if step.opname in _LOOK_UPS}
+        constants = {step.argval for step in steps if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))}
+        compares = bool(steps) and steps[-1].opname == "COMPARE_OP"
+        if not self.compared or not attributes or not compares:
+            return False
+        if attributes <= _SIZES and constants == {0}:
+            return True
+        return attributes <= self.compared and not any(step.opname.startswith("CALL") for step in steps)
 
     def _is_guarded(self, code: types.CodeType, condition: list[dis.Instruction]) -> bool:
         """Whether a condition reads attributes of the module alone, or constants; methods that it calls, too."""

@@ -19,6 +19,7 @@ from ...kernels.moe.fused_moe import fused_moe_reference
 from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
 from ..marks import is_our_method
+from .coverage import Coverage
 from .guards import EVERYTHING, is_method_of, reads
 from .probe import (
     LARGE,
@@ -224,14 +225,25 @@ class _Probe:
         experts = torch.stack([torch.randperm(_EXPERTS - 1, generator=source)[:_TOP_K] for _ in range(_TOKENS)])
         self.index = experts  # the last expert has no token
         self.weights = torch.rand(_TOKENS, _TOP_K, generator=source, dtype=torch.float32).requires_grad_()
+        self.coverage = Coverage(forward, given=frozenset(_inputs(forward)), compared=frozenset({"num_experts"}))
 
     def formula(self) -> Formula | str:
         """The formula whose result and gradients agree, with pre-activations of every size."""
         with torch.enable_grad():
-            results = [self._own(scale) for scale in self.scales]
+            with self.coverage:
+                results = [self._own(scale) for scale in self.scales]
+                in_eval, of_one = self._own(1.0, training=False), self._own(1.0, self.index[:1], self.weights[:1])
             for result in results:
                 if isinstance(result, str):
                     return _DENSE if self._takes_dense_weights() else result
+            none = self.index[:0], self.weights[:0]
+            if isinstance(self._own(1.0, *none), torch.Tensor):  # some cannot do without a token
+                with self.coverage:
+                    self._own(1.0, *none)
+            if not agrees(in_eval, self._own(1.0), 1e-6):
+                return "it computes something else in eval mode"
+            if not agrees(of_one, self._own(1.0)[:1], 2e-5):
+                return "it computes something else for one token"
             for options in self._options():
                 mine = [self._reference(scale, options) for scale in self.scales]
                 if all(agrees(found, wanted, 2e-5) for found, wanted in zip(mine, results)):
@@ -240,6 +252,8 @@ class _Probe:
                         return f"its gradients are not those of {KERNEL}"
                     if not self._has_gate_of(options):
                         return f"its {_GATE} computes something else than its own loop"
+                    if elsewhere := self.coverage.unexplored():
+                        return elsewhere
                     return Formula(self.up, self.up_bias, self.down_bias, tuple(options.items()))
         return "its activation is none that the kernel has"
 
@@ -259,15 +273,19 @@ class _Probe:
         z = random(_TOKENS, 2 * self.layout.inner, source=generator())
         return all(agrees(run(apply_gate, copied, scale * z), gate.apply(scale * z), 2e-5) for scale in self.scales)
 
-    def _own(self, scale: float, *routing: torch.Tensor) -> torch.Tensor | str:
-        """What a copy of the module gives for x * scale; routing: its other arguments, if not index and weights."""
-        copied = probe_copy(self.module, self.parameters, {})
+    def _own(self, scale: float, *routing: torch.Tensor, training: bool = True) -> torch.Tensor | str:
+        """What a copy of the module gives for x * scale; routing: its other arguments, if not index and weights.
+
+        There is a token of x for each row of these.
+        """
+        copied = probe_copy(self.module, self.parameters, {}, training)
         for name, value in vars(copied).items():
             if type(value) is int and value in self.layout.sizes:
                 copied.__dict__[name] = self.layout.sizes[value]
         if "num_experts" in vars(copied):
             copied.__dict__["num_experts"] = _EXPERTS  # expert parallelism has made it a rank's share
-        return run(self.forward, copied, self.x * scale, *(routing or (self.index, self.weights)))
+        routing = routing or (self.index, self.weights)
+        return run(self.forward, copied, self.x[: len(routing[0])] * scale, *routing)
 
     def _reference(self, scale: float, options: dict[str, Any]) -> torch.Tensor:
         up_bias, down_bias = self.parameters.get(self.up_bias), self.parameters.get(self.down_bias)
