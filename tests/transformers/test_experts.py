@@ -181,6 +181,28 @@ def test_a_limit_that_stands_in_the_code_is_met(by, limit):
     assert not report.patched, str(report)
 
 
+class Swish(torch.nn.Module):
+    """silu, while its number is 1; which is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.slope * x)
+
+
+def test_an_activation_with_a_parameter_keeps_its_gradient(moe_calls):
+    module = of("mixtral", "MixtralExperts")
+    module.act_fn = Swish()
+    arguments = inputs(module)
+    expected = step(module, *arguments)
+    (row,) = patched(module).rows
+    assert row.state == "left alone: its act_fn has parameters of its own"
+    assert_same(step(module, *arguments), expected)
+    assert not moe_calls
+
+
 class Branching(torch.nn.Module):
     """Experts that compute something else in eval mode, for many tokens or for one, as `where` says."""
 

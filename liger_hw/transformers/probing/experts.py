@@ -159,6 +159,8 @@ def _formula(module: nn.Module, forward: Callable) -> Formula | str:
         return f"its projections have shapes {own[up]} and {own[_DOWN]}"
     if getattr(module, "has_post_expert_norm", False):
         return "it has a norm after each expert"
+    if trained := next((name for name, child in module.named_children() if any(True for _ in child.parameters())), ""):
+        return f"its {trained} has parameters of its own"
     if len(_inputs(forward)) != 3:
         return f"it takes {' and '.join(_inputs(forward))}, not tokens, experts and weights"
     reasons = []

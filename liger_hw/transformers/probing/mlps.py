@@ -485,6 +485,10 @@ def _recognise_experts(module: nn.Module) -> Match | Refused:
     customised = _customised_activation(module, kernel)
     if customised:
         return customised
+    named = reads(type(module), type(module)._apply_gate)
+    for name, child in module.named_children():
+        if name in named and any(True for _ in child.parameters()):
+            return Refused(f"its {name} has parameters of its own", kernel)
     width = 2 * min(down.shape[1:])
     gate_up = random(2 * BATCH[1], width + width % 4, source=generator())
     coverage = Coverage(type(module)._apply_gate)
