@@ -14,7 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from liger_hw.compat import forwards, output_classes  # noqa: E402
+from liger_hw.compat import checked, forwards, output_classes  # noqa: E402
 from liger_hw.compat.loss_utils import LigerForCausalLMLoss  # noqa: E402
 from liger_hw.transformers import apply_liger_kernel_to_llama  # noqa: E402
 from liger_hw.transformers.models import specs  # noqa: E402
@@ -200,3 +200,17 @@ def test_a_family_that_transformers_does_not_have_is_named(monkeypatch):
     monkeypatch.setattr(forwards, "importlib", types.SimpleNamespace(import_module=absent))
     with pytest.raises(ModuleNotFoundError, match="model.llama is not in liger_hw's shim: there is no transformers"):
         forwards.FamilyModule("liger_kernel.transformers.model.llama").fill("llama")
+
+
+def test_liger_s_cross_entropy_in_the_place_of_torch_s(of_llama, monkeypatch):
+    """As copies of Liger's patch functions put it, for the whole process; a patched head stays fused."""
+    expected = trained(llama())
+    logits, target = torch.randn(4, 9), torch.tensor([3, -100, 0, 8])
+    loss = torch.nn.functional.cross_entropy(logits, target)
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", checked.liger_cross_entropy)
+    torch.testing.assert_close(torch.nn.CrossEntropyLoss()(logits, target), loss)
+    torch.testing.assert_close(trained(llama()), expected, rtol=1e-4, atol=1e-5)
+    model = copy.deepcopy(llama())
+    model.forward = types.MethodType(of_llama.lce_forward, model)
+    torch.testing.assert_close(trained(model), expected, rtol=1e-4, atol=1e-5)
+    assert type(model(**INPUTS)["logits"]) is not torch.Tensor, "deferred"

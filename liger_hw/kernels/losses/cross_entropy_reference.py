@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy as torch_cross_entropy  # a program may put Liger's in its place
 
 from ... import env
 
@@ -75,7 +75,7 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
     counted = target != options.ignore_index
     y = target.masked_fill(~counted, 0)
     lse = torch.logsumexp(s, -1)
-    rows = F.cross_entropy(
+    rows = torch_cross_entropy(
         s, target, w, ignore_index=options.ignore_index, reduction="none", label_smoothing=options.label_smoothing
     )
     z = torch.where(counted, options.lse_square_scale * lse * lse, 0.0)  # in this order: 0 * inf would be nan
