@@ -12,6 +12,7 @@ other head (LoRA, quantised, offloaded, hooked) computes its logits itself, and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -450,12 +451,20 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
     """
     head.counted = None  # it was for the loss of the forward
 
+    left: list[tuple[DeferredLogits, Any]] = []  # what is twice in the outputs stays one object
+
     def settled(value: Any) -> Any:
         if not isinstance(value, DeferredLogits):
             return value
         if not skip or (keep and not value.is_deferred):
             return value.materialise()
-        return output_logits(value) if keep else None
+        if not keep:
+            return None
+        for logits, stand_in in left:
+            if logits is value:
+                return stand_in
+        left.append((value, output_logits(value)))
+        return left[-1][1]
 
     outputs = _replaced(outputs, settled)
     for name, value in head.found.items():
@@ -476,17 +485,34 @@ def _with_attributes(outputs: Any) -> Any:
 
 
 def _replaced(outputs: Any, settled: Callable[[Any], Any]) -> Any:
-    """`outputs` with every value of a tuple, list, dict, dataclass or other object replaced."""
+    """`outputs` with every value of a tuple, list, dict, dataclass or other object replaced, also of such containers
+    inside it: a model around a language model may hand on its outputs. Those inside which have none stay as they are.
+    """
     if isinstance(outputs, (DeferredLogits, torch.Tensor)):
         return settled(outputs)
     if isinstance(outputs, tuple):
-        values = [settled(value) for value in outputs]
+        values = [_inside(value, settled) for value in outputs]
         return type(outputs)(*values) if hasattr(outputs, "_fields") else tuple(values)
     if isinstance(outputs, list):
-        return [settled(value) for value in outputs]
+        return [_inside(value, settled) for value in outputs]
     if isinstance(outputs, dict):
-        return type(outputs)(**{name: settled(value) for name, value in outputs.items()})
+        return type(outputs)(**{name: _inside(value, settled) for name, value in outputs.items()})
     for name, value in list(getattr(outputs, "__dict__", {}).items()):
-        if isinstance(value, DeferredLogits):
-            object.__setattr__(outputs, name, settled(value))
+        if _has_deferred(value):
+            object.__setattr__(outputs, name, _replaced(value, settled))
     return outputs
+
+
+def _inside(value: Any, settled: Callable[[Any], Any]) -> Any:
+    return _replaced(value, settled) if _has_deferred(value) else value
+
+
+def _has_deferred(value: Any) -> bool:
+    """Whether a value is deferred logits or a container of some."""
+    if isinstance(value, (tuple, list)):
+        return any(_has_deferred(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_deferred(item) for item in value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_has_deferred(item) for item in vars(value).values())
+    return isinstance(value, DeferredLogits)

@@ -259,10 +259,53 @@ def test_a_patched_t5_inside_a_vision_model(name):
     wanted = grads_of(model, expected)
     with counted() as calls, liger_hw.patch(model):
         torch.manual_seed(1)
-        loss = model(**inputs).loss
+        outputs = model(**inputs)
+        loss = outputs.loss
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+        assert outputs.language_model_outputs.logits is outputs.logits
+        assert isinstance(outputs.logits, torch.Tensor) and outputs.logits.is_deferred
         assert_same_gradients(grads_of(model, loss), wanted, rtol=1e-3)
         assert calls["fused_linear_cross_entropy"] == 1
+
+
+@dataclasses.dataclass
+class Result:
+    loss: torch.Tensor
+    text: object
+
+
+AROUND = {
+    "dict": lambda outputs: {"loss": outputs.loss, "text": outputs},
+    "tuple": lambda outputs: (outputs.loss, (outputs, [outputs.logits])),
+    "dataclass": lambda outputs: Result(outputs.loss, Result(outputs.loss, {"logits": outputs.logits})),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", AROUND)
+def test_logits_inside_outputs_inside_outputs_are_tensors(mistral, batch, kind, fused):
+    class Around(mistral.causal_lm):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            return AROUND[kind](super().forward(input_ids=input_ids, labels=labels, **kwargs))
+
+    base = mistral.model(num_hidden_layers=1)
+    model = Around(base.config).train()
+    model.load_state_dict(base.state_dict())
+    expected = base(**batch).logits
+    liger_hw.patch(model, cross_entropy=not fused, fused_linear_cross_entropy=fused)
+    found = []
+
+    def collect(value):
+        for item in vars(value).values() if dataclasses.is_dataclass(value) and not isinstance(value, dict) else ():
+            collect(item)
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+            collect(item)
+        if not isinstance(value, (dict, tuple, list, Result)) and getattr(value, "ndim", 0) == 3:
+            found.append(value)
+
+    collect(model(**batch))
+    assert found and all(isinstance(logits, torch.Tensor) and logits is found[0] for logits in found)
+    torch.testing.assert_close(found[0] + 0, expected, rtol=1e-4, atol=1e-5)
 
 
 KOSMOS_TEXT = {
