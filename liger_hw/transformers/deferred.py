@@ -1,9 +1,10 @@
 """Logits that are not computed yet: the object a patched causal LM's output head returns while it trains.
 
-The family's own forward runs on it unmodified. Scaling, tanh softcapping, casts to fp32, slices and reshapes of the
-leading dimensions are recorded; `torch.nn.functional.cross_entropy` then consumes hidden states and head weight
-directly, so the logits never exist. Anything else computes them (`materialise`) by calling the head itself and
-replaying the recorded operations one by one, and carries on with plain tensors, exactly as without the patch.
+The family's own forward runs on it unmodified. Scaling, tanh softcapping, adding a number to each column of the
+vocabulary, casts to fp32, slices and reshapes of the leading dimensions are recorded;
+`torch.nn.functional.cross_entropy` then consumes hidden states and head weight directly, so the logits never exist.
+Anything else computes them (`materialise`) by calling the head itself and replaying the recorded operations one by one,
+and carries on with plain tensors, exactly as without the patch.
 
 It is no tensor, so what takes tensors in C++ cannot take it. `torch.autograd.Function.apply` hands such objects on to
 `forward`, whose results would not lead back to them: there, reading the logits raises `GradientWouldBeLost`. In the
@@ -98,11 +99,13 @@ def inside_a_function() -> bool:
 
 
 class DeferredLogits:
-    """`head(hidden)`, with the operations recorded since: `cap * tanh(scale * x)`, or `scale * x` when cap is None.
+    """`head(hidden)`, with the operations recorded since: `cap * tanh(y)`, or y when cap is None, of
+    `y = scale * head(hidden) + added`.
 
     hidden: [..., hidden_size], already sliced and reshaped as the logits were
     head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `cross_entropy(...)` the
     loss, `vocab_size` is the length of the last dimension where it is known without computing
+    added: [vocab], which has no gradient, or None for zeros
     given: what the head was called with, where that is a shard of `hidden`
     parent, replay: the object this one was derived from and how, for computing it operation by operation
 
@@ -119,13 +122,14 @@ class DeferredLogits:
         *,
         scale: float = 1.0,
         cap: float | None = None,
+        added: torch.Tensor | None = None,
         parent: "DeferredLogits | None" = None,
         replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
         given: torch.Tensor | None = None,
     ) -> None:
         self._head, self._hidden, self._surroundings = head, hidden, surroundings
         self._given = hidden if given is None else given
-        self._scale, self._cap = scale, cap
+        self._scale, self._cap, self._added = scale, cap, added
         self._parent, self._replay = parent, replay
         self._derived: list[Any] = []
         self._logits: torch.Tensor | None = None
@@ -144,7 +148,7 @@ class DeferredLogits:
     ) -> Any:
         """What `replay` makes of these logits, deferred like them.
 
-        of_hidden: the same for the hidden states; changed: dtype, scale and cap of the result where they differ
+        of_hidden: the same for the hidden states; changed: dtype, scale, cap and added of the result where they differ
         """
         if not self.is_deferred:
             return replay(self.materialise())
@@ -155,6 +159,7 @@ class DeferredLogits:
             changed.get("dtype", self.dtype),
             scale=changed.get("scale", self._scale),
             cap=changed.get("cap", self._cap),
+            added=changed.get("added", self._added),
             parent=self,
             replay=replay,
         )
@@ -222,7 +227,7 @@ class DeferredLogits:
         made = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, given=root._given)
         made._left_with, made._is_detached = root._left_with, True
         for step in reversed(steps):
-            changed = {"dtype": step.dtype, "scale": step._scale, "cap": step._cap}
+            changed = {"dtype": step.dtype, "scale": step._scale, "cap": step._cap, "added": step._added}
             made = made._derive(step._replay, lambda _, hidden=step._hidden: hidden, **changed)
         return made._derive(lambda x: x if x.is_contiguous() else x.clone())
 
@@ -332,8 +337,32 @@ class DeferredLogits:
     __mul__ = __rmul__ = multiply = mul
     __truediv__ = divide = true_divide = div
 
-    def _scaled(self, factor: float) -> dict[str, float]:
-        return {"scale": self._scale * factor} if self._cap is None else {"cap": self._cap * factor}
+    def _scaled(self, factor: float) -> dict[str, Any]:
+        if self._cap is not None:
+            return {"cap": self._cap * factor}
+        added = None if self._added is None else self._added * factor
+        return {"scale": self._scale * factor, "added": added}
+
+    def add(self, other: Any, **kwargs: Any) -> Any:
+        """Recorded for a tensor without gradient of one number for each column, as BART's `final_logits_bias`."""
+        return self.materialise().add(_plain(other), **kwargs) if kwargs else self + other
+
+    def __add__(self, other: Any) -> Any:
+        if self._cap is not None or not self._is_row(other):
+            return self.materialise() + _plain(other)
+        other = other.detach().clone()  # a program may change it before the logits are read
+        row = other.reshape(-1)
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return self._derive(lambda x: x + other, dtype=dtype, added=row if self._added is None else self._added + row)
+
+    __radd__ = __add__
+
+    def _is_row(self, value: Any) -> bool:
+        """Whether adding a tensor adds the same numbers to the logits of every position."""
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device != self.device:
+            return False
+        is_row = 0 < value.dim() <= self.dim() and value.numel() == value.shape[-1] == self._head.vocab_size
+        return is_row and value.is_floating_point() and not (value.requires_grad and self._surroundings.grad)
 
     def float(self) -> Any:
         return self.to(torch.float32)
@@ -430,6 +459,7 @@ class DeferredLogits:
 
 
 _RECORDED = {
+    torch.add: "add",
     torch.tanh: "tanh",
     torch.mul: "mul",
     torch.div: "div",
@@ -448,7 +478,7 @@ def _computing(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "__add__ __radd__ __sub__ __rsub__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__ __matmul__ __rmatmul__ "
+    "__sub__ __rsub__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__ __matmul__ __rmatmul__ "
     "__neg__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __len__ __iter__ __bool__ __int__ __float__ "
     "__contains__ __setitem__ __array__ __iadd__ __isub__ __imul__ __itruediv__"
 ).split():

@@ -212,7 +212,9 @@ def _is_causal_lm(cls: type) -> bool:
     return any(_CAUSAL.search(base.__name__) for base in cls.__mro__)
 
 
-_CAUSAL = re.compile("ForCausalLM|LMHead|ForConditionalGeneration|GenerationDecoder")
+_CAUSAL = re.compile(
+    "ForCausalLM|LMHead|ForConditionalGeneration|GenerationDecoder|MTModel|EncoderDecoderModel|ToText$"
+)
 
 
 def _hashable(value: Any) -> Any:

@@ -36,8 +36,8 @@ from .report import patched_parts
 log = logging.getLogger("liger_hw")
 _UNUSED = "liger_hw: the fused linear cross-entropy is not used for this output head: %s"
 _SLICED = (
-    "its weight is split over ranks and the loss weighs classes; its logits are computed in full, which is right but "
-    "takes their memory"
+    "its weight is split over ranks, and the loss weighs classes or the logits have a bias of their own; its logits "
+    "are computed in full, which is right but takes their memory"
 )
 _warned: set[str] = set()
 
@@ -110,6 +110,8 @@ class OutputHead:
     counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
     products of a loss that has at most `rows` rows, the number of labels
     kept: deferred logits that outlive the forward in its outputs; when backward begins they let their hidden states go
+    called, computed, asked: whether the head was called, whether its logits were computed, and whether a loss was asked
+    for that could have taken hidden states
     """
 
     def __init__(
@@ -124,8 +126,10 @@ class OutputHead:
         self.access: Access | None = None
         self.kept: list[weakref.ref[DeferredLogits]] = []
         self.found: dict[str, torch.Tensor] = {}
+        self.called = self.computed = self.asked = False
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         if args or kwargs or not isinstance(hidden, torch.Tensor):
             return self.module(hidden, *args, **kwargs)
         given = hidden
@@ -150,6 +154,18 @@ class OutputHead:
         """Whether one rank alone can compute logits after the forward: the weight is neither gathered nor split."""
         return self.access is None or (self.access.caller is None and self.access.mesh is None)
 
+    def why_not_asked(self, model: str) -> str:
+        """After the forward of a model of that name: why no loss could take hidden states, or "" where one did, where
+        the logits are still deferred, or where the head itself has said why."""
+        if not self.called:
+            return f"{model} computes its logits elsewhere, in full, which is right but takes their memory"
+        if self.asked or not self.computed or self.access is None:
+            return ""
+        return (
+            f"{model}, or its loss function, does more with the logits than the loss can take along; they are computed "
+            "in full, which is right but takes their memory"
+        )
+
     def has_gradient(self, hidden: torch.Tensor | None) -> bool:
         """Whether the logits of these hidden states require a gradient."""
         if hidden is None or hidden.requires_grad:
@@ -158,6 +174,7 @@ class OutputHead:
 
     def logits(self, hidden: torch.Tensor, surroundings: Surroundings) -> torch.Tensor:
         """The real head's answer."""
+        self.computed = True
         with surroundings.restored():
             return self.module(hidden)
 
@@ -170,6 +187,7 @@ class OutputHead:
 
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
+        self.asked = True
         whole = self.access is None or self.access.mesh is None
         if whole and not self.wants and keeps_own_code(logits):
             return torch.nn.functional.cross_entropy(logits.materialise(), target, **options)
@@ -191,7 +209,7 @@ class OutputHead:
         if self.access.caller is not None and torch.compiler.is_compiling():  # swapping a forward cannot be traced
             _note_compiled()
             return False
-        if self.access.mesh is not None and options["weight"] is not None:
+        if self.access.mesh is not None and (options["weight"] is not None or logits._added is not None):
             _warn(_SLICED)
             return False
         return logits._surroundings.grad or not torch.is_grad_enabled()
@@ -211,11 +229,13 @@ class OutputHead:
         cast = logits._surroundings.dtype
         if cast is not None:  # autocast: what F.linear would have done
             hidden, weight, bias = hidden.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
-        softcap, scale = logits._cap, logits._scale
-        if softcap is not None:  # cap * tanh(scale * x) is a softcap of x * scale * cap
-            scale *= softcap
+        softcap, scale, added = logits._cap, logits._scale, logits._added
+        if softcap is not None:  # cap * tanh(scale * x + added) is a softcap of (x * scale + added) * cap
+            scale, added = scale * softcap, None if added is None else added * softcap
         if abs(scale - 1.0) > 1e-9:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
+        if added is not None:
+            bias = (added if bias is None else bias + added).to(weight.dtype)
         with contextlib.nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
             settings = {
                 "bias": bias,
@@ -317,6 +337,20 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     labels_at = names.index("labels") - 1 if "labels" in names else len(names)
     of_transformers = _is_of_transformers(original)
     undeferred: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    elsewhere: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def path_of_head(self) -> str:
+        """`head_at`, or where a model of a patched class has its head that holds another language model than the class
+        has by default; "" for none."""
+        try:
+            _at(self, head_at)
+        except AttributeError:
+            if torch.compiler.is_compiling():
+                return ""
+            if self not in elsewhere:
+                elsewhere[self] = head_path(self)
+            return elsewhere[self]
+        return head_at
 
     @functools.wraps(original)
     def forward(self, *args, skip_logits=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs):
@@ -332,7 +366,10 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             labels = kwargs["labels"] = kwargs["shift_labels"]
         if labels is None:
             return original(self, *args, **kwargs)
-        module = _at(self, head_at)
+        head_is_at = path_of_head(self)
+        if not head_is_at:
+            return original(self, *args, **kwargs)
+        module = _at(self, head_is_at)
         if type(module) is OutputHead:  # called by the patched forward of a subclass or of a model around this one
             return original(self, *args, **kwargs)
         # transformers' pipeline parallelism takes the last stage's logits and sends them to every rank
@@ -344,7 +381,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             return original(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             head = OutputHead(module, fused and skip, wants)
-            return _finish(original(viewed_with(self, head_at, head), *args, **kwargs), head, skip, keep=False)
+            return _finish(original(viewed_with(self, head_is_at, head), *args, **kwargs), head, skip, keep=False)
         if self in undeferred:
             return original(self, *args, **kwargs)
         counted, rows = None, labels.numel()
@@ -356,7 +393,9 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
                 counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
         head = OutputHead(module, fused and skip, wants, counted, rows)
         try:
-            outputs = original(viewed_with(self, head_at, head), *args, **kwargs)
+            outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
+            if skip and (reason := head.why_not_asked(type(self).__name__)):
+                _warn(reason)
             return _finish(outputs, head, skip, keep=head.is_whole() and not getattr(self, "_is_replica", False))
         except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
             if wants or not _is_of_deferred_logits(error):

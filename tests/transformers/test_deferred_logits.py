@@ -14,6 +14,8 @@ from liger_hw.transformers.loss import OutputHead
 pytestmark = pytest.mark.cpu
 
 HIDDEN, VOCAB = 8, 13
+ROW = torch.linspace(-1.0, 2.0, VOCAB)
+OFF = torch.zeros(1, VOCAB).masked_fill(torch.arange(VOCAB) == 12, float("-inf"))
 
 
 @pytest.fixture
@@ -68,6 +70,15 @@ FUSED = {
     "scale, softcap, scale": lambda x, y: F.cross_entropy(
         (torch.tanh(x * 0.7 / 3.0) * 3.0 * 0.5).view(-1, VOCAB), y.view(-1)
     ),
+    "row added": lambda x, y: F.cross_entropy((x + ROW).view(-1, VOCAB), y.view(-1)),
+    "rows by function and method": lambda x, y: F.cross_entropy(
+        torch.add(x.add(ROW[None]), ROW).view(-1, VOCAB), y.view(-1)
+    ),
+    "scale, row, scale": lambda x, y: F.cross_entropy(((x * 0.5 + ROW) * 3.0).view(-1, VOCAB), y.view(-1)),
+    "row, softcap": lambda x, y: F.cross_entropy((torch.tanh((x + ROW) / 1.5) * 1.5).view(-1, VOCAB), y.view(-1)),
+    "row of rows sliced": lambda x, y: F.cross_entropy((x + ROW)[:, 1:].reshape(-1, VOCAB), y[:, 1:].reshape(-1)),
+    "column switched off": lambda x, y: F.cross_entropy((x + OFF).view(-1, VOCAB), y.masked_fill(y == 12, 3).view(-1)),
+    "row changed afterwards": lambda x, y: _row_changed(x, y),
     "functional forms": lambda x, y: F.cross_entropy(
         torch.reshape(torch.mul(torch.div(x, 2.0), 3.0), (-1, VOCAB)), y.view(-1)
     ),
@@ -84,6 +95,13 @@ FUSED = {
 }
 
 
+def _row_changed(x, y):
+    row = ROW.clone()
+    x = x + row
+    row.zero_()
+    return F.cross_entropy(x.view(-1, VOCAB), y.view(-1))
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_recorded_operations_reach_the_fused_loss(head, hidden, labels, calls, name):
     (logits, *found), (_, *expected) = both(head, hidden, lambda x: FUSED[name](x, labels))
@@ -94,6 +112,10 @@ def test_recorded_operations_reach_the_fused_loss(head, hidden, labels, calls, n
 
 COMPUTED = {
     "added to": lambda x, y: F.cross_entropy((x + 1.0).view(-1, VOCAB), y.view(-1)),
+    "row for each position added": lambda x, y: F.cross_entropy((x + torch.eye(5, VOCAB)).view(-1, VOCAB), y.view(-1)),
+    "row added after a softcap": lambda x, y: F.cross_entropy((torch.tanh(x) + ROW).view(-1, VOCAB), y.view(-1)),
+    "row times a number added": lambda x, y: F.cross_entropy(x.add(ROW, alpha=2).view(-1, VOCAB), y.view(-1)),
+    "more dimensions added": lambda x, y: (x + ROW.view(1, 1, 1, -1)).square(),
     "tensor on the left": lambda x, y: (torch.ones(VOCAB) * x).square(),
     "scaled by a tensor": lambda x, y: F.cross_entropy((x * torch.tensor(0.5)).view(-1, VOCAB), y.view(-1)),
     "vocabulary sliced": lambda x, y: F.cross_entropy(x[..., :10].reshape(-1, 10), y.clamp(max=9).view(-1)),
@@ -215,3 +237,29 @@ def test_the_loss_under_autocast_is_fp32_whatever_the_logits():
             loss = model(**batch).loss
     assert loss.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0.0)
+
+
+def test_a_row_with_a_gradient_gets_it(head, hidden, labels):
+    gradients = []
+    for logits_of in (OutputHead(head, True), head):
+        row = ROW.clone().requires_grad_()
+        F.cross_entropy((logits_of(hidden) + row).view(-1, VOCAB), labels.view(-1)).backward()
+        gradients.append(row.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["Bart", "Pegasus", "MBart"])
+def test_final_logits_bias_reaches_the_fused_loss(name, calls, same_step):
+    sizes = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "vocab_size": 61, "dropout": 0.0}
+    config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0, decoder_start_token_id=1)
+    model, reference = (getattr(transformers, f"{name}ForConditionalGeneration")(config).train() for _ in range(2))
+    torch.nn.init.normal_(model.final_logits_bias)
+    reference.load_state_dict(model.state_dict())
+    ids = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
+    with liger_hw.patch(model):
+        outputs = same_step(model, reference, input_ids=ids, labels=ids.masked_fill(ids < 9, -100))
+        assert outputs.logits.is_deferred and calls == {"fused": 1, "plain": 0}
+        inputs = {"input_ids": ids, "labels": ids}
+        torch.testing.assert_close(model(**inputs).logits + 0, reference(**inputs).logits)

@@ -308,6 +308,34 @@ def test_logits_inside_outputs_inside_outputs_are_tensors(mistral, batch, kind, 
     torch.testing.assert_close(found[0] + 0, expected, rtol=1e-4, atol=1e-5)
 
 
+def masked_logits(self, hidden):
+    logits = self.lm_head(hidden).clone()
+    logits[..., 3] = -10.0  # as Chameleon's for its images
+    return logits
+
+
+def logits_elsewhere(self, hidden):
+    return F.linear(hidden, self.lm_head.weight)  # as Reformer's chunks
+
+
+@pytest.mark.parametrize("logits_of", [masked_logits, logits_elsewhere], ids=lambda f: f.__name__)
+def test_a_forward_that_leaves_the_loss_no_hidden_states_says_so(mistral, batch, caplog, calls, logits_of):
+    class Mine(mistral.causal_lm):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            logits = logits_of(self, self.model(input_ids).last_hidden_state)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    model = Mine(mistral.model(num_hidden_layers=1).config).train()
+    expected = grads_of(model, model(**batch).loss)
+    liger_hw.patch(model)
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        assert_same_gradients(grads_of(model, model(**batch).loss), expected)
+        model(**batch)
+    assert calls["fused"] == 0
+    assert caplog.text.count("Mine") == caplog.text.count("is not used for this output head") == 1
+
+
 KOSMOS_TEXT = {
     "vocab_size": 61,
     "embed_dim": 32,
@@ -790,3 +818,77 @@ def test_a_model_is_recognised_whatever_mode_it_is_patched_under(mistral, mode):
                 "swiglu",
                 "fused_linear_cross_entropy",
             }
+
+
+# -- models that put others together ---------------------------------------------------------------------------------
+
+TEXT = {"vocab_size": 61, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+
+
+def seen_and_told(decoder):
+    """A tiny VisionEncoderDecoderModel and inputs for it."""
+    vision = transformers.ViTConfig(**{**TEXT, "image_size": 8, "patch_size": 4, "vocab_size": None})
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return transformers.VisionEncoderDecoderModel(config), {"pixel_values": torch.randn(2, 3, 8, 8)}
+
+
+def vision_gpt2():
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    return seen_and_told(transformers.GPT2Config(**sizes, **drops, add_cross_attention=True, is_decoder=True))
+
+
+def vision_bert():
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return seen_and_told(transformers.BertConfig(**TEXT, **drops, add_cross_attention=True, is_decoder=True))
+
+
+def marian():
+    sizes = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "vocab_size": 61, "pad_token_id": 0}
+    model = transformers.MarianMTModel(transformers.MarianConfig(**sizes, dropout=0.0, decoder_start_token_id=0))
+    torch.nn.init.normal_(model.final_logits_bias)
+    return model, {"input_ids": torch.randint(3, 60, (2, 6))}
+
+
+def blip2_bert():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Blip2Config(
+        vision_config={**sizes, "image_size": 8, "patch_size": 4},
+        qformer_config={**TEXT, "encoder_hidden_size": 16},
+        text_config={**TEXT, "model_type": "bert", "is_decoder": True},
+        num_query_tokens=2,
+        image_token_index=60,
+    )
+    model = transformers.Blip2ForConditionalGeneration(config)
+    return model, {"pixel_values": torch.randn(2, 3, 8, 8), "input_ids": torch.tensor([[60, 60, 5, 6, 7]] * 2)}
+
+
+SCOPES_OF = {vision_gpt2: ["live"], vision_bert: ["live"], marian: ["class", "live"], blip2_bert: ["class", "live"]}
+
+
+@pytest.mark.parametrize("made, scope", [(made, scope) for made in SCOPES_OF for scope in SCOPES_OF[made]])
+def test_a_head_is_found_wherever_the_model_inside_has_it(made, scope, calls):
+    """A class is patched by its default models; one of it may hold another language model, with its head elsewhere."""
+    torch.manual_seed(0)
+    model, inputs = made()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    reference = copy.deepcopy(model.train())
+    inputs["labels"] = inputs.get("input_ids", torch.tensor([[5, 6, 7], [7, 8, 9]])).clone()
+    inputs["labels"][0, 0] = -100
+    torch.manual_seed(1)
+    expected = reference(**inputs).loss
+    expected.backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    with liger_hw.patch(type(model) if scope == "class" else model):
+        torch.manual_seed(1)
+        found = model(**inputs).loss
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert_same_gradients(grads_of(model, found), wanted, rtol=1e-3, atol=1e-5)
+    assert calls["fused"] == 1
