@@ -57,3 +57,4 @@ for batch in ids.split(size * options.batch):
     if rank == 0:
         print(f"loss {mean.item() / size}")
 dist.destroy_process_group()
+del metrics  # its threads end with its last name; one that lets go of a tensor while Python exits would abort
