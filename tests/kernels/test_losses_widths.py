@@ -1,7 +1,7 @@
 """Rows that begin anywhere: losses and gradients at widths that are no multiple of 16 bytes, against fp64.
 
 Rows of such a width have a body that is accessed 16 bytes at a time and edges on both sides of it
-(kernels/rows/edges.py). Every remainder of a width is here, rows narrower than their edges, ties that lie in an edge,
+(kernels/rows/row.py). Every remainder of a width is here, rows narrower than their edges, ties that lie in an edge,
 and labels that do.
 """
 

@@ -7,7 +7,7 @@ import torch
 from harness import make, verify
 
 from liger_hw import registry
-from liger_hw.kernels.rows.aligned import row_vector
+from liger_hw.kernels.rows.row import row_vector
 from liger_hw.registry import LaunchConfig
 
 OPS = ("softmax", "sparsemax")
@@ -25,13 +25,14 @@ def test_elements_of_a_vector():
     def vector(n_cols, dtype=half, stride=None, offset=0, width=None):
         stride = stride or n_cols
         x = torch.empty(5 * stride + offset, dtype=dtype)[offset:].view(5, stride)[:, :n_cols]
-        return row_vector(n_cols, stride, x, torch.empty(5, n_cols, dtype=dtype), width=width)
+        return row_vector(x, None, torch.empty(5, n_cols, dtype=dtype), width=width)
 
     assert [vector(n) for n in (2304, 2305, 2040, 49155)] == [1, 8, 8, 8]
     assert [vector(n, full) for n in (777, 4096)] == [4, 1]
     assert [vector(n, width=4096) for n in (4089, 4090, 4092, 4094, 4095)] == [8, 8, 8, 1, 1]
     assert vector(777, offset=8) == 8 and vector(777, offset=1) == 1
     assert vector(777, stride=785) == 8 and vector(777, stride=784) == 1
+    assert vector(4096, stride=8192) == 1 and vector(4096, stride=4104) == 8
 
 
 @pytest.mark.parametrize("tiles", TILES)

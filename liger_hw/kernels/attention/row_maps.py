@@ -3,10 +3,9 @@
 Backward has one kernel pair for both, dx = w * (dy - shift): for softmax w = y and shift = sum(y * dy); for sparsemax
 w = 1 where y > 0, else 0, and shift is the mean of dy there.
 
-Each direction has two kernels: one that holds a tile of whole rows in registers (rows of any alignment are shifted
-within it, see `rows.aligned`), and one that reads a row too wide for that in tiles of columns, once for its sums and
-again, from cache, for the result (rows of any alignment have edges, see `rows.edges`). Program p takes the tiles, or
-the rows, p, p + programs, ... Both kernels take
+Each direction has two kernels: one that holds a tile of whole rows in registers, and one that reads a row too wide for
+that in tiles of columns, once for its sums and again, from cache, for the result. For rows of odd width see
+rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... Both kernels take
 
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 
@@ -25,9 +24,18 @@ from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
-from ..rows.aligned import align_down, load_row, row_pad, row_vector, store_row
 from ..rows.blocks import keep_narrow
-from ..rows.edges import body_start, body_width, edge_columns, row_head
+from ..rows.row import (
+    align_down,
+    body_start,
+    body_width,
+    edge_columns,
+    load_row,
+    row_head,
+    row_pad,
+    row_vector,
+    store_row,
+)
 from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -64,8 +72,8 @@ def _row_map_bwd_kernel(
         pad = row_pad(rows * n_cols, VECTOR)
         dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
         dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
-        y = load_row(Y_ptr + dense, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
-        dy = load_row(dy_ptrs, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        y = load_row(Y_ptr + dense, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        dy = load_row(dy_ptrs, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
         if SPARSE:
             inside = y > 0.0
             total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
@@ -76,7 +84,7 @@ def _row_map_bwd_kernel(
             if NARROW or not ONE_TILE:  # a device that is not full has registers enough for the fp32 values
                 y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
             dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
-        store_row(DX_ptr + dense, dx, 0, exist, pad, n_cols, VECTOR)
+        store_row(DX_ptr + dense, dx, exist, pad, n_cols, VECTOR)
 
 
 @triton.jit
@@ -269,10 +277,10 @@ def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.
     args = (*tensors, stride, n_rows, n_cols, n_tiles)
     whole_rows_kernel, looped_kernel = tunable.kernels
     if block < n_cols:
-        vector = row_vector(n_cols, stride, *tensors)
+        vector = row_vector(*tensors)
         launch(plan, looped_kernel, grid, args, (*flags, vector))
         return
     one_tile = grid[0] == n_tiles <= 4 * plan.target.multiprocessors
     narrow = rows * block > plan.target.registers // 4
-    vector = row_vector(n_cols, stride, *tensors, width=block)
+    vector = row_vector(*tensors, width=block)
     launch(plan, whole_rows_kernel, grid, args, (*flags, one_tile, narrow, vector))

@@ -17,9 +17,8 @@ from ...registry import Op, Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
-from ..rows.aligned import align_down, load_row, row_pad, store_row
 from ..rows.blocks import keep_narrow
-from ..rows.edges import body_start, body_width, edge_columns, row_head
+from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
 from .row_maps import row_map_operators, row_map_tunables
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ def _softmax_fwd_kernel(
         exist = rows < n_rows
         pad = row_pad(rows * n_cols, VECTOR)
         x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
-        x = load_row(x_ptrs, 0, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT)
+        x = load_row(x_ptrs, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT)
         top = tl.max(x.to(tl.float32), axis=1)[:, None]
         if NARROW and x.dtype != tl.float32:
             x, top = _below_2_30(x, top)
@@ -109,7 +108,7 @@ def _softmax_fwd_kernel(
         else:
             e = _exp_folded(x.to(tl.float32), top, _log2_base(top))
             y = e * (1.0 / tl.sum(e, axis=1))[:, None]
-        store_row(Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :], y, 0, exist, pad, n_cols, VECTOR)
+        store_row(Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :], y, exist, pad, n_cols, VECTOR)
 
 
 @triton.jit

@@ -24,8 +24,7 @@ from ...registry import Op, Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order, no_view
 from ...runtime.triton_import import tl, triton
-from ..rows.aligned import align_down, load_row, row_pad, store_row
-from ..rows.edges import body_start, body_width, edge_columns, row_head
+from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
 from .row_maps import lane_sums, row_map_operators, row_map_tunables
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ def _sparsemax_fwd_kernel(
         tau = tl.full([ROWS, 1], -1.0, dtype=tl.float32)
         count = tl.full([ROWS, 1], float("inf"), dtype=tl.float32)
         shrinking = tl.program_id(0) >= 0  # true
-        z = load_row(x_ptrs, 0, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
+        z = load_row(x_ptrs, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
         z = tl.where(exist, z - _finite(tl.reduce(z, 1, _larger)[:, None]), 0.0)  # rows past the end: something finite
         while shrinking:
             inside = z > tau
@@ -110,7 +109,7 @@ def _sparsemax_fwd_kernel(
             shrinking = _any(support < count)
             count = support
         y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
-        store_row(y_ptrs, _above(z, tau), 0, exist, pad, n_cols, VECTOR)
+        store_row(y_ptrs, _above(z, tau), exist, pad, n_cols, VECTOR)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from ... import env, registry
 from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import is_interpreted, launch
 from ...runtime.triton_import import tl, triton
-from ..rows.edges import body_start, body_width, edge_vector, row_head
+from ..rows.row import body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
 from .cross_entropy_reference import MEAN, NONE, Options, absent, assert_on_device, check_in_range, check_targets
 from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
@@ -219,7 +219,7 @@ def launch_rows(
         options.token_scaling,
         results.hits is not None or results.top is not None,
         n_cols <= plan.config.blocks["BLOCK_SIZE"],
-        1 if owned else edge_vector(x, dx),
+        1 if owned else row_vector(x, dx),
     )
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 

@@ -31,7 +31,7 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, tile_space
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
-from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head, tail_columns
+from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector, tail_columns
 from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import columns_key
@@ -115,7 +115,7 @@ def _logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: t
     """A tile of a row in fp32. MASKED: the row ends in it, `outside` stands beyond.
 
     The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1. The
-    last of these may end behind the tensor, within its last 16 bytes (rows/aligned.py); `outside` replaces what it
+    last of these may end behind the tensor, within its last 16 bytes (rows/row.py); `outside` replaces what it
     reads there.
     """
     if MASKED:
@@ -578,5 +578,5 @@ def distill_rows(
         *(row_start, n_cols, s_stored, t_stored, options.ignore_index, 1.0 / options.temperature),
         *(options.beta, options.eps, options.soft_weight, options.hard_weight),
     )
-    vector = 1 if owned else edge_vector(student, teacher, dlogits)
+    vector = 1 if owned else row_vector(student, teacher, dlogits)
     launch(plan, _distill_kernel, (n,), args, (options.kind, hard, scale_in_backward, from_saved, vector))

@@ -32,7 +32,7 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
-from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
+from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS
 from .softmax_rows import (
     load_edges,
@@ -131,7 +131,7 @@ def _scan_lanes(
     LOAD_EVICT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """(lse, entropy, total, argmax) of a row, of which X_ptr is the body (rows/edges.py). BIAS begins at column 0.
+    """(lse, entropy, total, argmax) of a row, of which X_ptr is the body (rows/row.py). BIAS begins at column 0.
 
     Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The lanes are
     put together once a row. A lane remembers in which tile its largest logit came first, and only the lanes that hold
@@ -438,7 +438,7 @@ def row_log_probs(
     plan = (tunable or LOGP).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
     numbers = float(softcap), 1.0 / temperature, stride, row_start, vocab, stride if owned else vocab, ignore_index
-    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else edge_vector(logits)
+    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else row_vector(logits)
     launch(plan, _log_prob_rows_kernel, (n,), (logits, target, bias, *out, *numbers), flags)
 
 
@@ -489,7 +489,7 @@ def row_log_prob_gradients(
         float(softcap),
         1.0 / temperature,
     )
-    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else edge_vector(logits, dlogits)
+    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else row_vector(logits, dlogits)
     launch(plan, _log_prob_gradient_kernel, (n,), (logits, target, bias, *given, dlogits, *numbers), flags)
 
 

@@ -7,7 +7,7 @@ For a row x with an optional bias, softcap and temperature T (1 in the first), s
                     with p = exp(s - lse), through the softcap (1 / T is in the factors)
 The first goes forwards by tiles, with a running maximum (the online softmax), the second backwards, so that what was
 read last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps.
-Rows that do not begin at 16 bytes have edges besides (rows/edges.py).
+Rows that do not begin at 16 bytes have edges besides (rows/row.py).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from ...registry import Key, LaunchConfig, Target, tile_space
 from ...runtime.triton_import import INTERPRET, libdevice, tl, triton
-from ..rows.edges import edge_columns
+from ..rows.row import edge_columns
 from ..rows.tuning import column_tiles, tile_rule
 
 if INTERPRET:  # libdevice has no tanh there

@@ -7,7 +7,7 @@ Any alignment. Where the width of a row is odd, the next row begins anywhere, an
 element at a time. But the skew of a row, the number of elements by which it begins behind an aligned boundary, is the
 same for all rows that are a multiple of VECTOR rows apart. So a program takes such rows only: its lanes begin at the
 boundary, and lane l holds column l - skew. It loads whole vectors of VECTOR lanes and sets what is not of the row to 0
-(aligned.py says why such a load cannot fail and why nothing comes of it). It stores whole vectors but for the two at
+(row.py says why such a load cannot fail and why nothing comes of it). It stores whole vectors but for the two at
 the ends of the row, whose elements it stores singly. With VECTOR = 1 lanes are columns, and nothing is masked but
 the end of a row.
 
@@ -22,7 +22,7 @@ import torch
 
 from ...registry import Key, next_power_of_2, row_key
 from ...runtime.triton_import import tl, triton
-from .aligned import begins_whole
+from .row import begins_whole
 
 _NARROWEST_MAIN, WIDEST_MAIN = 1024, 8192
 """Widths of a main block beside a tail: narrower rows lose little to padding, of wider ones no program could hold

@@ -1,0 +1,201 @@
+"""Rows of any width, read and written 16 bytes at a time.
+
+The rows of a tensor of odd width begin anywhere. A compiler that must assume so moves one element at a time: eight
+times the instructions in half precision, and no asynchronous copies. Kernels over rows as wide as a vocabulary (50257,
+128257 words) therefore look at memory in vectors of VECTOR elements, 16 bytes, which begin at 16-byte boundaries:
+
+    memory   |  .  .  a  b  |  c  d  e  f  |  g  h  i  j  |  k  .  .  .  |         a to k: one row, VECTOR = 4
+             |      |<-head>|<-- body, whole vectors of the row -->|
+             |<-pad>|                                              edges: the head and what follows the body
+
+VECTOR comes from `row_vector`. It is 1 for rows whose alignment the compiler sees, and for rows that must be accessed
+by element. Then head and pad are 0, the body is the whole row, and the code is that of a kernel without any of this.
+
+**A tile that holds a whole row** begins at the last boundary at or before it: position p holds column p - pad. Loads
+take every vector that holds an element of the row, and then set what is not of the row to `other`. Stores write the
+body in vectors and the edges by element. For rows [ROWS, 1] in a kernel:
+
+    pad = row_pad(rows * stride, VECTOR)
+    ptrs = X_ptr + align_down(rows * stride, VECTOR) + tl.arange(0, BLOCK_SIZE)[None, :]
+    x = load_row(ptrs, rows < n_rows, pad, n_cols, 0.0, VECTOR, "", "")
+
+**A row of many tiles** is read from the body's first column on, in tiles whose masks end with the body, and its edges
+are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so those of
+the head are negative:
+
+    head = row_head(row * stride, VECTOR)
+    X_ptr += body_start(row * stride, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    for start in range(0, n_body, BLOCK_SIZE): ...                   # masked by cols < n_body
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)            # masked by edge < n_cols - head
+
+A kernel that wants no reductions of their own for the edges takes them into the row's last tile (`tail_columns`).
+
+Why whole vectors may be read: what is read outside the row are elements of the neighbouring rows or, at the end of a
+tensor, what lies between that end and the next boundary. Such a read cannot fail. Its address is a multiple of 16, so
+it stays within a unit of 16 bytes that also holds an element of the tensor, and every allocator of GPU memory gives
+out whole units of at least that size. (Where a 16-bit and an fp32 tensor are read by the same vectors, those of the
+latter are 32 bytes, and so is the unit: `begins_whole`.) It has no effect either: a selection, not a product, replaces
+what was read, so that even NaN leaves no trace (tests/kernels/test_read_behind.py). A mask that ended with the row
+instead would split every load into loads of single elements, for the compiler sees no vector of one mask then.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...runtime.checks import rows_of
+from ...runtime.triton_import import tl, triton
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def begins_whole(t: torch.Tensor, vector: int) -> bool:
+    """Whether `t` begins at a multiple of 16 bytes, and of `vector` elements where these are more (of the wider of two
+    dtypes): then no vector leaves the unit of that many bytes that its first element lies in."""
+    # a fake tensor (see autotune/compile_ahead.py) only has an offset into its storage
+    address = t.data_ptr() if type(t) in _TENSORS else t.storage_offset() * t.itemsize
+    return address % max(16, vector * t.itemsize) == 0
+
+
+def row_vector(*tensors: torch.Tensor | None, width: int | None = None) -> int:
+    """VECTOR for the rows of row-major tensors of one width: elements in 16 bytes of the narrowest dtype, or 1.
+
+    width: positions of the tile that holds a whole row with its pad; None where rows are read in many tiles.
+
+    1 where the compiler sees the alignment itself (width and strides are multiples of 16 elements), where the pad does
+    not fit `width`, where a tensor does not begin at a 16-byte boundary, and where rows of two tensors begin at
+    different distances from one.
+    """
+    present = [t for t in tensors if t is not None]
+    strides = [rows_of(t)[2] for t in present]
+    n_cols = present[0].shape[-1]
+    if not n_cols & 15 and not any(stride & 15 for stride in strides):
+        return 1
+    vector = 16 // min(t.itemsize for t in present)
+    if width is not None and n_cols + vector - math.gcd(vector, *strides) > width:
+        return 1
+    if any((stride - strides[0]) % vector for stride in strides) or not all(begins_whole(t, vector) for t in present):
+        return 1
+    return vector
+
+
+# -- a tile that holds whole rows ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_pad(offset, VECTOR: tl.constexpr):
+    """Elements from the last boundary to a row that begins `offset` elements into its tensor."""
+    pad = 0
+    if VECTOR > 1:
+        pad = (offset % VECTOR).to(tl.int32)
+    return pad
+
+
+@triton.jit
+def align_down(offset, VECTOR: tl.constexpr):
+    """The last boundary at or before `offset`, which the compiler then knows to be one."""
+    if VECTOR > 1:
+        offset = offset // VECTOR * VECTOR
+    return offset
+
+
+@triton.jit
+def _row_mask(rows_exist, pad, n_cols, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """[rows, WIDTH]: which positions hold columns."""
+    positions = tl.arange(0, WIDTH)
+    if VECTOR == 1:
+        mask = rows_exist & (positions < n_cols)[None, :]
+    else:
+        positions = positions[None, :]
+        mask = rows_exist & ((positions >= pad) & (positions < pad + n_cols))
+    return mask
+
+
+@triton.jit
+def load_row(ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr):
+    """The rows at `ptrs` [rows, positions], `other` where a position holds no column or its row does not exist.
+
+    rows_exist, pad: [rows, 1].
+    """
+    WIDTH: tl.constexpr = ptrs.shape[1]
+    mask = _row_mask(rows_exist, pad, n_cols, WIDTH, VECTOR)
+    if VECTOR == 1:
+        x = tl.load(ptrs, mask=mask, other=other, cache_modifier=CACHE, eviction_policy=EVICT)
+    else:
+        vectors = (tl.arange(0, WIDTH) // VECTOR * VECTOR)[None, :]
+        touched = rows_exist & (vectors < pad + n_cols)
+        x = tl.load(ptrs, mask=touched, other=other, cache_modifier=CACHE, eviction_policy=EVICT)
+        x = tl.where(mask, x, other).to(x.dtype)
+    return x
+
+
+@triton.jit
+def store_row(ptrs, value, rows_exist, pad, n_cols, VECTOR: tl.constexpr):
+    """Write the columns of `value`, of any dtype, at `ptrs` as in `load_row`: the body in vectors, the edges by
+    element."""
+    WIDTH: tl.constexpr = ptrs.shape[1]
+    mask = _row_mask(rows_exist, pad, n_cols, WIDTH, VECTOR)
+    value = value.to(ptrs.dtype.element_ty)
+    if VECTOR == 1:
+        tl.store(ptrs, value, mask=mask)
+    else:
+        vectors = (tl.arange(0, WIDTH) // VECTOR * VECTOR)[None, :]
+        body = rows_exist & (vectors >= pad) & (vectors + VECTOR <= pad + n_cols)
+        tl.store(ptrs, value, mask=body)
+        tl.store(ptrs, value, mask=mask & ~body)
+
+
+# -- a row of many tiles ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_head(offset, VECTOR: tl.constexpr):
+    """Elements before the first boundary, in a row that begins `offset` elements into its tensor."""
+    head = 0
+    if VECTOR > 1:
+        head = ((VECTOR - offset % VECTOR) % VECTOR).to(tl.int32)
+    return head
+
+
+@triton.jit
+def body_start(offset, head, VECTOR: tl.constexpr):
+    """Where the body begins, which the compiler then knows to be a boundary."""
+    if VECTOR > 1:
+        offset = (offset + head) // VECTOR * VECTOR
+    return offset
+
+
+@triton.jit
+def body_width(n_cols, head, VECTOR: tl.constexpr):
+    """Columns of the body, which the compiler then knows to be a multiple of VECTOR."""
+    if VECTOR > 1:
+        n_cols = tl.maximum(n_cols - head, 0) // VECTOR * VECTOR
+    return n_cols
+
+
+@triton.jit
+def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
+    """[2 * VECTOR] columns: those before the body, then those behind it; n_cols stands for columns that do not
+    exist."""
+    position = tl.arange(0, 2 * VECTOR)
+    cols = tl.where(position < VECTOR, position - head, n_body + position - VECTOR)
+    exist = ((position < head) | (position >= VECTOR)) & (cols < n_cols - head)
+    return tl.where(exist, cols, n_cols)
+
+
+@triton.jit
+def tail_columns(positions, n_body, VECTOR: tl.constexpr):
+    """The columns of a tile that holds the body's end, and behind it the two vectors that hold the edges.
+
+    Columns from -head to n_cols - head are the row's. The others of these two vectors belong to its neighbours: they
+    may be loaded, but not stored.
+    """
+    if VECTOR > 1:
+        edge = positions - n_body
+        behind = n_body + edge - VECTOR
+        positions = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - VECTOR, behind))
+    return positions
