@@ -55,7 +55,6 @@ def test_mypy_understands_a_program():
 @pytest.mark.parametrize(
     "part", ["metadata", *(pytest.param(name, marks=pytest.mark.full) for name in ("wheel", "sdist"))]
 )
-@pytest.mark.timeout(900)
 def test_what_would_be_published_works(part):
     """`make release-check`: what a wheel and an sdist hold, the wheel in new environments, the sdist's own tests."""
     pytest.importorskip("build")

@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -348,7 +349,7 @@ def test_two_threads_that_ask_at_once_get_one_plan(made_up):
     """What is compiled is kept on the plan: a step would not find what another thread compiles for it on another."""
     registry, tunable, _ = made_up
     registry.reload()
-    found, heuristic, both = [], tunable.heuristic, threading.Barrier(2, timeout=30)
+    found, heuristic, both = [], tunable.heuristic, threading.Barrier(2)
 
     def ask():
         both.wait()
@@ -363,7 +364,7 @@ def test_two_threads_that_ask_at_once_get_one_plan(made_up):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert found[0] is found[1] is tunable.plan(CPU, KEY)
 
 
@@ -594,21 +595,21 @@ def test_many_threads_resolve_at_once(made_up):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     stop.set()
-    other.join(60)
+    other.join()
     assert not problems, problems[0]
 
 
-def test_a_hit_is_one_dictionary_lookup(made_up, record_property):
-    """The promise is 0.5 us (measured in the benchmark); here only that no work was added, on a shared machine."""
+def test_a_hit_is_one_dictionary_lookup(made_up):
+    """The promise is 0.5 us (benchmarks/registry_cost.py measures it); here, that a hit calls no further function."""
     _, tunable, _ = made_up
     tunable.plan(CPU, KEY)
-    best = float("inf")
-    for _ in range(20):
-        started = time.perf_counter()
-        for _ in range(1000):
-            tunable.plan(CPU, KEY)
-        best = min(best, (time.perf_counter() - started) / 1000)
-    record_property("plan_hit_us", round(best * 1e6, 3))
-    assert best < 5e-6, f"a plan hit takes {best * 1e6:.2f} us"
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append((event, arg or frame.f_code.co_name)))
+    try:
+        tunable.plan(CPU, KEY)
+    finally:
+        sys.setprofile(None)
+    assert [name for event, name in calls if event == "call"] == ["plan"], calls
+    assert len([event for event, _ in calls if event == "c_call"]) <= 2, calls

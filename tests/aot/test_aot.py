@@ -88,14 +88,12 @@ def _allowed_spills(tunable: str, arch: str) -> int:
 
 @pytest.mark.daily(arch=COMPILED_DAILY)
 @pytest.mark.daily(op=ONE_OF_A_FAMILY)
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(op, arch, workers, record_property):
     _compiles(op, arch, "quick", workers, record_property)
 
 
 @pytest.mark.daily(arch="sm90")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", DEEP)
 def test_every_option_compiles(op, arch, workers, record_property):
     """Every option set, and fp32."""
@@ -120,7 +118,6 @@ def _compiles(op, arch, depth, workers, record_property):
 
 # More releases of the compiler crash for sm89.
 @pytest.mark.daily(arch="sm89")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["sm89", "sm90"])
 def test_small_sizes_compile(op, arch, workers):
     """Tiles of one element or one warp take other paths through the compiler than a workload's: one crashed it on the
@@ -173,7 +170,6 @@ def test_every_shipped_entry_is_legal(table):
 
 @pytest.mark.daily(table=tuple(table for table in TABLES if table.split("/")[1].split("-")[0] in DEEP))
 @pytest.mark.daily(name=ONE_OF_A_FAMILY)
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("table", "name"), PAIRS)
 def test_shipped_tables(table, name, workers, record_property):
     """The entry of each tunable that asks most of the device, and the last by key, are compiled at the sizes they were

@@ -17,7 +17,6 @@ def _ptx(launch) -> str:
 
 
 @pytest.mark.aot
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("few, sizes", [(True, (1, 512)), (False, (1024, 2048))], ids=["few", "many"])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "dyt"])
 def test_waits_where_it_is_early(op, few, sizes):

@@ -23,7 +23,6 @@ def _teams(op, sizes, dtype, target) -> set:
 
 
 @pytest.mark.aot
-@pytest.mark.timeout(600)
 # The dtype that models train in, for one architecture; the others are for LANES=full.
 @pytest.mark.daily(dtype="bfloat16", arch="sm90")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -26,7 +26,6 @@ def workers():
         yield workers
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=[op for op, _ in CASES])
 def test_an_odd_width_is_accessed_as_wide(op, dtype, arch, workers):

@@ -20,7 +20,6 @@ def workers():
         yield workers
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("n_cols", [2304, 2560, 5120])
 @pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm", "layer_norm"])
 def test_a_narrow_second_piece_moves_nothing(op, n_cols, workers):

@@ -14,7 +14,6 @@ RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @pytest.mark.aot
-@pytest.mark.timeout(300)
 @pytest.mark.xfail(RELEASE >= (3, 8), reason="from Triton 3.8 on it takes 59 registers", strict=True)
 def test_two_programs_fit_at_32768_columns():
     """1024 threads of 32 registers are half a multiprocessor. With 64, one program at a time, forward and backward took

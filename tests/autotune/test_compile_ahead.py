@@ -73,11 +73,11 @@ def compiled(monkeypatch):
         with condition:
             begun.append((plan.tunable.name, end))
             condition.notify_all()
-        assert end.wait(30)
+        assert end.wait()
 
     def wait(n):
         with condition:
-            assert condition.wait_for(lambda: len(begun) >= n, 30)
+            assert condition.wait_for(lambda: len(begun) >= n)
 
     monkeypatch.setattr(_launch, "compile_only", compile_only)
     monkeypatch.setattr(compile_ahead, "_in_turn", lambda kernel: None)
@@ -109,7 +109,7 @@ def test_nothing_compiles_before_triton_is_ready(monkeypatch, compiled):
     def prepare(*_):
         with lock:
             tasks.append(len(tasks))
-        assert ready.wait(30)
+        assert ready.wait()
 
     monkeypatch.setattr(compile_ahead, "_load_driver", prepare)
     monkeypatch.setattr(compile_ahead, "_hash_triton", prepare)
@@ -121,16 +121,16 @@ def test_nothing_compiles_before_triton_is_ready(monkeypatch, compiled):
     ready.set()
     compiled.wait(1)
     compiled.list[0][1].set()
-    done.result(30)
+    done.result()
 
 
 def test_the_step_does_not_wait_for_the_rehearsal_where_triton_is_ready(monkeypatch, compiled):
     rehearsed = threading.Event()
-    monkeypatch.setattr(compile_ahead, "note_launches", lambda jobs, note: rehearsed.wait(30))
+    monkeypatch.setattr(compile_ahead, "note_launches", lambda jobs, note: rehearsed.wait())
     done = compile_ahead.start([], torch.device("cpu"))
     assert not done.done()
     rehearsed.set()
-    done.result(30)
+    done.result()
 
 
 def test_a_rehearsal_that_fails_holds_nobody_up(monkeypatch, compiled):
@@ -140,7 +140,7 @@ def test_a_rehearsal_that_fails_holds_nobody_up(monkeypatch, compiled):
     monkeypatch.setattr(compile_ahead, "note_launches", fails)
     monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: threading.Event().wait(0.2))
     with pytest.raises(RuntimeError, match="no rehearsal"):
-        compile_ahead.start([], torch.device("cpu")).result(30)
+        compile_ahead.start([], torch.device("cpu")).result()
 
 
 def test_kernels_begin_in_the_order_noted_and_each_compiles_once(monkeypatch, compiled):
@@ -154,7 +154,7 @@ def test_kernels_begin_in_the_order_noted_and_each_compiles_once(monkeypatch, co
     for number in range(3):
         compiled.wait(number + 1)
         compiled.list[number][1].set()
-    done.result(30)
+    done.result()
     assert [name for name, _ in compiled.list] == [tunable.name for tunable in tunables]
     (future,), (other,) = plans[0].compiled.values(), alike.compiled.values()
     assert future is other and future.result() is None
@@ -203,7 +203,7 @@ def test_front_ends_run_one_at_a_time():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join()
     assert most == [1, 1, 1] and found == [("module", {"target": 1})] * 3
 
 
@@ -228,7 +228,7 @@ def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, on_sm90):
     launch.join(0.2)
     assert launch.is_alive() and not ran  # it waits
     future.set_result(None)
-    launch.join(30)
+    launch.join()
     assert ran == ["ordinary"]
     _launch.launch(plan, _norm_fwd_kernel, (2,), args, flags)
     assert ran == ["ordinary", "fast"]

@@ -248,7 +248,7 @@ def test_the_cpu_is_timed_by_the_wall_and_has_no_peak():
 
 def test_floors_are_measured():
     meter = Meter("cpu")
-    assert meter.copy_rate() > 0.1
+    assert meter.copy_rate() > 0
     assert meter.chain([(8, 16, 32, "nt")], torch.float32).cost_ms() > 0
     assert meter.chain([(8, 16, 32, "tn"), (8, 16, 32, "nn")], torch.bfloat16).cost_ms() > 0
 

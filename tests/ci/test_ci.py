@@ -40,7 +40,6 @@ def steps(script, **environment):
         env={**clean, "DRY_RUN": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return [line.removeprefix("+ ") for line in done.stdout.splitlines()]
@@ -133,7 +132,7 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
         "VENV": str(tmp_path),
         "OUT": str(tmp_path),
     }
-    done = subprocess.run(["bash", "ci/xpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "ci/xpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and "sees no xpu device" in done.stderr
     assert "ci/test.sh" not in done.stdout
 
@@ -145,7 +144,7 @@ def test_words_are_refused_before_anything_is_installed(script):
         ["bash", f"ci/{script}", "--help"],
         {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "STEPS": ""},
     )
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "no words, only variables" in done.stderr and not done.stdout
 
 
@@ -157,7 +156,6 @@ def test_evidence_refuses_a_step_it_does_not_know():
         env={**os.environ, "STEPS": "guess", "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 2 and "known: tables compile interpret" in done.stderr and "==" not in done.stdout
 

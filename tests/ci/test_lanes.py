@@ -117,7 +117,7 @@ def test_tests_of_more_memory_than_there_is_are_skipped(tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(TESTS.parent)])
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu and memory"]
     command += ["-p", "like_a_gpu", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "SKIPPED [1]" in done.stdout and "takes 16 GiB of device memory, this one has 8" in done.stdout
     assert "1 skipped, 1 deselected" in done.stdout
@@ -129,7 +129,7 @@ def test_a_mark_leaves_something_to_every_run():
     files = [str(path) for path in TESTS.rglob("test_*.py") if "@pytest.mark.daily(" in path.read_text()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-c", LEFT_OUT, "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout.split("FOUND")[1])
     assert len(found) > 20 and not [name for name, some in found.items() if not some]

@@ -18,7 +18,7 @@ def _answer(call: str, arguments: list[Any]) -> Any:
     if call == "list":
         return dict.fromkeys(("one", "hangs", "two", "dies", "three"), "X")
     if arguments[0] == "hangs":
-        time.sleep(60)
+        time.sleep(1000)
     if arguments[0] == "dies":
         print("its last words", file=sys.stderr, flush=True)
         os._exit(3)

@@ -29,7 +29,7 @@ def environment(path: str = str(compat.PATH)) -> dict[str, str]:
 
 def python(code: str, path: str = str(compat.PATH), **variables: str) -> subprocess.CompletedProcess:
     env = environment(path) | variables
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
 
 
 def passes(code: str) -> str:

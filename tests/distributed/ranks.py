@@ -77,7 +77,7 @@ class Ranks:
             process.stdin.close()
         for process in self.running:
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 self.end()
 
@@ -89,7 +89,7 @@ class Ranks:
 _waiting: dict[int, Ranks] = {}
 
 
-def run(file: str, function: str, kind: str = "cpu", world: int = 2, *, timeout: float = 200) -> None:
+def run(file: str, function: str, kind: str = "cpu", world: int = 2, *, timeout: float = 600) -> None:
     """Run `function` of the module `file` on every rank; kind: the device type, gloo for "cpu"."""
     ranks = _waiting.pop(world, None) if kind == "cpu" else None
     if ranks is None:

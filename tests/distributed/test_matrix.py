@@ -77,7 +77,7 @@ def missing(engine: str) -> list[str]:
 
 
 def launch(
-    cells: list[str], device: str, ranks: int, folder: Path, compute: str = "float32", seconds: int = 280
+    cells: list[str], device: str, ranks: int, folder: Path, compute: str = "float32", seconds: int = 800
 ) -> list[dict]:
     """The records of engines.py; a cell that hangs ends the launch, and it and those after it have none."""
     out = folder / f"{compute}.json"

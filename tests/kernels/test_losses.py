@@ -160,7 +160,7 @@ def test_targets_out_of_range_on_a_gpu(lane, checked):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     environment["LIGER_HW_CHECK_TARGETS"] = str(int(checked))
     code = _ASSERT.format(device=lane.device)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     said = done.stdout + done.stderr
     assert "liger_cross_entropy" in said, said
     assert not checked or "TargetError" in said and "target[2] = 8 is out of bounds" in said

@@ -165,7 +165,6 @@ def _all(op: str, sample, dy) -> list[torch.Tensor]:
     return [*y, *torch.autograd.grad(y, leaves, [dy] * len(y))]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("op", BWD)
 @pytest.mark.lanes("gpu")
 def test_the_same_bits_every_time(lane, op, seed):
