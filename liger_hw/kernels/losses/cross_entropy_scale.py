@@ -1,7 +1,9 @@
 """The backward of a loss whose forward computed the gradient: multiply it by the incoming one, read on the device.
 
-Where that is 1, as in `loss.backward()`, the kernel returns at once. In place only where nobody can see the saved
-gradient again.
+Where the incoming gradient is 1, as in `loss.backward()`, the kernel returns at once. An entry of exactly zero stays
+zero whatever it is multiplied by: ignored rows have such entries, and torch gives them no gradient even where the
+incoming one is infinite or nan (a summed loss divided by zero counted tokens). The product is written in place only
+where the saved gradient cannot be read again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from ..rows.tuning import DIMS, persistent_misfit
 
 @triton.jit
 def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
-    g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.where(g == 0.0, g, g * scale)
     if OUT_ptr is None:
         tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
     else:
@@ -128,7 +131,8 @@ def _bwd_reference(grad, grad_output, stats):
     wide = torch.promote_types(grad.dtype, torch.float32)
     scale = grad_output.to(wide)
     scale = scale * stats[4] if stats.numel() else scale
-    return (grad * (scale[:, None] if scale.dim() == 1 else scale)).to(grad.dtype)
+    scale = scale[:, None] if scale.dim() == 1 else scale
+    return torch.where(grad == 0, 0.0, grad * scale).to(grad.dtype)
 
 
 def _bwd_in_place_reference(grad, grad_output, stats):
@@ -152,8 +156,7 @@ cross_entropy_bwd_ = define(
 def scale_gradient(grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
     """The gradient that a forward saved, times the incoming one; call it in a backward.
 
-    In place where nobody can see the saved tensor again: when the graph is freed by this backward, and to a new tensor
-    where it is kept.
+    In place where this backward frees the graph, after which the saved tensor cannot be read; else a new tensor.
     """
     if graph_is_kept():
         return cross_entropy_bwd(grad, grad_output, stats)

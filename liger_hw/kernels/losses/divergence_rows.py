@@ -409,7 +409,9 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
 
     def bwd_reference(go, x, y, labels, options: Divergence):
         g = slope(x, y, labels, options)
-        return (g * go.to(g.dtype)).to(x.dtype).contiguous()
+        dx = g * go.to(g.dtype)
+        dx = dx if labels is None else dx.masked_fill((labels == options.ignore_index)[:, None], 0.0)
+        return dx.to(x.dtype).contiguous()
 
     tensors = "Tensor input, Tensor target, Tensor? labels"
     forward = define(

@@ -103,7 +103,8 @@ def _fwd_reference(student, teacher, target, ignore_index):
 @torch.no_grad()
 def _bwd_reference(student, teacher, target, saved, dce, dtvd, ignore_index):
     soft, hard = distill_slopes(student, teacher, target, _options(ignore_index))
-    return (hard * dce[:, None] + soft * dtvd[:, None]).to(student.dtype).contiguous()
+    dx = (hard * dce[:, None] + soft * dtvd[:, None]).masked_fill((target == ignore_index)[:, None], 0.0)
+    return dx.to(student.dtype).contiguous()
 
 
 _INPUTS = "Tensor student, Tensor teacher, Tensor target"

@@ -162,7 +162,8 @@ class VocabParallelCEFunction(Function):
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         go = grad_output.flatten().to(lse.dtype)
-        coefficients = target_coef * go, -go, -per_class[0] * go if per_class else None
+        at_target = torch.where(target_coef == 0, 0.0, target_coef * go)  # 0 where another rank has the target
+        coefficients = at_target, -go, -per_class[0] * go if per_class else None
         dx = vocab_parallel_gradient(logits.flatten(0, -2), mine, lse, *coefficients)
         return dx.view(logits.shape), *(None,) * 6
 
