@@ -285,8 +285,8 @@ FLOORS = (
     "chunked_loss",
     "distributed",
     # what a patch consists of, and how a module is recognised
-    "transformers/marks transformers/copies transformers/report transformers/replacing transformers/functional "
-    "transformers/probing",
+    "transformers/marks transformers/choice transformers/copies transformers/report transformers/replacing "
+    "transformers/functional transformers/probing",
     "recompute",
     "transformers",
     "megatron megatron_head",

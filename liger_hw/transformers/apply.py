@@ -76,6 +76,7 @@ def patch(
 
     model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), which is patched alone; or a
     class of a transformers model, whose family's own classes are patched, for models made before or after this call
+    (experts: after it)
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts: which parts may be patched. Each is recognised by
     running it and the kernels' references on small random inputs. What agrees with no kernel keeps its own code, and
     the report says why.

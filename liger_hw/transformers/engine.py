@@ -1,10 +1,11 @@
 """The patch engine: finds what a model's parts compute (probing/) and puts the kernels in their place.
 
 On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
-modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py), so models made
-before and after are patched alike. On one live model it binds the same functions to that model's modules only. Nothing
-else changes: no function of torch, none that families share, no parameter, no class of a module. What is not recognised
-keeps its own code, and the report says why.
+modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So models made
+before and after are patched alike, except for experts, which a model's configuration names: those of later models. On
+one live model it binds the same functions to that model's modules only, and its configuration names the experts.
+Nothing else changes: no function of torch, none that families share, no parameter, no class of a module. What is not
+recognised keeps its own code, and the report says why.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ..distributed import owners
 from ..recompute.dial import put_default, put_on
 from ..runtime.operator import check_flags
 from . import probing
-from .experts import choosing, is_spread, register_experts
+from .choice import CHOICE, SLOT, Choice, chosen_by_default, names_another
+from .experts import as_before, is_spread, register_experts
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, expert_lists, rotary
@@ -235,7 +237,6 @@ class _ModelPatcher(_Patcher):
         self.model = model
         self.paths = {module: name for name, module in model.named_modules()}
         self.forwards: dict[tuple, Callable] = {}  # modules that compute the same share one function
-        self.views: dict[int, Any] = {}  # of configurations, by their ids
 
     def patch(self, options: dict[str, bool]) -> None:
         super().patch(options)
@@ -279,7 +280,7 @@ class _ModelPatcher(_Patcher):
         if isinstance(found, Match):
             its_own = getattr(current, "__self__", None) is module
             if not its_own and found.kernel == "fused_moe" and is_spread(module, current):
-                self._patch_choice(module, where, part, found)
+                self._patch_spread(module, where, part, found)
                 return
             if not its_own or current.__func__ is not getattr(type(module), found.slot):
                 found = Refused("its forward was replaced by something else", found.kernel)
@@ -287,20 +288,34 @@ class _ModelPatcher(_Patcher):
             self.keep(part, where, found.kernel, f"left alone: {found.reason}", module)
             return
         forward = self._forward(module, part, found, current.__func__)
+        if found.kernel == "fused_moe":
+            self._choose(module)
         self.change(part, where, found.kernel, Patch(module, slot, types.MethodType(forward, module)), found.variant)
 
-    def _patch_choice(self, module: nn.Module, where: str, part: str, match: Match) -> None:
-        """Patch which implementation expert parallelism calls: it has replaced the forward, and calls the class's."""
-        if hasattr(module.config, PATCH_MARK):
-            self.keep(part, where, match.kernel, ALREADY)
+    def _patch_spread(self, module: nn.Module, where: str, part: str, match: Match) -> None:
+        """Patch what the name `liger_hw` runs: expert parallelism has replaced the forward, and calls the class's."""
+        if SLOT in vars(module):
             return
-        view = self.views.setdefault(id(module.config), choosing(module.config, part, match.kernel))
-        self.change(part, where, match.kernel, Patch(module, "config", view), match.variant)
+        original, switch = type(module).forward, [True]
+        guards = probing.experts.while_named(probing.guards_of(module, original, match.used))
+        forward = marked(guarded(match, guards, as_before, switch), part, match.kernel, original, switch)
+        self._choose(module)
+        self.change(part, where, match.kernel, Patch(module, SLOT, types.MethodType(forward, module)), match.variant)
+
+    def _choose(self, module: nn.Module) -> None:
+        """Have the configuration of experts name liger_hw, where it names another implementation."""
+        config = vars(module).get("config")
+        if names_another(config):
+            choice = Choice(config)
+            choice.apply()
+            self.report.patches.append(choice)
 
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
         """The match's forward while the module is what it is now; if that changes, its own runs again."""
         guards = probing.guards_of(module, original, match.used)
         guards = tuple(guard for guard in guards if guard[1] not in match.used)  # it had the weights that it reads
+        if match.kernel == "fused_moe":
+            guards = probing.experts.while_named(guards)
         key = (id(match), original, _hashable(guards))
         if key not in self.forwards:
             switch = [True]
@@ -437,12 +452,29 @@ class _ClassPatcher(_Patcher):
             reason = refused.reason if refused else f"{reason}; patch a live model"
             self.keep(part, where, refused.kernel if refused else part, f"left alone: {reason}")
             return
+        if any(name == CHOICE for guards, _ in matches for _, name, _ in guards):
+            self._choose_by_default()
+            matches = [(probing.experts.while_named(guards), match) for guards, match in matches]
+            where += " of new models"
         forward, switch = original, [True]
         for guards, match in matches:
             forward = guarded(match, guards, forward, switch)
         words, match = sorted({m.variant for _, m in matches}), matches[0][1]
         marked(forward, part, match.kernel, original, switch)
         self.change(part, where, match.kernel, Patch(cls, slot, forward), " or ".join(filter(None, words)))
+
+    def _choose_by_default(self) -> None:
+        """Have the configurations of models that are made from now on name liger_hw, where the program names no
+        implementation of experts. Those of models that exist name one, and do not say who has chosen it."""
+        slot = "get_correct_experts_implementation"
+        for sample in self.samples:
+            owners = [
+                cls for cls in type(sample).__mro__ if cls.__module__ == self.modeling.__name__ and hasattr(cls, slot)
+            ]
+            if owners and PATCH_MARK not in vars(getattr(owners[-1], slot)):
+                patch = Patch(owners[-1], slot, chosen_by_default(getattr(owners[-1], slot)))
+                patch.apply()
+                self.report.patches.append(patch)
 
     def _patch_new_models(self, options: dict[str, bool], borrowed: dict[tuple[str, type], Match]) -> None:
         """Patch what the family takes from elsewhere (torch's LayerNorm, a CLIP tower, a Llama) in its new models.

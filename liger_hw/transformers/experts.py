@@ -3,31 +3,31 @@
     liger_hw.transformers.register_experts()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="liger_hw")
 
-Every patch function registers it too, and needs the name for one thing: experts that transformers has spread over
-ranks, whose forward it has replaced. There the patch puts a view of the configuration in the module's place for one
-(`choosing`), which names `liger_hw` where the configuration names what was to be replaced.
+Every patch function registers the name and writes it into the configurations of the models that it patches (choice.py).
+So `model.set_experts_implementation(...)` after a patch is obeyed: patched experts run the kernel while their
+configuration names `liger_hw`, and whatever else it names is transformers' own.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import inspect
 import logging
 import weakref
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 import torch.nn.utils.parametrize
 
 from ..distributed import owners
 from . import probing
-from .marks import PATCH_MARK
+from .choice import CHOICE, NAME, SLOT, Chosen
+from .marks import original_of
 from .replacing import guarded
 
 log = logging.getLogger("liger_hw")
-NAME = "liger_hw"
-_INSTEAD = "grouped_mm"
-"""What runs where the op cannot: transformers' own default."""
+_DEFAULT = "grouped_mm"
+"""What runs where the op cannot, and no configuration says what else: transformers' own default."""
 
 
 def register_experts() -> bool:
@@ -55,6 +55,10 @@ def experts_forward(
     `self.num_experts` contributes nothing. Returns [tokens, hidden] in the dtype of hidden_states.
     Other experts run as transformers' default has them, and the log says once why.
     """
+    if SLOT in self.__dict__:
+        return self.__dict__[SLOT](hidden_states, top_k_index, top_k_weights)
+    if type(getattr(self.config, CHOICE)) is Chosen:  # by a patch of other modules, or one that is reverted
+        return as_before(self, hidden_states, top_k_index, top_k_weights)
     forward = _forwards.get(id(self)) or _recognised(self)
     return forward(self, hidden_states, top_k_index, top_k_weights)
 
@@ -67,16 +71,17 @@ def _recognised(module: torch.nn.Module) -> Callable:
     """The forward of one module from now on."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    original = ALL_EXPERTS_FUNCTIONS[_INSTEAD]
+    default = ALL_EXPERTS_FUNCTIONS[_DEFAULT]
     plain = _unparametrized(module)
-    own = type(plain).forward
-    found = probing.recognise(plain, own)
-    if isinstance(found, probing.Match) and found.slot == "forward":
-        forward = guarded(found, probing.guards_of(plain, own, found.used), original, [True])
+    of_class = original_of(type(plain).forward)
+    result = probing.recognise(plain, of_class)
+    if isinstance(result, probing.Match) and result.slot == "forward":
+        forward = guarded(result, probing.guards_of(plain, of_class, result.used), default, [True])
     else:
-        why = found.reason if isinstance(found, probing.Refused) else found.variant if found else "they are no experts"
-        _say_once(f"liger_hw: {type(module).__name__} runs by {_INSTEAD}: {why}")
-        forward = original
+        is_refused = isinstance(result, probing.Refused)
+        why_invalid = result.reason if is_refused else result.variant if result else "they are no experts"
+        _log_once(f"liger_hw: {type(module).__name__} runs by {_DEFAULT}: {why_invalid}")
+        forward = default
     _forwards[id(module)] = forward
     weakref.finalize(module, _forwards.pop, id(module), None)
     return forward
@@ -87,15 +92,26 @@ def _unparametrized(module: torch.nn.Module) -> torch.nn.Module:
     if not torch.nn.utils.parametrize.is_parametrized(module):
         return module
     plain = object.__new__(type(module).__mro__[1])  # parametrize has given it a class of its own
-    originals = {name: held.original for name, held in module.parametrizations.items()}
+    originals = {name: parametrization.original for name, parametrization in module.parametrizations.items()}
     children = {name: child for name, child in module._modules.items() if name != "parametrizations"}
     plain.__dict__ = {**vars(module), "_parameters": {**module._parameters, **originals}, "_modules": children}
     return plain
 
 
 @functools.lru_cache(maxsize=256)
-def _say_once(words: str) -> None:
+def _log_once(words: str) -> None:
     log.warning(words)
+
+
+def as_before(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts as they ran before a patch wrote `liger_hw` into their configuration."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    instead = getattr(getattr(self.config, CHOICE), "instead", _DEFAULT)
+    eager = inspect.unwrap(original_of(type(self).forward))
+    return ALL_EXPERTS_FUNCTIONS.get_interface(instead, eager)(self, hidden_states, top_k_index, top_k_weights)
 
 
 # -- experts whose forward transformers has replaced -----------------------------------------------------------------
@@ -105,49 +121,10 @@ def is_spread(module: torch.nn.Module, forward: Callable) -> bool:
     """Whether transformers has spread a module's experts over ranks: `forward`, in its place, calls the class's own.
 
     Each rank has some of the experts, or a part of every one. Newer versions say the first of the module; of the
-    second, and before of both, the only sign is who has made the forward.
+    second, and before of both, the only sign is the function that made the forward.
     """
     if getattr(module, "_is_expert_parallel", False):
         return True
     style = (owners.tensor_parallel_forward(module) or {}).get("self")
-    made_by = getattr(forward, "__qualname__", "")
-    return type(style).__name__ == "MoeExpertsParallel" or made_by.startswith("MoeExpertsParallel.install_forward.")
-
-
-def choosing(config: Any, part: str, kernel: str) -> Any:
-    """A view of `config`, all of whose attributes it shares, that names liger_hw as experts implementation.
-
-    When another implementation is chosen later, the view names that one. A deep copy is a view of a copy; pickle
-    stores the configuration itself.
-    """
-    cls = type(config)
-    view = object.__new__(type(cls.__name__, (_Choosing, cls), {PATCH_MARK: (part, kernel)}))
-    object.__setattr__(view, "__dict__", vars(config))
-    type(view).original, type(view).instead_of = config, config._experts_implementation
-    return view
-
-
-class _Choosing:
-    """The part of such a view that differs from its configuration."""
-
-    original: Any
-    instead_of: str | None
-
-    @property
-    def _experts_implementation(self) -> str | None:
-        chosen = self._experts_implementation_internal
-        return NAME if chosen == self.instead_of else chosen
-
-    @_experts_implementation.setter
-    def _experts_implementation(self, value: Any) -> None:
-        self.original._experts_implementation = value
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        return choosing(copy.deepcopy(self.original, memo), *getattr(self, PATCH_MARK))
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        return _itself, (self.original,)
-
-
-def _itself(value: Any) -> Any:
-    return value
+    maker = getattr(forward, "__qualname__", "")
+    return type(style).__name__ == "MoeExpertsParallel" or maker.startswith("MoeExpertsParallel.install_forward.")

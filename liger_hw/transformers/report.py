@@ -22,7 +22,7 @@ import torch
 from .. import env, registry
 from ..locks import fork_safe
 from ..text import fold, table, with_notes
-from . import copies
+from . import choice, copies
 from .marks import PATCH_MARK, is_ours, mark, switch_off
 
 log = logging.getLogger("liger_hw")
@@ -31,8 +31,9 @@ _MISSING = object()
 PATCHED = "patched"
 ALREADY = "already patched"
 
-SLOTS = ("forward", "_apply_gate", "moe")
-"""Methods of a module that a patch may replace: its own, the gate of batched experts, and the loop over a list."""
+SLOTS = ("forward", "_apply_gate", "moe", choice.SLOT)
+"""Methods of a module that a patch may replace or add: its own, the gate of batched experts, the loop over a list, and
+what runs experts whose forward transformers has replaced."""
 
 PATCH_LOCK = fork_safe(threading.RLock())
 """Held while anything is patched or reverted, so that calls in several threads follow one another."""
@@ -144,14 +145,14 @@ def _revert_model(model: torch.nn.Module) -> int:
     with PATCH_LOCK:
         for module in model.modules():
             held = vars(module)
-            for slot in [s for s in SLOTS if is_ours(held.get(s))]:
+            slots = [s for s in SLOTS if is_ours(held.get(s))]
+            for slot in slots:
                 delattr(module, slot)
-                count += 1
+            count += len(slots)
+            if slots:
+                choice.release(held.get("config"))
             if is_ours(held.get("_old_forward")):
                 module._old_forward = _own_method(module, "forward")
-                count += 1
-            if is_ours(held.get("config")):  # of experts; see experts.choosing
-                module.config = module.config.original
                 count += 1
             copies.release(module)
         vars(model).pop(PickleNote.NAME, None)

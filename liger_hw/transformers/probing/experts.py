@@ -18,9 +18,10 @@ from ...distributed import owners
 from ...kernels.moe.fused_moe import fused_moe_reference
 from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
+from ..choice import CHOICE, NAME
 from ..marks import is_our_method
 from .coverage import Coverage
-from .guards import EVERYTHING, is_method_of, reads
+from .guards import EVERYTHING, Guards, is_method_of, reads
 from .probe import (
     LARGE,
     Match,
@@ -43,7 +44,7 @@ _GATE = "_apply_gate"
 """The method that transformers' implementations call between the two products; an eager loop need not."""
 _EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
 _HIDDEN, _INNER = 8, 12
-_REPLACED = (None, "eager", "grouped_mm", "batched_mm", "liger_hw")
+_REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
 """Experts implementations of transformers in whose place the op may come; another is somebody's own choice."""
 _DENSE = (
     "its routing weights are [tokens, experts], as transformers 4 has them; fused_moe takes [tokens, k], one for each "
@@ -123,6 +124,11 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
         return Refused(found, KERNEL)
     used = frozenset(owners.parameter_shapes(module)) | {"num_experts"}
     return Match(KERNEL, str(found), replacement(found), used=used, inputs=3, ready=_ready(type(module)))
+
+
+def while_named(guards: Guards) -> Guards:
+    """Guards under which the kernel runs while the configuration, where experts have one, names it."""
+    return tuple((kind, name, NAME if name == CHOICE else value) for kind, name, value in guards)
 
 
 def has_own_gate(module: Any) -> bool:

@@ -21,6 +21,7 @@ from ...kernels.pointwise.geglu import geglu_reference
 from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
 from ...recompute.recipes import project
+from ..choice import NAME
 from .coverage import Coverage
 from .guards import EVERYTHING, reads
 from .probe import (
@@ -473,7 +474,7 @@ def _recognise_experts(module: nn.Module) -> Match | Refused:
     """The gate that every batched experts implementation of transformers calls between its two products."""
     kernel = "fused_gate_up_swiglu"
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation not in (None, "grouped_mm", "batched_mm"):
+    if implementation not in (None, "grouped_mm", "batched_mm", NAME):
         return Refused(f"experts_implementation={implementation!r} does not call its gate", kernel)
     down = module._parameters.get("down_proj")
     copied = probe_copy(module, {}, {})

@@ -1,0 +1,79 @@
+"""Which implementation runs the experts of a model, as a configuration of transformers 5 names it.
+
+A patch writes `Chosen` there, which equals the name `liger_hw`. Patched experts run the kernel while their
+configuration names it. A program that names another implementation after the patch, also the one that was there before,
+has changed the configuration, and gets what it names.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+from .marks import mark
+
+NAME = "liger_hw"
+CHOICE = "_experts_implementation_internal"
+"""Attribute of a configuration: what transformers' property `_experts_implementation` reads."""
+SLOT = "_liger_hw_experts"
+"""Method that a patch gives experts whose forward transformers has replaced: what the name runs for them."""
+
+
+class Chosen(str):
+    """`liger_hw` in a configuration whose model a patch has changed. instead: what the configuration named before.
+
+    A copy is the same object. Pickle stores `instead`, so what is loaded needs no liger_hw.
+    """
+
+    instead: str | None
+
+    def __new__(cls, instead: str | None) -> "Chosen":
+        self = super().__new__(cls, NAME)
+        self.instead = instead
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "Chosen":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return type(self.instead), () if self.instead is None else (self.instead,)
+
+
+class Choice:
+    """Writes `Chosen` into the configuration of one live model, for a report to undo; see `report.Patch`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.chosen = config, Chosen(getattr(config, CHOICE))
+
+    def apply(self) -> None:
+        setattr(self.config, CHOICE, self.chosen)
+
+    def revert(self) -> bool:
+        """What a program has chosen since stays."""
+        if getattr(self.config, CHOICE) is self.chosen:
+            setattr(self.config, CHOICE, self.chosen.instead)
+        return True
+
+
+def names_another(config: Any) -> bool:
+    """Whether a configuration, if it names an implementation at all, names another than liger_hw's."""
+    return getattr(config, CHOICE, NAME) != NAME
+
+
+def release(config: Any) -> None:
+    """Undo `Choice` on a configuration, without its report."""
+    chosen = getattr(config, CHOICE, None)
+    if type(chosen) is Chosen:
+        setattr(config, CHOICE, chosen.instead)
+
+
+def chosen_by_default(original: Callable) -> Callable:
+    """`get_correct_experts_implementation` of a family's models: `liger_hw` where the program names none."""
+
+    @functools.wraps(original)
+    def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> str:
+        name = original(self, requested_experts)
+        return Chosen(name) if requested_experts is None else name
+
+    mark(get_correct_experts_implementation, "experts", "")
+    return get_correct_experts_implementation
