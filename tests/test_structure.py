@@ -254,8 +254,30 @@ def test_underscore_names_stay_in_their_module():
     assert not wrong, f"make these names public, or move what uses them: {wrong}"
 
 
-def test_import_circles_are_of_two_files_at_most():
-    imported, _ = _imports()
+CIRCLES_LEFT = {
+    frozenset(
+        {
+            *("autotune/check", "autotune/compile", "autotune/inline", "autotune/jobs", "autotune/measure"),
+            *("autotune/record", "autotune/space", "autotune/tuner", "autotune/workers", "registry"),
+            *("runtime/launch", "runtime/operator", "runtime/replay"),
+        }
+    ),
+    frozenset({"bench/runners", "bench/timing"}),
+    frozenset({"compat/__init__", "compat/monkey_patch", "transformers/__init__"}),
+}
+"""It may only shrink."""
+
+
+def test_no_import_circles():
+    """Imports inside functions and modules named in strings count; what a type checker alone imports does too."""
+    imported = collections.defaultdict(set)
+    for name, files in _imports()[0].items():
+        imported[name.removeprefix("liger_hw/").removesuffix(".py")] |= {
+            file.removeprefix("liger_hw/").removesuffix(".py") for file in files
+        }
+    for name, file, _ in _arrows():
+        if "*" not in file and name != file:
+            imported[name].add(file)
 
     def reached(start: str) -> set[str]:
         seen, todo = set(), [start]
@@ -266,13 +288,14 @@ def test_import_circles_are_of_two_files_at_most():
         return seen
 
     reaches = {name: reached(name) for name in list(imported)}
-    circles = {frozenset(o for o in found if n in reaches.get(o, ())) for n, found in reaches.items() if n in found}
-    wrong = [sorted(circle) for circle in circles if len(circle) > 2]
+    circles = {frozenset(o for o in files if n in reaches.get(o, ())) for n, files in reaches.items() if n in files}
+    wrong = [sorted(circle) for circle in circles - CIRCLES_LEFT]
     assert not wrong, f"what is below may not import what is above it: {wrong}"
+    assert circles == CIRCLES_LEFT, f"drop what is gone from CIRCLES_LEFT: {CIRCLES_LEFT - circles}"
 
 
 FLOORS = (
-    "__init__ text locks files lazy",
+    "__init__ text locks files lazy runtime/__init__ runtime/sharding",
     "kernels/__init__ env",  # the names of the ops, of each of which a variable is made
     "answers backends",
     "ops",
@@ -303,7 +326,6 @@ UPWARDS = {
     ("ops", "runtime/triton_import"): "whether this process interprets kernels; asked when an op runs",
     ("ops", "runtime/kernel_hash"): "the hash of an op's kernels; asked when an entry is compared with them",
     ("registry", "autotune/inline"): "at the first miss under LIGER_HW_AUTOTUNE=1; it registers itself",
-    ("runtime/operator", "distributed/dtensor"): "imported for the first DTensor, which few programs have",
     ("transformers/__init__", "compat/__init__"): "the shim's words for a name of Liger's that is not here",
 }
 """Imports of a higher floor: inside a function, or of a module named in a string, and why. It may only shrink."""

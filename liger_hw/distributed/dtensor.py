@@ -1,7 +1,8 @@
 """liger_hw's functions on DTensors: what each does with placements.
 
-A public function that is given a DTensor comes here (`runtime/operator.py: Function.apply`). The rule of its op says
-which placements the tensors need, the op runs on the local parts, and the results are DTensors again:
+A public function that is given a DTensor comes here (`runtime/operator.py: Function.apply`). The rule that its Function
+names (`runtime/sharding.py`) says which placements the tensors need. The op runs on the local parts, and the results
+are DTensors again:
 
     norms, softmax        any dimension but the last may be sharded; a sharded last dimension is gathered. Weights are
                           replicated, and where the rows are sharded their gradients are partial sums
@@ -20,11 +21,13 @@ gradient is an error, since nothing says whether its gradients are to be summed.
 from __future__ import annotations
 
 import inspect
-from functools import cache, partial
+from functools import cache
 from typing import Any, Callable, NoReturn, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ..runtime.sharding import RotaryRule, RowsRule
 
 Placements = tuple[Any, ...]
 
@@ -39,10 +42,15 @@ def apply(function: Any, args: Sequence[Any]) -> Any:
     function: a Function class of an op
     Raises `ShardingError`.
     """
-    rule = RULES.get(function.__name__)
+    rule = function.sharding
     if rule is None:
         refuse(function.__module__.rpartition(".")[2], args)
-    return rule(_Call(function, args))
+    call = _Call(function, args)
+    if isinstance(rule, RowsRule):
+        return _rows(call, rule)
+    if isinstance(rule, RotaryRule):
+        return _rotary(call, rule)
+    return LOSSES[rule.kind](call)
 
 
 def refuse(name: str, args: Sequence[Any]) -> NoReturn:
@@ -68,10 +76,10 @@ class _Call:
         self.function = function
         self.args = {**_defaults(function), **dict(zip(_defaults(function), args))}
         self.name = function.__module__.rpartition(".")[2]
-        given = [arg for arg in args if isinstance(arg, DTensor)]
-        self.mesh = given[0].device_mesh
-        if any(arg.device_mesh != self.mesh for arg in given):
-            meshes = ", ".join(str(arg.device_mesh) for arg in given)
+        tensors = [arg for arg in args if isinstance(arg, DTensor)]
+        self.mesh = tensors[0].device_mesh
+        if any(arg.device_mesh != self.mesh for arg in tensors):
+            meshes = ", ".join(str(arg.device_mesh) for arg in tensors)
             self.fail(f"its tensors are on different meshes: {meshes}", "redistribute them to one mesh")
 
     def fail(self, what: str, remedy: str) -> NoReturn:
@@ -119,29 +127,27 @@ _WRAP = "make it one too: DTensor.from_local(x, mesh, placements), or take to_lo
 # -- norms, gates, rope ----------------------------------------------------------------------------------------------
 
 
-def _rows(
-    call: _Call, inputs: tuple[str, ...], weights: tuple[str, ...] = (), gathered: tuple[int, ...] = (-1,)
-) -> Any:
-    """An op on rows: `inputs` have one shape, of which the dimensions `gathered` must be whole."""
-    x = call.args[inputs[0]]
-    placements = call.kept(x, *gathered)
-    parts = {name: call.local(call.args[name], placements) for name in inputs}
-    parts |= {name: call.weight(call.args[name], placements) for name in weights}
-    found = call.run(**parts)
-    several = found if isinstance(found, tuple) else (found,)
+def _rows(call: _Call, rule: RowsRule) -> Any:
+    x = call.args[rule.inputs[0]]
+    placements = call.kept(x, *rule.gathered)
+    parts = {name: call.local(call.args[name], placements) for name in rule.inputs}
+    parts |= {name: call.weight(call.args[name], placements) for name in rule.weights}
+    results = call.run(**parts)
+    several = results if isinstance(results, tuple) else (results,)
     wholes = tuple(
-        call.whole(part, placements, (*x.shape[:-1], part.shape[-1] if gathered else x.shape[-1])) for part in several
+        call.whole(part, placements, (*x.shape[:-1], part.shape[-1] if rule.gathered else x.shape[-1]))
+        for part in several
     )
-    return wholes if isinstance(found, tuple) else wholes[0]
+    return wholes if isinstance(results, tuple) else wholes[0]
 
 
-def _rope(call: _Call, weights: tuple[str, ...] = ()) -> Any:
+def _rotary(call: _Call, rule: RotaryRule) -> Any:
     """cos and sin follow the batch and the tokens of q and k."""
     q, k, ids = call.args["q"], call.args["k"], call.args["position_ids"]
     tokens = 3 - call.args["unsqueeze_dim"]
     placements = call.kept(q, 3)
     parts = {name: call.local(call.args[name], placements) for name in ("q", "k")}
-    parts |= {name: call.weight(call.args[name], placements) for name in weights}
+    parts |= {name: call.weight(call.args[name], placements) for name in rule.weights}
 
     def follow(t: torch.Tensor, batch: int | None, sequence: int | None) -> Placements:
         by = {0: batch if batch is None or t.shape[batch] > 1 else None, tokens: sequence}
@@ -158,8 +164,8 @@ def _rope(call: _Call, weights: tuple[str, ...] = ()) -> Any:
             parts[name] = call.local(t, (Replicate(),) * call.mesh.ndim)
     if ids is not None:
         parts["position_ids"] = call.local(ids, follow(ids, 0 if ids.dim() == 2 else None, ids.dim() - 1))
-    found = call.run(**parts)
-    return tuple(call.whole(part, placements, whole.shape) for part, whole in zip(found, (q, k)))
+    rotated = call.run(**parts)
+    return tuple(call.whole(part, placements, whole.shape) for part, whole in zip(rotated, (q, k)))
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -194,27 +200,27 @@ def _reduced(
 
 
 def _cross_entropy(call: _Call) -> Any:
-    given = call.args
-    logits, weight, ignore_index, how = (given[name] for name in ("_input", "weight", "ignore_index", "reduction"))
+    args = call.args
+    logits, weight, ignore_index, how = (args[name] for name in ("_input", "weight", "ignore_index", "reduction"))
     placements = call.kept(logits)
     axis = _vocab_axis(call, logits, 1)
     rows = tuple(Replicate() if i == axis else p for i, p in enumerate(placements))
     sharded = any(type(p) is Shard for p in rows)
-    more = given["return_z_loss"] or given["return_token_accuracy"] or given["return_predicted_tokens"]
+    more = args["return_z_loss"] or args["return_token_accuracy"] or args["return_predicted_tokens"]
     if more or sharded and weight is not None and how == "mean":
         call.fail("return_* and a weighted mean are not there for DTensors", "take full_tensor() of the logits")
-    y = call.local(given["target"], rows)
+    y = call.local(args["target"], rows)
     if axis is None:
         parts = {"_input": call.local(logits, rows), "target": y, "weight": call.weight(weight, rows)}
         if not sharded:
             return call.whole(call.run(**parts, loss_only=True), rows)
         losses = call.run(**parts, loss_only=True, reduction="none")
     else:
-        if weight is not None or given["lse_square_scale"] or given["softcap"]:
+        if weight is not None or args["lse_square_scale"] or args["softcap"]:
             call.fail("over a sharded vocabulary there is no class weight, z-loss or softcap", "gather the logits")
         from ..kernels.losses.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy
 
-        options = call.mesh.get_group(axis), ignore_index, given["label_smoothing"]
+        options = call.mesh.get_group(axis), ignore_index, args["label_smoothing"]
         losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, *options)
         losses = losses.to(logits.dtype)
     return _reduced(call, losses, y, rows, logits.shape[0], ignore_index, how)
@@ -247,13 +253,13 @@ _HEAD_OPTIONS = (
 
 
 def _head(call: _Call) -> Any:
-    given = call.args
-    x, weight, target, bias, ce_weight = (given[name] for name in ("_input", "weight", "target", "bias", "ce_weight"))
-    ignore_index, how = given["ignore_index"], given["reduction"]
+    args = call.args
+    x, weight, target, bias, ce_weight = (args[name] for name in ("_input", "weight", "target", "bias", "ce_weight"))
+    ignore_index, how = args["ignore_index"], args["reduction"]
     axis, rows = _head_rows(call, x, weight)
     everywhere = (Replicate(),) * call.mesh.ndim
     if axis is not None:
-        if ce_weight is not None or given["use_token_scaling"]:
+        if ce_weight is not None or args["use_token_scaling"]:
             call.fail("the tensor-parallel head has no class weight or token scaling", "gather the weight")
         from ..kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
 
@@ -265,18 +271,18 @@ def _head(call: _Call) -> Any:
             call.mesh.get_group(axis),
             bias=call.local(bias, part),
             sequence_parallel=type(rows[axis]) is Shard,
-            **{name: given[name] for name in _HEAD_OPTIONS},
+            **{name: args[name] for name in _HEAD_OPTIONS},
         )
         names = "loss", "z_loss", "token_accuracy", "predicted_tokens"
-        found = (getattr(output, name, output if name == "loss" else None) for name in names)
-        return tuple(t if t is None else call.whole(t, everywhere) for t in found)
+        results = (getattr(output, name, output if name == "loss" else None) for name in names)
+        return tuple(t if t is None else call.whole(t, everywhere) for t in results)
     sharded = any(type(p) is Shard for p in rows)
-    more = given["return_z_loss"] or given["return_token_accuracy"] or given["return_predicted_tokens"]
+    more = args["return_z_loss"] or args["return_token_accuracy"] or args["return_predicted_tokens"]
     if sharded and (more or ce_weight is not None and how == "mean"):
         call.fail("return_* and a weighted mean are not there for sharded rows", "gather the hidden states")
     y = call.local(target, rows)
     parts = {"_input": call.local(x, rows), "target": y, "order": None}
-    parts |= {name: call.weight(given[name], rows) for name in ("weight", "bias", "ce_weight")}
+    parts |= {name: call.weight(args[name], rows) for name in ("weight", "bias", "ce_weight")}
     if not sharded:
         return tuple(call.whole(t, everywhere) for t in call.run(**parts))
     losses = call.run(**parts, reduction="none" if how == "none" else "sum")[0]
@@ -293,15 +299,18 @@ def _log_probs(call: _Call) -> Any:
         call.fail("return_top1 compares the results with plain targets", _WRAP)
     if axis is None:
         parts = {"x": call.local(x, rows), "target": call.local(target, rows), "ids": call.local(ids, everywhere)}
-        found = call.run(**parts, weight=call.weight(weight, rows), bias=call.weight(bias, rows))
-        wanted = True, options.entropy, options.top, ids is not None
-        return tuple(call.whole(t, rows, (x.shape[0], *t.shape[1:])) if w else t for t, w in zip(found, wanted))
+        results = call.run(**parts, weight=call.weight(weight, rows), bias=call.weight(bias, rows))
+        are_results = True, options.entropy, options.top, ids is not None
+        return tuple(
+            call.whole(t, rows, (x.shape[0], *t.shape[1:])) if is_result else t
+            for t, is_result in zip(results, are_results)
+        )
     if bias is not None or ids is not None or options.top or options.softcap or options.wide or options.batch_invariant:
         known = "temperature, ignore_index and return_entropy"
         call.fail(f"the tensor-parallel head has no options but {known}", "gather the weight")
     from ..kernels.heads.fused_linear_scaled_cross_entropy_tp import liger_fused_linear_scaled_cross_entropy_tp
 
-    found = liger_fused_linear_scaled_cross_entropy_tp(
+    results = liger_fused_linear_scaled_cross_entropy_tp(
         call.local(x, everywhere),
         call.local(weight, weight.placements),
         call.local(target, everywhere),
@@ -310,25 +319,13 @@ def _log_probs(call: _Call) -> Any:
         ignore_index=options.ignore_index,
         return_entropy=options.entropy,
     )
-    nll, entropy = found if options.entropy else (found, None)
+    nll, entropy = results if options.entropy else (results, None)
     return -call.whole(nll, everywhere), None if entropy is None else call.whole(entropy, everywhere), None, None
 
 
-RULES: dict[str, Callable[[_Call], Any]] = {
-    "RMSNormFunction": partial(_rows, inputs=("X",), weights=("W",)),
-    "FusedAddRMSNormFunction": partial(_rows, inputs=("X", "R"), weights=("W",)),
-    "LayerNormFunction": partial(_rows, inputs=("X",), weights=("W", "B")),
-    "DyTFunction": partial(_rows, inputs=("x",), weights=("alpha", "gamma", "beta")),
-    "PolyNormFunction": partial(_rows, inputs=("X",), weights=("W", "B")),
-    "SoftmaxFunction": partial(_rows, inputs=("input_",)),
-    "FusedGateUpSiLUMulFunction": partial(_rows, inputs=("y",)),
-    "SiLUMulFunction": partial(_rows, inputs=("a", "b"), gathered=()),
-    "GELUMulFunction": partial(_rows, inputs=("a", "b"), gathered=()),
-    "ReLUSquaredFunction": partial(_rows, inputs=("X",), gathered=()),
-    "RopeFunction": _rope,
-    "QKNormRopeFunction": partial(_rope, weights=("q_weight", "k_weight")),
-    "CrossEntropyFunction": _cross_entropy,
-    "FusedLinearCrossEntropyFunction": _head,
-    "FusedLinearLogProbsFunction": _log_probs,
+LOSSES: dict[str, Callable[[_Call], Any]] = {
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _head,
+    "linear_log_probs": _log_probs,
 }
-"""Name of an op's Function -> what it does with placements."""
+"""Kind of a `LossRule` -> what it does with placements."""

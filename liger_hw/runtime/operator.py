@@ -10,9 +10,8 @@ Op files take everything they use of `runtime` from here: `launch` and the check
 from __future__ import annotations
 
 import functools
-import importlib
 from itertools import islice
-from typing import Any, Callable, Iterable, Iterator, NoReturn, get_type_hints
+from typing import Any, Callable, ClassVar, Iterable, Iterator, NoReturn, get_type_hints
 
 import torch
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
@@ -49,6 +48,7 @@ from .checks import (  # noqa: F401  op files take these from here
 from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
 from .observe import observed, observers
 from .replay import MISSED, NO_TENSORS, TENSORS, Numbers, are_plain, coerced, replay
+from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
 from .triton_import import INTERPRET
 
 _library = torch.library.Library("liger_hw", "DEF")
@@ -125,7 +125,7 @@ def define(
                     run, args = launcher, coerced(args, coercions)
                 else:
                     run = overload
-                    _refuse_dtensors(name, args)
+                    refuse_dtensors(name, args)
                 if observers:
                     return observed("operator", lambda call, args: run(*args), call, args)
                 return run(*args)
@@ -137,7 +137,7 @@ def define(
         elif forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
         if not is_compiling():
-            _refuse_dtensors(name, args)
+            refuse_dtensors(name, args)
         return overload(*args)
 
     call.__name__ = name
@@ -302,13 +302,15 @@ def _quarantine(failure: LaunchFailed) -> None:
 class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
 
-    torch asks every argument whether it is a tensor, which for a number or a name takes long. A call with DTensors is
-    `distributed/dtensor.py`'s.
+    torch asks every argument whether it is a tensor, which for a number or a name takes long. A call with DTensors goes
+    by `sharding`, the Function's rule (sharding.py); without one it is refused.
 
     Arguments are those of an op's public function, which has checked them. A Function must not: under torch.compile an
     error raised in `forward` reaches the user as an internal error of torch, and a DTensor's shape is that of the whole
     only before its rule. Code written for Liger calls classes of its own (`compat/functions.py`).
     """
+
+    sharding: ClassVar[RowsRule | RotaryRule | LossRule | None] = None
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +323,7 @@ class Function(torch.autograd.Function):
                 a if type(a) in NO_TENSORS else _unwrap_if_dead(a) if type(a) in TENSORS else _unusual(a) for a in args
             ]
         except _DTensorGiven:
-            return importlib.import_module("liger_hw.distributed.dtensor").apply(cls, args)
+            return apply_sharded(cls, args)
         return super(torch.autograd.Function, cls).apply(*plain)
 
 
@@ -338,20 +340,9 @@ def _unusual(arg: Any) -> Any:
     """An argument of a Function that is neither a plain tensor nor a number."""
     if not isinstance(arg, torch.Tensor):
         return arg
-    if _is_dtensor(arg):
+    if is_dtensor(arg):
         raise _DTensorGiven
     return _unwrap_if_dead(arg)
-
-
-def _is_dtensor(arg: Any) -> bool:
-    """Without importing torch.distributed.tensor, which nobody who has no DTensor needs."""
-    return type(arg).__name__ == "DTensor" and type(arg).__module__.startswith("torch.distributed")
-
-
-def _refuse_dtensors(name: str, args: tuple) -> None:
-    """An operator takes plain tensors: where no Function stands before it, nobody has read a DTensor's placements."""
-    if any(_is_dtensor(arg) for arg in args):
-        importlib.import_module("liger_hw.distributed.dtensor").refuse(name, args)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

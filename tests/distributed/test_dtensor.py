@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from functools import partial
 
@@ -23,6 +24,7 @@ import liger_hw
 import liger_hw.kernels
 from liger_hw.distributed import dtensor
 from liger_hw.distributed.dtensor import ShardingError
+from liger_hw.runtime.sharding import LossRule, RotaryRule, RowsRule
 from liger_hw.transformers import functional as F
 
 B, T, H, D = 2, 6, 4, 8
@@ -239,13 +241,25 @@ def test_two_gpus():
     ranks.run(__file__, "check_all", ranks.accelerator())
 
 
-@pytest.mark.cpu
-def test_every_rule_has_its_function():
-    """Rules are found by the name of a Function: one that is renamed must take its rule along."""
-    found = set()
+def functions_with_rules():
+    """Every autograd Function of the kernels that names a sharding rule."""
     for module in pkgutil.walk_packages(liger_hw.kernels.__path__, "liger_hw.kernels."):
-        found |= {name for name in vars(importlib.import_module(module.name)) if name.endswith("Function")}
-    assert set(dtensor.RULES) <= found, set(dtensor.RULES) - found
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if name.endswith("Function") and getattr(value, "sharding", None) and value.__module__ == module.name:
+                yield pytest.param(value, id=name)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("function", list(functions_with_rules()))
+def test_a_rule_names_arguments_of_its_function(function):
+    arguments = set(inspect.signature(function.forward).parameters)
+    match function.sharding:
+        case RowsRule(inputs, weights):
+            assert {*inputs, *weights} <= arguments
+        case RotaryRule(weights):
+            assert {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim", *weights} <= arguments
+        case LossRule(kind):
+            assert kind in dtensor.LOSSES
 
 
 @pytest.fixture
@@ -272,6 +286,8 @@ def test_a_new_argument_shifts_nothing(mesh_of_one):
     """A rule finds a Function's arguments by their names, wherever they stand and whether they are given or not."""
 
     class RMSNormFunction:
+        sharding = RowsRule(inputs=("X",), weights=("W",))
+
         @staticmethod
         def forward(ctx, X, residual, W, eps=1e-6, row_mode="auto"):
             raise NotImplementedError

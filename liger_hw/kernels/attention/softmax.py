@@ -16,6 +16,7 @@ from ... import registry
 from ...registry import Op, Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_tensors, first_order
+from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
 from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
@@ -189,6 +190,8 @@ softmax_fwd, softmax_bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_r
 
 class SoftmaxFunction(Function):
     """Autograd for softmax: saves y."""
+
+    sharding = RowsRule(inputs=("input_",))
 
     @staticmethod
     def forward(ctx, input_):

@@ -26,6 +26,7 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, define, dense, first_order
+from ...runtime.sharding import LossRule
 from ..losses.cross_entropy import check_arguments, check_settings
 from ..losses.cross_entropy_reference import (
     CrossEntropyOutput,
@@ -181,6 +182,8 @@ fused_linear_cross_entropy_bwd = define(
 
 class FusedLinearCrossEntropyFunction(Function):
     """Autograd for the fused head: saves the finished gradients, or the inputs for reduction="none"."""
+
+    sharding = LossRule("linear_cross_entropy")
 
     @staticmethod
     def forward(

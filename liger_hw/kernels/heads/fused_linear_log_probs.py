@@ -34,6 +34,7 @@ from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order
 from ...runtime.saved_tensors import graph_is_kept
+from ...runtime.sharding import LossRule
 from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import absent
 from ..losses.cross_entropy_rows import assert_targets
@@ -367,6 +368,8 @@ class FusedLinearLogProbsFunction(Function):
 
     top: int64 [n_rows], the first column of the largest logit
     """
+
+    sharding = LossRule("linear_log_probs")
 
     @staticmethod
     def forward(ctx, x, weight, target, bias, ids, call):

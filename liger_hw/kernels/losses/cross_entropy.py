@@ -44,6 +44,7 @@ from ...runtime.operator import (
     row_major,
     to_flatten,
 )
+from ...runtime.sharding import LossRule
 from .cross_entropy_reference import (
     REDUCTIONS,
     CrossEntropyOutput,
@@ -147,6 +148,8 @@ class CrossEntropyFunction(Function):
 
     Gives (loss, z_loss, token_accuracy, predicted_tokens), or the loss alone with `loss_only`, which costs torch less.
     """
+
+    sharding = LossRule("cross_entropy")
 
     @staticmethod
     def forward(

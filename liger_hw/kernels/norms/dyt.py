@@ -30,6 +30,7 @@ from ...runtime.operator import (
     row_major,
     rows_of,
 )
+from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     count_programs,
@@ -349,6 +350,8 @@ dyt_bwd = define(
 
 class DyTFunction(Function):
     """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
+
+    sharding = RowsRule(inputs=("x",), weights=("alpha", "gamma", "beta"))
 
     @staticmethod
     def forward(ctx, x, alpha, gamma, beta):

@@ -19,6 +19,7 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample, normal
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
+from ...runtime.sharding import RowsRule
 from . import rms_norm
 from .backward import backward_tunables
 from .forward import norm_forward, norm_forward_tunable
@@ -82,6 +83,8 @@ def _normalised_again(s, w, eps, offset, casting):
 
 class FusedAddRMSNormFunction(Function):
     """Autograd for the fused add and RMSNorm: saves s, w and rstd."""
+
+    sharding = RowsRule(inputs=("X", "R"), weights=("W",))
 
     @staticmethod
     def forward(ctx, X, R, W, eps, offset, casting_mode):

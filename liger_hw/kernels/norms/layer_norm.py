@@ -23,6 +23,7 @@ from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Op, Sample, Target, normal
 from ...runtime.cooperative import resident_options
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, swapped
+from ...runtime.sharding import RowsRule
 from ..rows.blocks import held_columns, is_unaligned
 from ..rows.reduce import halves, param_parts, params_dtype
 from ..rows.tuning import fwd_heuristic, fwd_space
@@ -135,6 +136,8 @@ layer_norm_bwd = define(
 
 class LayerNormFunction(Function):
     """Autograd for LayerNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
+
+    sharding = RowsRule(inputs=("X",), weights=("W", "B"))
 
     @staticmethod
     def forward(ctx, X, W, B, eps):

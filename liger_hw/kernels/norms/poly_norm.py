@@ -33,6 +33,7 @@ from ...runtime.operator import (
     row_major,
     rows_of,
 )
+from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
 from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_tunable
@@ -303,6 +304,8 @@ poly_norm_bwd = define(
 
 class PolyNormFunction(Function):
     """Autograd for PolyNorm: saves x, w, b (only for its shape and dtype) and rstd. dw and db share one storage."""
+
+    sharding = RowsRule(inputs=("X",), weights=("W", "B"))
 
     @staticmethod
     def forward(ctx, X, W, B, eps):

@@ -32,6 +32,7 @@ from ...runtime.operator import (
     swapped,
     warn_ignored,
 )
+from ...runtime.sharding import RowsRule
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable
 
@@ -104,6 +105,8 @@ rms_norm_bwd = define(
 
 class RMSNormFunction(Function):
     """Autograd for RMSNorm: saves x, w and rstd."""
+
+    sharding = RowsRule(inputs=("X",), weights=("W",))
 
     @staticmethod
     def forward(ctx, X, W, eps, offset, casting_mode):

@@ -13,6 +13,7 @@ from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, empty_like, first_order
+from ...runtime.sharding import RowsRule
 from .elementwise import ActivationOperators, activation_tunables, evenly_spaced, launch_activation
 from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
 
@@ -86,6 +87,8 @@ operators = ActivationOperators(
 
 class FusedGateUpSiLUMulFunction(Function):
     """Autograd for SwiGLU on the fused gate-up layout: saves y."""
+
+    sharding = RowsRule(inputs=("y",))
 
     @staticmethod
     def forward(ctx, y, gate_multiplier, down_multiplier):

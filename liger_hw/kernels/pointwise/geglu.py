@@ -20,6 +20,7 @@ from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op
 from ...runtime.operator import Function, check, first_order
+from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, check_gated, gated_operators, gated_sample
 
 APPROXIMATIONS = ("tanh", "none")
@@ -61,6 +62,8 @@ operators = gated_operators(
 
 class GELUMulFunction(Function):
     """Autograd for GEGLU on two tensors: saves a and b."""
+
+    sharding = RowsRule(inputs=("a", "b"), gathered=())
 
     @staticmethod
     def forward(ctx, a, b, approximate):

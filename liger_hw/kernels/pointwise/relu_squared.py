@@ -15,6 +15,7 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample, normal
 from ...runtime.operator import Function, check_tensors, define, empty_like, first_order
+from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -71,6 +72,8 @@ relu_squared_bwd = define(
 
 class ReLUSquaredFunction(Function):
     """Autograd for the squared ReLU: saves x."""
+
+    sharding = RowsRule(inputs=("X",), gathered=())
 
     @staticmethod
     def forward(ctx, X):

@@ -18,6 +18,7 @@ from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op
 from ...runtime.operator import Function, check, check_numbers, first_order
+from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, check_gated, gated_operators, gated_sample
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ operators = gated_operators(
 
 class SiLUMulFunction(Function):
     """Autograd for SwiGLU on two tensors: saves a and b."""
+
+    sharding = RowsRule(inputs=("a", "b"), gathered=())
 
     @staticmethod
     def forward(ctx, a, b, gate_multiplier, down_multiplier):

@@ -42,6 +42,7 @@ from ...runtime.operator import (
     launch,
     no_weight,
 )
+from ...runtime.sharding import RotaryRule
 from ..norms.rms_norm import CASTING_MODES
 from ..rows.reduce import column_sum, column_sum_tunable, halves
 from ..rows.tuning import persistent_misfit
@@ -287,6 +288,8 @@ qk_norm_rope_bwd = define(
 
 class QKNormRopeFunction(Function):
     """Autograd for QK norm and rope: saves the inputs."""
+
+    sharding = RotaryRule(weights=("q_weight", "k_weight"))
 
     @staticmethod
     def forward(

@@ -21,6 +21,7 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
+from ...runtime.sharding import RotaryRule
 from .rotary import HALVES, SHARED, Form, Rotary, heads_misfit, rotary_sample, turned
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ _rotary = Rotary("rope", by_position=16, heads_first=False)
 
 class RopeFunction(Function):
     """Autograd for rope: saves cos and sin."""
+
+    sharding = RotaryRule()
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves):

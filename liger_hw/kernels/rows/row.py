@@ -116,7 +116,9 @@ def _row_mask(rows_exist, pad, n_cols, WIDTH: tl.constexpr, VECTOR: tl.constexpr
 
 
 @triton.jit
-def load_row(ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr):
+def load_row(
+    ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr
+):
     """The rows at `ptrs` [rows, positions], `other` where a position holds no column or its row does not exist.
 
     rows_exist, pad: [rows, 1].
@@ -124,11 +126,11 @@ def load_row(ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, CACHE: 
     WIDTH: tl.constexpr = ptrs.shape[1]
     mask = _row_mask(rows_exist, pad, n_cols, WIDTH, VECTOR)
     if VECTOR == 1:
-        x = tl.load(ptrs, mask=mask, other=other, cache_modifier=CACHE, eviction_policy=EVICT)
+        x = tl.load(ptrs, mask=mask, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
     else:
         vectors = (tl.arange(0, WIDTH) // VECTOR * VECTOR)[None, :]
         touched = rows_exist & (vectors < pad + n_cols)
-        x = tl.load(ptrs, mask=touched, other=other, cache_modifier=CACHE, eviction_policy=EVICT)
+        x = tl.load(ptrs, mask=touched, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         x = tl.where(mask, x, other).to(x.dtype)
     return x
 

@@ -7,7 +7,7 @@ Llama) is patched in its models made from then on.
 
 from __future__ import annotations
 
-from . import GEGLU, LAYER_NORM, LOSS, MODEL, NO_ROPE, NORM, ROPE, SWIGLU, FamilySpec
+from .spec import GEGLU, LAYER_NORM, LOSS, MODEL, NO_ROPE, NORM, ROPE, SWIGLU, FamilySpec
 
 _NO_ROPE = (*NO_ROPE, *LOSS, *NORM, *SWIGLU, *MODEL)
 _NO_SWIGLU = (*LOSS, *NORM, ("swiglu", False), *MODEL)
