@@ -1,8 +1,8 @@
 """A model's kernels compiled before it asks for them, several at once.
 
-Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched. So a
-patched forward calls `transformers/rehearse.py`, which says what to run on fake tensors (no memory, no arithmetic) for
-the launches of the step: a thread runs it and notes the launches, and other threads compile them in the order of need.
+Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched. `start`
+takes jobs, which say what to run on fake tensors (no memory, no arithmetic) for the launches of a step: a thread runs
+them and notes the launches, and other threads compile them in the order of need.
 A launch that comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it, as ever.
 Nothing changes but when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
 

@@ -17,7 +17,7 @@ import functools
 import inspect
 import logging
 import weakref
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from ..distributed.owners import Access, find_access, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
 from ..text import first_line
-from . import rehearse
 from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings, inside_a_function
 from .output_logits import output_logits
 from .replacing import KERNEL_DTYPES, is_traced, keeps_own_code
@@ -387,7 +386,6 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         counted, rows = None, labels.numel()
         if skip:
             known_loss = of_transformers and _has_its_own_loss(self)
-            rehearse.at_first_forward(self, args, kwargs, loss_of(self, module, kwargs) if known_loss else None)
             if known_loss:  # another loss may count what the labels ignore
                 # before the model runs, so that the copy to the host has arrived when the loss asks for it
                 counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
@@ -438,33 +436,6 @@ def _has_its_own_loss(model: nn.Module) -> bool:
     return function is None or _is_of_transformers(function)
 
 
-def loss_of(model: nn.Module, module: nn.Module, kwargs: Mapping[str, Any]) -> rehearse.Loss | None:
-    """How the forward of a transformers model computes its loss, for trying it; None where the model's code does it
-    without `loss_function` (transformers before 4.46).
-
-    module: the output head; kwargs: the forward's
-    """
-    if not hasattr(model, "loss_function"):
-        return None
-
-    def function(
-        head: nn.Linear,
-        hidden: torch.Tensor,
-        labels: torch.Tensor,
-        softcap: float | None,
-        arguments: Mapping[str, Any],
-    ) -> torch.Tensor:
-        logits = OutputHead(head, True)(hidden)
-        if softcap:
-            logits = torch.tanh(logits / softcap) * softcap
-        return model.loss_function(logits=logits, labels=labels, vocab_size=head.out_features, **arguments)
-
-    given = {name: kwargs[name] for name in _LOSS_ARGUMENTS if kwargs.get(name) is not None}
-    return rehearse.Loss(module, function, given)
-
-
-_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
-"""What a causal LM's forward hands on to transformers' loss function, and decides what is launched."""
 _ATTRIBUTES = ("token_accuracy", "predicted_tokens")
 """What outputs have beside those of the family."""
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
