@@ -126,7 +126,7 @@ def watched() -> list[tuple[float, float, str, str]]:
     watch(compiler, "compile", lambda source, *_, **__: f"compile {source.name}")
     triton.compiler.compile = compiler.compile
     watch(compiler.ASTSource, "make_ir", lambda source, *_: f"front end {source.name}")
-    watch(compile_ahead, "note_launches", lambda *_: "launches noted")
+    watch(compile_ahead, "run_on_fakes", lambda function, _: f"{function.__name__} on fake tensors")
     watch(launch, "_find_or_compile", lambda plan, kernel, *_: f"STEP finds or compiles {kernel.fn.__name__}")
     watch(launch, "launch_ordinary", lambda plan, kernel, *_: f"STEP launches {kernel.fn.__name__}")
     return spans

@@ -315,7 +315,7 @@ def _draws(op: Op, sample: Sample, result: Result) -> dict[float, list[tuple[tor
 
 
 def noted(launches: dict) -> Callable[..., None]:
-    """What `compile_ahead.note_launches` calls for a launch: what is compiled for it becomes a key of `launches`."""
+    """For `Foreseen`: what tells the kernels of a launch from others becomes a key of `launches`."""
 
     def note(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         launches[plan.tunable.name, plan.key, likeness(kernel, args, flags)] = None

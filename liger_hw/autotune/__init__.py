@@ -14,5 +14,5 @@ Above it, for `liger-hw autotune`, `compile` and `lock`:
     journal            every measurement of a search, and what of it a later run need not repeat
     tuner, static      the search by measuring; the choice by a model where there is no device
     inline, lock       tuning on a miss; writing a lock file
-    compile_ahead      a model's kernels compiled before its first step
+    compile_ahead      a model's kernels compiled beside its first forward
 """

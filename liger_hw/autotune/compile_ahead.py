@@ -1,40 +1,38 @@
-"""A model's kernels compiled before it asks for them, several at once.
+"""The kernels of a model's first step, compiled several at once.
 
-Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched. `start`
-takes jobs, which say what to run on fake tensors (no memory, no arithmetic) for the launches of a step: a thread runs
-them and notes the launches, and other threads compile them in the order of need.
-A launch that comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it, as ever.
-Nothing changes but when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
+Left alone, a first step compiles one kernel after the other, when each is first launched: with empty caches that takes
+seconds. So during the first training forward of a patched model every new call of an op is run on fake tensors before
+it is made, forward and backward: its launches are known then, with all their flags. Other threads compile these kernels
+while the step goes on. A launch whose kernel is being compiled waits for it.
 
-Triton's front end is Python: one thread at a time makes progress in it. Side by side the front ends of all kernels
-would end at about the same time, so they run one after the other (`_in_turn`), and the kernel that is needed first is
-ready first. The rest of a compilation (LLVM, ptxas, the C compiler) runs in parallel.
+Fake tensors have the shapes, strides and dtypes of the call's own, no memory, and nothing is computed on them. They are
+made by the thread that runs the model, which alone touches what is the model's. The other threads are given a kernel,
+dtypes, alignments and numbers. Off with LIGER_HW_COMPILE_AHEAD=0.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any, Iterator
 
 from .. import env, registry
-from ..locks import fork_safe, import_module
+from ..locks import import_module
 from ..runtime import launch as _launch
+from ..runtime import operator as _operator
 from ..runtime.observe import Foreseen, observing
+from .record import tensors_in
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("liger_hw")
-
-Note = Callable[[registry.Plan, Any, tuple, tuple, tuple], None]
-Job = Callable[[], Callable[[], None]]
-"""Makes fake tensors and computes with them: forward when it is called, backward when what it returns is called."""
-
-_front_end = fork_safe(threading.RLock())
+_seen: dict[int, Any] = {}
+"""Configurations of models whose first forward has begun, by id; kept, so that no other object takes the id."""
 
 
 def is_wanted(device: "torch.device") -> bool:
@@ -44,19 +42,128 @@ def is_wanted(device: "torch.device") -> bool:
     return bool(env.get("LIGER_HW_COMPILE_AHEAD") and registry.backend_of(device).fast_launch)
 
 
-def start(jobs: list[Job], device: "torch.device") -> Future:
-    """Compile in the background what `jobs` launch on `device`. The Future is done when every kernel is.
+@contextlib.contextmanager
+def during_first_forward(config: Any, device: "torch.device") -> Iterator["FirstForward | None"]:
+    """Compile ahead what ops launch inside, once for each model configuration of a process."""
+    if id(config) in _seen:
+        yield None
+        return
+    _seen[id(config)] = config
+    if _operator.before_apply is not None or not is_wanted(device):
+        yield None
+        return
+    first = FirstForward(device)
+    _operator.before_apply = first.note_call
+    try:
+        yield first
+    finally:
+        _operator.before_apply = None
+        first.pool.shutdown(wait=False)
 
-    Returns when the launches are noted, so that the caller's own find the kernels in the making; where Triton can
-    compile at once there is less to wait for, and the caller goes on.
+
+class FirstForward:
+    """Notes the ops that one thread calls, and compiles their kernels in others.
+
+    compiling: what tells kernels apart -> the Future of the kernel
     """
-    name_launchers_apart()
-    pool = ThreadPoolExecutor(2 + _threads(), thread_name_prefix="liger_hw-compile")
-    ready = [pool.submit(_load_driver, device), pool.submit(_hash_triton)]
-    prepared, noted = pool.submit(concurrent.futures.wait, ready), Future()
-    done = pool.submit(_compile_all, pool, jobs, device, ready, noted)  # the last: it closes the pool
-    concurrent.futures.wait([noted, prepared], return_when=concurrent.futures.FIRST_COMPLETED)
-    return done
+
+    def __init__(self, device: "torch.device") -> None:
+        name_launchers_apart()
+        self.device = device
+        self.compiling: dict[tuple, Future] = {}
+        self.pool = ThreadPoolExecutor(_threads(), thread_name_prefix="liger_hw-compile")
+        self._ready = [self.pool.submit(_load_driver, device), self.pool.submit(_hash_triton)]
+        self._thread = threading.get_ident()
+        self._calls: set[tuple] = set()
+
+    def note_call(self, function: Any, args: tuple) -> None:
+        """Called with an op's autograd Function and its arguments before it runs."""
+        if threading.get_ident() != self._thread:
+            return
+        call = function, *map(_layout, args)
+        if call in self._calls:
+            return
+        self._calls.add(call)
+        before, _operator.before_apply = _operator.before_apply, None  # not for the calls on fake tensors
+        try:
+            with observing(Foreseen(self._note_launch)):
+                run_on_fakes(function, args)
+        except Exception as error:  # a call that compiles its kernels itself is no failure
+            log.debug("liger_hw: not foreseen: %s: %s", type(error).__name__, error)
+        finally:
+            _operator.before_apply = before
+
+    def _note_launch(self, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        if plan.compiled is None:
+            return
+        likeness = _launch.likeness(kernel, args, flags)
+        same = likeness, _launch.tuned_values(plan, kernel, args, flags), tuple(plan.options.items())
+        future = self.compiling.get(same, Future())
+        if plan.compiled.setdefault(likeness, future) is future and same not in self.compiling:
+            self.compiling[same] = future
+            self.pool.submit(self._compile, future, likeness, plan, kernel, _launch.stand_ins(args), flags)
+
+    def _compile(self, future: Future, likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple) -> None:
+        concurrent.futures.wait(self._ready)
+        try:
+            import torch
+
+            with torch.get_device_module(self.device).device(self.device):
+                _launch.compile_only(plan, kernel, args, flags)
+            future.set_result(None)
+        except BaseException as error:  # the launch meets the error again, and knows what to do with it
+            plan.compiled.pop(likeness, None)
+            future.set_exception(error)
+
+
+def _layout(value: Any) -> Any:
+    """Equal for arguments that differ in their tensors' values alone."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() % 16, value.requires_grad
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def run_on_fakes(function: Any, args: tuple) -> None:
+    """Run an op's autograd Function, and its backward where it has one, on fake tensors of the arguments' layouts.
+
+    Random state, grad mode and hooks of saved tensors are the caller's again afterwards; nothing is computed.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ..runtime.operator import LauncherMode
+
+    has_graph = torch.is_grad_enabled()
+    with contextlib.ExitStack() as stack:
+        for mode in (FakeTensorMode(), LauncherMode(), torch.autograd.set_multithreading_enabled(False)):
+            stack.enter_context(mode)
+        # what checkpointing counts, or a level has again, are the tensors of the step alone
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+        fakes = [_fake(value) if isinstance(value, torch.Tensor) else value for value in args]
+        outputs = [t for t in tensors_in(function.apply(*fakes)) if t.requires_grad]
+        inputs = [t for t in tensors_in(fakes) if t.requires_grad]
+        if has_graph and outputs and inputs:
+            torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _fake(t: "torch.Tensor") -> "torch.Tensor":
+    """A tensor of the same layout that begins as far from a multiple of 16 bytes."""
+    import torch
+
+    offset = t.storage_offset() % 16
+    extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else offset
+    storage = torch.empty(extent, dtype=t.dtype, device=t.device)
+    return torch.as_strided(storage, t.shape, t.stride(), offset).requires_grad_(t.requires_grad)
 
 
 def _load_driver(device: "torch.device") -> None:
@@ -72,9 +179,9 @@ def _hash_triton() -> None:
     """The hash of Triton's own files, which is part of every kernel's name in its cache. Triton keeps it once it has
     it; threads that ask for it before would each read and hash hundreds of megabytes."""
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # the latter up to Triton 3.4
-        hashed = getattr(import_module(module), "triton_key", None)
-        if hashed is not None:
-            hashed()
+        triton_key = getattr(import_module(module), "triton_key", None)
+        if triton_key is not None:
+            triton_key()
             return
 
 
@@ -103,90 +210,3 @@ def _threads() -> int:
     front end or for a compiler that is a process of its own."""
     ranks = env.launcher_number("LOCAL_WORLD_SIZE", 1)
     return max(2, min(12, (os.cpu_count() or 2) * 3 // 4 // max(1, ranks)))
-
-
-def _compile_all(
-    pool: ThreadPoolExecutor, jobs: list[Job], device: "torch.device", ready: list[Future], noted: Future
-) -> None:
-    compiling: dict[tuple, Future] = {}
-
-    def note(plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        if plan.compiled is None:
-            return
-        likeness = _launch.likeness(kernel, args, flags)
-        same = likeness, _launch.tuned_values(plan, kernel, args, flags), tuple(plan.options.items())
-        future = compiling.get(same, Future())
-        if plan.compiled.setdefault(likeness, future) is future and same not in compiling:
-            compiling[same] = future
-            pool.submit(_compile, future, ready, likeness, plan, kernel, args, flags, device)
-
-    try:
-        note_launches(jobs, note)
-    finally:
-        noted.set_result(None)
-        pool.shutdown(wait=False)
-    for future in compiling.values():
-        future.exception()
-
-
-def note_launches(jobs: list[Job], note: Note) -> None:
-    """Call `note` for each launch of the jobs, about in the order of a step: every forward, then the last job's
-    backward, which is the loss's, and those of the others. Nothing is launched. A job that fails is left out."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from ..runtime.operator import LauncherMode
-
-    def tried(run: Callable[[], Any]) -> Any:
-        try:
-            return run()
-        except Exception as error:  # a step that compiles its kernels itself is no failure
-            log.debug("liger_hw: not foreseen: %s: %s", type(error).__name__, error)
-            return None
-
-    single = torch.autograd.set_multithreading_enabled(False)
-    with FakeTensorMode(), LauncherMode(), observing(Foreseen(note)), single:
-        backwards = [backward for job in jobs if (backward := tried(job)) is not None]
-        for backward in backwards[-1:] + backwards[:-1]:
-            tried(backward)
-
-
-def _compile(
-    future: Future, ready: list[Future], likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple, device: Any
-) -> None:
-    """ready: the Futures of what every compilation needs first."""
-    concurrent.futures.wait(ready)
-    try:
-        import torch
-
-        with torch.get_device_module(device).device(device):
-            _in_turn(kernel)
-            _launch.compile_only(plan, kernel, args, flags)
-        future.set_result(None)
-    except BaseException as error:  # whoever launches it meets the error again, and knows what to do with it
-        plan.compiled.pop(likeness, None)
-        future.set_exception(error)
-
-
-def _in_turn(kernel: Any) -> None:
-    """Let Triton run the front end of a kernel of ours when no other thread compiles one of ours."""
-    with _front_end:  # else two threads might make the kernel's binder, which sets `compile`
-        kernel.device_caches[_launch.triton.runtime.driver.active.get_current_device()]
-    compiler = kernel.compile
-    if getattr(compiler, "__module__", "") == __name__:
-        return
-
-    def compile_in_turn(source: Any, *args: Any, **options: Any) -> Any:
-        front = source.make_ir
-
-        def in_turn(*given: Any, **more: Any) -> Any:
-            with _front_end:
-                return front(*given, **more)
-
-        source.make_ir = in_turn
-        try:
-            return compiler(source, *args, **options)
-        finally:
-            del source.make_ir
-
-    kernel.compile = compile_in_turn

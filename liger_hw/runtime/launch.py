@@ -217,14 +217,18 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
 def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     """Let Triton compile what a launch on the current device would, and build its launcher; nothing is loaded.
 
-    The tensors may be fake: Triton is shown stand-ins. Loading is left to the first launch: in another thread it would
-    spoil a graph that is being captured meanwhile.
+    args: as `stand_ins` gives them. Loading is left to the first launch: in another thread it would spoil a graph that
+    is being captured meanwhile.
     """
     constants = flags + tuned_values(plan, kernel, args, flags)
-    shown = [_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args]
-    compiled = kernel.warmup(*shown, *constants, grid=(1,), **plan.options)
+    compiled = kernel.warmup(*args, *constants, grid=(1,), **plan.options)
     with contextlib.suppress(AttributeError, TypeError):  # no public name: where it moved, the launch builds it
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def stand_ins(args: tuple) -> tuple:
+    """A launch's arguments with what Triton asks of a tensor, its dtype and alignment, in the place of each tensor."""
+    return tuple(_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args)
 
 
 class _StandIn:

@@ -54,6 +54,9 @@ from .triton_import import INTERPRET
 _library = torch.library.Library("liger_hw", "DEF")
 launchers: dict[str, Callable[..., Any]] = {}
 """Operator name -> launcher, for `LauncherMode`."""
+before_apply: Callable[[type["Function"], tuple], None] | None = None
+"""Called with a Function and its arguments before they run; set during a model's first forward alone
+(`autotune/compile_ahead.py`)."""
 
 
 def define(
@@ -324,6 +327,8 @@ class Function(torch.autograd.Function):
             ]
         except _DTensorGiven:
             return apply_sharded(cls, args)
+        if before_apply is not None:
+            before_apply(cls, args)
         return super(torch.autograd.Function, cls).apply(*plain)
 
 

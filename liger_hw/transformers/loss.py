@@ -22,6 +22,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from ..autotune import compile_ahead
 from ..distributed import agreement
 from ..distributed.owners import Access, find_access, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
@@ -391,7 +392,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
                 counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
         head = OutputHead(module, fused and skip, wants, counted, rows)
         try:
-            outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
+            with compile_ahead.during_first_forward(self.config, labels.device) if skip else contextlib.nullcontext():
+                outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
             if skip and (reason := head.why_not_asked(type(self).__name__)):
                 _warn(reason)
             return _finish(outputs, head, skip, keep=head.is_whole() and not getattr(self, "_is_replica", False))

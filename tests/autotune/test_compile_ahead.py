@@ -16,12 +16,15 @@ from concurrent.futures import Future
 import pytest
 import torch
 from harness import noted
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_hw import registry
+from liger_hw import env, registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
+from liger_hw.runtime import operator
+from liger_hw.runtime.observe import Foreseen, observing
 
 pytestmark = pytest.mark.cpu
 
@@ -29,42 +32,9 @@ KERNEL = copy.copy(_norm_fwd_kernel)
 """A kernel that these tests launch without arguments; how many of a kernel's are tensors is remembered by kernel."""
 
 
-def _job(rows: int):
-    def job():
-        x = torch.empty(rows, 4096, dtype=torch.bfloat16, requires_grad=True)
-        y = rms_norm.liger_rms_norm(x, torch.empty(4096, dtype=torch.bfloat16), 1e-6)
-        return lambda: y.sum().backward()
-
-    return job
-
-
-def test_a_job_that_fails_is_left_out(on_sm90):
-    def fails():
-        raise RuntimeError("no kernel of ours")
-
-    alone, beside = {}, {}
-    compile_ahead.note_launches([_job(64)], noted(alone))
-    compile_ahead.note_launches([fails, lambda: fails, _job(64), lambda: fails], noted(beside))
-    assert [name for name, *_ in alone] == ["rms_norm.fwd", "rms_norm.bwd"] and beside == alone
-
-
-def test_every_forward_is_noted_before_any_backward_and_the_last_jobs_first(on_sm90):
-    order = []
-
-    def job(name):
-        def forward():
-            order.append(name)
-            return lambda: order.append(f"{name}'s backward")
-
-        return forward
-
-    compile_ahead.note_launches([job("norm"), job("mlp"), job("loss")], lambda *_: None)
-    assert order == ["norm", "mlp", "loss", "loss's backward", "norm's backward", "mlp's backward"]
-
-
 @pytest.fixture
 def compiled(monkeypatch):
-    """What `compile_ahead.start` compiles: `list` has (tunable's name, event that ends it) in the order of beginning,
+    """What a `FirstForward` compiles: `list` has (tunable's name, event that ends it) in the order of beginning,
     `wait(n)` returns once n have begun."""
     begun, condition = [], threading.Condition()
 
@@ -80,19 +50,10 @@ def compiled(monkeypatch):
             assert condition.wait_for(lambda: len(begun) >= n)
 
     monkeypatch.setattr(_launch, "compile_only", compile_only)
-    monkeypatch.setattr(compile_ahead, "_in_turn", lambda kernel: None)
     monkeypatch.setattr(compile_ahead, "_load_driver", lambda device: None)
     monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: None)
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
     return types.SimpleNamespace(list=begun, wait=wait)
-
-
-def _note_plans(monkeypatch, plans):
-    def note_launches(jobs, note):
-        for plan in plans:
-            note(plan, KERNEL, (1,), (), ())
-
-    monkeypatch.setattr(compile_ahead, "note_launches", note_launches)
 
 
 def _plan(tunable, **constexprs):
@@ -100,64 +61,84 @@ def _plan(tunable, **constexprs):
     return types.SimpleNamespace(tunable=tunable, compiled={}, options={}, constexprs=dict.fromkeys(names) | constexprs)
 
 
+def _note(first, *plans):
+    for plan in plans:
+        first._note_launch(plan, KERNEL, (1,), (), ())
+
+
 def test_nothing_compiles_before_triton_is_ready(monkeypatch, compiled):
-    """Else each thread would build its driver and hash its files again. Meanwhile the launches are noted, and the step
-    goes on as soon as they are."""
-    tasks, lock = [], threading.Lock()
-    ready, seen = threading.Event(), threading.Event()
-
-    def prepare(*_):
-        with lock:
-            tasks.append(len(tasks))
-        assert ready.wait()
-
-    monkeypatch.setattr(compile_ahead, "_load_driver", prepare)
-    monkeypatch.setattr(compile_ahead, "_hash_triton", prepare)
+    """Else each thread would build its driver and hash its files again."""
+    ready = threading.Event()
+    monkeypatch.setattr(compile_ahead, "_load_driver", lambda device: ready.wait())
     plan = _plan(rms_norm.FWD)
-    _note_plans(monkeypatch, [plan])
-    done = compile_ahead.start([], torch.device("cpu"))  # returns although Triton is not ready
-    assert len(plan.compiled) == 1 and not seen.wait(0.2) and not compiled.list
-    assert tasks == [0, 1]  # side by side
+    first = compile_ahead.FirstForward(torch.device("cpu"))
+    _note(first, plan)
+    assert len(plan.compiled) == 1 and not compiled.list
     ready.set()
     compiled.wait(1)
     compiled.list[0][1].set()
-    done.result()
+    first.pool.shutdown()
 
 
-def test_the_step_does_not_wait_for_the_rehearsal_where_triton_is_ready(monkeypatch, compiled):
-    rehearsed = threading.Event()
-    monkeypatch.setattr(compile_ahead, "note_launches", lambda jobs, note: rehearsed.wait())
-    done = compile_ahead.start([], torch.device("cpu"))
-    assert not done.done()
-    rehearsed.set()
-    done.result()
-
-
-def test_a_rehearsal_that_fails_holds_nobody_up(monkeypatch, compiled):
-    def fails(jobs, note):
-        raise RuntimeError("no rehearsal")
-
-    monkeypatch.setattr(compile_ahead, "note_launches", fails)
-    monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: threading.Event().wait(0.2))
-    with pytest.raises(RuntimeError, match="no rehearsal"):
-        compile_ahead.start([], torch.device("cpu")).result()
-
-
-def test_kernels_begin_in_the_order_noted_and_each_compiles_once(monkeypatch, compiled):
+def test_each_kernel_compiles_once(monkeypatch, compiled):
     """Also one that two tunables launch alike: its other plan takes the same Future."""
-    monkeypatch.setattr(compile_ahead, "_threads", lambda: 2)
     tunables = rms_norm.FWD, *rms_norm.BACKWARD[:2]
     plans = [_plan(tunable, ROWS=number) for number, tunable in enumerate(tunables)]
     alike = _plan(types.SimpleNamespace(name="alike"), ROWS=0)
-    _note_plans(monkeypatch, [plans[0], plans[0], alike, *plans[1:]])
-    done = compile_ahead.start([], torch.device("cpu"))
+    first = compile_ahead.FirstForward(torch.device("cpu"))
+    _note(first, plans[0], plans[0], alike, *plans[1:])
     for number in range(3):
         compiled.wait(number + 1)
         compiled.list[number][1].set()
-    done.result()
-    assert [name for name, _ in compiled.list] == [tunable.name for tunable in tunables]
+    first.pool.shutdown()
+    assert sorted(name for name, _ in compiled.list) == sorted(tunable.name for tunable in tunables)
     (future,), (other,) = plans[0].compiled.values(), alike.compiled.values()
     assert future is other and future.result() is None
+
+
+def test_a_call_that_is_not_foreseen_is_no_failure(compiled):
+    class Fails:
+        @staticmethod
+        def apply(*args):
+            raise RuntimeError("no kernel of ours")
+
+    first = compile_ahead.FirstForward(torch.device("cpu"))
+    first.note_call(Fails, (torch.ones(2),))
+    first.pool.shutdown()
+    assert not first.compiling
+
+
+def test_what_is_the_callers_stays_the_callers(compiled, on_sm90):
+    """A call on fake tensors draws no random number, keeps the grad mode, and no hook of saved tensors sees it."""
+    x, weight = torch.ones(4, 64, requires_grad=True), torch.ones(64, requires_grad=True)
+    state, launches = torch.get_rng_state(), {}
+    first = compile_ahead.FirstForward(torch.device("cpu"))
+    first._note_launch = noted(launches)
+    refuse = lambda t: pytest.fail("a hook ran")  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+        first.note_call(rms_norm.RMSNormFunction, (x, weight, 1e-6, 0.0, "llama"))
+    first.pool.shutdown()
+    assert {name for name, *_ in launches} >= {"rms_norm.fwd", "rms_norm.bwd"}
+    assert torch.is_grad_enabled() and torch.equal(state, torch.get_rng_state())
+    assert x.grad is None and weight.grad is None
+    with torch.no_grad():
+        again = {}
+        first._note_launch = noted(again)
+        first._calls.clear()
+        first.note_call(rms_norm.RMSNormFunction, (x, weight, 1e-6, 0.0, "llama"))
+    assert {name for name, *_ in again} == {"rms_norm.fwd"}
+
+
+def test_one_forward_of_a_configuration_compiles_ahead(monkeypatch, compiled):
+    monkeypatch.setattr(compile_ahead, "is_wanted", lambda device: True)
+    config, device = object(), torch.device("cpu")
+    with compile_ahead.during_first_forward(config, device) as first:
+        assert operator.before_apply == first.note_call
+        with compile_ahead.during_first_forward(object(), device) as inner:  # of a model around this one
+            assert inner is None
+    assert operator.before_apply is None
+    with compile_ahead.during_first_forward(config, device) as again:
+        assert again is None and operator.before_apply is None
 
 
 def test_triton_is_hashed_where_it_asks_for_the_hash():
@@ -168,43 +149,46 @@ def test_triton_is_hashed_where_it_asks_for_the_hash():
     assert hashed.cache_info().currsize == 1
 
 
-def test_front_ends_run_one_at_a_time():
-    """Of kernels that compile side by side."""
-    pytest.importorskip("triton")
-    running, most, lock = [], [], threading.Lock()
+# Norms that cast as Llama's, Gemma's and OLMo's do, over heads and over projections, and LayerNorm; gate and up in
+# one product, GeGLU, relu squared; angles in fp32, of half the width, of part of it, and of neighbours.
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "glm4", "nemotron")
 
-    class Source:
-        def make_ir(self):
-            with lock:
-                running.append(0)
-                most.append(len(running))
-            threading.Event().wait(0.05)
-            with lock:
-                running.pop()
-            return "module"
 
-    class Kernel:
-        compile = staticmethod(lambda source, **options: (source.make_ir(), options))
-        device_caches = {0: None}
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_launches_what_is_compiled_ahead(kind, batch, compiled, on_sm90, monkeypatch):
+    """No more, which would compile in vain, and no less; of one sequence too, whose shifted labels begin elsewhere."""
+    transformers = pytest.importorskip("transformers")
+    import liger_hw.transformers as patches
+    from liger_hw.transformers.models import specs
+    from liger_hw.transformers.tiny import tiny_config
 
-    driver = types.SimpleNamespace(get_current_device=lambda: 0)
-    kernels, found = [Kernel() for _ in range(3)], []
-
-    def compile_one(kernel):
-        source = Source()
-        compile_ahead._in_turn(kernel)
-        compile_ahead._in_turn(kernel)  # changes nothing more
-        found.append(kernel.compile(source, target=1))
-        assert not vars(source)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_launch.triton.runtime.driver, "_active", driver)
-        threads = [threading.Thread(target=compile_one, args=(kernel,)) for kernel in kernels]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert most == [1, 1, 1] and found == [("module", {"target": 1})] * 3
+    cls = getattr(transformers, specs()[kind].models[0], None)
+    if cls is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "1")
+    env.clear()
+    config, foreseen, launched = tiny_config(cls.config_class), {}, {}
+    ids = torch.zeros(batch, 32, dtype=torch.long)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with getattr(patches, f"apply_liger_kernel_to_{kind}")(activations="keep"):
+            model = cls(config).train()
+            first = compile_ahead.FirstForward(torch.device("cpu"))
+            first._note_launch = noted(foreseen)
+            monkeypatch.setattr(operator, "before_apply", first.note_call)
+            model(input_ids=ids, labels=ids, use_cache=False)
+            monkeypatch.setattr(operator, "before_apply", None)
+            with FakeTensorMode(), operator.LauncherMode(), observing(Foreseen(noted(launched))):
+                model = cls(config).train()
+                ids = torch.zeros(batch, 32, dtype=torch.long)
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    finally:
+        torch.set_default_dtype(before)
+    assert len(launched) >= 9
+    missed, in_vain = launched.keys() - foreseen.keys(), foreseen.keys() - launched.keys()
+    assert not missed and not in_vain, ([name for name, *_ in missed], [name for name, *_ in in_vain])
 
 
 def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, on_sm90):
@@ -234,7 +218,7 @@ def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, on_sm90):
     assert ran == ["ordinary", "fast"]
 
 
-def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, on_sm90):
+def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, compiled, on_sm90):
     x = torch.ones(2, 16)
     plan = rms_norm.FWD.plan(x.device, registry.row_key(2, 16, 4))
     plan.compiled = {}
@@ -242,8 +226,9 @@ def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, on_sm90):
     plan.compiled["alike"] = future
     monkeypatch.setattr(_launch, "compile_only", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
-    monkeypatch.setattr(compile_ahead, "_in_turn", lambda kernel: None)
-    compile_ahead._compile(future, [], "alike", plan, None, (), (), x.device)
+    first = compile_ahead.FirstForward(x.device)
+    first._compile(future, "alike", plan, None, (), ())
+    first.pool.shutdown()
     assert "alike" not in plan.compiled and future.exception() is not None
 
 

@@ -381,7 +381,7 @@ def _is_unsupported(error: Exception) -> bool:
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
     """out = a @ b, or out += a @ b where not first, in out's dtype: the operands' own, or fp32."""
     if type(out) is not torch.Tensor:
-        return  # a rehearsal's fake tensors (autotune/compile_ahead.py), for which torch has no out_dtype
+        return  # fake tensors (autotune/compile_ahead.py), for which torch has no out_dtype
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
         return
