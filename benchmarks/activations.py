@@ -106,11 +106,11 @@ def check() -> Iterator[dict[str, Any]]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     for name in FAMILIES:
-        plan = e2e.Plan(model=name, layers=2, batch=2, seq=512, hidden=512)
+        schedule = e2e.Schedule(model=name, layers=2, batch=2, seq=512, hidden=512)
         for dtype, autocast in (("bfloat16", False), ("float32", True)):
-            model = training.build(e2e.Plan(**{**asdict(plan), "dtype": dtype}), torch.device("cuda"))
-            getattr(patches, f"apply_liger_kernel_to_{plan.shape.family}")(model=model)
-            ids = torch.randint(plan.shape.vocab, (2, 512), device="cuda")
+            model = training.build(e2e.Schedule(**{**asdict(schedule), "dtype": dtype}), torch.device("cuda"))
+            getattr(patches, f"apply_liger_kernel_to_{schedule.shape.family}")(model=model)
+            ids = torch.randint(schedule.shape.vocab, (2, 512), device="cuda")
             results = {}
             for level in ("keep", *LEVELS):
                 model.zero_grad(set_to_none=True)
@@ -131,21 +131,21 @@ def check() -> Iterator[dict[str, Any]]:
 
 def arms(library: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Trains one model, its arms taking turns; a record an arm as soon as it has had its last one."""
-    plan = e2e.Plan(
+    schedule = e2e.Schedule(
         model=options.model, layers=options.layers, batch=options.batch, seq=options.seq, hidden=options.hidden
     )
     device = with_index(options.device)
-    with training.patched(library, plan.shape.family, device):
-        model = training.build(plan, device)
+    with training.patched(library, schedule.shape.family, device):
+        model = training.build(schedule, device)
         if options.no_window:
             model.config.sliding_window = None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         torch.manual_seed(1)
-        ids = torch.randint(plan.shape.vocab, (8, plan.batch, plan.seq), device=device)
+        ids = torch.randint(schedule.shape.vocab, (8, schedule.batch, schedule.seq), device=device)
         settings: dict[str, Any] = {name: name for name in (LEVELS if library == "liger_hw" else ("keep", "full"))}
         planner = None
         if library == "liger_hw":
-            planner = of_module(model, model.config, plan.batch, plan.seq)
+            planner = of_module(model, model.config, schedule.batch, schedule.seq)
             settings |= budgets(planner, options.budgets, options.rivals)
         seen: dict[str, list[tuple[float, float | None]]] = {name: [] for name in settings}
         notes: dict[str, dict[str, Any]] = {name: {} for name in settings}
@@ -170,7 +170,7 @@ def arms(library: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         notes[name] |= {"levels": in_words(dial.levels), **_predicted(planner, dial.levels)}
                         dial.revert()
                 if turn == options.rounds - 1:
-                    yield {"arm": name, **_summary(plan, seen[name]), **notes[name]}
+                    yield {"arm": name, **_summary(schedule, seen[name]), **notes[name]}
 
 
 class NothingFits(Exception):
@@ -232,13 +232,13 @@ def train_step(model: Any, optimizer: Any, ids: torch.Tensor) -> tuple[float, fl
     return time.perf_counter() - began, None if module is None else module.max_memory_allocated() / GIB
 
 
-def _summary(plan: e2e.Plan, seen: list[tuple[float, float | None]]) -> dict[str, Any]:
+def _summary(schedule: e2e.Schedule, seen: list[tuple[float, float | None]]) -> dict[str, Any]:
     if not seen:
         return {}
     seconds = statistics.median(s for s, _ in seen)
     peaks = [gib for _, gib in seen if gib is not None]
     return {
-        "tokens_per_second": round(plan.batch * plan.seq / seconds, 1),
+        "tokens_per_second": round(schedule.batch * schedule.seq / seconds, 1),
         "peak_gib": round(max(peaks), 3) if peaks else None,
         "steps": seen,
     }

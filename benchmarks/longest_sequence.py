@@ -55,15 +55,15 @@ def main() -> int:
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     device = with_index(options.device)
-    plan = e2e.Plan(model=options.model, layers=options.layers, batch=1, hidden=options.hidden)
+    schedule = e2e.Schedule(model=options.model, layers=options.layers, batch=1, hidden=options.hidden)
     found: dict[str, Any] = {"options": vars(options), "machine": report.machine(device), "levels": []}
     found["allocator"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     print("allocator:", found["allocator"], flush=True)
-    with training.patched("liger_hw", plan.shape.family, device):
-        model = training.build(plan, device)
+    with training.patched("liger_hw", schedule.shape.family, device):
+        model = training.build(schedule, device)
         model.config.sliding_window = None  # flash attention, which needs no mask
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        attempt = Attempt(model, optimizer, plan.shape.vocab, device)
+        attempt = Attempt(model, optimizer, schedule.shape.vocab, device)
         attempt("full", STEP)  # compiles, and makes the optimizer's state
         memory = int(options.memory * GIB) if options.memory else reachable(device)
         found["memory_gib"] = round(memory / GIB, 3)

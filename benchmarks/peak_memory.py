@@ -21,7 +21,7 @@ from typing import Any, Iterator
 import torch
 
 from liger_hw import env, transformers
-from liger_hw.bench.training import MODELS, Plan, build, patched, read_text, release, to_tokens
+from liger_hw.bench.training import MODELS, Schedule, build, patched, read_text, release, to_tokens
 
 
 @contextlib.contextmanager
@@ -41,15 +41,15 @@ def arm_of(arm: str, family: str, device: torch.device) -> Iterator[None]:
         env._values["LIGER_HW_LOSS_MEMORY_MIB"] = before
 
 
-def run(plan: Plan, tokens: torch.Tensor, device: torch.device) -> dict[str, Any]:
+def run(schedule: Schedule, tokens: torch.Tensor, device: torch.device) -> dict[str, Any]:
     release(device)
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    model = build(plan, device)
+    model = build(schedule, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(tokens.numel() - plan.seq, (plan.steps, plan.batch), generator=generator)
-    columns = torch.arange(plan.seq, device=device)
+    rows = torch.randint(tokens.numel() - schedule.seq, (schedule.steps, schedule.batch), generator=generator)
+    columns = torch.arange(schedule.seq, device=device)
     losses, seconds, peaks, kept = [], [], {}, 0
 
     def peak(name: str) -> None:
@@ -74,7 +74,7 @@ def run(plan: Plan, tokens: torch.Tensor, device: torch.device) -> dict[str, Any
         seconds.append(time.perf_counter() - start)
     return {
         "first_step": seconds[0],
-        "tokens_per_second": plan.batch * plan.seq / statistics.median(seconds[3:]),
+        "tokens_per_second": schedule.batch * schedule.seq / statistics.median(seconds[3:]),
         "peak_gib": max(peaks.values()) / 1024,
         "peaks_mib": peaks,
         "kept_after_forward_mib": kept,
@@ -92,13 +92,13 @@ def main() -> int:
     options = parser.parse_args()
     device, shape = torch.device("cuda", 0), MODELS[options.model]
     tokens = to_tokens(read_text(None), shape.vocab).to(device)
-    plan = Plan(options.model, options.layers, options.batch, options.seq, options.steps)
+    schedule = Schedule(options.model, options.layers, options.batch, options.seq, options.steps)
     found: dict[str, Any] = {"options": vars(options), "torch": torch.__version__, "runs": []}
     found["device"] = torch.cuda.get_device_name()
     for arm in options.arms.split(","):
         try:
             with arm_of(arm, shape.family, device):
-                row = {"arm": arm, **run(plan, tokens, device)}
+                row = {"arm": arm, **run(schedule, tokens, device)}
         except Exception as error:
             row = {"arm": arm, "error": f"{type(error).__name__}: {error}"[:300]}
         release(device)

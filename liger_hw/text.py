@@ -1,4 +1,4 @@
-"""Plain text for a terminal: a table, and a line that says how far long work is."""
+"""Plain text for a terminal: tables, folded lines, and a status line for long work."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, Sequence
 
 def columns() -> int | None:
     """Characters a line may have: what COLUMNS says, else the terminal's width; None where output goes to a file."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdigit() and int(told):
-        return max(40, int(told))
+    setting = os.environ.get("COLUMNS", "")
+    if setting.isdigit() and int(setting):
+        return max(40, int(setting))
     try:
         return max(40, os.get_terminal_size(sys.stdout.fileno()).columns)
     except (OSError, ValueError, AttributeError):
@@ -61,7 +61,7 @@ def with_notes(rows: Sequence[Sequence[str]], places: Sequence[int]) -> tuple[li
     """Rows of a table whose cells at `places` are short, and the lines that stand below it.
 
     A longer cell keeps what stands before its first colon, semicolon or bracket and the number of its line:
-    `left alone (1)`. The line has the whole cell, so that what is said of one row does not widen all others.
+    `left alone (1)`. The line has the whole cell, so that one long cell does not widen every row.
     """
     numbers: dict[str, int] = {}
 
@@ -95,6 +95,11 @@ def fold(text: str, hang: str = "") -> str:
         line if len(line) <= most else "\n".join(textwrap.wrap(line, most, replace_whitespace=False, **options))
         for line in lines
     )
+
+
+def labelled(name: str, text: str) -> str:
+    """A line of facts, folded: its name in a column of its own."""
+    return fold(f"{name:<13} {text}", " " * 14)
 
 
 def json_text(data: Any, indent: int | None = None) -> str:

@@ -231,6 +231,8 @@ class Backend:
     """The type of torch devices it may serve."""
     torch_version: str
     """The attribute of `torch.version` that a build of torch for this vendor has."""
+    compiler: str
+    """What Triton calls its compiler for this vendor."""
     archs: Mapping[str, Arch] = {}
     devices: Mapping[str, Device] = {}
     """Known devices. The key is part of torch's name of the device; the first of an architecture stands for it."""

@@ -41,7 +41,7 @@ class Accuracy:
         if case.op.name in PRODUCTS and not on_cpu:
             m, n, *_ = PRODUCTS[case.op.name](*self.sizes)[0][0]
             return m * n <= 1 << 30
-        return max(tensor.numel() for tensor in self.inputs.given) <= 1 << (20 if on_cpu else 26)
+        return max(tensor.numel() for tensor in self.inputs.tensors) <= 1 << (20 if on_cpu else 26)
 
     def _shrink(self, case: Case, meter: Meter, rows: int) -> None:
         sizes = with_few_rows(case, rows)
@@ -51,19 +51,19 @@ class Accuracy:
     def _reference(self, case: Case) -> bool:
         """Compute what is exact. False where it does not fit into the device's memory."""
         try:
-            given = self.inputs.clone()
-            exact = given.clone(torch.float64)
+            inputs = self.inputs.clone()
+            exact = inputs.clone(torch.float64)
             with torch.enable_grad():
                 outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs))
                 outputs = [output for output in outputs if output.is_floating_point()]
-                flowing = [given.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
+                flowing = [inputs.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
                 pairs = [(output, flow.double()) for output, flow in zip(outputs, flowing) if output.requires_grad]
                 grads = torch.autograd.grad(
                     [o for o, _ in pairs], exact.leaves, [g for _, g in pairs], allow_unused=True
                 )
         except torch.OutOfMemoryError:
             return False
-        self.inputs = given
+        self.inputs = inputs
         self.flowing = [flow.clone() for flow in flowing]
         self.outputs, self.grads = [output.detach() for output in outputs], grads
         return True
@@ -72,16 +72,16 @@ class Accuracy:
         """(largest error of an output, largest error of a gradient) of an arm."""
         mine = self.inputs.clone()
         outputs = [o for o in tensors_in(function(*mine.args, **mine.kwargs)) if o.is_floating_point()]
-        wanted = [(output, flow) for output, flow in zip(outputs, self.flowing) if output.requires_grad]
+        differentiable = [(output, flow) for output, flow in zip(outputs, self.flowing) if output.requires_grad]
         values = [output.detach().clone() for output in outputs]  # a backward may overwrite them
-        flowing = [flow.to(output.dtype, copy=True) for output, flow in wanted]
-        grads = torch.autograd.grad([output for output, _ in wanted], mine.leaves, flowing, allow_unused=True)
+        flowing = [flow.to(output.dtype, copy=True) for output, flow in differentiable]
+        grads = torch.autograd.grad([output for output, _ in differentiable], mine.leaves, flowing, allow_unused=True)
         return _worst(values, self.outputs), _worst(grads, self.grads)
 
 
-def _worst(found: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | None]) -> float | None:
+def _worst(values: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | None]) -> float | None:
     errors = []
-    for one, other in zip(found, exact):
+    for one, other in zip(values, exact):
         if one is None or other is None:
             continue
         scale = float(other.norm())

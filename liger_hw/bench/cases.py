@@ -48,32 +48,32 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
     of `ops` can take.
     """
     table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
-    found: list[Case] = []
+    todo: list[Case] = []
     used = set()
     for op in table:
         dims = op.tunables[0].dims
         for text in sizes or ["workloads"]:
-            word, _, wanted = text.partition("@")
-            if wanted and wanted not in DTYPES:
-                raise ValueError(f"size {text!r}: unknown dtype {wanted!r}; known: {', '.join(DTYPES)}")
-            kind = DTYPES.get(wanted, dtype)
+            word, _, dtype_name = text.partition("@")
+            if dtype_name and dtype_name not in DTYPES:
+                raise ValueError(f"size {text!r}: unknown dtype {dtype_name!r}; known: {', '.join(DTYPES)}")
+            kind = DTYPES.get(dtype_name, dtype)
             parts = word.split("x")
             numbers = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
             if word == "workloads":
-                found += [Case(op, name, shape, kind) for name, shape in op.workloads.items()]
+                todo += [Case(op, name, shape, kind) for name, shape in op.workloads.items()]
             elif word == "small":
-                found.append(Case(op, word, op.small_sizes, kind))
+                todo.append(Case(op, word, op.small_sizes, kind))
             elif word in op.workloads:
-                found.append(Case(op, word, op.workloads[word], kind))
+                todo.append(Case(op, word, op.workloads[word], kind))
             elif len(numbers) == len(dims) and min(numbers) > 0:
-                found.append(Case(op, word, numbers, kind))
+                todo.append(Case(op, word, numbers, kind))
             else:
                 continue
             used.add(text)
     if missing := [text for text in sizes if text not in used]:
         takes = "; ".join(f"{op.name}: {' x '.join(op.tunables[0].dims)} or {', '.join(op.workloads)}" for op in table)
         raise ValueError(f"no op takes size {missing[0]!r} ({takes})")
-    return found
+    return todo
 
 
 # -- what a case's arms are called with ------------------------------------------------------------------------------

@@ -18,17 +18,17 @@ from ..text import StatusLine, first_line, table
 from . import plots as drawing
 from .peers import Absent
 from .timing import Budget, OutOfBudget, Stats
-from .training import Plan, Run, patched, read_text, release, to_tokens, train
+from .training import Run, Schedule, patched, read_text, release, to_tokens, train
 
 FEWEST_STEPS = 3
 """Steps that a run makes whatever the budget says: with fewer there is nothing to take a median of."""
 
 
 def measure(
-    plan: Plan,
+    schedule: Schedule,
     device: torch.device,
     budget: Budget | None = None,
-    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    keep: Callable[[dict[str, Any]], None] = lambda results: None,
     say: Callable[[str], None] = lambda text: None,
     on_run: Callable[[str, Run], None] = lambda arm, run: None,
 ) -> dict[str, Any]:
@@ -38,32 +38,32 @@ def measure(
     Raises `ValueError` for a text that cannot be read or is too short.
     """
     device, budget = with_index(device), budget or Budget()
-    tokens = to_tokens(read_text(plan.text), plan.shape.vocab).to(device)
-    if tokens.numel() <= plan.seq:
-        raise ValueError(f"the text has {tokens.numel()} tokens, a sequence {plan.seq}; give a longer one or --seq")
+    tokens = to_tokens(read_text(schedule.text), schedule.shape.vocab).to(device)
+    if tokens.numel() <= schedule.seq:
+        raise ValueError(f"the text has {tokens.numel()} tokens, a sequence {schedule.seq}; give a longer one or --seq")
     runs: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"plan": asdict(plan), "shape": asdict(plan.shape), "runs": runs, "ended": ""}
+    results: dict[str, Any] = {"plan": asdict(schedule), "shape": asdict(schedule.shape), "runs": runs, "ended": ""}
 
     def spent(screen: StatusLine, arm: str, step: int, loss: Callable[[], float]) -> bool:
-        screen.progress(step, plan.steps, f"steps of {arm}")
+        screen.progress(step, schedule.steps, f"steps of {arm}")
         try:
             budget.check()
         except OutOfBudget:
             return step + 1 >= FEWEST_STEPS
         return False
 
-    for turn in range(plan.rounds):
-        for arm in plan.arms:
+    for turn in range(schedule.rounds):
+        for arm in schedule.arms:
             screen = StatusLine()
             row: dict[str, Any] = {"arm": arm, "round": turn, "status": "ok", "note": ""}
             try:
                 budget.check()
-                with patched(arm, plan.shape.family, device):
-                    run = train(arm, plan, tokens, device, partial(spent, screen, arm))
-                row |= _row(run, plan.steps)
+                with patched(arm, schedule.shape.family, device):
+                    run = train(arm, schedule, tokens, device, partial(spent, screen, arm))
+                row |= _row(run, schedule.steps)
                 on_run(arm, run)
             except OutOfBudget as stop:
-                found["ended"] = str(stop)
+                results["ended"] = str(stop)
                 row |= {"status": "skipped", "note": str(stop)}
             except (Absent, ImportError) as error:
                 row |= {"status": "absent", "note": str(error)}
@@ -73,10 +73,10 @@ def measure(
             runs.append(row)
             release(device)
             say(f"round {turn + 1} {arm}: {_line(row)}")
-            keep(found)
-    found["summary"] = summary(found)
-    keep(found)
-    return found
+            keep(results)
+    results["summary"] = summary(results)
+    keep(results)
+    return results
 
 
 def _row(run: Run, steps: int) -> dict[str, Any]:
@@ -102,16 +102,16 @@ def _line(row: dict[str, Any]) -> str:
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
+def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
     """One row an arm over its rounds; loss differences are against `hf` (or the first arm that trained)."""
-    good = [run for run in found["runs"] if run["status"] == "ok" and run.get("step_seconds")]
+    good = [run for run in results["runs"] if run["status"] == "ok" and run.get("step_seconds")]
     names = list(dict.fromkeys(run["arm"] for run in good))
     base = "hf" if "hf" in names else names[0] if names else None
     rows = []
     for name in names:
         runs = [run for run in good if run["arm"] == name]
         seconds = Stats.of([run["step_seconds"] for run in runs])
-        tokens = found["plan"]["batch"] * found["plan"]["seq"]
+        tokens = results["plan"]["batch"] * results["plan"]["seq"]
         against = next(run for run in good if run["arm"] == base)
         differences = [abs(a - b) for a, b in zip(runs[0]["losses"], against["losses"])]
         rows.append(
@@ -135,8 +135,16 @@ def _gib(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} GiB"
 
 
-def as_text(found: dict[str, Any]) -> str:
-    rows, plan = found["summary"], found["plan"]
+def _title(results: dict[str, Any]) -> str:
+    schedule = results["plan"]
+    width = f", {schedule['hidden']} wide" if schedule["hidden"] else ""
+    title = f"{schedule['model']}, {schedule['layers']} of {results['shape']['layers']} layers{width}, batch "
+    title += f"{schedule['batch']} x {schedule['seq']}, {schedule['dtype']}"
+    return title + (", checkpointing" if schedule["checkpointing"] else "")
+
+
+def as_text(results: dict[str, Any]) -> str:
+    rows = results["summary"]
     lines = [("arm", "tokens/s", "p20..p80", "gain", "peak", "first step s", "last loss", "loss diff")]
     base = next((row for row in rows if row["arm"] == row["against"]), None)
     for row in rows:
@@ -153,38 +161,33 @@ def as_text(found: dict[str, Any]) -> str:
                 f"{row['largest_loss_difference']:.1e}" if row is not base else "",
             )
         )
-    published = found["shape"]["layers"]
-    layers = f"{plan['layers']} of {published} layers" + (f", {plan['hidden']} wide" if plan["hidden"] else "")
-    shape = f"{plan['model']}, {layers}, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}"
-    shape += ", checkpointing" if plan["checkpointing"] else ""
-    failed = [f"{run['status']}  {run['arm']}: {run['note']}" for run in found["runs"] if run["status"] != "ok"]
-    return "\n".join([shape, table(lines) if rows else "nothing was trained", *dict.fromkeys(failed)])
+    failed = [f"{run['status']}  {run['arm']}: {run['note']}" for run in results["runs"] if run["status"] != "ok"]
+    return "\n".join([_title(results), table(lines) if rows else "nothing was trained", *dict.fromkeys(failed)])
 
 
-def plots(found: dict[str, Any], folder: str) -> list[Path]:
+def plots(results: dict[str, Any], folder: str) -> list[Path]:
     """Loss curves and tokens/s as one PNG; nothing where matplotlib is missing."""
     plt = drawing.pyplot()
     if plt is None:
         return []
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for run in found["runs"]:
+    for run in results["runs"]:
         if run["round"] == 0 and run.get("losses"):
             left.plot(run["losses"], label=run["arm"], alpha=0.8)
     left.set_xlabel("step")
     left.set_ylabel("loss")
     left.legend()
-    for number, row in enumerate(found["summary"]):
+    for number, row in enumerate(results["summary"]):
         memory = "" if row["peak_gib"] is None else f"\n{row['peak_gib']:.1f} GiB"
         right.bar(number, row["tokens_per_second"], label=row["arm"])
         right.text(
             number, row["tokens_per_second"], f"{row['tokens_per_second']:.0f}{memory}", ha="center", va="bottom"
         )
-    right.set_xticks(range(len(found["summary"])), [row["arm"] for row in found["summary"]])
+    right.set_xticks(range(len(results["summary"])), [row["arm"] for row in results["summary"]])
     right.set_ylabel("tokens/s")
     right.margins(y=0.2)
-    plan = found["plan"]
-    figure.suptitle(f"{plan['model']}, {plan['layers']} layers, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}")
-    path = Path(folder) / f"e2e-{plan['model']}.png"
+    figure.suptitle(_title(results))
+    path = Path(folder) / f"e2e-{results['plan']['model']}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_figure(path, figure, 120)
     plt.close(figure)

@@ -65,7 +65,7 @@ def floors_of(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tup
     outputs = tensors_in(case.op.reference(*one.args, **one.kwargs))
     scale = math.prod(case.sizes) // math.prod(few)
     written = sum(out.numel() * out.element_size() for out in outputs if out.dim()) * scale
-    read = sum(tensor.numel() * tensor.element_size() for tensor in inputs.given)
+    read = sum(tensor.numel() * tensor.element_size() for tensor in inputs.tensors)
     ms = 1e-6 / copy_rate
     return {
         "fwd": (read + written) * ms,

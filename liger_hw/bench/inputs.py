@@ -24,16 +24,16 @@ class Inputs:
     flowing: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def given(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         return [*tensors_in(self.args), *tensors_in(tuple(self.kwargs.values()))]
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self.given if tensor.requires_grad]
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*self.given, *self.flowing.values()])
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*self.tensors, *self.flowing.values()])
 
     def gradient_for(self, position: int, output: torch.Tensor) -> torch.Tensor:
         """The gradient of output number `position`, laid out like it: random, or one for a scalar loss."""
@@ -52,9 +52,9 @@ class Inputs:
 
         def copy(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                copied_dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 # as a copy of its strides too: layouts are part of a workload
-                fresh = torch.empty_like(value, dtype=wanted).copy_(value.detach())
+                fresh = torch.empty_like(value, dtype=copied_dtype).copy_(value.detach())
                 return fresh.requires_grad_(value.requires_grad)
             if isinstance(value, (tuple, list)):
                 return type(value)(copy(item) for item in value)
@@ -95,12 +95,12 @@ class Work:
     @property
     def bytes(self) -> int:
         """What all sets' arguments hold; the gradients that flow in differ from arm to arm."""
-        return sum(tensor.numel() * tensor.element_size() for inputs in self.sets for tensor in inputs.given)
+        return sum(tensor.numel() * tensor.element_size() for inputs in self.sets for tensor in inputs.tensors)
 
     def learn_overwrites(self) -> None:
         """Find which tensors a call overwrites, so that `restore` can put them back. Runs the call on every set."""
         with torch.no_grad():
-            before = [tensor.detach().clone() for tensor in self.sets[0].given]
+            before = [tensor.detach().clone() for tensor in self.sets[0].tensors]
         outputs = self.forward(self.sets[0])
         for position, output in enumerate(outputs):  # drawn now, not inside a timed call
             for inputs in self.sets:
@@ -111,11 +111,11 @@ class Work:
         if self.backward:
             self.gradients(self.sets[0], outputs)
         del outputs
-        tensors = [*self.sets[0].given, *flowing]
+        tensors = [*self.sets[0].tensors, *flowing]
         changed = [i for i, (old, new) in enumerate(zip(before, tensors)) if not torch.equal(old, new.detach())]
-        self.overwrites_inputs = any(i < len(self.sets[0].given) for i in changed)
+        self.overwrites_inputs = any(i < len(self.sets[0].tensors) for i in changed)
         for number, inputs in enumerate(self.sets):
-            now = [*inputs.given, *inputs.flowing.values()]
+            now = [*inputs.tensors, *inputs.flowing.values()]
             kept = before if number == 0 else {i: now[i].detach().clone() for i in changed}
             self.saved[number] = [(now[i].detach(), kept[i]) for i in changed]
         self.restore()

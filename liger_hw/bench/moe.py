@@ -24,13 +24,13 @@ READY_SECONDS = 240
 
 def layers(sizes: Sequence[str], tokens: Sequence[int], routing: str, dtype: torch.dtype) -> list[Case]:
     """The cases: workloads of fused_moe or sizes such as 8192x2048x768x128x8, at each number of `tokens` if given."""
-    found = cases(["fused_moe"], sizes, dtype)
+    todo = cases(["fused_moe"], sizes, dtype)
     if tokens:
-        found = [replace(case, sizes=(n, *case.sizes[1:])) for case in found for n in tokens]
+        todo = [replace(case, sizes=(n, *case.sizes[1:])) for case in todo for n in tokens]
     few = 16, 64, 32, 8, 2
     return [
         replace(case, prepare=partial(_routed, skewed=routing == "skewed"), limit=READY_SECONDS, host_sizes=few)
-        for case in found
+        for case in todo
     ]
 
 

@@ -93,13 +93,13 @@ def bench(
         budget.check()
         on_case(case)
         try:
-            found = _bench_case(case, meter, copy_rate, (peers.OURS, *against), modes, repeats, budget)
+            new = _bench_case(case, meter, copy_rate, (peers.OURS, *against), modes, repeats, budget)
         finally:
             meter.forget()
         if not rows:
             gc.freeze()  # what peers and compilers brought in: a collection after every case need not look at it again
-        rows += found
-        on_rows(found)
+        rows += new
+        on_rows(new)
     return rows
 
 
@@ -287,7 +287,7 @@ def _row(
 def _config(case: Case, meter: Meter) -> list[dict[str, Any]] | None:
     if case.op.name not in registry.ops():  # it runs other ops' kernels
         return None
-    found = registry.explain(case.op.name, case.sizes, case.dtype, meter.device)
+    explanations = registry.explain(case.op.name, case.sizes, case.dtype, meter.device)
     return [
         {
             "tunable": one.tunable,
@@ -295,5 +295,5 @@ def _config(case: Case, meter: Meter) -> list[dict[str, Any]] | None:
             "provenance": dict(one.chosen.provenance),
             "config": one.chosen.config.to_json(),
         }
-        for one in found
+        for one in explanations
     ]

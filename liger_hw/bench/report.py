@@ -108,7 +108,7 @@ def _details(rows: Sequence[dict[str, Any]]) -> str:
     lines: list[tuple[str, ...]] = [DETAILS]
     above: tuple[str, ...] = ()
     for row in rows:
-        if row["status"] != "ok":  # said once, below the tables
+        if row["status"] != "ok":  # listed below the tables
             continue
         case = (row["op"], "x".join(map(str, row["sizes"])), row["mode"])
         if case != above:
@@ -140,10 +140,10 @@ def _side_by_side(rows: Sequence[dict[str, Any]]) -> str:
     places = dict.fromkeys((row["op"], tuple(row["sizes"]), row["mode"]) for row in rows)
     index = {(row["op"], tuple(row["sizes"]), row["mode"], row["arm"]): row for row in rows}
     for place in places:
-        found = {arm: index.get((*place, arm)) for arm in arms}
-        floor = next((row["floor_ms"] for row in found.values() if row and row["floor_ms"]), None)
-        cells = [_cell(row) for row in found.values()]
-        lines.append((place[0], "x".join(map(str, place[1])), place[2], _ms(floor), *cells, _best_peer(found)))
+        by_arm = {arm: index.get((*place, arm)) for arm in arms}
+        floor = next((row["floor_ms"] for row in by_arm.values() if row and row["floor_ms"]), None)
+        cells = [_cell(row) for row in by_arm.values()]
+        lines.append((place[0], "x".join(map(str, place[1])), place[2], _ms(floor), *cells, _best_peer(by_arm)))
     return table(lines)
 
 
@@ -156,8 +156,8 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{_ms(row['ms']['median'])}{mark} {_percent(row['share'])}"
 
 
-def _best_peer(found: dict[str, dict[str, Any] | None]) -> str:
-    timed = {arm: row["ms"]["median"] for arm, row in found.items() if row and row["ms"] and row["ms"]["median"] > 0}
+def _best_peer(by_arm: dict[str, dict[str, Any] | None]) -> str:
+    timed = {arm: row["ms"]["median"] for arm, row in by_arm.items() if row and row["ms"] and row["ms"]["median"] > 0}
     ours = timed.pop(OURS, None)
     if ours is None or not timed:
         return "-"
@@ -166,7 +166,7 @@ def _best_peer(found: dict[str, dict[str, Any] | None]) -> str:
 
 
 def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    def said(of: Sequence[dict[str, Any]], *names: str) -> list[str]:
+    def texts(of: Sequence[dict[str, Any]], *names: str) -> list[str]:
         return sorted({f"{' '.join(row[name] for name in names)}: {row['note']}" for row in of})
 
     lines = []
@@ -181,9 +181,9 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     warm = sorted({f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in timed if not row["l2_cold"]})
     if warm and "wall" not in methods:
         lines.append("inputs small enough to stay in L2: " + ", ".join(warm)[:300])
-    lines += [f"absent  {text}" for text in said([row for row in rows if row["status"] == "absent"], "arm")]
+    lines += [f"absent  {text}" for text in texts([row for row in rows if row["status"] == "absent"], "arm")]
     failed = [row for row in rows if row["status"] in ("error", "unsupported", "skipped")]
-    return lines + [f"failed  {text}" for text in said(failed, "arm", "op")]
+    return lines + [f"failed  {text}" for text in texts(failed, "arm", "op")]
 
 
 def _ms(value: float | None) -> str:

@@ -331,4 +331,4 @@ def interleave(
                 samples[name].append(runner.burst(settling + counted)[settling:])
             except Exception as error:
                 errors[name] = first_line(error)
-    return {name: Stats.of(found) for name, found in samples.items() if found and name not in errors}, errors
+    return {name: Stats.of(bursts) for name, bursts in samples.items() if bursts and name not in errors}, errors

@@ -42,7 +42,7 @@ class Leftover(RuntimeError):
 class Shape:
     """One model family at one published size. `family` is the word in `apply_liger_kernel_to_<family>`.
 
-    layers: as published, for saying how many of them a plan has
+    layers: as published, for saying how many of them a schedule has
     experts: of each layer, `top_k` of them for a token, each `expert_width` wide (0: `intermediate`)
     """
 
@@ -98,7 +98,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """What to train: a model, its batches and its optimizer, under which arms and how often.
 
     hidden: a smaller width, with bytes for a vocabulary; text: a file (default: Python's own documentation)
@@ -164,11 +164,11 @@ def to_tokens(text: bytes, vocab: int) -> torch.Tensor:
     return ((pairs[:, 0] & 0x7F) << 8 | pairs[:, 1]) % vocab
 
 
-def config(plan: Plan) -> Any:
+def config(schedule: Schedule) -> Any:
     """The transformers config of the model."""
     from transformers import AutoConfig
 
-    shape = plan.shape
+    shape = schedule.shape
     experts = {}
     if shape.experts:  # families name these differently
         experts = dict.fromkeys(("num_local_experts", "num_experts"), shape.experts)
@@ -180,11 +180,11 @@ def config(plan: Plan) -> Any:
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
-        num_hidden_layers=plan.layers,
+        num_hidden_layers=schedule.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=max(4096, plan.seq),
+        max_position_embeddings=max(4096, schedule.seq),
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -194,26 +194,26 @@ def config(plan: Plan) -> Any:
     )
 
 
-def build(plan: Plan, device: torch.device, attention: str = "") -> Any:
+def build(schedule: Schedule, device: torch.device, attention: str = "") -> Any:
     """The model with random weights from the seed, made on the device in its dtype.
 
     attention: another implementation of it than the model's shape names
     """
     from transformers import AutoModelForCausalLM
 
-    attention = attention or plan.shape.attention
+    attention = attention or schedule.shape.attention
     if attention == "flex_attention" and device.type == "cpu":  # it has no backward there
         attention = "eager"
-    torch.manual_seed(plan.seed)
+    torch.manual_seed(schedule.seed)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, plan.dtype))
+    torch.set_default_dtype(getattr(torch, schedule.dtype))
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config(plan), attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config(schedule), attn_implementation=attention)
     finally:
         torch.set_default_dtype(before)
     model.train()
-    if plan.checkpointing:
+    if schedule.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -252,13 +252,13 @@ class Original:
                     )
 
     def _differences(self) -> list[tuple[Any, str, Any]]:
-        """(place, name, what it was) of what is not what it was, and of functions and classes that are new."""
-        found = []
+        """(place, name, value before) of every name that changed, and of functions and classes that are new."""
+        changes = []
         for place, saved in zip(self.places, self.saved):
             now = vars(place)
-            found += [(place, name, value) for name, value in saved.items() if now.get(name, _MISSING) is not value]
-            found += [(place, name, _MISSING) for name in now if name not in saved and callable(now[name])]
-        return found
+            changes += [(place, name, value) for name, value in saved.items() if now.get(name, _MISSING) is not value]
+            changes += [(place, name, _MISSING) for name in now if name not in saved and callable(now[name])]
+        return changes
 
     def changes(self) -> list[str]:
         return [f"{place.__name__}.{name}" for place, name, _ in self._differences()]
@@ -336,7 +336,7 @@ class Run:
 
 def train(
     arm: str,
-    plan: Plan,
+    schedule: Schedule,
     tokens: torch.Tensor,
     device: torch.device,
     on_step: Callable[[int, Callable[[], float]], Any] = lambda step, loss: None,
@@ -346,23 +346,25 @@ def train(
     `on_step(step, loss)` is called after each step; calling `loss()` reads the step's loss, which waits for the
     device. It returns True to end the run after this step.
     """
-    generator = torch.Generator().manual_seed(plan.seed)
-    rows = torch.randint(tokens.numel() - plan.seq, (plan.steps, plan.batch), generator=generator).to(device)
-    columns = torch.arange(plan.seq, device=device)
+    generator = torch.Generator().manual_seed(schedule.seed)
+    rows = torch.randint(tokens.numel() - schedule.seq, (schedule.steps, schedule.batch), generator=generator).to(
+        device
+    )
+    columns = torch.arange(schedule.seq, device=device)
     memory = _PeakMemory(device)
-    model = build(plan, device, "eager" if arm == "hf-eager" else "")
+    model = build(schedule, device, "eager" if arm == "hf-eager" else "")
     parameters = dict(model.named_parameters())
     start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in parameters.values()))
     if arm == "compile":
         model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, fused=True)
-    losses = torch.zeros(plan.steps, dtype=torch.float32, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, fused=True)
+    losses = torch.zeros(schedule.steps, dtype=torch.float32, device=device)
     clock = Clock(device)
     grad_norms: dict[str, float] = {}
     done = 0
     try:
         marks = [clock.mark()]
-        for step in range(plan.steps):
+        for step in range(schedule.steps):
             batch = tokens[rows[step, :, None] + columns]
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
@@ -370,7 +372,7 @@ def train(
             if step == 0:
                 grad_norms = _norms(parameters)
             for group in optimizer.param_groups:
-                group["lr"] = plan.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
+                group["lr"] = schedule.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             marks.append(clock.mark())
@@ -383,7 +385,7 @@ def train(
             grad_norms=grad_norms,
             start=start,
             step_seconds=seconds[min(5, max(1, done // 4), done - 1) :],
-            tokens_per_step=plan.batch * plan.seq,
+            tokens_per_step=schedule.batch * schedule.seq,
             peak_memory=memory.read(),
             first_step_seconds=seconds[0],
         )
@@ -417,7 +419,7 @@ class _PeakMemory:
         self.module = None if device.type == "cpu" else torch.get_device_module(device)
         if self.module is not None:
             self.module.reset_peak_memory_stats()
-            self.held = self.module.memory_allocated()  # what an earlier arm's libraries keep is not this arm's
+            self.before = self.module.memory_allocated()  # what an earlier arm's libraries keep is not this arm's
             return
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # hand the last arm's memory back, or this arm inherits its peak
@@ -428,8 +430,8 @@ class _PeakMemory:
 
     def read(self) -> int | None:
         if self.module is not None:
-            return self.module.max_memory_allocated() - self.held
+            return self.module.max_memory_allocated() - self.before
         if not self.resettable:
             return None  # ru_maxrss cannot fall, so it would charge an arm with an earlier arm's peak
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 if found else None
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(peak[1]) * 1024 if peak else None

@@ -24,6 +24,7 @@ import traceback
 from typing import Iterator, Sequence
 
 from .. import __version__, env
+from ..backends import VENDORS
 from ..env import SettingError
 from ..text import fold, json_text, printable
 
@@ -46,11 +47,10 @@ COMMANDS = {
 
 EXTRAS = {
     "transformers": "transformers",
-    "triton": "cuda",
     "matplotlib": "bench",
     **dict.fromkeys(("trl", "peft", "datasets", "accelerate"), "examples"),
 }
-"""Package -> the extra of liger_hw that installs it."""
+"""Package -> the extra of liger_hw that installs it; Triton's is named after the vendor."""
 
 
 class UsageError(Exception):
@@ -67,9 +67,10 @@ def told(command: str, kinds: type | tuple[type, ...] = ValueError) -> Iterator[
 
 
 def missing(command: str, package: str) -> UsageError:
-    """What to tell somebody whose command needs a package that is not installed."""
-    more = " (AMD's or Intel's: liger_hw[rocm], liger_hw[xpu])" if package == "triton" else ""
-    return UsageError(f"{command}: needs {package}: pip install 'liger_hw[{EXTRAS[package]}]'{more}")
+    """The error of a command that needs a package which is not installed."""
+    extras = VENDORS[:-1] if package == "triton" else (EXTRAS[package],)  # Triton: by the vendor of the GPU
+    words = " or ".join(f"'liger_hw[{extra}]'" for extra in extras)
+    return UsageError(f"{command}: needs {package}: pip install {words}")
 
 
 def needs(command: str, *packages: str) -> None:
@@ -85,15 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started the command
-            setattr(sys, name, open(os.devnull, "w"))
+    sys.stdout, sys.stderr = (
+        s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr)
+    )  # None: closed by the caller
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _answer(argv)
+        code = _exit_code(argv)
         sys.stdout.flush()
+        return code
     except BrokenPipeError:  # `liger-hw info | head`
         _drop_output()
         return 0
@@ -101,28 +103,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"liger-hw: {_one_line(error)}", file=sys.stderr)
         return 2
-    return code
 
 
-def _answer(argv: list[str]) -> int:
-    """The exit code of a command; each error becomes one line, and with --json one document too."""
+def _exit_code(argv: list[str]) -> int:
+    """Run a command; each error becomes one line, and with --json one document too."""
     try:
         return _dispatch(argv)
     except SystemExit as stop:  # argparse: --help and --version
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except KeyboardInterrupt:
-        return _failed(argv, "interrupted", 130)
+        return _report(argv, "interrupted", 130)
     except BrokenPipeError:
         raise
     except (UsageError, SettingError) as error:
-        return _failed(argv, str(error), 2)
+        return _report(argv, "\n".join(map(printable, str(error).splitlines())), 2)
     except Exception as error:
-        message = _one_line(error)
-        if isinstance(error, (OSError, MemoryError, UnicodeError, RecursionError)) or _is_out_of_memory(error):
-            return _failed(argv, message, 2)
+        message = printable(_one_line(error))
+        no_memory = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in message  # torch's, GPU or CPU
+        if no_memory or isinstance(error, (OSError, MemoryError, UnicodeError, RecursionError)):
+            return _report(argv, message, 2)
         if env.get("LIGER_HW_DEBUG"):
             traceback.print_exc()
-        return _failed(
+        return _report(
             argv,
             f"this is a bug in liger_hw: {message}. Please report it as an issue of liger_hw's repository, with the "
             "command and the traceback that LIGER_HW_DEBUG=1 shows",
@@ -130,25 +132,18 @@ def _answer(argv: list[str]) -> int:
         )
 
 
-def _failed(argv: list[str], message: str, code: int) -> int:
-    message = printable(message) if code != 2 else "\n".join(map(printable, message.splitlines()))
-    with contextlib.suppress(OSError):  # standard error cannot be written either: the status says it
-        print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
+def _report(argv: list[str], message: str, code: int) -> int:
+    """Print an error to standard error, and as a document where standard output is to be JSON (`bench --json FILE`
+    writes a file)."""
     try:
-        if _prints_json(argv):
+        print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
+        following = dict(zip(argv, [*argv[1:], "-"]))
+        if "--json=-" in argv or "--json" in argv and (argv[0] != "bench" or following["--json"].startswith("-")):
             print(json_text({"error": message}))
         sys.stdout.flush()
-    except OSError:  # one error is reported: that its document cannot be written, as on a full disk, is no second one
+    except OSError:  # a full disk: the exit code says it
         _drop_output()
     return code
-
-
-def _prints_json(argv: list[str]) -> bool:
-    """Whether standard output is to be JSON; `bench --json FILE` writes a file."""
-    for word, following in zip(argv, [*argv[1:], "-"]):
-        if word == "--json=-" or (word == "--json" and (argv[0] != "bench" or following.startswith("-"))):
-            return True
-    return False
 
 
 def _one_line(error: BaseException) -> str:
@@ -159,37 +154,26 @@ def _one_line(error: BaseException) -> str:
     return type(error).__name__ + (f": {lines[0]}" if lines else "")
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch had no memory to give, on a GPU or on the CPU."""
-    return isinstance(error, RuntimeError) and (
-        type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
-    )
-
-
 def _drop_output() -> None:
     """Let nothing else fail at standard output, which Python flushes once more at exit."""
-    try:
+    with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError:
-        pass
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Prose of a description is filled to the terminal's width; indented lines stay lines of their own."""
+    """Prose of a description is filled to the terminal's width. Indented lines stay lines, and what goes on below an
+    indented `  name   text` begins under its text."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = []
+        paragraphs = []
         for paragraph in text.strip().split("\n\n"):
-            own = paragraph.splitlines()
-            lines += own if any(line.startswith(" ") for line in own) else [" ".join(own)]
-            lines.append("")
-        return "\n".join(_folded(line, width) for line in lines[:-1])
-
-
-def _folded(line: str, width: int) -> str:
-    """`line` in `width` characters; what goes on below an indented `  name   text` begins under its text."""
-    start = re.match(r" +\S.*?\s{2,}", line)
-    return textwrap.fill(line, width, subsequent_indent=" " * len(start.group()) if start else "")
+            lines = paragraph.splitlines()
+            lines = lines if any(line.startswith(" ") for line in lines) else [" ".join(lines)]
+            names = [re.match(r" +\S.*?\s{2,}", line) for line in lines]
+            hangs = [" " * len(name.group()) if name else "" for name in names]
+            filled = [textwrap.fill(line, width, subsequent_indent=hang) for line, hang in zip(lines, hangs)]
+            paragraphs.append("\n".join(filled))
+        return "\n\n".join(paragraphs)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -220,7 +204,7 @@ def _dispatch(argv: list[str]) -> int:
         return importlib.import_module(f"{__name__}.{name}").run(parse(argv[1:]))
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
-        if package not in EXTRAS:
+        if package not in (*EXTRAS, "triton"):
             raise
         raise missing(name, package) from None
 

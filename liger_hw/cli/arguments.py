@@ -85,10 +85,10 @@ def listed(kind: Callable[[str], T], what: str = "") -> Callable[[str], list[T]]
     """An argparse type: values of another type, joined by commas, at least one. what: an example of them."""
 
     def parse(text: str) -> list[T]:
-        found = [kind(word.strip()) for word in text.split(",") if word.strip()]
-        if not found:
+        values = [kind(word.strip()) for word in text.split(",") if word.strip()]
+        if not values:
             raise argparse.ArgumentTypeError(f"{text!r} is empty; write {what} joined by commas")
-        return found
+        return values
 
     return parse
 
@@ -119,8 +119,8 @@ def usable_device(command: str, name: str | None) -> "torch.device":
 
     try:
         if name is None:
-            found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-            name = found if found in {backend.device_type for backend in backends()} else "cpu"
+            here = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+            name = here if here in {backend.device_type for backend in backends()} else "cpu"
         device = with_index(name)
         target_of(device)
     except (RuntimeError, ValueError, AssertionError) as error:

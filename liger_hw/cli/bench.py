@@ -20,12 +20,11 @@ from ..text import fold, json_text, time_left
 from . import UsageError, parser_of, told
 from .arguments import dtype_name, listed, positive, seconds, tokens, torch_dtype, usable_device
 
-OTHERS = ("moe", "e2e")
 MODES = ("fwd", "bwd", "full")
 OF_OPS = ("against", "mode", "sizes", "repeats")
 OF_E2E = ("model", "layers", "batch", "seq", "steps", "rounds", "arms", "checkpointing", "hidden", "text")
-TAKEN = {"ops": OF_OPS, "moe": (*OF_OPS, "tokens", "routing"), "e2e": OF_E2E}
-"""Benchmark -> the options that it takes beside those of all."""
+OPTIONS = {"ops": OF_OPS, "moe": (*OF_OPS, "tokens", "routing"), "e2e": OF_E2E}
+"""Benchmark -> its options beside those of every benchmark."""
 
 
 def _mode(text: str) -> str:
@@ -114,25 +113,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
-    _check_taken(arguments, what)
-    device = usable_device("bench", arguments.device)
-    ops = arguments.what[1:] if what != "ops" else arguments.what
-    return _e2e(arguments, device, ops) if what == "e2e" else _ops(arguments, device, ops, what == "moe")
-
-
-def _check_taken(arguments: argparse.Namespace, what: str) -> None:
-    """Raise `UsageError` for an option, other than its default, that this benchmark does not take."""
+    first, *others = arguments.what or [""]
+    what, names = (first, others) if first in ("moe", "e2e") else ("ops", arguments.what)
     parser = parser_of("bench")
-    for owner, names in TAKEN.items():
-        for name in names:
-            if what != owner and name not in TAKEN[what] and getattr(arguments, name) != parser.get_default(name):
+    for owner, options in OPTIONS.items():
+        for name in options:
+            if name not in OPTIONS[what] and getattr(arguments, name) != parser.get_default(name):
                 command = "liger-hw bench" if owner == "ops" else f"liger-hw bench {owner}"
                 raise UsageError(f"bench: --{name} is an option of `{command}`, and changes nothing for {what}")
+    device = usable_device("bench", arguments.device)
+    return _e2e(arguments, device, names) if what == "e2e" else _ops(arguments, device, names, what == "moe")
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: bool) -> int:
-    """experts: of the ops fused_moe alone, with tokens that choose their experts as a router has them choose"""
+    """experts: fused_moe alone, with experts chosen as a router chooses them"""
     from ..bench import moe, ops, peers, plots, report, timing
 
     if experts and names:
@@ -158,10 +152,10 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: 
         arms = ", ".join((peers.OURS, *against))
         _progress(f"[{done + 1}/{len(todo)}] {case}: {arms}; {budget.spent:.0f} s so far{left}")
 
-    def keep(found: list[dict[str, Any]]) -> None:
+    def keep(new: list[dict[str, Any]]) -> None:
         names = "device", "driver", "torch", "triton", "liger_hw", "commit", "date", "copy_gb_s"
-        rows.extend({**row, **{name: facts[name] for name in names}} for row in found)
-        _progress(f"        {budget.spent:.0f} s  {_line(found)}")
+        rows.extend({**row, **{name: facts[name] for name in names}} for row in new)
+        _progress(f"        {budget.spent:.0f} s  {_line(new)}")
         if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, "rows": rows, "complete": False})
 
@@ -192,9 +186,9 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: 
     return 130 if ended.endswith("interrupted") else 1 if failed or "answering" in ended else 0
 
 
-def _line(found: list[dict[str, Any]]) -> str:
-    row = found[0]
-    times = ", ".join(f"{r['arm']} {r['ms']['median']:.4f}" for r in found if r["ms"] and r["mode"] == row["mode"])
+def _line(rows: list[dict[str, Any]]) -> str:
+    row = rows[0]
+    times = ", ".join(f"{r['arm']} {r['ms']['median']:.4f}" for r in rows if r["ms"] and r["mode"] == row["mode"])
     return f"{row['op']} {'x'.join(map(str, row['sizes']))} {row['mode']}: {times or 'nothing timed'} ms"
 
 
@@ -213,25 +207,24 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
         raise UsageError(f"bench: e2e takes no op, got {names[0]!r}; --model chooses what is trained")
     taken = ("model", "layers", "batch", "seq", "steps", "rounds", "checkpointing", "dtype", "hidden", "text")
     with told("bench"):
-        plan = e2e.Plan(arms=tuple(arguments.arms), **{name: getattr(arguments, name) for name in taken})
+        schedule = e2e.Schedule(arms=tuple(arguments.arms), **{name: getattr(arguments, name) for name in taken})
     if device.type == "cpu" and not arguments.hidden:
         few = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
         raise UsageError(f"bench: a model of this size is hopeless on a CPU; a small one: liger-hw bench e2e {few}")
     facts = report.machine(device)
 
-    def keep(found: dict[str, Any]) -> None:
+    def keep(results: dict[str, Any]) -> None:
         if arguments.json and arguments.json != "-":
-            report.save(arguments.json, {"machine": facts, **found})
+            report.save(arguments.json, {"machine": facts, **results})
 
     with told("bench"):  # a text that cannot be read, or is too short
-        found = e2e.measure(plan, device, timing.Budget(arguments.budget), keep, _progress)
+        results = e2e.measure(schedule, device, timing.Budget(arguments.budget), keep, _progress)
     if arguments.json == "-":
-        print(json_text({"machine": facts, **found}, indent=1))
+        print(json_text({"machine": facts, **results}, indent=1))
         return 0
-    print(e2e.as_text(found))
-    if arguments.plot:
-        for path in e2e.plots(found, arguments.plot):
-            _progress(f"wrote {path}")
+    print(e2e.as_text(results))
+    for path in e2e.plots(results, arguments.plot) if arguments.plot else ():
+        _progress(f"wrote {path}")
     return 0
 
 

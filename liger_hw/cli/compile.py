@@ -136,7 +136,7 @@ def _text(certificates: list[Any], case_of: dict) -> str:
         what = " ".join([case.dtype, *(f"{name}={value}" for name, value in case.options.items())])
         used, state = ["-"] * 6, "FAILED"
         if r is not None:
-            widths = [str(max(found, default=0)) for found in (r.loads, r.stores)]
+            widths = [str(max(bits, default=0)) for bits in (r.loads, r.stores)]
             used = [str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths]
             state = "ILLEGAL" if c.illegal else "" if c.level == "binary" else c.level
         warps = str(c.launch.config.num_warps)

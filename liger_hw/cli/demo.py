@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..bench.agreement import Verdict
-    from ..bench.e2e import Plan
+    from ..bench.e2e import Schedule
 
 SIZES = {
     "tiny": {"hidden": 64, "layers": 2, "batch": 2, "seq": 48, "steps": 12},
@@ -77,27 +77,27 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("demo: Triton's interpreter is right in fp32, not in bf16; leave --dtype away")
     out, runs = Path(arguments.out), {}
     try:
-        plan = _plan(arguments, dtype)
+        schedule = _schedule(arguments, dtype)
         Original("mistral")  # refuses a Mistral that is already patched
         out.mkdir(parents=True, exist_ok=True)
-        found = e2e.measure(plan, device, say=lambda text: print(text, file=sys.stderr), on_run=runs.__setitem__)
+        results = e2e.measure(schedule, device, say=lambda text: print(text, file=sys.stderr), on_run=runs.__setitem__)
     except ValueError as error:
         raise UsageError(f"demo: {error}") from None
     except OSError as error:
         raise UsageError(f"demo: cannot make --out {out}: {error.strerror}") from None
     first = "hf" if "hf" in runs else next(iter(runs), "")
-    left_out = {row["arm"]: row["note"] for row in found["runs"] if row["status"] != "ok"}
+    left_out = {row["arm"]: row["note"] for row in results["runs"] if row["status"] != "ok"}
     if len(runs) < 2 and "liger_hw" not in left_out:
         raise UsageError("demo: nothing to compare with; " + "; ".join(f"{n}: {why}" for n, why in left_out.items()))
     verdicts = {name: agreement.compare(runs[first], one, dtype) for name, one in runs.items() if name != first}
     machine = report.machine(device)
-    print(e2e.as_text(found))
+    print(e2e.as_text(results))
     print(fold(f"on {device}: {machine['device']}, torch {machine['torch']}, triton {machine['triton']}"))
     if device.type == "cpu":
         print(fold(NOTES["interpreter" if registry.interpreting() else "reference"]))
-    document = {"machine": machine, **found, "verdicts": {name: asdict(one) for name, one in verdicts.items()}}
+    document = {"machine": machine, **results, "verdicts": {name: asdict(one) for name, one in verdicts.items()}}
     report.save(out / "demo.json", document)
-    written = [out / "demo.json", *e2e.plots(found, str(out))]
+    written = [out / "demo.json", *e2e.plots(results, str(out))]
     print(f"written: {', '.join(map(str, written))}")
     return _conclude(verdicts, first, left_out)
 
@@ -147,9 +147,9 @@ def _device(arguments: argparse.Namespace) -> "torch.device":
     return device
 
 
-def _plan(arguments: argparse.Namespace, dtype: str) -> "Plan":
+def _schedule(arguments: argparse.Namespace, dtype: str) -> "Schedule":
     """What to train. Raises `UsageError` unless there are two or more different known arms."""
-    from ..bench.e2e import Plan
+    from ..bench.e2e import Schedule
 
     arms = arguments.against
     if unknown := [name for name in arms if name not in ARMS]:
@@ -162,4 +162,4 @@ def _plan(arguments: argparse.Namespace, dtype: str) -> "Plan":
     sizes: dict[str, Any] = dict(SIZES[arguments.size] if arguments.size else default)
     sizes |= {name: one for name in ("steps", "batch", "seq") if (one := getattr(arguments, name)) is not None}
     text = {"text": arguments.text, "seed": arguments.seed}
-    return Plan("mistral", arms=tuple(arms), dtype=dtype, learning_rate=1e-3, **text, **sizes)
+    return Schedule("mistral", arms=tuple(arms), dtype=dtype, learning_rate=1e-3, **text, **sizes)

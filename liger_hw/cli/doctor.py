@@ -11,7 +11,7 @@ import argparse
 import time
 from typing import Any
 
-from ..text import StatusLine, first_line, fold, json_text
+from ..text import StatusLine, first_line, json_text, labelled
 from .arguments import usable_device
 
 
@@ -32,45 +32,36 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     facts = info.collect(ops=False)
     ops = _check_ops(device)
-    wrong = {name: reason for name, reason in ops.items() if reason}
     timings = _timings(device) if device.type != "cpu" else {}
+    problems = [f"{name}: {reason}" for name, reason in ops.items() if reason]
+    agreeing = len(ops) - len(problems)
     unusable = [unwritable] if (unwritable := store.unwritable()) else []
     try:
         folders = store.device_folders()
     except OSError as error:
         folders = []
         unusable.append(f"the cache cannot be read: {first_line(error)}")
-    own, shipped, broken, outdated = health(folders)
-    seconds = round(time.monotonic() - began, 1)
-    problems = [f"{name}: {reason}" for name, reason in wrong.items()] + broken
-    problems += [facts["triton"]["warning"]] if facts["triton"]["warning"] else []
-    problems += unusable
-    commit, shim = git_commit(), compat.use()
+    stored, shipped, broken, outdated = health(folders)
+    problems += [*broken, *filter(None, [facts["triton"]["warning"]]), *unusable]
+    seconds, commit, shim = round(time.monotonic() - began, 1), git_commit(), compat.use()
     if arguments.json:
-        found = {
-            "commit": commit,
-            "shim": shim,
-            "device": str(device),
-            "ops": ops,
-            **timings,
-            "cache": {"entries": own, "shipped": shipped},
-        }
-        print(json_text({**facts, **found, "problems": problems, "seconds": seconds}, indent=1))
+        more = {"commit": commit, "shim": shim, "device": str(device), "ops": ops, **timings}
+        more |= {"cache": {"entries": stored, "shipped": shipped}, "problems": problems, "seconds": seconds}
+        print(json_text({**facts, **more}, indent=1))
         return 1 if problems else 0
+    runs = "kernels" if device.type != "cpu" or registry.interpreting() else "references: no GPU, no kernel is launched"
+    unused = f"; {len(outdated)} of them are out of date and not used" if outdated else ""
     print("Paste this into a bug report, between two lines of three backticks:\n")
     print(info.as_text(facts))
-    print(fold(f"commit        {commit or 'not a checkout'}", " " * 14))
-    print(fold(f"shim          {shim}", " " * 14))
-    runs = "kernels" if device.type != "cpu" or registry.interpreting() else "references: no GPU, no kernel is launched"
-    agree = f"{len(ops) - len(wrong)} of {len(ops)} agree with their reference on {device}, as {runs}"
-    print(fold(f"ops           {agree}", " " * 14))
+    print(labelled("commit", commit or "not a checkout"))
+    print(labelled("shim", shim))
+    print(labelled("ops", f"{agreeing} of {len(ops)} agree with their reference on {device}, as {runs}"))
     for name, value in timings.items():
-        print(f"{name:<13} {value}")
-    unused = f"; {len(outdated)} of them are out of date and not used" if outdated else ""
-    print(fold(f"cache         {own} entries of your own and {shipped} shipped ones checked{unused}", " " * 14))
-    print(f"took          {seconds} s")
+        print(labelled(name, value))
+    print(labelled("cache", f"{stored} entries of your own and {shipped} shipped ones checked{unused}"))
+    print(labelled("took", f"{seconds} s"))
     for problem in problems:
-        print(fold(f"PROBLEM       {problem}", " " * 14))
+        print(labelled("PROBLEM", problem))
     print("\n" + ("all is well" if not problems else f"{len(problems)} problems"))
     return 1 if problems else 0
 
@@ -83,15 +74,15 @@ def _check_ops(device: Any) -> dict[str, str]:
     from ..autotune.check import against_reference
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    found, screen = {}, StatusLine()
+    reasons, screen = {}, StatusLine()
     for number, op in enumerate(registry.ops().values()):
         screen.progress(number, len(registry.ops()), op.name)
         try:
-            found[op.name] = against_reference(op, op.small_sizes, dtype, device)
+            reasons[op.name] = against_reference(op, op.small_sizes, dtype, device)
         except Exception as error:
-            found[op.name] = first_line(error)
+            reasons[op.name] = first_line(error)
     screen.end()
-    return found
+    return reasons
 
 
 def _timings(device: Any) -> dict[str, str]:

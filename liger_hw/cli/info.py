@@ -16,7 +16,8 @@ from importlib import metadata
 from typing import Any
 
 from .. import __version__
-from ..text import StatusLine, fold, json_text, table
+from ..backends import VENDORS, backend, backends
+from ..text import StatusLine, json_text, labelled, table
 from .arguments import dtype_name, torch_dtype
 
 # Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
@@ -30,8 +31,6 @@ TRITON_DISTRIBUTIONS = (
     "triton-xpu",
     "triton-windows",
 )
-VENDORS = {"cuda": "nvidia", "rocm": "amd", "xpu": "intel"}
-"""Vendor -> what Triton calls its compiler."""
 OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pytorch", "accelerate", "peft", "trl")
 
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with every workload of every op")
     parser.add_argument(
         "--require",
-        choices=VENDORS,
+        choices=[vendor for vendor in VENDORS if vendor != "cpu"],
         help="print nothing but what is missing to run kernels on such a GPU; exit status 1 if anything",
     )
 
@@ -72,11 +71,11 @@ def lacking(vendor: str) -> list[str]:
     if triton["error"]:
         lines.append(f"`import triton` fails: {triton['error']}")
     else:
-        compilers = importlib.import_module("triton.backends").backends
-        if VENDORS[vendor] not in compilers:
-            has = ", ".join(sorted(compilers)) or "none"
+        compilers, compiler = importlib.import_module("triton.backends").backends, backend(vendor).compiler
+        if compiler not in compilers:
+            others = ", ".join(sorted(compilers)) or "none"
             lines.append(
-                f"triton {triton['version']} has no {VENDORS[vendor]} compiler (it has: {has}); "
+                f"triton {triton['version']} has no {compiler} compiler (it has: {others}); "
                 f"install the Triton that torch's wheel for {vendor} brings"
             )
     return lines + ([triton["warning"]] if triton["warning"] else [])
@@ -96,9 +95,7 @@ def collect(dtype: str = "bfloat16", ops: bool = True) -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": {
             "version": torch.__version__,
-            "cuda": torch.version.cuda,
-            "hip": torch.version.hip,
-            "xpu": getattr(torch.version, "xpu", None),
+            **{name: getattr(torch.version, name, None) for name in _torch_versions()},
         },
         "triton": triton_facts(),
         "packages": {name: _version(name) for name in OTHER_DISTRIBUTIONS},
@@ -138,23 +135,26 @@ def triton_facts() -> dict[str, Any]:
     return {"version": imported, "error": error, "distributions": providers, "warning": warning}
 
 
+def _torch_versions() -> list[str]:
+    """The attributes of `torch.version` that say what torch was built for."""
+    return [backend(vendor).torch_version for vendor in VENDORS if vendor != "cpu"]
+
+
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from ..backends import backends
-
-    found = []
-    for backend in backends():
-        count = 1 if backend.device_type == "cpu" else getattr(torch, backend.device_type).device_count()
-        for index in range(count):
-            name = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
-            row: dict[str, Any] = {"device": name, "backend": backend.vendor, "target": None, "error": None}
+    rows = []
+    for one in backends():
+        on_cpu = one.device_type == "cpu"
+        for index in range(1 if on_cpu else torch.get_device_module(one.device_type).device_count()):
+            name = one.device_type if on_cpu else f"{one.device_type}:{index}"
+            row: dict[str, Any] = {"device": name, "backend": one.vendor, "target": None, "error": None}
             try:
-                row["target"] = backend.describe(index).to_json()
+                row["target"] = one.describe(index).to_json()
             except Exception as problem:  # one broken device must not hide the others
                 row["error"] = f"{type(problem).__name__}: {problem}"
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def _tuned(device: dict[str, Any]) -> dict[str, int]:
@@ -172,27 +172,14 @@ def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     rows, screen = [], StatusLine()
     for number, op in enumerate(registry.ops().values()):
         screen.progress(number, len(registry.ops()), op.name)
-        for device in devices:
-            if device["target"] is None:
-                continue
+        for device in (device for device in devices if device["target"]):
+            runs = "reference" if device["backend"] == "cpu" and not registry.interpreting() else "kernel"
             for workload, sizes in op.workloads.items():
                 for one in registry.explain(op.name, sizes, torch_dtype(dtype), device["device"]):
-                    rows.append(
-                        {
-                            "op": op.name,
-                            "tunable": one.tunable,
-                            "device": device["device"],
-                            "runs": "reference"
-                            if device["backend"] == "cpu" and not registry.interpreting()
-                            else "kernel",
-                            "workload": workload,
-                            "shape": list(sizes),
-                            "key": list(one.key),
-                            "layer": one.chosen.layer,
-                            "provenance": dict(one.chosen.provenance),
-                            "config": one.chosen.config.to_json(),
-                        }
-                    )
+                    row = {"op": op.name, "tunable": one.tunable, "device": device["device"], "runs": runs}
+                    row |= {"workload": workload, "shape": list(sizes), "key": list(one.key)}
+                    row |= {"layer": one.chosen.layer, "provenance": dict(one.chosen.provenance)}
+                    rows.append({**row, "config": one.chosen.config.to_json()})
     screen.end()
     return rows
 
@@ -207,56 +194,56 @@ def _version(name: str) -> str | None:
 def as_text(facts: dict[str, Any]) -> str:
     """The human form of `collect()`; of `ops` one row an op and device, at the op's first workload."""
     torch, triton = facts["torch"], facts["triton"]
-    built = ", ".join(f"{k} {torch[k]}" for k in ("cuda", "hip", "xpu") if torch[k]) or "cpu only"
+    built = ", ".join(f"{name} {torch[name]}" for name in _torch_versions() if torch[name]) or "cpu only"
     provided = ", ".join(f"{d['name']} {d['version']}" for d in triton["distributions"]) or "not installed"
     lines = [
-        f"liger_hw      {facts['liger_hw']}, python {facts['python']} on {facts['platform']}",
-        f"torch         {torch['version']} ({built})",
-        f"triton        {triton['version'] or 'does not import'} (provided by: {provided})",
+        ("liger_hw", f"{facts['liger_hw']}, python {facts['python']} on {facts['platform']}"),
+        ("torch", f"{torch['version']} ({built})"),
+        ("triton", f"{triton['version'] or 'does not import'} (provided by: {provided})"),
     ]
     for device in facts["devices"]:
         lines += _device_lines(device, facts["tuned"].get(device["device"], {}))
     if all(device["backend"] == "cpu" for device in facts["devices"]):
-        lines.append("no GPU        torch sees none: no kernel is launched, patched models run their own code")
-    lines.append(f"cache         {facts['cache']}")
+        lines.append(("no GPU", "torch sees none: no kernel is launched, patched models run their own code"))
+    lines.append(("cache", facts["cache"]))
     if facts["lock_file"]:
-        lines.append(f"lock file     {facts['lock_file']}")
-    packages = [f"{name} {found}" for name, found in facts["packages"].items() if found]
+        lines.append(("lock file", facts["lock_file"]))
+    packages = [f"{name} {version}" for name, version in facts["packages"].items() if version]
     packages += [] if facts["packages"]["transformers"] else ["no transformers"]
-    lines.append(f"packages      {', '.join(packages)}")
-    lines += [f"environment   {name}={value}" for name, value in facts["environment"].items()]
-    lines += [f"WARNING       {triton['warning']}"] if triton["warning"] else []
+    lines.append(("packages", ", ".join(packages)))
+    lines += [("environment", f"{name}={value}") for name, value in facts["environment"].items()]
+    warnings = [triton["warning"]] if triton["warning"] else []
     for name, hint in facts["unknown_environment"].items():
-        lines.append(f"WARNING       {name} is set, but liger_hw knows no such variable{hint}")
-    text = fold("\n".join(lines), " " * 14)
+        warnings.append(f"{name} is set, but liger_hw knows no such variable{hint}")
+    lines += [("WARNING", warning) for warning in warnings]
+    text = "\n".join(labelled(*line) for line in lines)
     return text if facts["ops"] is None else "\n".join([text, "", *_op_lines(facts)])
 
 
-def _device_lines(device: dict[str, Any], tuned: dict[str, int]) -> list[str]:
+def _device_lines(device: dict[str, Any], tuned: dict[str, int]) -> list[tuple[str, str]]:
     target = device["target"]
     if target is None:
-        return [f"{device['device']:<13} cannot be described: {device['error']}"]
+        return [(device["device"], f"cannot be described: {device['error']}")]
     if device["backend"] == "cpu":
-        return ["cpu           torch's reference path; kernels only in Triton's interpreter"]
+        return [("cpu", "torch's reference path; kernels only in Triton's interpreter")]
     stored = ", ".join(f"{count} {name}" for name, count in tuned.items()) or "nothing"
     return [
-        f"{device['device']:<13} {target['name']} ({target['arch']}), backend {device['backend']}, "
-        f"{target['multiprocessors']} multiprocessors, warp {target['warp_size']}, "
-        f"{target['max_threads']} threads and {target['shared_memory'] // 1024} KiB shared memory a block",
-        f"  tuned       {stored}; any other key takes its op's heuristic",
+        (
+            device["device"],
+            f"{target['name']} ({target['arch']}), backend {device['backend']}, {target['multiprocessors']} "
+            f"multiprocessors, warp {target['warp_size']}, {target['max_threads']} threads and "
+            f"{target['shared_memory'] // 1024} KiB shared memory a block",
+        ),
+        ("  tuned", f"{stored}; any other key takes its op's heuristic"),
     ]
 
 
 def _op_lines(facts: dict[str, Any]) -> list[str]:
-    rows = [("op", "device", "runs", "at", "config from", "provenance")]
-    seen = set()
+    rows = {("tunable", "device"): ("op", "device", "runs", "at", "config from", "provenance")}
     for row in facts["ops"]:
-        place = row["tunable"], row["device"]
-        if place in seen:
-            continue
-        seen.add(place)
         provenance = row["provenance"]
-        kind = " ".join(str(provenance[k]) for k in ("kind", "date") if k in provenance)
+        kind = " ".join(str(provenance[name]) for name in ("kind", "date") if name in provenance)
         at = f"{row['workload']} {'x'.join(map(str, row['shape']))}"
-        rows.append((row["tunable"], row["device"], row["runs"], at, row["layer"], kind))
-    return [f"ops at {facts['dtype']}", table(rows, indent="  ") if len(rows) > 1 else "  none"]
+        shown = (row["tunable"], row["device"], row["runs"], at, row["layer"], kind)
+        rows.setdefault((row["tunable"], row["device"]), shown)
+    return [f"ops at {facts['dtype']}", table([*rows.values()], indent="  ") if len(rows) > 1 else "  none"]

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _brief(error: Exception) -> str:
-    """What became of a process, and the last line of what it said."""
+    """How a process ended, and its last line of output."""
     first, *more = str(error).splitlines()
     return f"{first.partition(':')[0]}: {more[-1]}" if more else first
 
@@ -80,12 +80,12 @@ def _jobs(classes: dict[str, str], families: list[str], named: bool) -> Iterator
     """(family, class, whether through its function) of every check, in order: through functions of their own first."""
     from ..transformers.models import specs
 
-    own = {name: spec.models[0] for name, spec in specs().items()}
+    functions = {name: spec.models[0] for name, spec in specs().items()}
     for name in families:
-        if name not in {**classes, **own}:
+        if name not in {**classes, **functions}:
             raise UsageError(f"models: transformers has no causal LM family {name!r}; see `liger-hw models --named`")
-    for found, through_function in ((own, True), ({} if named else classes, False)):
-        for name, class_name in found.items():
+    for checks, through_function in ((functions, True), ({} if named else classes, False)):
+        for name, class_name in checks.items():
             if not families or name in families:
                 yield name, class_name, through_function
 
@@ -125,8 +125,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     verified = [row for row in rows if row["outcome"] == "verified"]
     others = [row for row in rows if not row["named"]]
     both = sum(row["outcome"] == "verified" and row["norms"] and row["loss"] for row in others)
-    own = [row for row in rows if row["named"]]
+    named = [row for row in rows if row["named"]]
     return (
         f"{len(verified)} of {len(rows)} verified; {both} of {len(others)} causal LM families with norms and loss on "
-        f"kernels; {sum(row['outcome'] == 'verified' for row in own)} of {len(own)} functions"
+        f"kernels; {sum(row['outcome'] == 'verified' for row in named)} of {len(named)} functions"
     )

@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
             except ValueError as error:
                 rows.append((name, str(error)))
     if arguments.json:
-        print(json_text([_as_json(name, found) for name, found in rows], indent=2))
+        print(json_text([_as_json(name, answer) for name, answer in rows], indent=2))
     else:
         _print(planner, rows)
-    return 1 if any(isinstance(found, str) for _, found in rows) else 0
+    return 1 if any(isinstance(answer, str) for _, answer in rows) else 0
 
 
 def _planner(arguments: argparse.Namespace) -> "Planner":
@@ -85,14 +85,14 @@ def _planner(arguments: argparse.Namespace) -> "Planner":
     model = models.find(arguments.model)
     model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
     size = {"float32": 4, "bfloat16": 2, "float16": 2}
-    given = Assumptions(
+    assumptions = Assumptions(
         dtype_bytes=size[arguments.dtype],
         compute_bytes=size[arguments.autocast or arguments.dtype],
         optimizer=arguments.optimizer,
         trainable=arguments.trainable,
         shards=arguments.shards,
     )
-    return Planner(model, arguments.batch, arguments.seq, given)
+    return Planner(model, arguments.batch, arguments.seq, assumptions)
 
 
 def _budgets(texts: list[str]) -> list[tuple[str, int]]:
@@ -110,10 +110,10 @@ def _budgets(texts: list[str]) -> list[tuple[str, int]]:
     return [(text, size) for text, size in sizes if size is not None]
 
 
-def _as_json(name: str, found: "Prediction | str") -> dict[str, Any]:
-    if isinstance(found, str):
-        return {"setting": name, "error": found}
-    return {"setting": name, "levels": list(found.levels), "peak_bytes": found.peak, "speed": round(found.speed, 4)}
+def _as_json(name: str, answer: "Prediction | str") -> dict[str, Any]:
+    if isinstance(answer, str):
+        return {"setting": name, "error": answer}
+    return {"setting": name, "levels": list(answer.levels), "peak_bytes": answer.peak, "speed": round(answer.speed, 4)}
 
 
 def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
@@ -122,26 +122,23 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
     model = planner.model
     print(f"{model.name}, {model.layers} layers, batch {planner.batch} x {planner.seq}")
     lines = [("activations=", "levels, first layer first", "peak GiB", "speed")]
-    failed = [f"{name}: {found}" for name, found in rows if isinstance(found, str)]
-    for name, found in rows:
-        if not isinstance(found, str):
-            lines.append((name, in_words(found.levels), f"{found.peak / 2**30:.1f}", f"{100 * found.speed:.1f}%"))
+    notes = [f"{name}: {answer}" for name, answer in rows if isinstance(answer, str)]
+    for name, answer in rows:
+        if not isinstance(answer, str):
+            lines.append((name, in_words(answer.levels), f"{answer.peak / 2**30:.1f}", f"{100 * answer.speed:.1f}%"))
     print(table(lines))
-    attention = {
-        "masked": "attention with a mask (a sliding window)",
-        "eager": "eager attention (its scores in memory)",
-    }
-    attention = attention.get(planner.attention, "flash attention")
+    kinds = {"masked": "attention with a mask (a sliding window)", "eager": "eager attention (its scores in memory)"}
+    attention = kinds.get(planner.attention, "flash attention")
     if 0 < model.positions < planner.seq:
-        failed.append(
+        notes.append(
             f"{model.name} was made for sequences of at most {model.positions} tokens. Memory is predicted for --seq "
             f"{planner.seq} all the same; the position embeddings have to be extended first."
         )
     if planner.given.shards > 1:
-        failed.append(
+        notes.append(
             f"--shards {planner.given.shards} divides parameters, gradients and optimizer states evenly, as FSDP or "
             "ZeRO-3 do. Not in it: a layer's gathered parameters and gradients, communication, activations split over "
             "devices (tensor, sequence or pipeline parallelism)."
         )
     meaning = "Speed is against `keep`; `default` is a patch without activations=."
-    print(fold("\n".join([*failed, f"Assumed: {planner.given}; {attention}. {meaning}"])))
+    print(fold("\n".join([*notes, f"Assumed: {planner.given}; {attention}. {meaning}"])))

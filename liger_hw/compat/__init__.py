@@ -140,10 +140,10 @@ _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "
 def use() -> str:
     """`in use` where `import liger_kernel` gives this package, else `not in use` and why; it is imported to see."""
     try:
-        found = importlib.import_module(NAME).__file__
+        file = importlib.import_module(NAME).__file__
     except ImportError as error:
         return f"not in use: {error}"
-    return "in use" if str(PATH) in str(found) else f"not in use: {NAME} is {found}"
+    return "in use" if str(PATH) in str(file) else f"not in use: {NAME} is {file}"
 
 
 def homes(name: str) -> tuple[str, ...] | None:
@@ -175,7 +175,7 @@ def _forwards() -> Any:
 
 
 def replacement(name: str) -> str | None:
-    """What stands in for a module or name of liger_kernel that is not here, or None where nothing is said."""
+    """What stands in for a module or name of liger_kernel that is not here, or None where there is no advice."""
     return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
 
 
@@ -184,9 +184,9 @@ def name_of_transformers(name: str) -> Any:
 
     Raises `ImportError` where something else is to be used.
     """
-    found = _lookup(tuple(home for home in MODULES["transformers"] if home not in (_TRANSFORMERS, _CHECKED)), name)
-    if found is not _ABSENT:
-        return found
+    value = _lookup(tuple(home for home in MODULES["transformers"] if home not in (_TRANSFORMERS, _CHECKED)), name)
+    if value is not _ABSENT:
+        return value
     if instead := replacement(f"transformers.{name}"):
         raise ImportError(f"{name} is not in {_TRANSFORMERS}: {instead}")
     return None
@@ -234,11 +234,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def __getattr__(attribute: str) -> Any:
             if not attribute.startswith("__"):
-                found = _kernel(name, attribute) or _lookup(behind, attribute)
-                if found is not _ABSENT:
-                    setattr(module, attribute, found)
-                    return found
-                if homes(f"{name}.{attribute}") is not None:  # a module below that nobody has imported yet
+                value = _kernel(name, attribute) or _lookup(behind, attribute)
+                if value is not _ABSENT:
+                    setattr(module, attribute, value)
+                    return value
+                if homes(f"{name}.{attribute}") is not None:  # a module below that is not imported yet
                     return importlib.import_module(f"{module.__name__}.{attribute}")
             instead = replacement(f"{name}.{attribute}")
             raise AttributeError(
@@ -270,11 +270,11 @@ def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
         for module in _searched(home):
             if home == _TRANSFORMERS and attribute not in {*vars(module), *module.HOME}:
                 continue  # it would look here
-            found = getattr(module, attribute, _ABSENT)
-            if isinstance(found, ModuleType) and found.__name__.startswith("liger_hw."):
+            value = getattr(module, attribute, _ABSENT)
+            if isinstance(value, ModuleType) and value.__name__.startswith("liger_hw."):
                 continue  # a module of that name is the shim's own
-            if found is not _ABSENT:
-                return found
+            if value is not _ABSENT:
+                return value
     return _ABSENT
 
 
@@ -298,7 +298,7 @@ def take_the_name(module: ModuleType) -> None:
     module.__version__ = VERSION
     module.__path__ = []  # every module below comes from the finder
 
-    def __getattr__(name: str) -> Any:  # a module below that nobody has imported yet, as `functional`
+    def __getattr__(name: str) -> Any:  # a module below that is not imported yet, as `functional`
         if name in MODULES:
             return importlib.import_module(f"{NAME}.{name}")
         if name in impls.__all__:

@@ -7,6 +7,8 @@ import importlib.util
 import re
 from typing import Any, Callable
 
+from ..backends import target_of
+
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
 
@@ -29,78 +31,42 @@ def infer_device() -> str:
 
 def infer_comm_backend() -> str:
     """Name of the torch.distributed backend for `infer_device()`."""
-    return {"cuda": "nccl", "xpu": "xccl"}.get(infer_device(), "gloo")
+    import torch.distributed
+
+    return torch.distributed.get_default_backend_for_device(infer_device())
 
 
 GENERATIONS = {
-    **dict.fromkeys(((7, 0), (7, 5)), "volta_turing"),
-    **dict.fromkeys(((8, 0), (8, 6), (8, 9)), "ampere_ada"),
-    (9, 0): "hopper",
-    (10, 0): "blackwell",
-    (10, 3): "blackwell_ultra",
-    (12, 0): "blackwell_consumer",
+    **dict.fromkeys(("sm70", "sm75"), "volta_turing"),
+    **dict.fromkeys(("sm80", "sm86", "sm89"), "ampere_ada"),
+    "sm90": "hopper",
+    "sm100": "blackwell",
+    "sm103": "blackwell_ultra",
+    "sm120": "blackwell_consumer",
     "gfx908": "cdna",
     "gfx90a": "cdna2",
     **dict.fromkeys(("gfx940", "gfx941", "gfx942"), "cdna3"),
     **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102"), "rdna3"),
+    **dict.fromkeys(("acm", "bmg", "lnl"), "arc"),
 }
-"""Compute capability of an NVIDIA device, or target of an AMD device -> Liger's name of its generation."""
-
-
-def _infer_nvidia_arch(device_id: int) -> str:
-    """A generation, or as "sm_87" where it has no name."""
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(device_id)
-    return GENERATIONS.get((major, minor), f"sm_{major}{minor}")
-
-
-def _infer_amd_arch(device_id: int) -> str:
-    """A generation, or the target, as "gfx1201", where it has no name."""
-    import torch
-
-    full = getattr(torch.cuda.get_device_properties(device_id), "gcnArchName", "")
-    target = full.partition(":")[0] or "cuda"
-    return GENERATIONS.get(target, target)
-
-
-def _infer_xpu_arch(device_id: int) -> str:
-    """Data Center GPU Max is "pvc", Arc is "arc", another Intel GPU "xpu"."""
-    import torch
-
-    name = torch.xpu.get_device_properties(device_id).name
-    return "pvc" if "Max" in name else "arc" if "Arc" in name else "xpu"
-
-
-def _infer_npu_arch(device_id: int) -> str:
-    """ "ascend910", "ascend310", or "npu" for another Ascend NPU."""
-    import torch
-
-    series = re.search("910|310", torch.npu.get_device_properties(device_id).name)  # type: ignore[attr-defined]
-    return f"ascend{series[0]}" if series else "npu"
+"""`Target.arch` -> Liger's name of the generation."""
 
 
 @functools.lru_cache(maxsize=None)
 def infer_device_arch(device_id: int = 0) -> str:
     """Liger's name of a device's generation, as "hopper", "cdna3" or "pvc".
 
-    A device whose generation has no name gives its architecture: "sm_87", "gfx1201". What cannot be asked, as a CPU,
-    gives `infer_device()`.
+    A device whose generation has no name gives its architecture: "sm_87", "gfx1201". Where none can be read, as of a
+    CPU, it is `infer_device()`.
     """
     import torch
 
     kind = infer_device()
-    asked = {
-        "cuda": _infer_amd_arch if torch.version.hip else _infer_nvidia_arch,
-        "xpu": _infer_xpu_arch,
-        "npu": _infer_npu_arch,
-    }.get(kind)
-    if asked is None:
-        return kind
     try:
-        return asked(device_id)
-    except (RuntimeError, AssertionError, AttributeError):  # a driver that does not start, a torch without the device
+        arch = target_of(torch.device(kind, device_id)).arch
+    except (RuntimeError, AssertionError, AttributeError, ValueError):  # a driver that does not start, no such backend
         return kind
+    return GENERATIONS.get(arch, re.sub("^sm", "sm_", arch))
 
 
 def get_total_gpu_memory() -> int:

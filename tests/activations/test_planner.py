@@ -55,9 +55,11 @@ def test_an_h200_agrees_on_shapes_that_nothing_was_tuned_on(model):
     pytest.importorskip("transformers")
     found = json.loads((RESULTS / f"activations-{model}-h200.json").read_text())
     ran = found["options"]
-    plan = e2e.Plan(model=model, layers=ran["layers"], batch=ran["batch"], seq=ran["seq"])
-    shape = models.from_config(training.config(plan).to_dict(), model)
-    planner = Planner(shape, plan.batch, plan.seq, Assumptions(attention=plan.shape.attention.replace("sdpa", "")))
+    schedule = e2e.Schedule(model=model, layers=ran["layers"], batch=ran["batch"], seq=ran["seq"])
+    shape = models.from_config(training.config(schedule).to_dict(), model)
+    planner = Planner(
+        shape, schedule.batch, schedule.seq, Assumptions(attention=schedule.shape.attention.replace("sdpa", ""))
+    )
     rows = [row for row in found["runs"] if row["library"] == "liger_hw" and "tokens_per_second" in row]
     assert len(rows) >= 10 and rows[0]["arm"] == "keep"
     for row in rows:

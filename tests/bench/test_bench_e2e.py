@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 
 
-def toy(**more) -> e2e.Plan:
+def toy(**more) -> e2e.Schedule:
     base = {"layers": 1, "batch": 2, "seq": 16, "steps": 3, "arms": ("hf",), "dtype": "float32", "hidden": 32}
-    return e2e.Plan(**{**base, **more})
+    return e2e.Schedule(**{**base, **more})
 
 
 @pytest.mark.parametrize("model", sorted(training.MODELS))
@@ -31,14 +31,14 @@ def test_every_model_trains(model):
 def test_tokens_are_in_the_vocabulary(model, tmp_path):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(128)) * 128 + bytes(range(127, -1, -1)) * 2)  # up to the last token, 32767
-    plan = e2e.Plan(model=model, text=str(text))
-    tokens = training.to_tokens(training.read_text(plan.text), plan.shape.vocab)
-    assert tokens.min() >= 0 and tokens.max() < plan.shape.vocab and len(tokens.unique()) > 120
+    schedule = e2e.Schedule(model=model, text=str(text))
+    tokens = training.to_tokens(training.read_text(schedule.text), schedule.shape.vocab)
+    assert tokens.min() >= 0 and tokens.max() < schedule.shape.vocab and len(tokens.unique()) > 120
 
 
 def test_experts_are_built_and_layers_are_said():
-    plan = toy(model="mixtral")
-    experts = [p for n, p in training.build(plan, CPU).named_parameters() if n.endswith("experts.down_proj")]
+    schedule = toy(model="mixtral")
+    experts = [p for n, p in training.build(schedule, CPU).named_parameters() if n.endswith("experts.down_proj")]
     if experts:  # transformers 4 has a module for each expert
         assert [p.shape[0] for p in experts] == [8]
     found = e2e.measure(toy(model="mixtral", arms=("hf", "liger_hw")), CPU)

@@ -246,19 +246,16 @@ def test_an_export_into_no_folder_makes_none(clean_registry, capsys, tmp_path):
 # -- outputs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_an_error_is_one_line_where_its_document_cannot_be_written(unbuffered):
-    command = [sys.executable, "-m", "liger_hw", "explain", "nothing", "--json"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+def test_an_error_is_one_line_where_its_document_cannot_be_written():
+    command = [sys.executable, "-m", "liger_hw", "nonsense", "--json"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "nothing" in done.stderr
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("liger-hw:") == 1 and "nonsense" in done.stderr
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-@pytest.mark.parametrize(("words", "code"), [("cache list", 0), ("explain nothing --json", 2)])
-def test_an_output_that_is_closed_is_no_bug(closed, words, code):
-    command = f"exec {sys.executable} -m liger_hw {words} {closed}"
+@pytest.mark.parametrize(("words", "code"), [("--version >&-", 0), ("nonsense --json 2>&-", 2)])
+def test_an_output_that_is_closed_is_no_bug(words, code):
+    command = f"exec {sys.executable} -m liger_hw {words}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == code and "Traceback" not in done.stderr
 

@@ -22,6 +22,7 @@ class CudaBackend(Backend):
     vendor = "cuda"
     device_type = "cuda"
     torch_version = "cuda"
+    compiler = "nvidia"
     archs = {  # shared memory a block may opt in to; the data sheets' boost clock, for sm90 the clock held under load
         "sm80": Arch("ampere", (32,), 163 * KIB, 65536, 2048, clock=1.41),
         "sm86": Arch("ampere", (32,), 99 * KIB, 65536, 1536, clock=1.80),

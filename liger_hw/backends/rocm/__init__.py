@@ -38,6 +38,7 @@ class RocmBackend(Backend):
     vendor = "rocm"
     device_type = "cuda"
     torch_version = "hip"
+    compiler = "amd"
     archs = {  # clocks are the data sheets' engine clocks
         "gfx90a": _arch("cdna2", 64, clock=1.7),
         "gfx942": _arch("cdna3", 64, clock=2.1),

@@ -59,6 +59,7 @@ class XpuBackend(Backend):
     vendor = "xpu"
     device_type = "xpu"
     torch_version = "xpu"
+    compiler = "intel"
     archs = {  # clocks are the data sheets' highest graphics clocks
         "pvc": _arch("xe-hpc", 8, (16, 32), 128 * KIB, clock=1.6),
         "acm": _arch("xe", 16, (8, 16, 32), 64 * KIB, clock=2.4),

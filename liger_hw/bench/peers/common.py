@@ -1,4 +1,4 @@
-"""What every peer's file uses: how it says that it has not what is asked."""
+"""What every peer's file uses: the errors for an op or an option that the peer does not have."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Unsupported(Exception):
     """The peer has the op but not this option."""
 
 
-def only(default: dict[str, Any], **given: Any) -> None:
-    """Raise `Unsupported` for an option given otherwise than its default."""
-    wrong = [f"{name}={value!r}" for name, value in given.items() if value != default.get(name)]
+def only(default: dict[str, Any], **options: Any) -> None:
+    """Raise `Unsupported` for an option that differs from its default."""
+    wrong = [f"{name}={value!r}" for name, value in options.items() if value != default.get(name)]
     if wrong:
         raise Unsupported(f"has no {', '.join(wrong)}")

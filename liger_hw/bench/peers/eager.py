@@ -138,8 +138,8 @@ def _llama4_rope(xq, xk, freqs_cis):
 
 
 def _vision_rope(q, k, cos, sin, shared_halves=False):
-    found = _turn(q.float(), k.float(), cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float())
-    return found[0].to(q.dtype), found[1].to(k.dtype)
+    turned = _turn(q.float(), k.float(), cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float())
+    return turned[0].to(q.dtype), turned[1].to(k.dtype)
 
 
 def _interleaved_rope(

@@ -24,8 +24,8 @@ def build(op: Op) -> Callable[..., Any]:
 
 
 def _swiglu(function, a, b, gate_multiplier=1.0, down_multiplier=1.0):
-    given = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
-    only({"gate_multiplier": 1.0, "down_multiplier": 1.0}, **given)
+    options = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
+    only({"gate_multiplier": 1.0, "down_multiplier": 1.0}, **options)
     return function(a, b)
 
 
@@ -56,9 +56,9 @@ def _linear_log_probs(
     module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     only({}, bias=bias, softcap=softcap, **{name: value for name, value in more.items() if value})
     options = temperature, ignore_index, 1, return_entropy, selected_token_ids
-    found = module.LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target, *options)
+    result = module.LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target, *options)
     only({"return_top1": False}, return_top1=return_top1)
-    return (-found[0], *found[1:]) if isinstance(found, tuple) else -found
+    return (-result[0], *result[1:]) if isinstance(result, tuple) else -result
 
 
 def _fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **more):
