@@ -24,13 +24,14 @@ sharding.handler = "liger_hw.distributed.dtensor"  # for whichever function is g
 
 _SUBMODULES = (
     *("transformers", "chunked_loss", "distributed", "recompute", "registry", "kernels", "backends", "autotune"),
-    *("bench", "env"),
+    *("bench", "env", "hub", "trl"),
 )
 
 HOME = {
     "patch": "liger_hw.transformers.apply",
     "revert": "liger_hw.transformers.report",
     "activations": "liger_hw.recompute.dial",
+    "kernel_config": "liger_hw.hub",
     "explain": "liger_hw.registry",
     "override": "liger_hw.registry",
     "pretend": "liger_hw.registry",

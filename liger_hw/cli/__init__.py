@@ -38,6 +38,7 @@ COMMANDS = {
     "models": "what every model family of transformers gets, verified on tiny models",
     "compile": "what every op would launch on an architecture, compiled here without the device",
     "shim": "print the folder for PYTHONPATH that answers `import liger_kernel` with liger_hw",
+    "hub": "print the folder from which the `kernels` package loads the layers of liger_hw",
     "check": "what a patch would change in a model, from its name or configuration, without weights",
     "doctor": "run every op once against its reference here, and print what belongs into a bug report",
     "plan": "activation levels of a model, the memory they take and the best mix that fits",

@@ -501,7 +501,7 @@ class _ClassPatcher(_Patcher):
             if cls.__module__ != self.modeling.__name__:
                 continue
             for name, function in rotary.functions_called(cls.forward).items():
-                if name in done or getattr(self.modeling, name, None) is not function:
+                if name in done or rotary.plain_function(getattr(self.modeling, name, None)) is not function:
                     continue
                 done.add(name)
                 where = f"{short}.{name}"

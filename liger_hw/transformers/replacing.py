@@ -139,12 +139,13 @@ def while_its_class_has(original: Callable, forward: Callable) -> Callable:
 
 
 def while_its_module_has(module: Any, name: str, original: Callable, function: Callable) -> Callable:
-    """A rotary function in a live model's copy of a forward: `function` while `name` in the forward's module is still
-    `original`; when a program has put another there, that."""
+    """A rotary function in a live model's copy of a forward: `function` while `name` in the forward's module is what it
+    is now, `original` or what the kernels package has made of it; when a program has put another there, that."""
+    there = getattr(module, name)
 
     def current(*args, **kwargs):
-        held = getattr(module, name)
-        return (held if _is_another(held, original) else function)(*args, **kwargs)
+        value = getattr(module, name)
+        return (value if value is not there and _is_another(value, original) else function)(*args, **kwargs)
 
     current.__signature__ = inspect.signature(function)
     return current

@@ -171,10 +171,23 @@ def functions_called(forward: Callable) -> dict[str, Callable]:
         for instruction in dis.get_instructions(code) if code else ():
             name = instruction.argval
             if instruction.opname == "LOAD_GLOBAL" and isinstance(name, str) and "rot" in name.lower():
-                if isinstance(scope.get(name), types.FunctionType):
-                    found[name] = scope[name]
+                function = plain_function(scope.get(name))
+                if function is not None:
+                    found[name] = function
         item = getattr(item, "__wrapped__", None)
     return found
+
+
+def plain_function(value: Any) -> types.FunctionType | None:
+    """`value` when it is a function, or the function that the kernels package has made a module of.
+
+    With that package installed, the rotary functions of transformers 5 are such modules. None for anything else, and
+    for a module whose forward kernels has replaced.
+    """
+    cls = type(value)
+    if hasattr(cls, "kernel_layer_name") and "forward" not in vars(value):
+        value = inspect.getclosurevars(cls.forward).nonlocals.get("func")
+    return value if isinstance(value, types.FunctionType) else None
 
 
 # -- how the variant is recognised ------------------------------------------------------------------------------------

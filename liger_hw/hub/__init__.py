@@ -1,0 +1,220 @@
+"""The kernels as a repository of the `kernels` package, which transformers' `use_kernels` loads.
+
+    config = liger_hw.kernel_config()
+    model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=config)
+
+`REPOSITORY` is the folder that `kernels.LocalLayerRepository` takes; `liger-hw hub` prints it. `LAYERS` says which of
+its layers stand for which name of transformers. A layer is chosen by comparison: it must compute what the class or
+function that it replaces computes, on a small copy on the CPU with random weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterator
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import KernelConfig
+
+log = logging.getLogger("liger_hw")
+
+REPOSITORY = Path(__file__).parent / "repository"
+
+LAYERS = {
+    "RMSNorm": ("RMSNorm", "RMSNormFp32Weight", "RMSNormZeroCentered"),
+    "RMSNormZeroCentered": ("RMSNormZeroCentered",),
+    "RMSNormGated": ("RMSNormGated", "RMSNormGatedFp32Weight"),
+    "LayerNorm": ("LayerNorm",),
+    "rotary_pos_emb": ("RotaryPosEmb",),
+    "SwiGLUMLP": ("SwiGLUMLP",),
+    "GeGLUMLP": ("GeGLUMLP",),
+    "Experts": ("Experts",),
+}
+"""Name that a class or function registers with `kernels` -> the layers that may stand for it, the usual one first."""
+
+_UNREGISTERED = {"liger_hw_norm": "RMSNorm", "liger_hw_swiglu": "SwiGLUMLP", "liger_hw_geglu": "GeGLUMLP"}
+"""Name under which `kernel_mapping` registers a class that transformers does not -> the entry of `LAYERS`.
+
+They are not transformers' names, so that its own mapping never answers for a class that it has not registered.
+"""
+
+DEVICES = ("cuda", "rocm", "xpu", "cpu")
+_WIDTHS = {"gate_proj": (16, 32), "up_proj": (16, 32), "gate_up_proj": (16, 64), "down_proj": (32, 16)}
+
+
+def kernel_config(model: nn.Module | None = None) -> KernelConfig:
+    """transformers' `KernelConfig` under which a model's layers run on the kernels of liger_hw, training or not.
+
+    Pass it as `kernel_config` to `from_pretrained(..., use_kernels=True)`, or a live model to this function and the
+    result to `model.set_use_kernels(True, config)`. Without a model, layers are chosen when transformers applies the
+    configuration to one. `config.kernel_mapping` shows the choice.
+    Differs from a plain `KernelConfig` of transformers 5.24 in two things. Its mapping is for training and for
+    inference: a plain one is for the mode of the moment, and `from_pretrained` ends in inference. It serves every
+    device, also one that the model is moved to later, and the CPU.
+    Raises `ImportError` when transformers or kernels is missing or too old, and `ValueError` for a model without any
+    layer that liger_hw has.
+    """
+    config = _config_class()(use_local_kernel=True)
+    if model is not None:
+        config.sanitize_kernel_mapping(model)
+    return config
+
+
+def kernel_mapping(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The mapping for `kernels.use_kernel_mapping` under which `kernels.kernelize(model, mode=...)` takes our layers.
+
+    Registers gated MLPs and RMSNorms that transformers does not register, under names of ours.
+    Raises `ImportError` without the kernels package, and `ValueError` for a model without any layer that liger_hw has.
+    """
+    return _for_every_device(_chosen_layers(model))
+
+
+@functools.cache
+def _config_class() -> type[KernelConfig]:
+    """`KernelConfig` that chooses its layers when it meets the model."""
+    from transformers import KernelConfig
+    from transformers.utils import is_kernels_available
+
+    if not is_kernels_available():
+        raise ImportError("transformers finds no kernels package that it works with: pip install -U kernels")
+
+    class LigerKernelConfig(KernelConfig):
+        def sanitize_kernel_mapping(self, model: nn.Module) -> None:
+            self.kernel_mapping = {name: f"{REPOSITORY}:{layer}" for name, layer in _chosen_layers(model).items()}
+
+        def create_compatible_mapping(self, model: nn.Module, compile: bool = False) -> None:
+            layers = {name: layer.rpartition(":")[2] for name, layer in self.kernel_mapping.items()}
+            self.kernel_mapping = _for_every_device(layers)
+
+    return LigerKernelConfig
+
+
+def _for_every_device(layers: dict[str, str]) -> dict[str, dict[str, Any]]:
+    from kernels import LocalLayerRepository
+
+    repositories = {name: LocalLayerRepository(REPOSITORY, layer_name=layer) for name, layer in layers.items()}
+    return {name: dict.fromkeys(DEVICES, repository) for name, repository in repositories.items()}
+
+
+def _chosen_layers(model: nn.Module) -> dict[str, str]:
+    """Name registered with kernels -> our layer that computes the same, for the classes and functions of a model."""
+    from kernels import get_local_kernel, replace_kernel_forward_from_hub
+
+    layers = get_local_kernel(REPOSITORY).layers
+    answers: dict[str, set[str | None]] = {}
+    for module in _one_of_each_class(model):
+        name = getattr(type(module), "kernel_layer_name", None)
+        if name is None or name in _UNREGISTERED:
+            match = _unregistered_match(module, layers)
+            if match is None:
+                continue
+            name, layer = match
+            replace_kernel_forward_from_hub(type(module), name)
+        elif name in LAYERS:
+            layer = next((each for each in LAYERS[name] if computes_the_same(getattr(layers, each), module)), None)
+        else:
+            continue
+        if layer is None:
+            log.info("liger_hw: %s keeps its forward: no layer for %s computes the same", type(module).__name__, name)
+        answers.setdefault(name, set()).add(layer)
+    for name in [name for name, chosen in answers.items() if len(chosen) > 1]:
+        log.warning("liger_hw: %s keeps its forwards: its classes compute different things", name)
+    chosen = {name: next(iter(layer)) for name, layer in answers.items() if len(layer) == 1}
+    chosen = {name: layer for name, layer in chosen.items() if layer is not None}
+    if not chosen:
+        raise ValueError(
+            f"kernel_config: {type(model).__name__} has no layer that liger_hw's kernels stand for; "
+            "liger_hw.patch(model) reports what it finds and why it leaves a part alone"
+        )
+    return chosen
+
+
+def _one_of_each_class(model: nn.Module) -> Iterator[nn.Module]:
+    """One module of each class, and the functions that kernels has made modules of."""
+    modules = {type(module): module for module in model.modules()}
+    for module in list(model.modules()):
+        modules |= {type(f): f for f in getattr(module, "_kernel_funcs", {}).values()}
+    yield from modules.values()
+
+
+def _unregistered_match(module: nn.Module, layers: Any) -> tuple[str, str] | None:
+    """(name, layer) for a class that looks like an RMSNorm or a gated MLP, when a layer computes the same."""
+    is_mlp, is_norm = "down_proj" in module._modules, "RMSNorm" in type(module).__name__
+    for name, entry in _UNREGISTERED.items():
+        if is_norm if entry == "RMSNorm" else is_mlp:
+            for layer in LAYERS[entry]:
+                if computes_the_same(getattr(layers, layer), module):
+                    return name, layer
+    return None
+
+
+def computes_the_same(layer: type, module: nn.Module) -> bool:
+    """Whether a layer's kernel computes what a module's class does: norms to the last bit in bfloat16."""
+    import torch
+
+    if layer.__name__ == "Experts":  # it looks at each module by itself
+        return True
+    parameters = [inspect.signature(cls.forward).parameters.values() for cls in (layer, type(module))]
+    if len(parameters[0]) != len(parameters[1]):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    is_norm = "Norm" in layer.__name__
+    dtype = torch.bfloat16 if is_norm else torch.float32
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    if layer.__name__ == "RotaryPosEmb":
+        angles = numbers(2, 5, 8).repeat(1, 1, 2)
+        inputs = numbers(2, 2, 5, 16), numbers(2, 1, 5, 16), angles.cos(), angles.sin()
+    else:
+        inputs = tuple(numbers(4, 16) for _ in range(2 if "Gated" in layer.__name__ else 1))
+    with torch.no_grad():
+        try:
+            small = _small_copy(module, numbers)
+            expected = type(module).forward(small, *inputs)
+            small.__class__ = type("Small", (type(module),), {"forward": _refuse})
+            actual = layer.forward(small, *inputs)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False
+        if is_norm:
+            return torch.equal(actual, expected)
+        pairs = [(actual, expected)] if isinstance(actual, torch.Tensor) else zip(actual, expected)
+        return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+
+
+def _refuse(self, *args: Any, **kwargs: Any) -> None:
+    raise TypeError("a layer of liger_hw leaves this to the module's own forward")
+
+
+def _small_copy(module: nn.Module, numbers: Any) -> nn.Module:
+    """A module of the same class on the CPU with random weights: vectors of 16 numbers, linear layers by `_WIDTHS`.
+
+    Activations are copied as they are. Raises `TypeError` for a module with buffers or with other parts.
+    """
+    from torch import nn
+
+    small = type(module).__new__(type(module))
+    nn.Module.__init__(small)
+    small.__dict__ |= {name: value for name, value in vars(module).items() if name not in small.__dict__}
+    small.__dict__.pop("forward", None)
+    if module._buffers:
+        raise TypeError("it has buffers")
+    for name, parameter in module._parameters.items():
+        small.register_parameter(name, None if parameter is None else nn.Parameter(numbers(16)))
+    for name, child in module._modules.items():
+        if name in _WIDTHS:
+            child = nn.Linear(*_WIDTHS[name], device="meta")
+            child.weight = nn.Parameter(numbers(*child.weight.shape) / 4)
+            child.bias = nn.Parameter(numbers(child.out_features))
+        elif any(True for _ in child.parameters()):
+            raise TypeError(f"it has {name}, which is neither a projection nor an activation")
+        else:
+            child = copy.deepcopy(child)
+        small.add_module(name, child)
+    return small
