@@ -51,7 +51,7 @@ for lane in "${lanes[@]}"; do
         trl)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/trl-${TRL:-}
             [ -d "$overlay" ] || { echo "ci/test.sh: lane trl needs $overlay; run TRL=1.16.0 bash ci/cpu.sh" >&2; exit 2; }
-            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m cpu tests/compat tests/examples tests/chunked_loss/test_trl.py)
+            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m cpu tests/compat tests/hub tests/examples tests/chunked_loss/test_trl.py)
             ;;
         distributed)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/distributed

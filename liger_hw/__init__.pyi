@@ -5,12 +5,14 @@ from liger_hw import bench as bench
 from liger_hw import chunked_loss as chunked_loss
 from liger_hw import distributed as distributed
 from liger_hw import env as env
+from liger_hw import hub as hub
 from liger_hw import kernels as kernels
 from liger_hw import recompute as recompute
 from liger_hw import registry as registry
 from liger_hw import transformers as transformers
 from liger_hw.backends.base import LaunchConfig as LaunchConfig
 from liger_hw.backends.base import Target as Target
+from liger_hw.hub import kernel_config as kernel_config
 from liger_hw.kernels.heads.counted_rows import CountedRows as CountedRows
 from liger_hw.recompute.dial import activations as activations
 from liger_hw.registry import explain as explain
