@@ -124,7 +124,8 @@ for title, name in MODELS.items():
     results[title] = {
         "hub": hub_names, "chosen": chosen, "layers": layers, "counts": counts, "patched": parts,
         "loss": [loss, ours], "again": bound(model),
-        "apart": max(float((g - our_gradients[n]).abs().max() / g.abs().max().clamp(1e-3)) for n, g in gradients.items()),
+        "apart": max(float((g - our_gradients[n]).abs().max() / g.abs().max().clamp(1e-3))
+                     for n, g in gradients.items()),
         "rotary": turned is not None and "liger_hw_torch" in turned.forward.__func__.__module__,
     }
     if turned is not None:
