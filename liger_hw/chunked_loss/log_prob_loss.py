@@ -29,7 +29,7 @@ import torch
 from ..kernels.heads.chunk_plan import plan_groups
 from ..kernels.heads.linear_head import HeadGradients, Wanted, fake_gradients, scale_wanted, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
-from ..kernels.losses.log_prob_rows import log_prob_buffers, row_log_prob_gradients, row_log_probs
+from ..kernels.losses.log_prob_rows import LogProbOptions, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
 from ..runtime.operator import Function, define, first_order
 
@@ -112,7 +112,7 @@ class _Rows:
         self.out = log_prob_buffers(n_rows, x, logit_sum=sums)
         self.second_logp = None if second is None else torch.empty_like(self.out.logp)
         self.coef = torch.empty_like(self.out.logp)
-        self._options = {"ignore_index": ignored, "temperature": spec.temperature, "bias": bias, "plain": plain}
+        self._options, self._plain = LogProbOptions(ignored, spec.temperature), plain
 
     def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
         """`read` of every chunk. No reference to the logits is left: another sweep's buffer may take their memory."""
@@ -122,7 +122,8 @@ class _Rows:
     def read(self, logits: torch.Tensor, start: int) -> None:
         """Log-probabilities of the rows `start`.. whose logits these are."""
         rows = slice(start, start + logits.shape[0])
-        row_log_probs(logits, self.target, self.out, row_start=start, **self._options)
+        how = {"bias": self.bias, "row_start": start, "plain": self._plain}
+        row_log_probs(logits, self.target, self.out, self._options, **how)
         if self.second is not None:
             chosen = self.second[rows]
             score = logits.gather(1, chosen[:, None])[:, 0].to(self.coef.dtype)
@@ -136,7 +137,8 @@ class _Rows:
     def write(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
         """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef is that of the second target."""
         rows = slice(start, start + logits.shape[0])
-        row_log_prob_gradients(logits, self.target, self.out, self.coef, row_start=start, **self._options)
+        how = {"bias": self.bias, "row_start": start, "plain": self._plain}
+        row_log_prob_gradients(logits, self.target, self.out, self.coef, self._options, **how)
         if second_coef is not None:  # coef holds both; a second target that is another token takes its part of it
             first = self.target[rows].masked_fill(~self.other[rows], 0).long()
             coef = self.coef[rows]

@@ -200,30 +200,28 @@ def _reduced(
 
 
 def _cross_entropy(call: _Call) -> Any:
-    args = call.args
-    logits, weight, ignore_index, how = (args[name] for name in ("_input", "weight", "ignore_index", "reduction"))
+    logits, target, weight, options = (call.args[name] for name in ("_input", "target", "weight", "options"))
     placements = call.kept(logits)
     axis = _vocab_axis(call, logits, 1)
     rows = tuple(Replicate() if i == axis else p for i, p in enumerate(placements))
     sharded = any(type(p) is Shard for p in rows)
-    more = args["return_z_loss"] or args["return_token_accuracy"] or args["return_predicted_tokens"]
-    if more or sharded and weight is not None and how == "mean":
+    if any(options.extra) or sharded and weight is not None and options.reduction == "mean":
         call.fail("return_* and a weighted mean are not there for DTensors", "take full_tensor() of the logits")
-    y = call.local(args["target"], rows)
+    y = call.local(target, rows)
     if axis is None:
         parts = {"_input": call.local(logits, rows), "target": y, "weight": call.weight(weight, rows)}
         if not sharded:
-            return call.whole(call.run(**parts, loss_only=True), rows)
-        losses = call.run(**parts, loss_only=True, reduction="none")
+            return call.whole(call.run(**parts), rows)
+        losses = call.run(**parts, options=options._replace(reduction="none"))
     else:
-        if weight is not None or args["lse_square_scale"] or args["softcap"]:
+        if weight is not None or options.lse_square_scale or options.softcap:
             call.fail("over a sharded vocabulary there is no class weight, z-loss or softcap", "gather the logits")
         from ..kernels.losses.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy
 
-        options = call.mesh.get_group(axis), ignore_index, args["label_smoothing"]
-        losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, *options)
+        numbers = call.mesh.get_group(axis), options.ignore_index, options.label_smoothing
+        losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, *numbers)
         losses = losses.to(logits.dtype)
-    return _reduced(call, losses, y, rows, logits.shape[0], ignore_index, how)
+    return _reduced(call, losses, y, rows, logits.shape[0], options.ignore_index, options.reduction)
 
 
 def _head_rows(call: _Call, x: Any, weight: Any) -> tuple[int | None, Placements]:
@@ -245,67 +243,62 @@ def _head_rows(call: _Call, x: Any, weight: Any) -> tuple[int | None, Placements
     return axis, rows
 
 
-_HEAD_OPTIONS = (
-    "ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype return_token_accuracy "
-    "return_predicted_tokens"
-).split()
-"""Arguments that mean the same in the head of a whole vocabulary and in the tensor-parallel one."""
-
-
 def _head(call: _Call) -> Any:
-    args = call.args
-    x, weight, target, bias, ce_weight = (args[name] for name in ("_input", "weight", "target", "bias", "ce_weight"))
-    ignore_index, how = args["ignore_index"], args["reduction"]
+    names = "_input", "weight", "target", "bias", "ce_weight", "call"
+    x, weight, target, bias, ce_weight, numbers = (call.args[name] for name in names)
+    options, reduction = numbers.options, numbers.options.reduction
     axis, rows = _head_rows(call, x, weight)
     everywhere = (Replicate(),) * call.mesh.ndim
     if axis is not None:
-        if ce_weight is not None or args["use_token_scaling"]:
+        if ce_weight is not None or options.use_token_scaling:
             call.fail("the tensor-parallel head has no class weight or token scaling", "gather the weight")
-        from ..kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
+        from ..kernels.heads.fused_linear_cross_entropy_tp import tensor_parallel_head
 
         part = weight.placements
-        output = liger_fused_linear_cross_entropy_tp(
+        output = tensor_parallel_head(
             call.local(x, rows),
             call.local(weight, part),
             call.local(target, everywhere),
             call.mesh.get_group(axis),
-            bias=call.local(bias, part),
+            call.local(bias, part),
+            options,
+            accum_dtype=torch.float32 if numbers.wide else None,
             sequence_parallel=type(rows[axis]) is Shard,
-            **{name: args[name] for name in _HEAD_OPTIONS},
         )
         names = "loss", "z_loss", "token_accuracy", "predicted_tokens"
         results = (getattr(output, name, output if name == "loss" else None) for name in names)
         return tuple(t if t is None else call.whole(t, everywhere) for t in results)
     sharded = any(type(p) is Shard for p in rows)
-    more = args["return_z_loss"] or args["return_token_accuracy"] or args["return_predicted_tokens"]
-    if sharded and (more or ce_weight is not None and how == "mean"):
+    if sharded and (any(options.extra) or ce_weight is not None and reduction == "mean"):
         call.fail("return_* and a weighted mean are not there for sharded rows", "gather the hidden states")
     y = call.local(target, rows)
     parts = {"_input": call.local(x, rows), "target": y, "order": None}
-    parts |= {name: call.weight(args[name], rows) for name in ("weight", "bias", "ce_weight")}
+    parts |= {name: call.weight(call.args[name], rows) for name in ("weight", "bias", "ce_weight")}
     if not sharded:
         return tuple(call.whole(t, everywhere) for t in call.run(**parts))
-    losses = call.run(**parts, reduction="none" if how == "none" else "sum")[0]
-    return _reduced(call, losses, y, rows, x.shape[0], ignore_index, how), None, None, None
+    summed = options._replace(reduction="none" if reduction == "none" else "sum")
+    losses = call.run(**parts, call=numbers._replace(options=summed))[0]
+    return _reduced(call, losses, y, rows, x.shape[0], options.ignore_index, reduction), None, None, None
 
 
 def _log_probs(call: _Call) -> Any:
-    x, weight, target, bias, ids, options = (
-        call.args[name] for name in ("x", "weight", "target", "bias", "ids", "call")
-    )
+    names = "x", "weight", "target", "bias", "ids", "call"
+    x, weight, target, bias, ids, numbers = (call.args[name] for name in names)
+    options = numbers.options
     axis, rows = _head_rows(call, x, weight)
     everywhere = (Replicate(),) * call.mesh.ndim
-    if options.top and not isinstance(target, DTensor):
+    if numbers.top and not isinstance(target, DTensor):
         call.fail("return_top1 compares the results with plain targets", _WRAP)
     if axis is None:
         parts = {"x": call.local(x, rows), "target": call.local(target, rows), "ids": call.local(ids, everywhere)}
         results = call.run(**parts, weight=call.weight(weight, rows), bias=call.weight(bias, rows))
-        are_results = True, options.entropy, options.top, ids is not None
+        are_results = True, numbers.entropy, numbers.top, ids is not None
         return tuple(
             call.whole(t, rows, (x.shape[0], *t.shape[1:])) if is_result else t
             for t, is_result in zip(results, are_results)
         )
-    if bias is not None or ids is not None or options.top or options.softcap or options.wide or options.batch_invariant:
+    others = numbers.top, options.softcap, numbers.wide, numbers.batch_invariant
+    if bias is not None or ids is not None or any(others):
         known = "temperature, ignore_index and return_entropy"
         call.fail(f"the tensor-parallel head has no options but {known}", "gather the weight")
     from ..kernels.heads.fused_linear_scaled_cross_entropy_tp import liger_fused_linear_scaled_cross_entropy_tp
@@ -317,9 +310,9 @@ def _log_probs(call: _Call) -> Any:
         call.mesh.get_group(axis),
         temperature=options.temperature,
         ignore_index=options.ignore_index,
-        return_entropy=options.entropy,
+        return_entropy=numbers.entropy,
     )
-    nll, entropy = results if options.entropy else (results, None)
+    nll, entropy = results if numbers.entropy else (results, None)
     return -call.whole(nll, everywhere), None if entropy is None else call.whole(entropy, everywhere), None, None
 
 

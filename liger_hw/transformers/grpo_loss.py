@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..chunked_loss.policy import make_policy, policy_tensors, token_shares
+from ..kernels.losses.log_prob_rows import LogProbOptions
 from ..kernels.losses.log_probs import LogProbsFunction
 from ..runtime.operator import check, check_tensors
 
@@ -91,8 +92,9 @@ def triton_grpo_loss(
     target = torch.full((shape[0], shape[1] + 1), _IGNORED, dtype=torch.int64, device=logits.device)
     target[:, :-1] = completion_ids.masked_fill(~mask, _IGNORED)
     rows = logits.reshape(-1, logits.shape[-1])
-    options = float(temperature), 0.0, _IGNORED, False, False, inplace
-    logp = LogProbsFunction.apply(rows, target.view(-1), *options)[0].view(target.shape)[:, :-1]
+    options = LogProbOptions(_IGNORED, float(temperature))
+    logp = LogProbsFunction.apply(rows, target.view(-1), options, False, False, inplace)[0]
+    logp = logp.view(target.shape)[:, :-1]
     share = token_shares(_NAME, mask, loss_type, max_completion_length, num_items_in_batch, advantages.dtype)
     losses, kl, clipped = policy.terms(logp, advantages, share, *others)
     if reduce:

@@ -13,6 +13,7 @@ from liger_hw.kernels.heads import chunk_plan, head_targets, linear_head
 from liger_hw.kernels.heads.chunk_plan import Chunks, borrow_gradient_memory, divide, plan_chunks
 from liger_hw.kernels.heads.linear_head import HeadGradients, dx_of, gemm_columns, sweep, sweep_in_fp32
 from liger_hw.kernels.losses.log_prob_rows import (
+    LogProbOptions,
     log_prob_buffers,
     log_prob_rows_reference,
     row_log_prob_gradients,
@@ -520,17 +521,17 @@ def test_log_probs_and_any_loss_of_them(lane, generator, vocab, temperature, sof
     target[1] = -100
     order = torch.tensor([6, 0, 2, 5, 4], device=lane.device) if ordered else torch.arange(n_rows, device=lane.device)
     y, (a, b) = target[order], slopes[:, order].contiguous()
-    options = {"bias": bias, "temperature": temperature, "softcap": softcap}
+    options = LogProbOptions(temperature=temperature, softcap=softcap)
     out = log_prob_buffers(len(order), x, entropy=True, logit_sum=True)
     chunks = Chunks.of([(0, 1), (1, len(order))], wide=True)
     grads = HeadGradients(x, weight, (True, True, True), chunks)
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order if ordered else None):
-        row_log_probs(logits, y, out, row_start=start, **options)
-        row_log_prob_gradients(logits, y, out, a, entropy_coef=b, row_start=start, **options)
+        row_log_probs(logits, y, out, options, bias=bias, row_start=start)
+        row_log_prob_gradients(logits, y, out, a, options, entropy_coef=b, bias=bias, row_start=start)
     found = (out.logp, out.entropy, out.logit_sum, *grads.results(bias))
     exact = [t.double().requires_grad_() for t in (x, weight, bias)]
     logits = exact[0][order] @ exact[1].t()
-    logp, entropy, _ = log_prob_rows_reference(logits, y, exact[2], -100, temperature, softcap)
+    logp, entropy, _ = log_prob_rows_reference(logits, y, exact[2], options)
     total = logits + exact[2]
     total = softcap * torch.tanh(total / softcap) if softcap else total
     expected = (logp, entropy, total.sum(-1), *torch.autograd.grad((logp * a).sum() + (entropy * b).sum(), exact))

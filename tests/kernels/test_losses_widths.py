@@ -16,7 +16,7 @@ from liger_hw.kernels.losses.cross_entropy_scale import cross_entropy_bwd, cross
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
 from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
-from liger_hw.kernels.losses.log_prob_rows import log_prob_rows_reference
+from liger_hw.kernels.losses.log_prob_rows import LogProbOptions, log_prob_rows_reference
 from liger_hw.kernels.losses.log_probs import liger_log_probs
 from liger_hw.kernels.losses.tvd import liger_tvd, tvd_reference
 from liger_hw.kernels.losses.vocab_parallel_cross_entropy import (
@@ -122,7 +122,7 @@ def test_log_probs(lane, generator, cols):
     with registry.override("log_probs", config):
         logp = liger_log_probs(found, target, 0.7)
         logp.sum().backward()
-    expected = log_prob_rows_reference(true, target, temperature=0.7)[0]
+    expected = log_prob_rows_reference(true, target, None, LogProbOptions(temperature=0.7))[0]
     expected.sum().backward()
     torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-5)

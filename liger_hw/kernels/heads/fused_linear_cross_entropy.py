@@ -27,13 +27,14 @@ from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, define, dense, first_order
 from ...runtime.sharding import LossRule
-from ..losses.cross_entropy import check_arguments, check_settings
+from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import (
+    NONE,
     CrossEntropyOutput,
     Options,
     absent,
     check_in_range,
-    options_of,
+    cross_entropy_options,
     pack,
     reference_gradient,
     reference_losses,
@@ -57,24 +58,14 @@ def fused_linear_cross_entropy_reference(
     target: torch.Tensor,
     bias: torch.Tensor | None = None,
     ce_weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    return_z_loss: bool = False,
     accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
     compact: bool | CountedRows = False,
+    **settings: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
     """The specification in plain torch: a linear layer, then cross_entropy's reference, in fp32 (fp64 for fp64)."""
-    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-    numbers = ignore_index, label_smoothing, lse_square_scale, softcap, reduction
-    options = options_of(*numbers, extra, use_token_scaling)
-    return pack(*reference_losses(reference_logits(input, weight, bias), target, ce_weight, options), extra)
+    options = cross_entropy_options("fused_linear_cross_entropy_reference", **settings)
+    return pack(reference_losses(reference_logits(input, weight, bias), target, ce_weight, options), options)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -83,7 +74,7 @@ FWD = rows_tunable("fused_linear_cross_entropy", columns_key, HEAD_DIMS)
 _NAME = "liger_fused_linear_cross_entropy"
 
 
-class _Call(NamedTuple):
+class HeadCall(NamedTuple):
     """The operators' arguments after the tensors, in the order of their schema.
 
     wide: the weight's gradient is accumulated in fp32
@@ -100,7 +91,7 @@ class _Call(NamedTuple):
 
 
 @torch.no_grad()
-def _fwd(x, weight, target, bias, ce_weight, order, call: _Call, row_grads=None):
+def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=None):
     """row_grads: the rows' incoming gradients, for the backward of reduction="none"; then the gradients alone."""
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
@@ -141,7 +132,7 @@ def _bwd(grad_output, *arguments):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=None):
+def _reference_grads(x, weight, target, bias, ce_weight, call: HeadCall, row_grads=None):
     """What autograd gives: the gradient of the logits is rounded to their dtype before it is summed."""
     if not any(call.wanted):
         return reference_gradients(None, x, weight, bias, call.wanted)
@@ -150,7 +141,7 @@ def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=
 
 
 @torch.no_grad()
-def _fwd_reference(x, weight, target, bias, ce_weight, order, call: _Call):
+def _fwd_reference(x, weight, target, bias, ce_weight, order, call: HeadCall):
     check_in_range(_NAME, target, weight.shape[0], call.options.ignore_index)
     outputs = reference_losses(reference_logits(x, weight, bias), target, ce_weight, call.options)
     outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.options)
@@ -159,7 +150,7 @@ def _fwd_reference(x, weight, target, bias, ce_weight, order, call: _Call):
 
 
 @torch.no_grad()
-def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, call: _Call):
+def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, call: HeadCall):
     return _reference_grads(x, weight, target, bias, ce_weight, call, grad_output)
 
 
@@ -168,53 +159,33 @@ fused_linear_cross_entropy_fwd = define(
     f"fused_linear_cross_entropy_fwd({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    numbers=_Call,
+    numbers=HeadCall,
     recorded=False,
 )
 fused_linear_cross_entropy_bwd = define(
     f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
-    numbers=_Call,
+    numbers=HeadCall,
     recorded=False,
 )
 
 
 class FusedLinearCrossEntropyFunction(Function):
-    """Autograd for the fused head: saves the finished gradients, or the inputs for reduction="none"."""
+    """Autograd for the fused head: saves the finished gradients, or the inputs for reduction="none".
+
+    Returns (loss, z_loss, token_accuracy, predicted_tokens), of which the options say what is there.
+    """
 
     sharding = LossRule("linear_cross_entropy")
 
     @staticmethod
-    def forward(
-        ctx,
-        _input,
-        weight,
-        target,
-        bias,
-        ce_weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        return_z_loss,
-        accum_dtype,
-        use_token_scaling,
-        return_token_accuracy,
-        return_predicted_tokens,
-        chunk_mem_const,
-        order,
-    ):
+    def forward(ctx, _input, weight, target, bias, ce_weight, order, call: HeadCall):
         tensors = _input, weight, target, bias, ce_weight, order
-        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-        numbers = ignore_index, label_smoothing, lse_square_scale, softcap, reduction
-        options = options_of(*numbers, extra, use_token_scaling)
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
         ctx.wanted = Wanted(dinput, dweight, dbias)
-        call = _Call(options, sums_in_fp32(_NAME, accum_dtype, weight), chunk_mem_const)
         with_gradients = call._replace(wanted=ctx.wanted)
-        ctx.later = with_gradients if reduction == "none" else None
+        ctx.later = with_gradients if call.options.reduction == NONE else None
         outputs = fused_linear_cross_entropy_fwd(*tensors, call if ctx.later else with_gradients)
         loss, z_loss, hits, top, *saved = outputs
         ctx.save_for_backward(*(tensors if ctx.later else saved))
@@ -226,14 +197,14 @@ class FusedLinearCrossEntropyFunction(Function):
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None:
-            return (None,) * 17
+            return (None,) * 7
         if ctx.later:
             grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, ctx.later)
             dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
         else:
             *grads, stats = ctx.saved_tensors
             dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, stats)
-        return dx, dweight, None, dbias, *(None,) * 13
+        return dx, dweight, None, dbias, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -271,26 +242,23 @@ def liger_fused_linear_cross_entropy(
     Raises as `liger_cross_entropy` does.
     """
     input, weight, bias = checked_head(_NAME, input, weight, bias)
-    sums_in_fp32(_NAME, accum_dtype, weight)
+    wide = sums_in_fp32(_NAME, accum_dtype, weight)
     if type(chunk_mem_const) is not int or chunk_mem_const < 1:
         check(False, _NAME, f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
-    settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
-    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-    check_arguments(_NAME, input, target, weight.shape[0], ce_weight, *settings, *extra, use_token_scaling)
+    check_arguments(_NAME, input, target, weight.shape[0], ce_weight)
+    numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+    flags = return_z_loss, return_token_accuracy, return_predicted_tokens, use_token_scaling
+    options = cross_entropy_options(_NAME, *numbers, *flags)
     order = remaining_rows(_NAME, target, ignore_index, compact)
-    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
-    more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const
-    tensors = input, weight, target, bias, ce_weight
-    return pack(*FusedLinearCrossEntropyFunction.apply(*tensors, *options, *more, order), extra)
+    tensors = input, weight, target, bias, ce_weight, order
+    call = HeadCall(options, wide, chunk_mem_const)
+    return pack(FusedLinearCrossEntropyFunction.apply(*tensors, call), options)
 
 
 class LigerFusedLinearCrossEntropyLoss(OptionsModule):
     """`liger_fused_linear_cross_entropy` as a module, with the same arguments."""
 
-    option_names = (
-        "ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype use_token_scaling "
-        "return_token_accuracy return_predicted_tokens chunk_mem_const"
-    ).split()
+    option_names = *Options._fields, "accum_dtype", "chunk_mem_const"
 
     def __init__(
         self,
@@ -308,14 +276,14 @@ class LigerFusedLinearCrossEntropyLoss(OptionsModule):
         chunk_mem_const: int = 1,
     ) -> None:
         super().__init__()
-        settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
-        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-        check_settings("LigerFusedLinearCrossEntropyLoss", *settings, *extra, use_token_scaling)
         self.register_buffer("ce_weight", ce_weight)
-        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
-        self.reduction, self.softcap, self.accum_dtype = reduction, softcap, accum_dtype
-        self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = extra
-        self.use_token_scaling, self.chunk_mem_const = use_token_scaling, chunk_mem_const
+        numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+        flags = return_z_loss, return_token_accuracy, return_predicted_tokens, use_token_scaling
+        self.set_options(*numbers, *flags, accum_dtype, chunk_mem_const)
+
+    def check(self) -> None:
+        options = {name: getattr(self, name) for name in Options._fields}
+        cross_entropy_options("LigerFusedLinearCrossEntropyLoss", **options)
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None

@@ -30,8 +30,16 @@ import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, define, first_order, with_fallback
 from ..losses.cross_entropy import check_arguments
-from ..losses.cross_entropy_reference import MEAN, NONE, CrossEntropyOutput, Options, absent, options_of, pack
-from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
+from ..losses.cross_entropy_reference import (
+    MEAN,
+    NONE,
+    CrossEntropyOutput,
+    Options,
+    absent,
+    cross_entropy_options,
+    pack,
+)
+from ..losses.log_prob_rows import LogProbOptions, LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..losses.vocab_parts import (
     IGNORED,
     GatheredRows,
@@ -127,7 +135,7 @@ class SharedGradients(HeadGradients):
 
 def seeks_top(options: Options) -> bool:
     """Whether the largest logit of each row is looked for."""
-    return options.token_accuracy or options.predicted_tokens
+    return options.return_token_accuracy or options.return_predicted_tokens
 
 
 class _Rows:
@@ -153,7 +161,7 @@ class _Rows:
         self._found = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing))
         self._top = [torch.empty_like(self._found.lse) for _ in range(2)] if seeks_top(options) else []
         self.lse = torch.empty_like(self._found.lse) if lse is None else lse
-        self._how = {"bias": bias, "softcap": options.softcap, "ignore_index": IGNORED, "plain": plain}
+        self._row_options, self._bias, self._plain = LogProbOptions(IGNORED, softcap=options.softcap), bias, plain
         self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
         self._target_coef = torch.where(own.here, (smoothing - 1.0) * incoming, 0.0)
         self._softmax_coef = torch.where(own.valid, -incoming, float("nan"))
@@ -162,9 +170,10 @@ class _Rows:
     def send(self, start: int, logits: torch.Tensor) -> None:
         """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
         rows = slice(start, start + logits.shape[0])
-        with_fallback(partial(row_log_probs, logits, self.own.mine, self._found, row_start=start, **self._how))()
+        call = partial(row_log_probs, logits, self.own.mine, self._found, self._row_options)
+        with_fallback(partial(call, bias=self._bias, row_start=start, plain=self._plain))()
         if self._top:
-            for numbers, found in zip(self._top, _largest(logits, self._how["bias"])):
+            for numbers, found in zip(self._top, _largest(logits, self._bias)):
                 numbers[rows] = found
         self._sent.append((rows, GatheredRows(self._found.lse[None, rows], self.part)))
 
@@ -205,9 +214,10 @@ class _Rows:
         softmax_coef = self._softmax_coef
         if scale := self.options.lse_square_scale:
             softmax_coef = softmax_coef * (1.0 + 2.0 * scale * self.lse)
-        given = logits, self.own.mine, LogProbs(self.lse, self.lse), self._target_coef
+        rows = logits, self.own.mine, LogProbs(self.lse, self.lse), self._target_coef, self._row_options
         coefs = {"softmax_coef": softmax_coef, "smoothing_term": self._smoothing_term}
-        with_fallback(partial(row_log_prob_gradients, *given, row_start=start, **coefs, **self._how))()
+        call = partial(row_log_prob_gradients, *rows, bias=self._bias, row_start=start, plain=self._plain)
+        with_fallback(partial(call, **coefs))()
 
 
 def _largest(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,13 +295,13 @@ def _forward(x, weight, target, bias, order, call: _Call, plain=False):
         return among_all(t, order, n_rows, left_out)
 
     by_row, hits = options.reduction == NONE, absent(loss)
-    if options.token_accuracy:
+    if options.return_token_accuracy:
         hits = (counted & (top == (target if order is None else target[order]))).float()
         hits = in_order(hits) if by_row else hits.sum() / counted.sum()
     loss = in_order(loss) if by_row else loss.sum() * row_weight
     z_loss = in_order(z_loss) if by_row else z_loss.sum() * row_weight
-    z_loss = z_loss if options.z_loss else absent(z_loss)
-    top = in_order(top, -1) if options.predicted_tokens else absent(target)
+    z_loss = z_loss if options.return_z_loss else absent(z_loss)
+    top = in_order(top, -1) if options.return_predicted_tokens else absent(target)
     return loss, z_loss, hits, top, in_order(rows.lse), *grads, row_weight
 
 
@@ -305,9 +315,9 @@ def _backward(grad_output, lse, x, weight, target, bias, order, call: _Call, pla
 def _fwd_fake(x, weight, target, bias, order, call: _Call):
     wide, (n_rows,), options = torch.promote_types(x.dtype, torch.float32), target.shape, call.options
     size = (n_rows,) if options.reduction == NONE else ()
-    sizes = (size, size if options.z_loss else 0, size if options.token_accuracy else 0)
+    sizes = (size, size if options.return_z_loss else 0, size if options.return_token_accuracy else 0)
     loss, z_loss, hits, lse, row_weight = (x.new_empty(size, dtype=wide) for size in (*sizes, n_rows, ()))
-    top = target.new_empty(n_rows if options.predicted_tokens else 0, dtype=torch.int64)
+    top = target.new_empty(n_rows if options.return_predicted_tokens else 0, dtype=torch.int64)
     return loss, z_loss, hits.float(), top, lse, *fake_gradients(x, weight, bias, call.wanted), row_weight
 
 
@@ -402,16 +412,31 @@ def liger_fused_linear_cross_entropy_tp(
     over the ranks. Every rank must call it and run backward.
     Raises as `liger_cross_entropy` does, and `TypeError` for what is no process group.
     """
+    numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+    options = cross_entropy_options(_NAME, *numbers, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    how = accum_dtype, compact, sequence_parallel
+    return tensor_parallel_head(input, weight, target, tp_group, bias, options, *how)
+
+
+def tensor_parallel_head(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    tp_group: Any,
+    bias: torch.Tensor | None,
+    options: Options,
+    accum_dtype: torch.dtype | None = None,
+    compact: bool | CountedRows = False,
+    sequence_parallel: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:
+    """`liger_fused_linear_cross_entropy_tp` with options that are checked already."""
     input, weight, bias = checked_head(_NAME, input, weight, bias)
     wide = sums_in_fp32(_NAME, accum_dtype, weight)
     tp_group = checked_group(_NAME, tp_group)
     check_flags(_NAME, sequence_parallel=sequence_parallel)
     scattered = bool(sequence_parallel) and tp_group is not None and dist.get_world_size(tp_group) > 1
     n_rows = input.shape[0] * (dist.get_world_size(tp_group) if scattered else 1)
-    settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
-    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-    check_arguments(_NAME, input.new_empty((n_rows, 0)), target, weight.shape[0], None, *settings, *extra)
-    order = None if scattered else remaining_rows(_NAME, target, ignore_index, compact)
-    options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
+    check_arguments(_NAME, input.new_empty((n_rows, 0)), target, weight.shape[0])
+    order = None if scattered else remaining_rows(_NAME, target, options.ignore_index, compact)
     call = _Call("" if tp_group is None else tp_group.group_name, options, wide, scattered)
-    return pack(*FusedLinearCrossEntropyTPFunction.apply(input, weight, target, bias, order, call), extra)
+    return pack(FusedLinearCrossEntropyTPFunction.apply(input, weight, target, bias, order, call), options)

@@ -41,8 +41,10 @@ from ..losses.cross_entropy_rows import assert_targets
 from ..losses.log_prob_rows import (
     LOGP,
     LOGP_GRAD,
+    LogProbOptions,
     LogProbs,
     log_prob_buffers,
+    log_prob_options,
     log_prob_rows_reference,
     row_log_prob_gradients,
     row_log_probs,
@@ -51,7 +53,6 @@ from ..losses.log_prob_rows import (
 )
 from ..losses.log_probs import (
     LogProbsOutput,
-    check_temperature,
     next_tokens,
     pack_log_probs,
     results_of,
@@ -85,12 +86,12 @@ def fused_linear_log_probs_reference(
     """The specification in plain torch: a linear layer, then log-probabilities in fp32 (fp64 for fp64)."""
     target = next_tokens(target, ignore_index) if shift_labels else target
     y = target.reshape(-1)
-    call = LogProbsCall(temperature, softcap or 0.0, ignore_index, batch_invariant=batch_invariant)
-    logits = _logits(input.reshape(-1, input.shape[-1]), weight, call)
-    logp, entropy, lse = log_prob_rows_reference(logits, y, bias, ignore_index, temperature, softcap or 0.0)
+    options = log_prob_options("fused_linear_log_probs_reference", ignore_index, temperature, softcap)
+    logits = _logits(input.reshape(-1, input.shape[-1]), weight, batch_invariant)
+    logp, entropy, lse = log_prob_rows_reference(logits, y, bias, options)
     ids, selected, top = selected_token_ids, None, None
     if ids is not None:
-        selected = _selected(logits, lse, y, bias, ids, call).reshape(*target.shape, len(ids))
+        selected = _selected(logits, lse, y, bias, ids, options).reshape(*target.shape, len(ids))
     if return_top1:
         top = (top_reference(logits, y, bias, ignore_index) == y).view(target.shape) & (target != ignore_index)
     return pack_log_probs(
@@ -98,16 +99,16 @@ def fused_linear_log_probs_reference(
     )
 
 
-def _logits(x, weight, call):
-    if call.batch_invariant and x.shape[0] > 1:  # products of one row each are of one size
+def _logits(x, weight, batch_invariant: bool):
+    if batch_invariant and x.shape[0] > 1:  # products of one row each are of one size
         return torch.cat([F.linear(row, weight) for row in x.split(1)])
     return F.linear(x, weight)
 
 
-def _selected(logits, lse, target, bias, ids, call):
+def _selected(logits, lse, target, bias, ids, options: LogProbOptions):
     bias = bias if bias is None else bias.index_select(0, ids)
-    found = scores_reference(logits.index_select(1, ids), bias, call.temperature, call.softcap) - lse[:, None]
-    return found.masked_fill((target == call.ignore_index)[:, None], 0.0)
+    log_p = scores_reference(logits.index_select(1, ids), bias, options) - lse[:, None]
+    return log_p.masked_fill((target == options.ignore_index)[:, None], 0.0)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -116,23 +117,17 @@ _NAME = "liger_fused_linear_log_probs"
 
 
 class LogProbsCall(NamedTuple):
-    """The operators' numbers, in the order of their schema. softcap 0.0 is none.
+    """The operators' numbers, in the order of their schema.
 
     wide: the weight's gradient is accumulated in fp32
     """
 
-    temperature: float
-    softcap: float
-    ignore_index: int
+    options: LogProbOptions
     entropy: bool = False
     top: bool = False
     batch_invariant: bool = False
     wide: bool = False
     wanted: Wanted = Wanted()
-
-    def row_options(self, plain: bool) -> dict[str, Any]:
-        numbers = {"temperature": self.temperature, "softcap": self.softcap, "ignore_index": self.ignore_index}
-        return {**numbers, "plain": plain}
 
     def tile(self, plain: bool) -> int:
         """Rows of every product of the forward in batch-invariant mode, else 0."""
@@ -142,7 +137,7 @@ class LogProbsCall(NamedTuple):
 def _prepared(x, weight, target, bias, call: LogProbsCall, plain: bool):
     """(target, bias, room for the results), after the targets were checked."""
     target, bias = target.contiguous(), dense(bias)
-    assert_targets(_NAME, target, weight.shape[0], call.ignore_index, plain)
+    assert_targets(_NAME, target, weight.shape[0], call.options.ignore_index, plain)
     return target, bias, log_prob_buffers(x.shape[0], x, entropy=call.entropy, top=call.top)
 
 
@@ -155,10 +150,10 @@ def _fwd(x, weight, target, bias, ids, call: LogProbsCall, plain=False):
     if tile := call.tile(plain):
         chunks = Chunks.of([(start, min(start + tile, n_rows)) for start in range(0, n_rows, tile)])
     for start, logits, _ in sweep(chunks, x, weight, tile=tile):
-        row_log_probs(logits, target, out, bias=bias, row_start=start, **call.row_options(plain))
+        row_log_probs(logits, target, out, call.options, bias=bias, row_start=start, plain=plain)
         if ids is not None:
             rows = slice(start, start + logits.shape[0])
-            selected[rows] = _selected(logits, out.lse[rows], target[rows], bias, ids, call)
+            selected[rows] = _selected(logits, out.lse[rows], target[rows], bias, ids, call.options)
     return *results_of(out), selected
 
 
@@ -174,9 +169,10 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
     entries = target if here is None else torch.where(here, target, -1)
     grads = HeadGradients(x, weight, call.wanted, chunks, entries, plain)
     saved = LogProbs(lse, lse, entropy)
-    given = {"bias": bias, "entropy_coef": dentropy, "softmax_coef": softmax_coef, **call.row_options(plain)}
+    coefs = {"entropy_coef": dentropy, "softmax_coef": softmax_coef}
     for start, logits, _ in sweep(chunks, x, weight, grads):
-        row_log_prob_gradients(logits, target, saved, dlogp, row_start=start, **given)
+        row = logits, target, saved, dlogp, call.options
+        row_log_prob_gradients(*row, bias=bias, row_start=start, plain=plain, **coefs)
         if dselected is not None:
             rows = slice(start, start + logits.shape[0])
             dlogits = _gradient_at_ids(
@@ -184,7 +180,7 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
                 dentropy=None if dentropy is None else dentropy[rows],
                 entropy=entropy[rows],
                 lse=lse[rows],
-                call=call,
+                options=call.options,
             )
             logits.index_copy_(1, ids, dlogits.to(logits.dtype))
     return grads.results(bias)
@@ -201,7 +197,7 @@ def _row_coefficients(lse, dlogp, dselected, here):
     return dlogp, None if dselected is None else dlogp + dselected.sum(1)
 
 
-def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, dentropy, entropy, lse, call):
+def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, dentropy, entropy, lse, options):
     """The gradient of the logits in the selected columns, [n, k] fp32: what the row kernel gave there, and their own.
 
     An id that occurs twice gets the sum of both in each place, so that it does not matter which of them is stored.
@@ -210,19 +206,19 @@ def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, d
     step = max(1, (1 << 24) // max(1, dselected.numel()))
     parts = [(dselected[:, None, :] * same[k : k + step]).sum(-1) for k in range(0, max(1, len(ids)), step)]
     p = selected.exp()
-    found = torch.cat(parts, 1) + dlogp[:, None] * (target[:, None] == ids) - softmax_coef[:, None] * p
+    gradient = torch.cat(parts, 1) + dlogp[:, None] * (target[:, None] == ids) - softmax_coef[:, None] * p
     if dentropy is not None:
-        found -= dentropy[:, None] * p * (selected.masked_fill(p == 0, 0.0) + entropy[:, None])
-    if call.softcap:
-        found *= 1.0 - ((selected + lse[:, None]) * (call.temperature / call.softcap)).square()
-    return (found / call.temperature).masked_fill((target == call.ignore_index)[:, None], 0.0)
+        gradient -= dentropy[:, None] * p * (selected.masked_fill(p == 0, 0.0) + entropy[:, None])
+    if options.softcap:
+        gradient *= 1.0 - ((selected + lse[:, None]) * (options.temperature / options.softcap)).square()
+    return (gradient / options.temperature).masked_fill((target == options.ignore_index)[:, None], 0.0)
 
 
 @torch.no_grad()
 def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogProbsCall, plain=False):
     target, bias, out = _prepared(x, weight, target, bias, call, plain)
     kept = KeptLogits(waiting, tail, rest, slab, width)
-    keeping_forward(x, weight, target, out, kept, call.tile(plain), bias=bias, **call.row_options(plain))
+    keeping_forward(x, weight, target, out, kept, call.options, call.tile(plain), bias, plain)
     return results_of(out)
 
 
@@ -235,7 +231,7 @@ def _keep_bwd(
     saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
     target, bias = target.contiguous(), dense(bias)
     given = x, weight, bias, target, saved, dlogp, dentropy, kept, call.wanted
-    dx, dweight, dbias = keeping_backward(*given, softmax_coef=softmax_coef, **call.row_options(plain))
+    dx, dweight, dbias = keeping_backward(*given, call.options, softmax_coef, plain)
     return (
         absent(x) if dx is None else dx,
         absent(x) if dweight is waiting else dweight,
@@ -437,16 +433,16 @@ def liger_fused_linear_log_probs(
     check_flags(_NAME, **flags, shift_labels=shift_labels, batch_invariant=batch_invariant)
     check_tensors(_NAME, input=input)
     input, target, shape = rows_and_targets(_NAME, input, target, ignore_index, bool(shift_labels))
-    input, weight, bias = checked_arguments(_NAME, input, weight, target, bias, temperature, softcap, ignore_index)
+    input, weight, bias = checked_head(_NAME, input, weight, bias)
+    check_arguments(_NAME, input, target, weight.shape[0])
+    options = log_prob_options(_NAME, ignore_index, temperature, softcap)
     ids = selected_token_ids
     if ids is not None and (not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1):
         check(False, _NAME, "selected_token_ids must be an int64 tensor of shape [k]")
     if ids is not None and ids.device != input.device:
         check(False, _NAME, f"selected_token_ids is on {ids.device} but the input is on {input.device}")
     call = LogProbsCall(
-        temperature=float(temperature),
-        softcap=float(softcap or 0.0),
-        ignore_index=ignore_index,
+        options,
         entropy=bool(return_entropy),
         top=bool(return_top1),
         batch_invariant=bool(batch_invariant),
@@ -465,23 +461,6 @@ def liger_fused_linear_log_probs(
 
     results = shaped(logp), shaped(entropy, return_entropy), shaped(is_top1)
     return pack_log_probs(*results, shaped(selected, ids is not None))
-
-
-def checked_arguments(
-    op: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    ignore_index: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(input, weight, bias), cast as autocast asks. Raises where the arguments of a public function do not fit."""
-    input, weight, bias = checked_head(op, input, weight, bias)
-    check_temperature(op, temperature)
-    check_arguments(op, input, target, weight.shape[0], None, ignore_index, 0.0, "none", softcap)
-    return input, weight, bias
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, first_order
+from ..losses.cross_entropy import check_arguments
+from ..losses.log_prob_rows import LogProbOptions, log_prob_options
 from ..losses.vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
-from .fused_linear_log_probs import LogProbsCall, backward_rows, checked_arguments, forward_rows
+from .fused_linear_log_probs import LogProbsCall, backward_rows, forward_rows
+from .head_inputs import checked_head
 from .linear_head import Wanted
 
 _NAME = "liger_fused_linear_scaled_cross_entropy_tp"
@@ -24,11 +27,12 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
     """Autograd for one rank: saves the inputs, the log-sum-exp over all ranks, the entropy, and logits of its part."""
 
     @staticmethod
-    def forward(ctx, x, weight, target, tp_group, temperature, ignore_index, return_entropy):
+    def forward(ctx, x, weight, target, tp_group, options: LogProbOptions, return_entropy):
         part = vocab_part(weight.shape[0], tp_group, x.device)
-        own = own_targets(_NAME, target, weight.shape[0], part, ignore_index)
+        own = own_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
         dinput, dweight = ctx.needs_input_grad[:2]
-        call = LogProbsCall(temperature, 0.0, IGNORED, return_entropy, wanted=Wanted(dinput, dweight))
+        options = options._replace(ignore_index=IGNORED)
+        call = LogProbsCall(options, return_entropy, wanted=Wanted(dinput, dweight))
         results, ctx.plan, memory = forward_rows(x, weight, own.mine, None, None, call)
         logp, entropy, _, own_lse, selected = results
         s_y = torch.where(own.here, own_lse + logp, 0.0)
@@ -50,12 +54,12 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
     @first_order
     def backward(ctx, dnll, dentropy):
         if dnll is None and dentropy is None:
-            return (None,) * 7
+            return (None,) * 6
         grads = None if dnll is None else -dnll, dentropy if ctx.call.entropy else None, None, ctx.here
         dx, dweight, _ = backward_rows(ctx.saved_tensors, grads, ctx.plan, ctx.call)
         if dx is not None and ctx.part.world > 1:
             dist.all_reduce(dx, group=ctx.part.group)
-        return dx, dweight, *(None,) * 5
+        return dx, dweight, None, None, None, None
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
@@ -77,9 +81,10 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     backward.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; a target out of range gives nan.
     """
-    input, weight, _ = checked_arguments(_NAME, input, weight, target, None, temperature, None, ignore_index)
+    input, weight, _ = checked_head(_NAME, input, weight)
+    check_arguments(_NAME, input, target, weight.shape[0])
+    options = log_prob_options(_NAME, ignore_index, temperature)
     check_flags(_NAME, return_entropy=return_entropy)
-    tp_group = checked_group(_NAME, tp_group)
-    options = tp_group, float(temperature), ignore_index, return_entropy
-    nll, entropy = FusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, *options)
+    call = checked_group(_NAME, tp_group), options, return_entropy
+    nll, entropy = FusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, *call)
     return (nll, entropy) if return_entropy else nll

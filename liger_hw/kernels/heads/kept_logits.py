@@ -32,7 +32,7 @@ import torch
 
 from ... import env
 from ...runtime.operator import cdiv, with_fallback
-from ..losses.log_prob_rows import LogProbs, row_log_prob_gradients, row_log_probs
+from ..losses.log_prob_rows import LogProbOptions, LogProbs, row_log_prob_gradients, row_log_probs
 from .chunk_plan import STEP, padded
 from .linear_head import TILE, Wanted, dweight_of, dx_of, logits_buffer, logits_of, tile_logits
 
@@ -177,8 +177,10 @@ def keeping_forward(
     target: torch.Tensor,
     out: LogProbs,
     kept: KeptLogits,
+    options: LogProbOptions,
     tile: int = 0,
-    **options: Any,
+    bias: torch.Tensor | None = None,
+    plain: bool = False,
 ) -> None:
     """Fills `out` with the results of all rows, and `kept`.
 
@@ -186,7 +188,7 @@ def keeping_forward(
     rest is there, or through a buffer; the slab's are copied from it into their slices.
 
     tile: every product has so many rows (`linear_head.tile_logits`), 0: as many as fit
-    options: bias, softcap, temperature and ignore_index of `row_log_probs`
+    options, bias, plain: those of `row_log_probs`
     """
     n_rows, vocab = x.shape[0], weight.shape[0]
     x, weight, slab = x.detach(), weight.detach(), kept.slab
@@ -197,7 +199,7 @@ def keeping_forward(
             tile_logits(x[start:stop], weight, logits[:tile])
         else:
             logits_of(x[start:stop], weight, logits[: stop - start])
-        row_log_probs(logits[: stop - start], target, out, row_start=start, **options)
+        row_log_probs(logits[: stop - start], target, out, options, bias=bias, row_start=start, plain=plain)
         return logits[: stop - start]
 
     passing = [(first, last) for first, last in ((0, slab), (whole, n_rows)) if first < last]
@@ -231,15 +233,14 @@ def keeping_backward(
     dentropy: torch.Tensor | None,
     kept: KeptLogits,
     wanted: Wanted,
-    *,
-    ignore_index: int,
+    options: LogProbOptions,
     softmax_coef: torch.Tensor | None = None,
-    **options: Any,
+    plain: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """(dx or None, dweight, dbias or None, in fp32) from the incoming gradients of log-probabilities and entropies.
 
     Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. softmax_coef: [n_rows], the
-    factor of the softmax where it is not dlogp; options: softcap and temperature of `row_log_prob_gradients`.
+    factor of the softmax where it is not dlogp; options, plain: those of `row_log_prob_gradients`.
     """
     (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
     x, weight = x.detach(), weight.detach()
@@ -255,11 +256,11 @@ def keeping_backward(
     def bias_of(columns: slice) -> torch.Tensor | None:
         return None if bias is None else bias[columns]
 
+    ignore_index = options.ignore_index
     outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
-    sliced_coef = (dlogp if softmax_coef is None else softmax_coef).masked_fill(
-        outside, float("nan")
-    )  # every slice's, while dlogp is the target's own slice's
-    sliced = {**options, "ignore_index": _IGNORED}
+    sliced_coef = dlogp if softmax_coef is None else softmax_coef  # for every slice; dlogp is for the target's slice
+    sliced_coef = sliced_coef.masked_fill(outside, float("nan"))
+    sliced = options._replace(ignore_index=_IGNORED)
     rows = slice(0, slab)
     if slab:
         slices, slab_logits = _slab_logits(kept)
@@ -269,7 +270,8 @@ def keeping_backward(
         total = _dx_sum(dx, rows, kept.waiting.view(-1)[: slices[0][1] * hidden])  # where slice 0's gradient will be
         for i, (columns, logits) in enumerate(zip(slices, slab_logits)):
             part = slice(*columns)
-            _gradients(logits, targets[i], saved, dlogp_here[i], bias=bias_of(part), **coefs, **sliced)
+            row = logits, targets[i], saved, dlogp_here[i], sliced
+            _gradients(*row, bias=bias_of(part), plain=plain, **coefs)
             if total is not None:
                 dx_of(logits, weight[part], total, i == 0)
         _round_into(dx, rows, total)
@@ -281,9 +283,8 @@ def keeping_backward(
         rows, n_kept = slice(start, stop), min(max(slab + kept_rows - start, 0), stop - start)
         logits = kept.rest[start - slab :][:n_kept, :vocab]
         if n_kept == stop - start:
-            given = {"bias": bias, "row_start": start, "entropy_coef": dentropy, "ignore_index": ignore_index}
-            given["softmax_coef"] = softmax_coef
-            _gradients(logits, target, saved, dlogp, **given, **options)
+            coefs = {"entropy_coef": dentropy, "softmax_coef": softmax_coef}
+            _gradients(logits, target, saved, dlogp, options, bias=bias, row_start=start, plain=plain, **coefs)
             if dx is not None:
                 dx_of(logits, weight, dx[rows], True)
             take_in(logits, rows, slice(None), not slab)
@@ -296,12 +297,13 @@ def keeping_backward(
         total = _dx_sum(dx, rows)
         for i, (first, last) in enumerate(slices):
             part = slice(first, last)
-            given = {"bias": bias_of(part), **coefs, **sliced}
+            how = {"bias": bias_of(part), "plain": plain, **coefs}
             dlogits = _logits_at(kept.tail, stop - start, last - first)
             new = dlogits[n_kept:]
             logits_of(x[start + n_kept : stop], weight[part], new)
-            _gradients(new, targets[i], results, dlogp_here[i], row_start=n_kept, **given)
-            _gradients(logits[:, part], targets[i], results, dlogp_here[i], dlogits=dlogits[:n_kept], **given)
+            row = targets[i], results, dlogp_here[i], sliced
+            _gradients(new, *row, row_start=n_kept, **how)
+            _gradients(logits[:, part], *row, dlogits=dlogits[:n_kept], **how)
             if total is not None:
                 dx_of(dlogits, weight[part], total, i == 0)
             take_in(dlogits, rows, part, False)
@@ -331,7 +333,7 @@ def _select(results: LogProbs, which: slice) -> LogProbs:
     return LogProbs(*(None if t is None else t[which] for t in results))
 
 
-def _gradients(*args: torch.Tensor, **options: Any) -> None:
+def _gradients(*args: Any, **options: Any) -> None:
     """`row_log_prob_gradients`, which writes over logits, repeated alone where its configuration fails.
 
     Repeating the whole backward would take logits that are gradients already for logits.

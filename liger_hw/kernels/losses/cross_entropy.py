@@ -33,9 +33,6 @@ from ...runtime.operator import (
     Function,
     autocast_dtype,
     check,
-    check_flags,
-    check_floats,
-    check_ignore_index,
     check_indices,
     check_tensors,
     define,
@@ -46,12 +43,11 @@ from ...runtime.operator import (
 )
 from ...runtime.sharding import LossRule
 from .cross_entropy_reference import (
-    REDUCTIONS,
     CrossEntropyOutput,
     Options,
     absent,
     check_in_range,
-    options_of,
+    cross_entropy_options,
     pack,
     reference_gradient,
     reference_losses,
@@ -70,22 +66,15 @@ def cross_entropy_reference(
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
+    **settings: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
-    reduction = _reduction_name("cross_entropy_reference", size_average, reduce, reduction)
-    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-    options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
+    settings["reduction"] = _reduction_name(size_average, reduce, reduction)
+    options = cross_entropy_options("cross_entropy_reference", **settings)
     loss, z_loss, hits, top = reference_losses(input, target, weight, options)
-    return pack(loss.to(input.dtype), z_loss.to(input.dtype), hits, top, extra)
+    return pack((loss.to(input.dtype), z_loss.to(input.dtype), hits, top), options)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -146,32 +135,17 @@ cross_entropy_fwd = define(
 class CrossEntropyFunction(Function):
     """Autograd for cross entropy: saves the gradient, which the forward has already computed.
 
-    Gives (loss, z_loss, token_accuracy, predicted_tokens), or the loss alone with `loss_only`, which costs torch less.
+    Returns the loss alone, which costs torch less, or (loss, z_loss, token_accuracy, predicted_tokens) where the
+    options ask for one of these.
     """
 
     sharding = LossRule("cross_entropy")
 
     @staticmethod
-    def forward(
-        ctx,
-        _input,
-        target,
-        weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        return_z_loss,
-        return_token_accuracy,
-        return_predicted_tokens,
-        loss_only,
-    ):
-        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
+    def forward(ctx, _input, target, weight, options: Options):
         loss, *extra, grad, stats = _run(_input, target, weight, options, ctx.needs_input_grad[0])
         ctx.save_for_backward(grad, stats)
-        if loss_only:
+        if not any(options.extra):
             return loss
         ctx.mark_non_differentiable(*extra)
         ctx.set_materialize_grads(False)
@@ -181,9 +155,8 @@ class CrossEntropyFunction(Function):
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None or not ctx.needs_input_grad[0]:
-            return (None,) * 12
-        grad, stats = ctx.saved_tensors
-        return scale_gradient(grad, grad_output, stats), *(None,) * 11
+            return None, None, None, None
+        return scale_gradient(ctx.saved_tensors[0], grad_output, ctx.saved_tensors[1]), None, None, None
 
 
 def _run(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: Options, grad: bool):
@@ -230,28 +203,25 @@ def liger_cross_entropy(
     if input.dim() != 2 or not input.shape[1]:
         hint = f"{to_flatten(input=input)}, target.flatten()" if input.dim() > 2 else ""
         check(False, op, f"input must be [n_rows, n_cols], got {tuple(input.shape)}{hint}")
-    reduction = _reduction_name(op, size_average, reduce, reduction)
-    settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
-    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-    check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
+    check_arguments(op, input, target, input.shape[1], weight)
+    reduction = _reduction_name(size_average, reduce, reduction)
+    numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+    options = cross_entropy_options(op, *numbers, return_z_loss, return_token_accuracy, return_predicted_tokens)
     if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # of a DTensor: its reader
-        given, loss_only = (ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *extra), not any(extra)
-        outputs = CrossEntropyFunction.apply(input, target, weight, *given, loss_only)
-        return outputs if loss_only else pack(*outputs, extra)
-    options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
-    return pack(*_run(input, target, weight, options, False)[:4], extra)
+        outputs = CrossEntropyFunction.apply(input, target, weight, options)
+        return pack(outputs, options) if any(options.extra) else outputs
+    return pack(_run(input, target, weight, options, False)[:4], options)
 
 
-def _reduction_name(op: str, size_average, reduce, reduction: str) -> str:
-    if size_average is not None or reduce is not None:
-        return torch.nn._reduction.legacy_get_string(size_average, reduce)
-    if reduction not in REDUCTIONS:
-        check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    return reduction
+def _reduction_name(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """The reduction, which torch's two deprecated arguments override."""
+    if size_average is None and reduce is None:
+        return reduction
+    return torch.nn._reduction.legacy_get_string(size_average, reduce)
 
 
-def check_arguments(op, rows, target, n_cols, weight, *settings) -> None:
-    """Raise unless target, class weight and options fit rows [n_rows, ...] scored over n_cols classes."""
+def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: int, weight: Any = None) -> None:
+    """Raise unless target and class weight fit rows [n_rows, ...] scored over n_cols classes."""
 
     def hint() -> str:
         if tuple(target.shape) == (n_cols,):
@@ -260,51 +230,22 @@ def check_arguments(op, rows, target, n_cols, weight, *settings) -> None:
         return "; flatten it: target.flatten()" if too_many else ""
 
     check_indices(op, "target", target, rows, hint)
-    if weight is not None:
-        if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
-            kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
-            check(False, op, f"the class weight must be a floating point tensor, got {kind}")
-        if tuple(weight.shape) != (n_cols,):
-            check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
-        if weight.device != rows.device:
-            check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
-        check(not weight.requires_grad, op, "the class weight has no gradient; detach it")
-    check_settings(op, *settings)
-
-
-def check_settings(
-    op,
-    ignore_index,
-    label_smoothing=0.0,
-    reduction="none",
-    softcap=None,
-    lse_square_scale=0.0,
-    return_z_loss=False,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
-    use_token_scaling=False,
-) -> None:
-    """Raise unless the options that need no tensors are valid; the loss modules ask when they are made."""
-    check_ignore_index(op, ignore_index)
-    number = 1.0 if softcap is None else softcap
-    check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale, softcap=number)
-    flags = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
-    check_flags(op, **flags, return_predicted_tokens=return_predicted_tokens, use_token_scaling=use_token_scaling)
-    if not 0.0 <= label_smoothing <= 1.0:
-        check(False, op, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if reduction not in REDUCTIONS:
-        check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if softcap is not None and not 0.0 < softcap < float("inf"):
-        check(False, op, f"softcap must be positive and finite, or None, got {softcap}")
+    if weight is None:
+        return
+    if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
+        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+        check(False, op, f"the class weight must be a floating point tensor, got {kind}")
+    if tuple(weight.shape) != (n_cols,):
+        check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
+    if weight.device != rows.device:
+        check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
+    check(not weight.requires_grad, op, "the class weight has no gradient; detach it")
 
 
 class LigerCrossEntropyLoss(OptionsModule):
     """`liger_cross_entropy` as a module, with the same arguments. forward(_input [n_rows, n_cols], target [n_rows])."""
 
-    option_names = (
-        "ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss return_token_accuracy "
-        "return_predicted_tokens"
-    ).split()
+    option_names = Options._fields[:-1]
 
     def __init__(
         self,
@@ -319,14 +260,12 @@ class LigerCrossEntropyLoss(OptionsModule):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
-        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-        check_settings("LigerCrossEntropyLoss", *settings, *extra)
         self.register_buffer("weight", weight)
-        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
-        self.reduction, self.softcap = reduction, softcap
-        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
+        numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+        self.set_options(*numbers, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+    def check(self) -> None:
+        cross_entropy_options("LigerCrossEntropyLoss", **self.options())
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         """_input: [n_rows, n_cols] logits; target: [n_rows] class indices. Returns what `liger_cross_entropy` does."""

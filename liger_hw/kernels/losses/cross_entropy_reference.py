@@ -1,4 +1,4 @@
-"""What a cross entropy is, in plain torch: the options, the results and the formulas that the kernels follow.
+"""Cross entropy in plain torch: the options and their checks, the results, and the formulas that the kernels follow.
 
 Shared by `cross_entropy` and the fused linear losses; see cross_entropy.py for the mathematics.
 """
@@ -6,20 +6,20 @@ Shared by `cross_entropy` and the fused linear losses; see cross_entropy.py for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy  # a program may put Liger's in its place
 
 from ... import env
+from ...runtime.operator import check, check_flags, check_floats, check_ignore_index
 
-NONE, MEAN, SUM = 0, 1, 2
-REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
+NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
 
 
 @dataclass
 class CrossEntropyOutput:
-    """What a cross entropy returns when more than the loss was asked for; what was not asked for is None.
+    """What a cross entropy returns when a return_* option is set; a result whose option is not set is None.
 
     z_loss: part of the loss, reduced like it; token_accuracy: share of counted rows whose first largest logit is the
     target (per row with reduction="none"); predicted_tokens: [n_rows] int64, -1 in ignored rows. None has a gradient.
@@ -32,36 +32,70 @@ class CrossEntropyOutput:
 
 
 class Options(NamedTuple):
-    """The numbers of one call, as operators and kernels take them. softcap 0.0 is none.
+    """The options of a cross entropy as its operators take them, under the names of `liger_cross_entropy`'s arguments.
 
-    z_loss, token_accuracy, predicted_tokens: whether they are returned beside the loss
+    `cross_entropy_options` makes them of what a user passes. softcap: 0.0 for none
     """
 
-    ignore_index: int
-    label_smoothing: float = 0.0
+    ignore_index: int = -100
     lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = MEAN
     softcap: float = 0.0
-    reduction: int = NONE
-    token_scaling: bool = False
-    z_loss: bool = False
-    token_accuracy: bool = False
-    predicted_tokens: bool = False
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+    use_token_scaling: bool = False
 
     @property
     def extra(self) -> tuple[bool, bool, bool]:
-        return self.z_loss, self.token_accuracy, self.predicted_tokens
+        """Which results are returned beside the loss: z-loss, token accuracy, predicted tokens."""
+        return self[5:8]
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
         return dtype is torch.float16 and self.reduction == MEAN
 
 
-def options_of(
-    ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra=(False,) * 3, token_scaling=False
+def cross_entropy_options(
+    op: str,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = MEAN,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    use_token_scaling: bool = False,
 ) -> Options:
-    """The Options of public arguments, with the reduction by its name and None for no softcap."""
-    smoothing, z_scale, cap = float(label_smoothing), float(lse_square_scale), float(softcap or 0.0)
-    return Options(ignore_index, smoothing, z_scale, cap, REDUCTIONS[reduction], token_scaling, *extra)
+    """The Options of public arguments. Raises `TypeError` for an option of another type, `ValueError` for its value."""
+    check_ignore_index(op, ignore_index)
+    check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
+    check_flags(
+        op,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        use_token_scaling=use_token_scaling,
+    )
+    if not 0.0 <= label_smoothing <= 1.0:
+        check(False, op, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if reduction not in REDUCTIONS:
+        check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    flags = bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens), bool(use_token_scaling)
+    numbers = ignore_index, float(lse_square_scale), float(label_smoothing)
+    return Options(*numbers, reduction, checked_softcap(op, softcap), *flags)
+
+
+def checked_softcap(op: str, softcap: float | None) -> float:
+    """The softcap as operators take it, 0.0 for None. Raises unless it is positive and finite."""
+    if softcap is None:
+        return 0.0
+    check_floats(op, softcap=softcap)
+    if not 0.0 < softcap < float("inf"):
+        check(False, op, f"softcap must be positive and finite, or None, got {softcap}")
+    return float(softcap)
 
 
 def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Tensor, ...]:
@@ -79,7 +113,7 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
         s, target, w, ignore_index=options.ignore_index, reduction="none", label_smoothing=options.label_smoothing
     )
     z = torch.where(counted, options.lse_square_scale * lse * lse, 0.0)  # in this order: 0 * inf would be nan
-    if options.token_scaling:
+    if options.use_token_scaling:
         p = torch.where(counted, torch.exp(s.gather(1, y[:, None])[:, 0] - lse), 0.0).detach()
         rows, z = rows * p, z * p
     top = logits.detach().argmax(-1)
@@ -120,7 +154,7 @@ def reference_gradient(logits, target, weight, options: Options, row_grads=None)
         target_coef, softmax_coef, smoothing_term = (t / total for t in (target_coef, softmax_coef, smoothing_term))
         z_coef = z_coef / counted.sum()
     factor = torch.ones_like(lse) if row_grads is None else row_grads.to(wide)
-    if options.token_scaling:
+    if options.use_token_scaling:
         factor = factor * torch.exp(s.gather(1, y[:, None])[:, 0] - lse)
     grad = ((softmax_coef + z_coef) * factor)[:, None] * torch.exp(s - lse[:, None])
     if options.label_smoothing:
@@ -129,11 +163,12 @@ def reference_gradient(logits, target, weight, options: Options, row_grads=None)
     return torch.where(counted[:, None], grad * slope, 0.0)
 
 
-def pack(loss, z_loss, hits, top, extra: tuple[bool, bool, bool]) -> torch.Tensor | CrossEntropyOutput:
-    """The loss alone, or a CrossEntropyOutput with the extras asked for: (z_loss, token_accuracy, predicted_tokens)."""
-    if not any(extra):
+def pack(outputs: Sequence[torch.Tensor], options: Options) -> torch.Tensor | CrossEntropyOutput:
+    """The loss alone, or a CrossEntropyOutput where a return_* option is set; outputs: (loss, z_loss, hits, top)."""
+    loss, *extra = outputs
+    if not any(options.extra):
         return loss
-    return CrossEntropyOutput(loss, z_loss if extra[0] else None, hits if extra[1] else None, top if extra[2] else None)
+    return CrossEntropyOutput(loss, *(t if returned else None for t, returned in zip(extra, options.extra)))
 
 
 class TargetError(IndexError, AssertionError):
@@ -174,13 +209,13 @@ def assert_on_device(holds: torch.Tensor, message: str) -> None:
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
-    """Stands for a result that was not asked for: an operator may not return None."""
+    """Stands for a result that is not returned: an operator may not return None."""
     return like.new_empty(0)
 
 
 def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
-    """What `reference_losses` gave, in the dtypes and with the absences an operator returns."""
+    """The results of `reference_losses` as an operator returns them: of its dtype, and `absent` where not returned."""
     loss, z_loss, hits, top = outputs
     nothing = absent(hits)
-    extras = (t if asked else nothing.clone() for t, asked in zip((z_loss.to(dtype), hits, top), options.extra))
+    extras = (t if returned else nothing.clone() for t, returned in zip((z_loss.to(dtype), hits, top), options.extra))
     return loss.to(dtype), *extras

@@ -216,7 +216,7 @@ def launch_rows(
         options.label_smoothing != 0.0,
         options.lse_square_scale != 0.0,
         options.softcap != 0.0,
-        options.token_scaling,
+        options.use_token_scaling,
         results.hits is not None or results.top is not None,
         n_cols <= plan.config.blocks["BLOCK_SIZE"],
         1 if owned else row_vector(x, dx),
@@ -229,9 +229,9 @@ def row_buffers(n_rows: int, options: Options, dtype: torch.dtype, device: torch
     rows = dtype if options.reduction == NONE else torch.float32
     return RowResults(
         torch.empty(n_rows, dtype=rows, device=device),
-        torch.empty(n_rows, dtype=rows, device=device) if options.z_loss else None,
-        torch.empty(n_rows, dtype=torch.float32, device=device) if options.token_accuracy else None,
-        torch.empty(n_rows, dtype=torch.int64, device=device) if options.predicted_tokens else None,
+        torch.empty(n_rows, dtype=rows, device=device) if options.return_z_loss else None,
+        torch.empty(n_rows, dtype=torch.float32, device=device) if options.return_token_accuracy else None,
+        torch.empty(n_rows, dtype=torch.int64, device=device) if options.return_predicted_tokens else None,
     )
 
 
@@ -345,10 +345,10 @@ def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int
     if plain:
         check_in_range(op, target, n_cols, ignore_index)
     else:
-        launch_stats(op, target, None, n_cols, Options(ignore_index), target.device)
+        launch_stats(op, target, None, n_cols, Options(ignore_index, reduction=NONE), target.device)
 
 
-def launch_sum(rows: RowResults, stats: torch.Tensor, reduction: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def launch_sum(rows: RowResults, stats: torch.Tensor, reduction: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; an absent one is an empty tensor."""
     loss, z_loss, hits, top = rows
     assert loss is not None

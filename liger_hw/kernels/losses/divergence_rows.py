@@ -16,7 +16,7 @@ the terms themselves are the result, and backward computes the derivative again.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
@@ -44,15 +44,15 @@ from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
 from .cross_entropy_scale import scale_gradient
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
-BATCHMEAN = 3
-REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM, "batchmean": BATCHMEAN}
+BATCHMEAN = "batchmean"
+REDUCTIONS = NONE, MEAN, SUM, BATCHMEAN
 
 
 class Divergence(NamedTuple):
     """The numbers of one call, as the operators take them. beta belongs to JSD, eps to KL."""
 
     kind: int
-    reduction: int
+    reduction: str
     beta: float = 0.5
     eps: float = 0.0
     ignore_index: int = -100
@@ -482,11 +482,11 @@ def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
         check_indices(op, "shift_labels", labels, rows)
 
 
-def check_reduction(op: str, reduction: str, names=tuple(REDUCTIONS)) -> int:
-    """The number of a reduction's name."""
+def check_reduction(op: str, reduction: str, names: Sequence[str] = REDUCTIONS) -> str:
+    """The reduction; raises unless it is one of these names."""
     if reduction not in names:
         check(False, op, f"reduction must be one of {', '.join(names)}, got {reduction!r}")
-    return REDUCTIONS[reduction]
+    return reduction
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -163,7 +163,8 @@ def liger_fused_ce_tvd(
         )
     if teacher_logits.requires_grad:
         teacher_logits = teacher_logits.detach()
-    check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index)
+    check_arguments(_NAME, student_logits, target, student_logits.shape[1])
+    check_ignore_index(_NAME, ignore_index)
     if torch.is_grad_enabled() and student_logits.requires_grad:
         return FusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)
     return fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)[:2]

@@ -10,9 +10,9 @@ few torch operations on [n_rows] tensors between the two launches, and never see
 
     for start, logits, _ in sweep(chunks, x, weight, grads):
         rows = slice(start, start + logits.shape[0])
-        row_log_probs(logits, target, out, bias=bias, row_start=start, temperature=T)       # fills out.logp[rows], ...
+        row_log_probs(logits, target, out, options, bias=bias, row_start=start)       # fills out.logp[rows], ...
         loss[rows], coef[rows] = my_loss_and_slope(out.logp[rows], ...)                     # slope: d loss / d logp
-        row_log_prob_gradients(logits, target, out, coef, bias=bias, row_start=start, temperature=T)  # in place
+        row_log_prob_gradients(logits, target, out, coef, options, bias=bias, row_start=start)  # in place
 
 A loss that needs every row's logp before any slope (of a sequence that spans chunks) sweeps twice: first without
 gradients, then through `row_log_prob_gradients` alone. Rows whose target is ignore_index have logp, entropy and
@@ -30,10 +30,11 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
-from ...runtime.operator import launch
+from ...runtime.operator import check, check_floats, check_ignore_index, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS
+from .cross_entropy_reference import checked_softcap
 from .softmax_rows import (
     load_edges,
     load_logits,
@@ -383,8 +384,25 @@ LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_log_probs", HEAD_DIMS)
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
+class LogProbOptions(NamedTuple):
+    """How a row's log-probabilities come from its logits. softcap: 0.0 for none"""
+
+    ignore_index: int = -100
+    temperature: float = 1.0
+    softcap: float = 0.0
+
+
+def log_prob_options(op: str, ignore_index: int, temperature: float, softcap: float | None = None) -> LogProbOptions:
+    """The LogProbOptions of public arguments; raises unless both numbers are positive and finite."""
+    check_ignore_index(op, ignore_index)
+    check_floats(op, temperature=temperature)
+    if not 0.0 < temperature < float("inf"):
+        check(False, op, f"temperature must be positive and finite, got {temperature}")
+    return LogProbOptions(ignore_index, float(temperature), checked_softcap(op, softcap))
+
+
 class LogProbs(NamedTuple):
-    """Per-row results [n_rows], fp32; entropy, logit_sum and top are None where nobody asked.
+    """Per-row results [n_rows], fp32; entropy, logit_sum and top are None where they are not computed.
 
     top: int64, the first column of the largest logit; -1 in ignored rows
     """
@@ -413,19 +431,17 @@ def row_log_probs(
     logits: torch.Tensor,
     target: torch.Tensor,
     out: LogProbs,
+    options: LogProbOptions,
     *,
     bias: torch.Tensor | None = None,
     row_start: int = 0,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: float = 0.0,
     owned: bool = True,
     tunable: Tunable | None = None,
     plain: bool = False,
 ) -> None:
     """Fill `out` for the rows of logits [n, vocab], which are rows row_start.. of target [n_rows] and of `out`.
 
-    target is contiguous, int64 or int32; softcap 0.0 is none. owned: the padding between rows may be accessed, as in a
+    target is contiguous, int64 or int32. owned: the padding between rows may be accessed, as in a
     buffer of `sweep`; False for a caller's tensor. tunable: the op's own, with the key of LOGP (`log_prob_tunables`).
     plain: in torch, without kernels, which is what the references of these operators run.
     """
@@ -433,12 +449,12 @@ def row_log_probs(
     if not n:
         return
     if plain:
-        _fill_plain(logits, target, out, bias, row_start, ignore_index, temperature, softcap)
+        _fill_plain(logits, target, out, options, bias, row_start)
         return
     plan = (tunable or LOGP).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
-    numbers = float(softcap), 1.0 / temperature, stride, row_start, vocab, stride if owned else vocab, ignore_index
-    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else row_vector(logits)
+    numbers = *_scaling(options), stride, row_start, vocab, stride if owned else vocab, options.ignore_index
+    flags = options.softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else row_vector(logits)
     launch(plan, _log_prob_rows_kernel, (n,), (logits, target, bias, *out, *numbers), flags)
 
 
@@ -447,6 +463,7 @@ def row_log_prob_gradients(
     target: torch.Tensor,
     saved: LogProbs,
     coef: torch.Tensor,
+    options: LogProbOptions,
     *,
     entropy_coef: torch.Tensor | None = None,
     softmax_coef: torch.Tensor | None = None,
@@ -454,9 +471,6 @@ def row_log_prob_gradients(
     dlogits: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     row_start: int = 0,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: float = 0.0,
     owned: bool = True,
     tunable: Tunable | None = None,
     plain: bool = False,
@@ -476,50 +490,48 @@ def row_log_prob_gradients(
     if plain:
         rows = slice(row_start, row_start + n)
         given = (t if t is None else t[rows] for t in given)
-        dlogits.copy_(_plain_gradient(logits, target[rows], bias, *given, temperature, softcap, ignore_index))
+        dlogits.copy_(_plain_gradient(logits, target[rows], bias, *given, options))
         return
     plan = (tunable or LOGP_GRAD).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     strides = logits.stride(0), dlogits.stride(0)
-    numbers = (
-        *strides,
-        row_start,
-        vocab,
-        min(strides) if owned else vocab,
-        ignore_index,
-        float(softcap),
-        1.0 / temperature,
+    stored = min(strides) if owned else vocab
+    numbers = *strides, row_start, vocab, stored, options.ignore_index, *_scaling(options)
+    flags = (
+        options.softcap != 0.0,
+        vocab <= plan.config.blocks["BLOCK_SIZE"],
+        1 if owned else row_vector(logits, dlogits),
     )
-    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else row_vector(logits, dlogits)
     launch(plan, _log_prob_gradient_kernel, (n,), (logits, target, bias, *given, dlogits, *numbers), flags)
+
+
+def _scaling(options: LogProbOptions) -> tuple[float, float]:
+    """(softcap, 1 / temperature), as the kernels take them."""
+    return options.softcap, 1.0 / options.temperature
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def scores_reference(
-    logits: torch.Tensor, bias: torch.Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0
-) -> torch.Tensor:
+def scores_reference(logits: torch.Tensor, bias: torch.Tensor | None, options: LogProbOptions) -> torch.Tensor:
     """softcap(logits + bias) / temperature of some rows in plain differentiable torch, in fp32 (fp64 for fp64)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     s = logits.to(wide)
     if bias is not None:
         s = s + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as a linear layer's
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    return s / temperature
+    if options.softcap:
+        s = options.softcap * torch.tanh(s / options.softcap)
+    return s / options.temperature
 
 
 def log_prob_rows_reference(
     logits: torch.Tensor,
     target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: float = 0.0,
+    bias: torch.Tensor | None,
+    options: LogProbOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logp, entropy, lse) of every row in plain differentiable torch, in fp32 (fp64 for fp64)."""
-    s = scores_reference(logits, bias, temperature, softcap)
-    ignored = target == ignore_index
+    s = scores_reference(logits, bias, options)
+    ignored = target == options.ignore_index
     y = target.long().masked_fill(ignored, 0)
     lse = torch.logsumexp(s, -1)
     log_p = s - lse[:, None]
@@ -532,40 +544,40 @@ def top_reference(
     logits: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
     """The first column of each row's largest logit, -1 in ignored rows."""
-    return scores_reference(logits, bias).argmax(-1).masked_fill(target == ignore_index, -1)
+    return scores_reference(logits, bias, LogProbOptions()).argmax(-1).masked_fill(target == ignore_index, -1)
 
 
 @torch.no_grad()
-def _fill_plain(logits, target, out: LogProbs, bias, row_start, ignore_index, temperature, softcap) -> None:
+def _fill_plain(logits, target, out: LogProbs, options: LogProbOptions, bias, row_start) -> None:
     """`row_log_probs` in plain torch."""
     rows = slice(row_start, row_start + logits.shape[0])
     y = target[rows]
-    logp, entropy, lse = log_prob_rows_reference(logits, y, bias, ignore_index, temperature, softcap)
+    logp, entropy, lse = log_prob_rows_reference(logits, y, bias, options)
     if out.logit_sum is None:
-        lse = lse.masked_fill(y == ignore_index, 0.0)
+        lse = lse.masked_fill(y == options.ignore_index, 0.0)
     else:
-        out.logit_sum[rows] = scores_reference(logits, bias, softcap=softcap).sum(-1)
+        out.logit_sum[rows] = scores_reference(logits, bias, options._replace(temperature=1.0)).sum(-1)
     out.logp[rows], out.lse[rows] = logp, lse
     if out.entropy is not None:
         out.entropy[rows] = entropy
     if out.top is not None:
-        out.top[rows] = top_reference(logits, y, bias, ignore_index)
+        out.top[rows] = top_reference(logits, y, bias, options.ignore_index)
 
 
 @torch.no_grad()
 def _plain_gradient(
-    logits, target, bias, lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef, temperature, softcap, ignored
+    logits, target, bias, lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef, options: LogProbOptions
 ) -> torch.Tensor:
     """What `row_log_prob_gradients` writes for some rows, in plain torch, in fp32 (fp64 for fp64)."""
-    s = scores_reference(logits, bias, temperature, softcap)
+    s = scores_reference(logits, bias, options)
     log_p = s - lse[:, None]
-    p, is_ignored = log_p.exp(), target == ignored
+    p, is_ignored = log_p.exp(), target == options.ignore_index
     g = -(coef if softmax_coef is None else softmax_coef)[:, None] * p
     if smoothing_term is not None:
         g += smoothing_term[:, None]
     if entropy_coef is not None:
         g -= entropy_coef[:, None] * p * (log_p.masked_fill(p == 0, 0.0) + entropy[:, None])
     g.scatter_add_(1, target.long().masked_fill(is_ignored, 0)[:, None], coef[:, None])
-    if softcap:
-        g *= 1.0 - (s * (temperature / softcap)).square()
-    return (g / temperature).masked_fill(is_ignored[:, None], 0.0)
+    if options.softcap:
+        g *= 1.0 - (s * (options.temperature / options.softcap)).square()
+    return (g / options.temperature).masked_fill(is_ignored[:, None], 0.0)

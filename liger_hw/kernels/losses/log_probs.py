@@ -27,7 +27,6 @@ from ...runtime.operator import (
     Function,
     check,
     check_flags,
-    check_floats,
     check_tensors,
     define,
     first_order,
@@ -39,8 +38,10 @@ from .cross_entropy import WORKLOADS, check_arguments, sample_logits
 from .cross_entropy_reference import absent
 from .cross_entropy_rows import assert_targets
 from .log_prob_rows import (
+    LogProbOptions,
     LogProbs,
     log_prob_buffers,
+    log_prob_options,
     log_prob_rows_reference,
     log_prob_tunables,
     row_log_prob_gradients,
@@ -50,7 +51,7 @@ from .log_prob_rows import (
 
 
 class LogProbsOutput(NamedTuple):
-    """What is returned when more than log-probabilities was asked for; what was not asked for is None.
+    """Log-probabilities and what a return_* option adds; None where the option is not set.
 
     log_probs, entropy: fp32, of the target's shape; is_top1: bool, the same shape, no gradient: whether the target is
     the first largest logit; selected: [..., k] log-probabilities of selected tokens (`fused_linear_log_probs`)
@@ -64,8 +65,8 @@ class LogProbsOutput(NamedTuple):
 
 def pack_log_probs(log_probs, entropy, is_top1, selected=None) -> torch.Tensor | LogProbsOutput:
     """The log-probabilities alone where nothing else is there."""
-    found = LogProbsOutput(log_probs, entropy, is_top1, selected)
-    return log_probs if all(t is None for t in found[1:]) else found
+    output = LogProbsOutput(log_probs, entropy, is_top1, selected)
+    return log_probs if all(t is None for t in output[1:]) else output
 
 
 def next_tokens(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -89,7 +90,8 @@ def log_probs_reference(
     """The specification in plain torch, in fp32 (fp64 for fp64)."""
     target = next_tokens(target, ignore_index) if shift_labels else target
     rows, y = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    logp, entropy, _ = log_prob_rows_reference(rows, y, None, ignore_index, temperature, softcap or 0.0)
+    options = log_prob_options("log_probs_reference", ignore_index, temperature, softcap)
+    logp, entropy, _ = log_prob_rows_reference(rows, y, None, options)
     is_top1 = (top_reference(rows, y, None, ignore_index) == y) & (y != ignore_index)
     results = logp, entropy if return_entropy else None, is_top1 if return_top1 else None
     return pack_log_probs(*(None if t is None else t.view(target.shape) for t in results))
@@ -103,28 +105,24 @@ _NAME = "liger_log_probs"
 FWD, BWD = log_prob_tunables("log_probs")
 
 
-def _fwd(logits, target, temperature, softcap, ignore_index, entropy, top, plain=False):
+def _fwd(logits, target, entropy, top, options: LogProbOptions, plain=False):
     logits, target = row_major(logits), target.contiguous()
-    assert_targets(_NAME, target, logits.shape[1], ignore_index, plain)
+    assert_targets(_NAME, target, logits.shape[1], options.ignore_index, plain)
     out = log_prob_buffers(logits.shape[0], logits, entropy=entropy, top=top)
-    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "plain": plain}
-    row_log_probs(logits, target, out, owned=False, tunable=FWD, **options)
+    row_log_probs(logits, target, out, options, owned=False, tunable=FWD, plain=plain)
     return results_of(out)
 
 
 def results_of(out: LogProbs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logp, entropy, top, lse) as an operator returns them: empty where nobody asked."""
+    """(logp, entropy, top, lse) as an operator returns them: empty where not computed."""
     entropy = absent(out.lse) if out.entropy is None else out.entropy
     return out.logp, entropy, absent(out.lse).long() if out.top is None else out.top, out.lse
 
 
-def _write_gradient(
-    dlogits, dlogp, dentropy, logits, target, lse, entropy, temperature, softcap, ignore_index, plain=False
-):
-    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "plain": plain}
+def _write_gradient(dlogits, dlogp, dentropy, logits, target, lse, entropy, options: LogProbOptions, plain=False):
     saved, slopes = LogProbs(lse, lse, entropy), None if dentropy is None else dentropy.contiguous()
-    given = logits, target.contiguous(), saved, dlogp.contiguous()
-    row_log_prob_gradients(*given, entropy_coef=slopes, dlogits=dlogits, owned=False, tunable=BWD, **options)
+    rows = logits, target.contiguous(), saved, dlogp.contiguous(), options
+    row_log_prob_gradients(*rows, entropy_coef=slopes, dlogits=dlogits, owned=False, tunable=BWD, plain=plain)
 
 
 def _bwd(dlogp, dentropy, logits, *saved, plain=False):
@@ -141,24 +139,25 @@ def _bwd_in_place(dlogp, dentropy, logits, *saved, plain=False):
 
 
 _SAVED = "Tensor target, Tensor lse, Tensor saved_entropy"
-_NUMBERS = "float temperature, float softcap, int ignore_index"
 log_probs_fwd = define(
-    f"log_probs_fwd(Tensor logits, Tensor target, {_NUMBERS}, bool entropy, bool top)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "log_probs_fwd(Tensor logits, Tensor target, bool entropy, bool top) -> (Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=partial(_fwd, plain=True),
+    numbers=LogProbOptions,
 )
 log_probs_bwd = define(
-    f"log_probs_bwd(Tensor dlogp, Tensor? dentropy, Tensor logits, {_SAVED}, {_NUMBERS}) -> Tensor",
+    f"log_probs_bwd(Tensor dlogp, Tensor? dentropy, Tensor logits, {_SAVED}) -> Tensor",
     launcher=_bwd,
     reference=partial(_bwd, plain=True),
     fake=("logits",),
+    numbers=LogProbOptions,
 )
 log_probs_bwd_ = define(
-    f"log_probs_bwd_(Tensor dlogp, Tensor? dentropy, Tensor(a!) logits, {_SAVED}, {_NUMBERS}) -> ()",
+    f"log_probs_bwd_(Tensor dlogp, Tensor? dentropy, Tensor(a!) logits, {_SAVED}) -> ()",
     launcher=_bwd_in_place,
     reference=partial(_bwd_in_place, plain=True),
     fake=(),
+    numbers=LogProbOptions,
 )
 
 
@@ -169,11 +168,10 @@ class LogProbsFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, target, temperature, softcap, ignore_index, return_entropy, return_top, inplace):
-        numbers = temperature, softcap, ignore_index
-        logp, entropy, top, lse = log_probs_fwd(logits, target, *numbers, return_entropy, return_top)
+    def forward(ctx, logits, target, options: LogProbOptions, return_entropy, return_top, inplace):
+        logp, entropy, top, lse = log_probs_fwd(logits, target, return_entropy, return_top, options)
         ctx.save_for_backward(logits, target, lse, entropy)
-        ctx.numbers, ctx.has_entropy, ctx.inplace = numbers, return_entropy, inplace
+        ctx.options, ctx.has_entropy, ctx.inplace = options, return_entropy, inplace
         ctx.mark_non_differentiable(top, *(() if return_entropy else (entropy,)))
         ctx.set_materialize_grads(False)
         # a row's entropy is small: what backward reads is not what the caller may change in place
@@ -185,15 +183,16 @@ class LogProbsFunction(Function):
         logits, target, lse, entropy = ctx.saved_tensors
         dentropy = dentropy if ctx.has_entropy else None
         if dlogp is None and dentropy is None:
-            return (None,) * 8
-        given = torch.zeros_like(lse) if dlogp is None else dlogp, dentropy, logits, target, lse, entropy
+            return (None,) * 6
+        dlogp = torch.zeros_like(lse) if dlogp is None else dlogp
+        call = dlogp, dentropy, logits, target, lse, entropy, ctx.options
         if not ctx.inplace or graph_is_kept():
-            return log_probs_bwd(*given, *ctx.numbers), *(None,) * 7
-        log_probs_bwd_(*given, *ctx.numbers)
+            return log_probs_bwd(*call), None, None, None, None, None
+        log_probs_bwd_(*call)
         # another graph that saved the logits must see the change; the dispatcher, which would count it, is not in the
         # way
         torch.autograd.graph.increment_version(logits)
-        return logits.detach(), *(None,) * 7
+        return logits.detach(), None, None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -223,13 +222,12 @@ def liger_log_probs(
     check_tensors(_NAME, logits=logits)
     check_flags(_NAME, return_entropy=return_entropy, return_top1=return_top1, shift_labels=shift_labels)
     rows, target, shape = rows_and_targets(_NAME, logits, target, ignore_index, bool(shift_labels))
-    check_temperature(_NAME, temperature)
-    check_arguments(_NAME, rows, target, rows.shape[-1], None, ignore_index, 0.0, "none", softcap)
+    options = log_prob_options(_NAME, ignore_index, temperature, softcap)
+    check_arguments(_NAME, rows, target, rows.shape[-1])
     if not rows.shape[-1]:
         check(False, _NAME, f"logits must be [..., n_cols] with at least one column, got {tuple(logits.shape)}")
-    numbers = float(temperature), float(softcap or 0.0), ignore_index
     flags = bool(return_entropy), bool(return_top1)
-    logp, entropy, top = LogProbsFunction.apply(rows, target, *numbers, *flags, False)
+    logp, entropy, top = LogProbsFunction.apply(rows, target, options, *flags, False)
     is_top1 = (top == target) & (target != ignore_index) if return_top1 else None
     results = logp, entropy if return_entropy else None, is_top1
     return pack_log_probs(*(None if t is None else t.view(shape) for t in results))
@@ -253,13 +251,6 @@ def rows_and_targets(
     if shift:
         target = next_tokens(target, ignore_index)
     return (x, target, shape) if x.dim() == 2 else (x.reshape(-1, x.shape[-1]), target.reshape(-1), shape)
-
-
-def check_temperature(op: str, temperature: float) -> None:
-    """Raises unless it is a positive finite number."""
-    check_floats(op, temperature=temperature)
-    if not 0.0 < temperature < float("inf"):
-        check(False, op, f"temperature must be positive and finite, got {temperature}")
 
 
 OP = registry.register(

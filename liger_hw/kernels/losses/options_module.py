@@ -11,18 +11,24 @@ import torch
 class OptionsModule(torch.nn.Module):
     """A loss as a module. A subclass is a dataclass (eq=False, repr=False), whose fields are the loss's options.
 
-    They are attributes, which may be changed, and are read at every call. A loss with buffers is no dataclass, but
-    names its options itself.
+    They are attributes, which may be changed, and are read at every call. A loss with buffers is no dataclass: it names
+    its options in `option_names` and calls `set_options`.
     """
 
     option_names: Sequence[str]
     without_effect: tuple[str, ...] = ()
-    """Fields that are accepted and passed to nobody."""
+    """Fields that are accepted and change nothing."""
 
     def __post_init__(self) -> None:
         super().__init__()
         names = (field.name for field in fields(self))
         self.option_names = tuple(name for name in names if name not in self.without_effect)
+        self.check()
+
+    def set_options(self, *values: Any) -> None:
+        """Set the options, in the order of `option_names`, and check them."""
+        for name, value in zip(self.option_names, values):
+            setattr(self, name, value)
         self.check()
 
     def check(self) -> None:

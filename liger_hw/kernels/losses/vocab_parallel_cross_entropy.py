@@ -41,7 +41,14 @@ from ...runtime.operator import (
 )
 from .cross_entropy import sample_logits
 from .cross_entropy_reference import absent
-from .log_prob_rows import LogProbs, log_prob_buffers, log_prob_tunables, row_log_prob_gradients, row_log_probs
+from .log_prob_rows import (
+    LogProbOptions,
+    LogProbs,
+    log_prob_buffers,
+    log_prob_tunables,
+    row_log_prob_gradients,
+    row_log_probs,
+)
 from .options_module import OptionsModule
 from .vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
 
@@ -80,23 +87,24 @@ def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
+_OPTIONS = LogProbOptions(IGNORED)
 FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy")
 
 
 @torch.no_grad()
 def _fwd(logits, mine, logit_sum, plain=False):
     out = log_prob_buffers(logits.shape[0], logits, logit_sum=logit_sum)
-    options = {"ignore_index": IGNORED, "owned": False, "tunable": FWD, "plain": plain}
-    row_log_probs(row_major(logits), mine.contiguous(), out, **options)
+    rows = row_major(logits), mine.contiguous(), out, _OPTIONS
+    row_log_probs(*rows, owned=False, tunable=FWD, plain=plain)
     return out.lse, out.lse + out.logp, absent(out.lse) if out.logit_sum is None else out.logit_sum
 
 
 @torch.no_grad()
 def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term, plain=False):
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    options = {"ignore_index": IGNORED, "owned": False, "tunable": BWD, "plain": plain}
-    options |= {"softmax_coef": softmax_coef, "smoothing_term": smoothing_term, "dlogits": dx}
-    row_log_prob_gradients(row_major(logits), mine.contiguous(), LogProbs(lse, lse), target_coef, **options)
+    rows = row_major(logits), mine.contiguous(), LogProbs(lse, lse), target_coef, _OPTIONS
+    coefs = {"softmax_coef": softmax_coef, "smoothing_term": smoothing_term}
+    row_log_prob_gradients(*rows, **coefs, dlogits=dx, owned=False, tunable=BWD, plain=plain)
     return dx
 
 
