@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -49,10 +50,13 @@ def canonical(text: str) -> str:
     """
     known: dict[str, str] = {}
     kept: list[str] = []
+    numbers = itertools.count()  # of values alone: how many pure operations lie between them says nothing
 
     def named(match: re.Match) -> str:
         name, part = match[1], match[2] or ""
-        return known.setdefault(name, f"value{len(known)}") + part
+        if name not in known:
+            known[name] = f"value{next(numbers)}"
+        return known[name] + part
 
     for line in text.splitlines():
         line = re.sub(r"loc\([^()]*(\([^()]*\))*[^()]*\)", "", _NAMED.sub("@f", _LOCATION.sub("", line))).strip()

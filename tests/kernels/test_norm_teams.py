@@ -11,7 +11,7 @@ from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import fused_add_rms_norm, layer_norm, rms_norm
 from liger_hw.kernels.norms.backward import _norm_cooperative_bwd_kernel, row_splits
 from liger_hw.kernels.norms.forward import GEMMA
-from liger_hw.kernels.rows.blocks import aligned_key
+from liger_hw.kernels.rows.blocks import blocks_key
 
 BWD = {op.__name__.split(".")[-1]: op.BACKWARD.bwd for op in (rms_norm, fused_add_rms_norm, layer_norm)}
 
@@ -95,14 +95,14 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
     "sizes, splits",
     [
         *(((2048, 1 << 20), 256), ((2048, 65536), 32), ((2048, 32768), 16), ((1024, 16384), 4)),
-        *((sizes, 0) for sizes in ((2048, 1 << 21), (16, 65536), (8, 1 << 21), (2048, 65537), (8192, 8192))),
+        *((sizes, 0) for sizes in ((2048, 1 << 21), (16, 65536), (8, 1 << 21), (8192, 8192))),
     ],
     ids=str,
 )
 def test_who_holds_a_row(op, sizes, splits):
     """On NVIDIA's GPUs, for many wide rows that begin at 16 bytes, 256 programs a row at most; each has the registers
     it needs."""
-    key = aligned_key(*sizes, 2)
+    key = blocks_key(*sizes, 2)
     for arch in ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu"):
         target = known_target(arch)
         config = BWD[op].heuristic(target, key)
@@ -123,22 +123,22 @@ def test_the_tuner_tries_teams(op, itemsize):
     """What the heuristic takes is among them, others too, and all can be launched; none where it takes none."""
     target, tunable = known_target("sm90"), BWD[op]
     for sizes in ((2048, 65536), (2048, 32768), (1024, 16384), (16, 65536), (8192, 8192)):
-        key = aligned_key(*sizes, itemsize)
+        key = blocks_key(*sizes, itemsize)
         teams = [c for c in tunable.space(target, key) if c.vendor]
         first = tunable.heuristic(target, key)
         assert (first in teams and len(set(teams)) > 4) if first.vendor else not teams
         assert not any(tunable.illegal(target, key, c) for c in teams)
-    assert not any(c.vendor for c in tunable.space(known_target("gfx942"), aligned_key(2048, 65536, itemsize)))
+    assert not any(c.vendor for c in tunable.space(known_target("gfx942"), blocks_key(2048, 65536, itemsize)))
 
 
 @pytest.mark.interpret
 def test_nobody_waits_in_the_interpreter():
-    reason = rms_norm.BACKWARD.bwd.illegal(known_target("sm90"), aligned_key(2048, 65536, 2), _config(4096, 4))
+    reason = rms_norm.BACKWARD.bwd.illegal(known_target("sm90"), blocks_key(2048, 65536, 2), _config(4096, 4))
     assert "would hang" in reason
 
 
 def _held(op: str, sizes: tuple[int, int], device: torch.device, itemsize: int = 2) -> bool:
-    plan = BWD[op].plan(device, aligned_key(*sizes, itemsize))
+    plan = BWD[op].plan(device, blocks_key(*sizes, itemsize))
     return row_splits(plan, *sizes)[0] > 0
 
 

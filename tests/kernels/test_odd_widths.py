@@ -1,4 +1,4 @@
-"""Softmax and sparsemax of rows that do not begin at 16 bytes, which are read and written in whole vectors."""
+"""Rows that do not begin at 16 bytes. Softmax and sparsemax read and write them in whole vectors, norms by element."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from liger_hw.kernels.rows.row import row_vector
 from liger_hw.registry import LaunchConfig
 
 OPS = ("softmax", "sparsemax")
+NORMS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "dyt", "modulated_rms_norm")
 TILES = {
     "whole": LaunchConfig({"BLOCK_SIZE": 256, "ROWS": 2}, 4),
     "looped": LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 2, 2, 1),
@@ -89,4 +90,14 @@ def test_a_row_of_nans_is_alone(lane, tiles, dtype, seed):
 @pytest.mark.lanes("gpu")
 def test_wide_rows_that_begin_anywhere(lane, name, sizes, dtype, seed):
     op = registry.get_op(name)
+    verify(op, make(op, sizes, dtype, lane.device, seed), seed)
+
+
+@pytest.mark.parametrize("n_cols", [127, 131, 1290])
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.lanes("interpret", "gpu")
+def test_norms_of_odd_width(lane, name, n_cols, dtype, seed):
+    """One block and two, more row tiles than programs."""
+    op = registry.get_op(name)
+    sizes = (1, 19, n_cols) if name == "modulated_rms_norm" else (19, n_cols)
     verify(op, make(op, sizes, dtype, lane.device, seed), seed)

@@ -31,36 +31,30 @@ from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
-    aligned_key,
-    are_columns,
     as_column,
-    count_programs,
-    count_tiles,
-    lay_out,
+    blocks_key,
+    first_columns,
     load_columns,
     load_row_values,
-    load_skewed_tile,
     load_tile,
-    main_lanes,
+    row_blocks,
     row_sums,
     row_sums_of_two,
+    second_columns,
     store_columns,
-    store_skewed_tile,
-    tail_lanes,
+    store_tile,
     tile_mask,
-    tile_rows,
-    tile_skew,
     to_fp32,
-    vector_width,
+    which_exist,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, row_tunable
 
 
 @triton.jit
-def load_scale(W_ptr, lanes, exist, offset, skew):
+def load_scale(W_ptr, cols, exist, offset):
     """offset + W in fp32; offset may be None."""
-    w = to_fp32(load_columns(W_ptr, lanes, exist, skew))
+    w = to_fp32(load_columns(W_ptr, cols, exist))
     if w is not None:
         if offset is not None:
             w = w + offset
@@ -81,12 +75,12 @@ def normalised(x, mean, rstd, CASTING: tl.constexpr):
 
 
 @triton.jit
-def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.constexpr, skew):
+def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr):
     """Sums of a block over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind
     `first`'s."""
-    store_columns(Line_ptr, lanes, tl.sum(first, axis=0), exist, skew)
+    store_columns(Line_ptr, cols, tl.sum(first, axis=0), exist)
     if BOTH:
-        store_columns(Line_ptr + width, lanes, tl.sum(second, axis=0), exist, skew)
+        store_columns(Line_ptr + width, cols, tl.sum(second, axis=0), exist)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -109,8 +103,7 @@ def _norm_bwd_kernel(
     CASTING: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    TAIL: tl.constexpr,
-    VECTOR: tl.constexpr,
+    BLOCK_2: tl.constexpr,
     ONE_TILE: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_COLS: tl.constexpr,
@@ -121,7 +114,8 @@ def _norm_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c. With a TAIL there is one column tile.
+    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c. With BLOCK_2 there is one column
+    tile.
 
     MEANS_ptr: mean(m * h), or with SUBTRACT_MEAN mean(m) and mean(m * h), of every row; None where a tile holds whole
     rows.
@@ -148,49 +142,32 @@ def _norm_bwd_kernel(
                 mean = load_row_values(STATS_ptr, rows, row_mask)
             rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
             _, rounded = normalised(x, mean, rstd, CASTING)
-            store_partial_sums(Partial_ptr, n_cols, dy * rounded, dy, cols, exist, HAS_BIAS, 0)
+            store_partial_sums(Partial_ptr, n_cols, dy * rounded, dy, cols, exist, HAS_BIAS)
             return
-    skew = tile_skew(pid, n_cols, VECTOR)
-    lanes, exist = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
-    tail = tail_lanes(BLOCK_SIZE, TAIL)
-    tail_exist = are_columns(tail, skew, n_cols, VECTOR)
-    w = load_scale(W_ptr, lanes, exist, offset, skew)
-    w_tail = load_scale(W_ptr, tail, tail_exist, offset, skew)
+    cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2)
+    cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
+    exist_2 = which_exist(cols_2, n_cols)
+    w = load_scale(W_ptr, cols, exist, offset)
+    w_2 = load_scale(W_ptr, cols_2, exist_2, offset)
     if SUMS:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        if TAIL:
-            dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
-            db_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
+        if BLOCK_2:
+            dw_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
+            db_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
     end, step = (pid + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
-        rows = tile_rows(tile, ROWS, VECTOR)
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = rows < n_rows
         mask = tile_mask(row_mask, exist)
-        tail_mask = tile_mask(row_mask, tail_exist)
-        x = load_skewed_tile(
-            X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-        )
-        dy = to_fp32(
-            load_skewed_tile(
-                DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-        )
-        x_tail = load_skewed_tile(
-            X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-        )
-        dy_tail = to_fp32(
-            load_skewed_tile(
-                DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-        )
+        mask_2 = tile_mask(row_mask, exist_2)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
+        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+        dy_2 = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT))
         if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
-            ds = load_skewed_tile(
-                DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            ds_tail = load_skewed_tile(
-                DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
+            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
         mean = None
         if SUBTRACT_MEAN:
             mean = load_row_values(STATS_ptr, rows, row_mask)
@@ -201,25 +178,25 @@ def _norm_bwd_kernel(
             dw += dy * rounded
             if HAS_BIAS:
                 db += dy
-        mh_tail = None
-        if TAIL:
-            h_tail, rounded = normalised(x_tail, mean, rstd, CASTING)
-            m_tail = dy_tail if w_tail is None else dy_tail * w_tail[None, :]
-            mh_tail = m_tail * h_tail
+        mh_2 = None
+        if BLOCK_2:
+            h_2, rounded = normalised(x_2, mean, rstd, CASTING)
+            m_2 = dy_2 if w_2 is None else dy_2 * w_2[None, :]
+            mh_2 = m_2 * h_2
             if SUMS:
-                dw_tail += dy_tail * rounded
+                dw_2 += dy_2 * rounded
                 if HAS_BIAS:
-                    db_tail += dy_tail
+                    db_2 += dy_2
         if MEANS_ptr is None:
             if SUBTRACT_MEAN:
                 shift, dot = row_sums_of_two(m, m * h)
-                if TAIL:
-                    shift_tail, dot_tail = row_sums_of_two(m_tail, mh_tail)
-                    shift += shift_tail
-                    dot += dot_tail
+                if BLOCK_2:
+                    shift_2, dot_2 = row_sums_of_two(m_2, mh_2)
+                    shift += shift_2
+                    dot += dot_2
                 shift = as_column(shift / n_cols)
             else:
-                dot = row_sums(m * h, mh_tail)
+                dot = row_sums(m * h, mh_2)
             dot = as_column(dot / n_cols)
         else:
             if SUBTRACT_MEAN:
@@ -228,27 +205,23 @@ def _norm_bwd_kernel(
         dx = m - shift if SUBTRACT_MEAN else m
         dx = rstd * (dx - h * dot)
         if not ONE_TILE:
-            ds = load_skewed_tile(
-                DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
+            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
         if DS_ptr is not None:
             dx += ds.to(tl.float32)
-        store_skewed_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
-        if TAIL:
-            dx = m_tail - shift if SUBTRACT_MEAN else m_tail
-            dx = rstd * (dx - h_tail * dot)
+        store_tile(DX_ptr, rows, n_cols, cols, dx, mask)
+        if BLOCK_2:
+            dx = m_2 - shift if SUBTRACT_MEAN else m_2
+            dx = rstd * (dx - h_2 * dot)
             if not ONE_TILE:
-                ds_tail = load_skewed_tile(
-                    DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-                )
+                ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
             if DS_ptr is not None:
-                dx += ds_tail.to(tl.float32)
-            store_skewed_tile(DX_ptr, rows, n_cols, tail, dx, tail_mask, VECTOR, row_mask, skew, n_cols)
+                dx += ds_2.to(tl.float32)
+            store_tile(DX_ptr, rows, n_cols, cols_2, dx, mask_2)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
-        store_partial_sums(line_ptr, n_cols, dw, db, lanes, exist, HAS_BIAS, skew)
-        if TAIL:
-            store_partial_sums(line_ptr, n_cols, dw_tail, db_tail, tail, tail_exist, HAS_BIAS, skew)
+        store_partial_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS)
+        if BLOCK_2:
+            store_partial_sums(line_ptr, n_cols, dw_2, db_2, cols_2, exist_2, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_mod"])
@@ -289,7 +262,7 @@ def _norm_bwd_means_kernel(
             scale_ptrs = Scale_ptr + (row // rows_per_mod) * Scale_row_stride + start + cols
             m = m * (1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32))
         if W_ptr is not None:
-            m = m * load_scale(W_ptr + start, cols, mask, offset, 0)
+            m = m * load_scale(W_ptr + start, cols, mask, offset)
         if SUBTRACT_MEAN:
             total += m
             x = x - mean
@@ -471,8 +444,8 @@ def two_gradients_space(target: Target, key: Key, streams: int = 2) -> list[Laun
 
 
 def _is_wide(target: Target, key: Key) -> bool:
-    """Whether rows are wide enough to be shared, and begin at 16 bytes."""
-    return target.cooperative and key[0] >= 16384 and not key[3:]
+    """Whether rows are wide enough to be shared."""
+    return target.cooperative and key[0] >= 16384
 
 
 def _shared_row(target: Target, key: Key, tile_bytes: int, warps: int, ctas: int) -> LaunchConfig | None:
@@ -544,7 +517,7 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
         "bwd",
         _norm_bwd_kernel,
         _norm_cooperative_bwd_kernel,
-        key=aligned_key,
+        key=blocks_key,
         heuristic=heuristic,
         space=space,
         valid=lambda config, key: persistent_misfit(config, key) or _splits_misfit(config, key),
@@ -615,7 +588,7 @@ def norm_backward(
     if not n_rows:
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     strides = rows_of(dy)[2], x_stride, 0 if ds is None else rows_of(ds)[2]
-    plan = tunables.bwd.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
+    plan = tunables.bwd.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
     kind = casting, subtract_mean, parts == 2
     groups, splits = row_splits(plan, n_rows, n_cols)
     if groups:
@@ -626,18 +599,18 @@ def norm_backward(
         )
         return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
-    whole, tail, vector = lay_out(n_cols, block, vector_width(n_rows, n_cols, x, dy, ds))
-    n_tiles, col_tiles = count_tiles(n_rows, rows, vector), 1 if whole else cdiv(n_cols, block)
+    whole, block_2 = row_blocks(n_cols, block)
+    n_tiles, col_tiles = cdiv(n_rows, rows), 1 if whole else cdiv(n_cols, block)
     means = None
     if col_tiles > 1:
         means = row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
-    programs = count_programs(plan.programs // col_tiles, n_tiles, vector)
+    programs = max(1, min(plan.programs // col_tiles, n_tiles))
     one_tile, sum_rows, sum_cols = False, 0, 0
     if whole:
         one_tile, sum_rows, sum_cols = column_programs(plan, n_rows, n_cols, n_tiles, programs, parts > 0)
     column_tiles = cdiv(n_cols, sum_cols) if sum_rows else 0
     partial = partial_sums(x, 1 if sum_rows else programs, parts * n_cols, dtype) if parts else None
     args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
-    flags = (*kind, tail, vector, one_tile, sum_rows, sum_cols)
+    flags = (*kind, block_2, one_tile, sum_rows, sum_cols)
     launch(plan, _norm_bwd_kernel, (programs + column_tiles, col_tiles), args, flags)
     return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)

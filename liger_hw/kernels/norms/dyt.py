@@ -20,6 +20,7 @@ from ...registry import Key, LaunchConfig, Op, Sample, Target, next_power_of_2, 
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
+    cdiv,
     check,
     check_tensors,
     define,
@@ -32,16 +33,7 @@ from ...runtime.operator import (
 )
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
-from ..rows.blocks import (
-    count_programs,
-    count_tiles,
-    load_skewed_tile,
-    main_lanes,
-    store_skewed_tile,
-    tile_rows,
-    tile_skew,
-    vector_width,
-)
+from ..rows.blocks import first_columns, load_tile, store_tile
 from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ..rows.tuning import persistent_misfit, row_tunable, rows_per_program
 
@@ -92,7 +84,6 @@ def _dyt_fwd_kernel(
     X_row_stride,
     n_rows,
     n_cols,
-    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -102,21 +93,17 @@ def _dyt_fwd_kernel(
     """Program (r, c) computes row tile r of column tile c."""
     wait_for_previous(DEPENDENT)
     tile = tl.program_id(0).to(tl.int64)
-    rows = tile_rows(tile, ROWS, VECTOR)
+    rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row_mask = rows < n_rows
-    skew = tile_skew(tile, n_cols, VECTOR)
-    lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
-    cols = lanes - skew
+    cols, col_mask = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0)
     mask = row_mask[:, None] & col_mask[None, :]
-    x = load_skewed_tile(
-        X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-    ).to(tl.float32)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
     gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
     t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x, X_ptr.dtype.element_ty == tl.float32)
     y = gamma[None, :] * t
     if Beta_ptr is not None:
         y += tl.load(Beta_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    store_skewed_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
+    store_tile(Y_ptr, rows, n_cols, cols, y, mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -134,7 +121,6 @@ def _dyt_bwd_kernel(
     n_cols,
     n_tiles,
     HAS_BETA: tl.constexpr,
-    VECTOR: tl.constexpr,
     ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -151,9 +137,7 @@ def _dyt_bwd_kernel(
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    skew = tile_skew(pid, n_cols, VECTOR)
-    lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
-    cols = lanes - skew
+    cols, col_mask = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0)
     alpha = tl.load(Alpha_ptr).to(tl.float32)
     gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # d is a quarter of the slope
     if Partial_ptr is not None:
@@ -162,15 +146,11 @@ def _dyt_bwd_kernel(
         dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
-        rows = tile_rows(tile, ROWS, VECTOR)
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        x = load_skewed_tile(
-            X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-        ).to(tl.float32)
-        dy = load_skewed_tile(
-            DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-        ).to(tl.float32)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
+        dy = load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
         t, slope = _tanh_and_slope(alpha * x, X_ptr.dtype.element_ty == tl.float32)
         d = dy * slope
         if Partial_ptr is not None:
@@ -179,7 +159,7 @@ def _dyt_bwd_kernel(
             if HAS_BETA:
                 dbeta += dy
         dx = alpha * gamma[None, :] * d
-        store_skewed_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
+        store_tile(DX_ptr, rows, n_cols, cols, dx, mask)
     if Partial_ptr is not None:
         partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA) + cols
         tl.store(partial_ptrs, tl.sum(dgamma, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
@@ -191,12 +171,6 @@ def _dyt_bwd_kernel(
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-
-
-def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key`, and a last 0 where rows do not begin at 16 bytes, as `aligned_key`."""
-    key = row_key(n_rows, n_cols, itemsize)
-    return (*key, 0) if n_cols & 15 else key
 
 
 def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
@@ -259,14 +233,11 @@ FWD = row_tunable(
     "dyt",
     "fwd",
     _dyt_fwd_kernel,
-    key=_key,
     heuristic=_fwd_heuristic,
     space=_space,
     neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
 )
-BWD = row_tunable(
-    "dyt", "bwd", _dyt_bwd_kernel, key=_key, heuristic=_bwd_heuristic, space=_bwd_space, valid=persistent_misfit
-)
+BWD = row_tunable("dyt", "bwd", _dyt_bwd_kernel, heuristic=_bwd_heuristic, space=_bwd_space, valid=persistent_misfit)
 DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -277,11 +248,10 @@ def _fwd(x, alpha, gamma, beta):
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     if n_rows:
-        plan = FWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        group = vector_width(n_rows, n_cols, x, whole_rows=False)
-        grid = (count_tiles(n_rows, blocks["ROWS"], group), -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"]))
-        launch(plan, _dyt_fwd_kernel, grid, (x, alpha, gamma, beta, y, stride, n_rows, n_cols), (group,))
+        grid = (cdiv(n_rows, blocks["ROWS"]), cdiv(n_cols, blocks["BLOCK_SIZE"]))
+        launch(plan, _dyt_fwd_kernel, grid, (x, alpha, gamma, beta, y, stride, n_rows, n_cols))
     return y
 
 
@@ -294,20 +264,17 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), torch.zeros_like(alpha)
     if not n_rows:
         return dx, params, dalpha
-    plan = BWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
+    plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    # one tile holds all rows where it can: one for each skew would need a launch that sums dgamma
-    group = 1 if n_rows <= blocks["ROWS"] else vector_width(n_rows, n_cols, x, dy, whole_rows=False)
-    n_tiles = count_tiles(n_rows, blocks["ROWS"], group)
-    col_tiles = -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"])
-    programs = count_programs(plan.programs // col_tiles, n_tiles, group)
+    n_tiles, col_tiles = cdiv(n_rows, blocks["ROWS"]), cdiv(n_cols, blocks["BLOCK_SIZE"])
+    programs = max(1, min(plan.programs // col_tiles, n_tiles))
     partial = alpha_partial = None
     if parts:
         partial = partial_sums(x, programs, parts * n_cols, dtype)
         alpha_partial = partial_sums(x, programs * col_tiles, 1, alpha.dtype)
     strides = rows_of(dy)[2], x_stride
     args = (dy, x, alpha, gamma, dx, partial, alpha_partial, *strides, n_rows, n_cols, n_tiles)
-    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, group, programs == n_tiles))
+    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, programs == n_tiles))
     if parts:
         params = column_sum(DW, partial, dtype)
         dalpha = column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)

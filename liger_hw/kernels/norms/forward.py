@@ -15,31 +15,22 @@ import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable
 from ...runtime.dependent_launch import wait_for_previous
-from ...runtime.operator import dense, empty_like, launch, row_major, rows_of
+from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
-    aligned_key,
-    are_columns,
     as_column,
-    count_programs,
-    count_tiles,
+    blocks_key,
+    first_columns,
     keep_narrow,
-    lay_out,
     load_columns,
-    load_skewed_tile,
     load_tile,
-    main_lanes,
+    row_blocks,
     row_sums,
+    second_columns,
     squared,
-    store_skewed_tile,
     store_tile,
-    store_vectors,
-    tail_lanes,
     tile_mask,
-    tile_ptrs,
-    tile_rows,
-    tile_skew,
-    vector_width,
+    which_exist,
 )
 from ..rows.tuning import fwd_heuristic, fwd_space, row_tunable
 
@@ -114,8 +105,7 @@ def _norm_fwd_kernel(
     CASTING: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
-    TAIL: tl.constexpr,
-    VECTOR: tl.constexpr,
+    BLOCK_2: tl.constexpr,
     LOOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -124,7 +114,7 @@ def _norm_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program, in one block or two (TAIL). Rows wider than that are read twice, the second time from cache.
+    """ROWS rows a program, in one block or two (BLOCK_2). Wider rows are read twice, the second time from cache.
 
     R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr, B_ptr, offset may be None.
     LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and
@@ -134,65 +124,56 @@ def _norm_fwd_kernel(
     pid = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = X_ptr.dtype.element_ty
     if not LOOP:
-        rows = tile_rows(pid, ROWS, VECTOR)
+        rows = (pid * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = rows < n_rows
-    skew = tile_skew(pid, n_cols, VECTOR)
     if WHOLE_ROW:
         # wide rows load W and B after the reductions, and stay narrow across them: registers do not hold all of it
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
         NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
-        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
-        tail = tail_lanes(BLOCK_SIZE, TAIL)
-        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+        cols, exist = first_columns(0, n_cols, BLOCK_SIZE, BLOCK_2)
+        cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
+        exist_2 = which_exist(cols_2, n_cols)
         if LOOP:
-            w = load_columns(W_ptr, lanes, exist, skew)
-            b = load_columns(B_ptr, lanes, exist, skew)
-            w_tail = load_columns(W_ptr, tail, tail_exist, skew)
-            b_tail = load_columns(B_ptr, tail, tail_exist, skew)
+            w = load_columns(W_ptr, cols, exist)
+            b = load_columns(B_ptr, cols, exist)
+            w_2 = load_columns(W_ptr, cols_2, exist_2)
+            b_2 = load_columns(B_ptr, cols_2, exist_2)
         start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
         for turn in tl.range(start, end, step, num_stages=STAGES):
             if LOOP:
-                rows = tile_rows(turn, ROWS, VECTOR)
+                rows = (turn * ROWS + tl.arange(0, ROWS)).to(tl.int64)
                 row_mask = rows < n_rows
             mask = tile_mask(row_mask, exist)
-            tail_mask = tile_mask(row_mask, tail_exist)
-            x = load_skewed_tile(
-                X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            r = load_skewed_tile(
-                R_ptr, rows, R_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
+            mask_2 = tile_mask(row_mask, exist_2)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
             x = _add_residual(x, r)
             if not (LOOP or LATE):
-                w = load_columns(W_ptr, lanes, exist, skew)
-                b = load_columns(B_ptr, lanes, exist, skew)
-            x_tail = load_skewed_tile(
-                X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            r_tail = load_skewed_tile(
-                R_ptr, rows, R_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            x_tail = _add_residual(x_tail, r_tail)
+                w = load_columns(W_ptr, cols, exist)
+                b = load_columns(B_ptr, cols, exist)
+            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+            r_2 = load_tile(R_ptr, rows, R_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+            x_2 = _add_residual(x_2, r_2)
             if not LOOP:
-                w_tail = load_columns(W_ptr, tail, tail_exist, skew)
-                b_tail = load_columns(B_ptr, tail, tail_exist, skew)
+                w_2 = load_columns(W_ptr, cols_2, exist_2)
+                b_2 = load_columns(B_ptr, cols_2, exist_2)
             if S_ptr is not None:
-                store_skewed_tile(S_ptr, rows, n_cols, lanes, x, mask, VECTOR, row_mask, skew, n_cols)
-                if TAIL:
-                    store_skewed_tile(S_ptr, rows, n_cols, tail, x_tail, tail_mask, VECTOR, row_mask, skew, n_cols)
+                store_tile(S_ptr, rows, n_cols, cols, x, mask)
+                if BLOCK_2:
+                    store_tile(S_ptr, rows, n_cols, cols_2, x_2, mask_2)
             h = x
-            h_tail = x_tail
+            h_2 = x_2
             mean = None
             if SUBTRACT_MEAN:
-                mean = row_sums(x, x_tail) / n_cols
+                mean = row_sums(x, x_2) / n_cols
                 if NARROW:
                     x = keep_narrow(x, as_column(mean))
                 h = _centred(x, mean, mask)
-                h_tail = _centred(x_tail, mean, tail_mask)
-            rstd = tl.rsqrt(row_sums(squared(h), squared(h_tail)) / n_cols + eps)
+                h_2 = _centred(x_2, mean, mask_2)
+            rstd = tl.rsqrt(row_sums(squared(h), squared(h_2)) / n_cols + eps)
             if LATE:
-                w = load_columns(W_ptr, lanes, exist, skew)
-                b = load_columns(B_ptr, lanes, exist, skew)
+                w = load_columns(W_ptr, cols, exist)
+                b = load_columns(B_ptr, cols, exist)
             if NARROW:
                 h = keep_narrow(x, as_column(rstd))
                 if SUBTRACT_MEAN:
@@ -200,15 +181,15 @@ def _norm_fwd_kernel(
             # the compiler schedules by the order of addresses and arithmetic: an RMS norm wants the addresses first (up
             # to 3% on an H200, Triton 3.6), a layer norm of 4096 columns wants them last (2%: 80 registers, not 96)
             if not SUBTRACT_MEAN:
-                y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, lanes, VECTOR)
+                y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
             y = _scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
             if SUBTRACT_MEAN:
-                y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, lanes, VECTOR)
-            store_vectors(y_ptrs, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
-            if TAIL:
-                h_tail = h_tail.to(tl.float32) * as_column(rstd)
-                y = _scale_and_shift(h_tail, w_tail, b_tail, offset, DTYPE, CASTING)
-                store_skewed_tile(Y_ptr, rows, n_cols, tail, y, tail_mask, VECTOR, row_mask, skew, n_cols)
+                y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
+            tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=mask)
+            if BLOCK_2:
+                h_2 = h_2.to(tl.float32) * as_column(rstd)
+                y = _scale_and_shift(h_2, w_2, b_2, offset, DTYPE, CASTING)
+                store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2)
             _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
     else:
         lanes = tl.arange(0, BLOCK_SIZE)
@@ -244,8 +225,8 @@ def _norm_fwd_kernel(
             h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", "")).to(tl.float32)
             if SUBTRACT_MEAN:
                 h = h - as_column(mean)
-            w = load_columns(W_ptr, cols, exist, 0)
-            b = load_columns(B_ptr, cols, exist, 0)
+            w = load_columns(W_ptr, cols, exist)
+            b = load_columns(B_ptr, cols, exist)
             y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
             store_tile(Y_ptr, rows, n_cols, cols, y, mask)
         _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
@@ -257,7 +238,7 @@ def norm_forward_tunable(
     space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
 ) -> Tunable:
     """The `fwd` tunable of an op whose forward is `norm_forward`."""
-    return row_tunable(op, "fwd", _norm_fwd_kernel, key=aligned_key, heuristic=heuristic, space=space)
+    return row_tunable(op, "fwd", _norm_fwd_kernel, key=blocks_key, heuristic=heuristic, space=space)
 
 
 def out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.dtype:
@@ -276,16 +257,14 @@ def norm_forward(tunable, x, w, eps, offset, casting, residual=None, b=None, sub
         r_stride = rows_of(residual)[2]
     stats = x.new_empty((2, n_rows) if subtract_mean else n_rows, dtype=torch.float32)
     if n_rows:
-        vector = vector_width(n_rows, n_cols, x, residual)
-        plan = tunable.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
-        block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
-        whole, tail, vector = lay_out(n_cols, block, vector)
-        n_tiles = programs = count_tiles(n_rows, rows, vector)
+        plan = tunable.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
+        whole, block_2 = row_blocks(n_cols, plan.config.blocks["BLOCK_SIZE"])
+        n_tiles = programs = cdiv(n_rows, plan.config.blocks["ROWS"])
         loop = whole and 0 < plan.programs < n_tiles
         if loop:
-            programs = count_programs(plan.programs, n_tiles, vector)
+            programs = plan.programs
         tensors = x, residual, w, b, y, s, stats
         numbers = stride, r_stride, n_rows, n_cols, n_tiles if loop else None, eps, offset
-        flags = casting, subtract_mean, whole, tail, vector, loop
+        flags = casting, subtract_mean, whole, block_2, loop
         launch(plan, _norm_fwd_kernel, (programs,), (*tensors, *numbers), flags)
     return (y, stats) if residual is None else (y, s, stats)

@@ -24,7 +24,7 @@ from ...registry import Key, LaunchConfig, Op, Sample, Target, normal
 from ...runtime.cooperative import resident_options
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, swapped
 from ...runtime.sharding import RowsRule
-from ..rows.blocks import held_columns, is_unaligned
+from ..rows.blocks import most_columns
 from ..rows.reduce import halves, param_parts, params_dtype
 from ..rows.tuning import fwd_heuristic, fwd_space
 from .backward import backward_tunables, norm_backward
@@ -50,12 +50,11 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row; rows of any
-    alignment have more to do a thread. Many rows in two blocks are taken by a persistent kernel, where W and B fit its
-    registers beside a row."""
+    """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row. Many rows in
+    two blocks are taken by a persistent kernel, where W and B fit its registers beside a row."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
-    if key[0] == 4096 and not is_unaligned(key) and 1 << key[1] > 16 * target.multiprocessors:
+    if key[0] == 4096 and 1 << key[1] > 16 * target.multiprocessors:
         config = replace(config, num_warps=warps)
     many = 1 << key[1] > 32 * target.multiprocessors
     if key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many:
@@ -67,7 +66,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
     """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows
     in flight do not fit shared memory."""
-    if not target.cooperative or ctas * (stages - 1) * held_columns(key[0]) * key[2] > target.shared_memory:
+    if not target.cooperative or ctas * (stages - 1) * most_columns(key[0]) * key[2] > target.shared_memory:
         return None
     registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps, stages, ctas, vendor=registers)

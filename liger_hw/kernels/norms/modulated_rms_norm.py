@@ -89,7 +89,7 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         shift, shift_stride = (None, 0) if shift is None else evenly_spaced(shift)
         plan = FWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
         block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
-        whole, tail = row_blocks(n_cols, block)
+        whole, block_2 = row_blocks(n_cols, block)
         if whole and n_rows <= rows * plan.programs:
             keep = 2
         else:
@@ -100,7 +100,7 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         strides = stride, scale_stride, shift_stride
         numbers = n_cols, rows_per_mod, n_rows // groups, n_tiles, chunks
         args = (x, w, scale, shift, y, rstd, *strides, *numbers, eps, offset)
-        launch(plan, FWD.kernels[0], (groups * chunks,), args, (casting, keep, whole, tail))
+        launch(plan, FWD.kernels[0], (groups * chunks,), args, (casting, keep, whole, block_2))
     return y, rstd
 
 
@@ -131,7 +131,7 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     strides = rows_of(dy)[2], x_stride, scale_stride
     plan = BWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
-    whole, tail = row_blocks(n_cols, block)
+    whole, block_2 = row_blocks(n_cols, block)
     col_tiles = 1 if whole else cdiv(n_cols, block)
     dot = None
     if col_tiles > 1:
@@ -154,7 +154,7 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     stored = (dscale, dshift) if complete else (None, None)
     numbers = n_cols, n_rows // groups, n_tiles, chunks, n_mods, offset
     args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
-    flags = (casting, per_row, has_shift, tail, one_tile, sum_mods, sum_rows, sum_cols)
+    flags = (casting, per_row, has_shift, block_2, one_tile, sum_mods, sum_rows, sum_cols)
     programs = groups * chunks + (cdiv(n_cols, sum_cols) if sum_cols else 0)
     launch(plan, BWD.kernels[0], (programs, col_tiles), args, flags)
     if not needs_params:

@@ -14,20 +14,20 @@ from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
-    are_columns,
     as_column,
     blocks_key,
-    held_columns,
+    first_columns,
     load_columns,
     load_row_values,
     load_tile,
-    main_lanes,
+    most_columns,
     row_sums,
+    second_columns,
     squared,
     store_tile,
-    tail_lanes,
     tile_mask,
     to_fp32,
+    which_exist,
 )
 from ..rows.reduce import column_sum_tunable
 from ..rows.tuning import WIDEST_BLOCK, persistent_misfit, rows_per_program, safe
@@ -49,7 +49,7 @@ def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offs
     gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
     if gain is not None:
         gain = 1.0 + gain
-        w = load_scale(W_ptr, cols, exist, offset, 0)
+        w = load_scale(W_ptr, cols, exist, offset)
         if w is not None:
             gain = gain * w[None, :]
     return gain
@@ -86,7 +86,7 @@ def _modulated_rms_norm_fwd_kernel(
     CASTING: tl.constexpr,
     KEEP: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK_2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -94,7 +94,7 @@ def _modulated_rms_norm_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one block or two (TAIL).
+    """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one block or two (BLOCK_2).
 
     KEEP: 1 where a group is the rows of one modulation, which the program keeps in registers. Else all rows are one
     group, and the modulation of each row is loaded with it: after the row is summed (0), or, by programs of one tile
@@ -109,16 +109,16 @@ def _modulated_rms_norm_fwd_kernel(
         group = (pid * 0).to(tl.int64)
         first, end, step = (pid, pid + 1, 1) if KEEP == 2 else (pid, n_tiles, chunks)
     if WHOLE_ROW:
-        cols, exist = main_lanes(0, 0, n_cols, BLOCK_SIZE, TAIL, 1)
-        tail = tail_lanes(BLOCK_SIZE, TAIL)
-        tail_exist = are_columns(tail, 0, n_cols, 1)
+        cols, exist = first_columns(0, n_cols, BLOCK_SIZE, BLOCK_2)
+        cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
+        exist_2 = which_exist(cols_2, n_cols)
     if KEEP == 1:
         mods = group + tl.zeros([1], dtype=tl.int64)
         gain = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
         shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :], "", ""))
-        tail_mask = tile_mask(tl.full([1], 1, tl.int1), tail_exist)
-        gain_tail = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, tail, tail_exist, tail_mask, offset)
-        shift_tail = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, tail, tail_mask, "", ""))
+        mod_mask_2 = tile_mask(tl.full([1], 1, tl.int1), exist_2)
+        gain_2 = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols_2, exist_2, mod_mask_2, offset)
+        shift_2 = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols_2, mod_mask_2, "", ""))
     for tile in tl.range(first, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
@@ -126,25 +126,25 @@ def _modulated_rms_norm_fwd_kernel(
         own = (in_group // rows_per_mod).to(tl.int64)  # where all rows are one group
         if WHOLE_ROW:
             mask = tile_mask(row_mask, exist)
-            mask_tail = tile_mask(row_mask, tail_exist)
+            mask_2 = tile_mask(row_mask, exist_2)
             x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            x_tail = load_tile(X_ptr, rows, X_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT)
+            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
             if KEEP == 2:
                 gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
                 shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
-                gain_tail = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, mask_tail, offset)
-                shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail, "", ""))
-            rstd = tl.rsqrt(row_sums(squared(x), squared(x_tail)) / n_cols + eps)
+                gain_2 = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols_2, exist_2, mask_2, offset)
+                shift_2 = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols_2, mask_2, "", ""))
+            rstd = tl.rsqrt(row_sums(squared(x), squared(x_2)) / n_cols + eps)
             if KEEP == 0:
                 gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
                 shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
             store_tile(Y_ptr, rows, n_cols, cols, _modulated(x, rstd, gain, shift, CASTING), mask)
-            if TAIL:
+            if BLOCK_2:
                 if KEEP == 0:
-                    gain_tail = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, mask_tail, offset)
-                    shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail, "", ""))
-                y = _modulated(x_tail, rstd, gain_tail, shift_tail, CASTING)
-                store_tile(Y_ptr, rows, n_cols, tail, y, mask_tail)
+                    gain_2 = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols_2, exist_2, mask_2, offset)
+                    shift_2 = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols_2, mask_2, "", ""))
+                y = _modulated(x_2, rstd, gain_2, shift_2, CASTING)
+                store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2)
         else:
             lanes = tl.arange(0, BLOCK_SIZE)
             squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -213,7 +213,7 @@ def _modulated_rms_norm_bwd_sums_kernel(
     total = tl.sum(q, axis=0)
     dscale = total
     if W_ptr is not None:
-        dscale = total * load_scale(W_ptr, cols, col_mask, offset, 0)
+        dscale = total * load_scale(W_ptr, cols, col_mask, offset)
         scale = tl.load(Scale_ptr + mod * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32)
         tl.store(DW_partial_ptr + mod * n_cols + cols, total * (1.0 + scale), mask=col_mask)
     tl.store(DScale_ptr + mod * n_cols + cols, dscale.to(DScale_ptr.dtype.element_ty), mask=col_mask)
@@ -255,7 +255,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
         shift = tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
     mask = is_mod[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
-    w = load_scale(W_ptr, cols, exist, offset, 0)
+    w = load_scale(W_ptr, cols, exist, offset)
     _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
 
@@ -265,8 +265,8 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
 @triton.jit
 def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
     """(offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
-    factor = load_scale(W_ptr, cols, exist, offset, 0)
-    scale = load_columns(mod_ptr, cols, exist, 0)
+    factor = load_scale(W_ptr, cols, exist, offset)
+    scale = load_columns(mod_ptr, cols, exist)
     if scale is not None:
         scale = 1.0 + scale.to(tl.float32)
         if factor is not None:
@@ -311,7 +311,7 @@ def _modulated_rms_norm_bwd_kernel(
     CASTING: tl.constexpr,
     PER_ROW: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK_2: tl.constexpr,
     ONE_TILE: tl.constexpr,
     SUM_MODS: tl.constexpr,
     SUM_ROWS: tl.constexpr,
@@ -352,7 +352,7 @@ def _modulated_rms_norm_bwd_kernel(
             rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
             mask = is_mod[:, None] & exist[None, :]
             scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
-            w = load_scale(W_ptr, cols, exist, offset, 0)
+            w = load_scale(W_ptr, cols, exist, offset)
             _, rounded = normalised(x, None, rstd, CASTING)
             q, shift = tl.sum(dy * rounded, axis=1), tl.sum(dy, axis=1)
             _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, Partial_ptr, mods, n_cols, cols, mask, exist)
@@ -361,31 +361,31 @@ def _modulated_rms_norm_bwd_kernel(
         group, first_tile = (pid * 0).to(tl.int64), pid
     else:
         group, first_tile = (pid // chunks).to(tl.int64), pid % chunks
-    cols, exist = main_lanes(tl.program_id(1) * BLOCK_SIZE, 0, n_cols, BLOCK_SIZE, TAIL, 1)
-    tail = tail_lanes(BLOCK_SIZE, TAIL)
-    tail_exist = are_columns(tail, 0, n_cols, 1)
+    cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2)
+    cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
+    exist_2 = which_exist(cols_2, n_cols)
     mod_ptr = None
     if not PER_ROW:
         mod_ptr = Scale_ptr + group * Scale_row_stride
     w = _load_factor(W_ptr, mod_ptr, cols, exist, offset)
-    w_tail = _load_factor(W_ptr, mod_ptr, tail, tail_exist, offset)
+    w_2 = _load_factor(W_ptr, mod_ptr, cols_2, exist_2, offset)
     if SUMS:
         first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        if TAIL:
-            first_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
-            second_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
+        if BLOCK_2:
+            first_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
+            second_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
     end, step = (first_tile + 1, 1) if ONE_TILE else (n_tiles, chunks)
     for tile in tl.range(first_tile, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
         mask = tile_mask(row_mask, exist)
-        mask_tail = tile_mask(row_mask, tail_exist)
+        mask_2 = tile_mask(row_mask, exist_2)
         x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
         dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
-        x_tail = load_tile(X_ptr, rows, X_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT)
-        dy_tail = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT))
+        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+        dy_2 = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT))
         rstd = load_row_values(RSTD_ptr, rows, row_mask)
         h, rounded = normalised(x, None, rstd, CASTING)
         m = dy if w is None else dy * w[None, :]
@@ -399,33 +399,33 @@ def _modulated_rms_norm_bwd_kernel(
             first += share
             if HAS_SHIFT:
                 second += dy
-        mh_tail = None
-        if TAIL:
-            h_tail, rounded = normalised(x_tail, None, rstd, CASTING)
-            m_tail = dy_tail if w_tail is None else dy_tail * w_tail[None, :]
-            share = dy_tail * rounded
+        mh_2 = None
+        if BLOCK_2:
+            h_2, rounded = normalised(x_2, None, rstd, CASTING)
+            m_2 = dy_2 if w_2 is None else dy_2 * w_2[None, :]
+            share = dy_2 * rounded
             if PER_ROW:
-                scale = load_tile(Scale_ptr, rows, Scale_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT)
-                share, m_tail = _modulate_by_row(
-                    scale, share, rounded, dy_tail, m_tail, dscale_ptr, dshift_ptr, rows, n_cols, tail, mask_tail
+                scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+                share, m_2 = _modulate_by_row(
+                    scale, share, rounded, dy_2, m_2, dscale_ptr, dshift_ptr, rows, n_cols, cols_2, mask_2
                 )
-            mh_tail = m_tail * h_tail
+            mh_2 = m_2 * h_2
             if SUMS:
-                first_tail += share
+                first_2 += share
                 if HAS_SHIFT:
-                    second_tail += dy_tail
+                    second_2 += dy_2
         if DOT_ptr is None:
-            dot = as_column(row_sums(m * h, mh_tail) / n_cols)
+            dot = as_column(row_sums(m * h, mh_2) / n_cols)
         else:
             dot = load_row_values(DOT_ptr, rows, row_mask)
         store_tile(DX_ptr, rows, n_cols, cols, rstd * (m - h * dot), mask)
-        if TAIL:
-            store_tile(DX_ptr, rows, n_cols, tail, rstd * (m_tail - h_tail * dot), mask_tail)
+        if BLOCK_2:
+            store_tile(DX_ptr, rows, n_cols, cols_2, rstd * (m_2 - h_2 * dot), mask_2)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
-        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT, 0)
-        if TAIL:
-            store_partial_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT, 0)
+        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
+        if BLOCK_2:
+            store_partial_sums(line_ptr, n_cols, first_2, second_2, cols_2, exist_2, HAS_SHIFT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     rows = 1 if singly else rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
     tile = block * rows
     ctas = max(1, min(16 if singly else 4, 16384 // tile))
-    in_flight = 3 * held_columns(block) * rows * key[2]  # x, and at worst a scale and a shift a row
+    in_flight = 3 * most_columns(block) * rows * key[2]  # x, and at worst a scale and a shift a row
     stages = min(3, 1 + target.shared_memory // in_flight)
     if block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors:
         stages = 1
@@ -469,7 +469,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
             {"BLOCK_SIZE": block, "ROWS": rows} for rows in (1, 2, 4, 8, 16, 32) if rows * block <= max(block, 8192)
         ]
         how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16)}
-        in_flight = 3 * key[2] * held_columns(block) // block  # a row in two blocks has columns beside its tile's
+        in_flight = 3 * key[2] * most_columns(block) // block  # a row in two blocks has columns beside its tile's
         found += tile_space(target, tiles, (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
     return found
 

@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.dependent_launch import is_small_launch
-from .blocks import held_columns, is_unaligned
+from .blocks import most_columns
 
 DIMS = ("n_rows", "n_cols")
 WIDEST_BLOCK = 16384
@@ -49,10 +49,7 @@ def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_BLOCK) -> Launc
         return LaunchConfig({"BLOCK_SIZE": WIDEST_BLOCK, "ROWS": 1}, target.warps(WIDEST_BLOCK, 16))
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
     few = 1 << key[1] <= target.multiprocessors
-    warps = row_warps(target, few, key[0] * rows)
-    if is_unaligned(key) and not key[1] and key[0] == WIDEST_BLOCK:  # one row of odd width is loaded by element
-        warps = target.warps(key[0], 16)
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps)
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, few, key[0] * rows))
 
 
 def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -82,27 +79,23 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     ctas = max(1, min(4, 8192 // (block * rows)))
     deepest = 3
     many = 1 << key[1] > 32 * target.multiprocessors
-    block_bytes = streams * held_columns(block) * key[2]
+    block_bytes = streams * most_columns(block) * key[2]
     if grads and block == 2048:
         rows, ctas, deepest = 1, 2, 4
     elif block == 1024 and many and grads > 1 and streams > 2:
         rows, ctas, deepest = 1, 4, 4  # with a modulation: four rows' gradients and scales spill
     elif block == 4096 and grads > 1 and streams == 2 and 3 * block_bytes <= target.shared_memory:
         rows, ctas, deepest = 1, 1, 4
-    elif block == 4096 and is_unaligned(key):
-        rows, ctas = 1, 1  # masks and parts of vectors leave registers for one program
     elif block == 4096 and many and grads == 1 and 4 * block_bytes <= target.shared_memory:
         rows, ctas = 2, 1
-    tile, held = block * rows, (held_columns(block) if grads else block) * rows
-    room = 1 + target.shared_memory // (streams * held * key[2])
-    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and held == tile:
+    tile, most = block * rows, (most_columns(block) if grads else block) * rows
+    room = 1 + target.shared_memory // (streams * most * key[2])
+    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile:
         room = 1
     warps = target.warps(tile, 32 if rows > 3 or rows > 1 and tile > 4096 else 16, 16)
     if 1 << key[1] <= target.multiprocessors:
-        # rows in two blocks or at any alignment have up to half as much again to hold
+        # a row in two blocks has up to half as much again to hold
         warps = latency_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
-    if is_unaligned(key) and not key[1] and block == WIDEST_BLOCK:  # one row of odd width is loaded by element
-        warps = target.warps(tile, 16)
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, min(deepest, room), ctas)
 
 
@@ -119,7 +112,7 @@ def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
         if rows * block <= max(block, 8192)
         and 8 <= rows * block // (warps * target.warp_size) <= 64
         and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and streams * (stages - 1) * rows * key[2] * max(block * ctas, held_columns(block)) <= target.shared_memory
+        and streams * (stages - 1) * rows * key[2] * max(block * ctas, most_columns(block)) <= target.shared_memory
     ]
 
 
