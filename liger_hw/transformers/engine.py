@@ -28,7 +28,7 @@ from .choice import CHOICE, SLOT, Choice, chosen_by_default, names_another
 from .experts import as_before, is_spread, register_experts
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
-from .probing import Match, Refused, expert_lists, rotary
+from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
 from .replacing import guarded, marked, where_kernels_run, while_its_class_has, while_its_module_has
 from .report import (
@@ -173,10 +173,9 @@ class _Patcher:
         if gate is not None:
             guards += probing.guards_of(module, gate, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
-        state = expert_lists.why_not(module) if expert_lists.is_candidate(module) else ""
-        if probing.experts.has_own_gate(module):
-            state = "a gate of its own"
-        key = (type(module), forward, shapes, tuple(module._modules), tuple(module._buffers), _hashable(guards), state)
+        own_gate = probing.experts.has_own_gate(module)
+        children = tuple(module._modules)
+        key = (type(module), forward, shapes, children, tuple(module._buffers), _hashable(guards), own_gate)
         if key not in self.recognised:
             self.recognised[key] = probing.recognise(module, forward)
         return self.recognised[key]

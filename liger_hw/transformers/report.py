@@ -31,9 +31,9 @@ _MISSING = object()
 PATCHED = "patched"
 ALREADY = "already patched"
 
-SLOTS = ("forward", "_apply_gate", "moe", choice.SLOT)
-"""Methods of a module that a patch may replace or add: its own, the gate of batched experts, the loop over a list, and
-what runs experts whose forward transformers has replaced."""
+SLOTS = ("forward", "_apply_gate", choice.SLOT)
+"""Methods of a module that a patch may replace or add: its forward, the gate of batched experts, and what runs experts
+whose forward transformers has replaced."""
 
 PATCH_LOCK = fork_safe(threading.RLock())
 """Held while anything is patched or reverted, so that calls in several threads follow one another."""

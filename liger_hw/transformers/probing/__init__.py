@@ -9,7 +9,7 @@ stand-ins that answer with random numbers. So a sharded, quantised, adapted or n
 alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, also on large numbers, in bf16 the
 rounding, and the gradients.
 
-probe.py has how a copy is run; norms.py, mlps.py, experts.py, expert_lists.py and rotary.py have one kind each;
+probe.py has how a copy is run; norms.py, mlps.py, experts.py and rotary.py have one kind each;
 guards.py says when a match that was found on one module applies to another.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, Callable
 from torch import nn
 
 from ...distributed import owners
-from . import expert_lists, experts, mlps, norms
+from . import experts, mlps, norms
 from .guards import EVERYTHING, Guards, guards_of, holds, reads
 from .probe import Match, Refused, current_forward, quiet
 
@@ -38,12 +38,14 @@ __all__ = [
     "reads",
     "recognise",
 ]
-_KINDS = (norms, experts, expert_lists, mlps)
+_KINDS = (norms, experts, mlps)
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:
     """The kernel that computes what `module` does; `forward` is the function to probe, default its class's own."""
     forward = forward or type(module).forward
+    if experts.is_list_of_modules(module):
+        return Refused(experts.IN_A_LIST, experts.KERNEL)
     for kind in _KINDS:
         if kind.is_candidate(module):
             with quiet():

@@ -50,6 +50,10 @@ _DENSE = (
     "its routing weights are [tokens, experts], as transformers 4 has them; fused_moe takes [tokens, k], one for each "
     "chosen expert"
 )
+IN_A_LIST = (
+    "its experts are modules in a list, as transformers 4 has them; fused_moe takes batched parameters, as "
+    "transformers 5 has them"
+)
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
 
 
@@ -106,6 +110,12 @@ def is_candidate(module: nn.Module) -> bool:
     """Whether a module has two batched projections among its own parameters."""
     names = owners.parameter_shapes(module).keys()
     return _DOWN in names and any(name in names for name in _UP)
+
+
+def is_list_of_modules(module: nn.Module) -> bool:
+    """Whether a module loops over a list of experts, each of which is a module of its own."""
+    experts = module._modules.get("experts")
+    return isinstance(experts, nn.ModuleList) and len(experts) > 0
 
 
 def is_named_so(module: nn.Module) -> bool:
