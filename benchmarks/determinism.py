@@ -50,7 +50,7 @@ def tuned(op, launched, target, which, folder):
             "triton": store.triton_version(),
             "note": "an extreme, for benchmarks/determinism.py",
         }
-        store.save(target, (op.name, variant, key), Entry(config, about, named[variant].kernel_hash()))
+        store.save(target, (op.name, variant, key), Entry(config, about, named[variant].version))
     registry.reload()
 
 

@@ -85,7 +85,7 @@ def jobs_of(ops: list[Any], target: Any, shipped: dict, most: int) -> list[dict[
                     continue  # another op's kernel is timed with that op
                 configs = candidates_of(tunable, target, key, shipped.get((owner, variant, key)), most)
                 head = {"op": owner, "variant": variant, "key": key, "sizes": sizes, "workload": workload}
-                jobs[name, key] = {**head, "source": tunable.kernel_hash(), "configs": configs}
+                jobs[name, key] = {**head, "version": tunable.version, "configs": configs}
     return list(jobs.values())
 
 
@@ -158,7 +158,7 @@ def collect(arguments: argparse.Namespace) -> None:
                 print(f"{job['op']}.{job['variant']} {job['sizes']}: {type(error).__name__}: {error}", flush=True)
                 place = None
                 continue
-            head = {name: job[name] for name in ("op", "variant", "workload", "source")} | {
+            head = {name: job[name] for name in ("op", "variant", "workload", "version")} | {
                 "key": list(job["key"]),
                 "sizes": list(job["sizes"]),
             }

@@ -6,7 +6,7 @@
     python benchmarks/static_tables.py --check [ARCH ...]     compile nothing, count what is out of date; 1 if any is
 
 A job is one kernel at the key of its op's first workload. What became of each is kept in results/static-tables.json,
-with the source of the kernel and the heuristic it was held against, so that a second run does only what has changed,
+with the version of the kernel and the heuristic it was held against, so that a second run does only what has changed,
 and a run that is ended (or out of --seconds) loses one job. Measured entries stay; a key that was measured on the
 architecture's family gets none. A search takes minutes an architecture on two cores; --recheck compiles the entry and
 the heuristic alone, a few seconds an entry, and leaves jobs without an entry to the heuristic until the next search.
@@ -79,11 +79,11 @@ def label(job: Job) -> str:
     return f"{job.name} {','.join(map(str, job.key))}"
 
 
-def stamp(target: Target, job: Job) -> dict[str, str]:
+def stamp(target: Target, job: Job) -> dict[str, Any]:
     """What a judgement of the job rests on, beside the model: another stamp makes it out of date."""
     tunable = registry.get_tunable(job.name)
     heuristic = tunable.heuristic(target, job.key)
-    return {"kernels": tunable.kernel_hash(), "heuristic": store.digest(heuristic.to_json())[:12]}
+    return {"version": tunable.version, "heuristic": store.digest(heuristic.to_json())[:12]}
 
 
 def planned(target: Target, ops: Iterable[str]) -> list[Job]:
@@ -118,7 +118,7 @@ def is_guess(entry: Entry) -> bool:
 
 def is_stale(name: tables.Name, entry: Entry) -> bool:
     tunable = registry.tunables().get(f"{name[0]}.{name[1]}")
-    return tunable is None or entry.kernel_hash != tunable.kernel_hash()
+    return tunable is None or entry.version != tunable.version
 
 
 class Arch:
@@ -150,7 +150,7 @@ class Arch:
 
     def _is_judged(self, job: Job) -> bool:
         found = self.judged.get(label(job), {})
-        return {k: found.get(k) for k in ("kernels", "heuristic")} == stamp(self.target, job)
+        return {k: found.get(k) for k in ("version", "heuristic")} == stamp(self.target, job)
 
     def rechecks(self, ops: list[str]) -> list[Job]:
         """Jobs of the stale entries; those that nothing launches any more go."""

@@ -32,15 +32,18 @@ KEPT = ("registers", "spills", "scratch", "shared", "threads", "occupancy")
 
 def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
     """Each distinct kernel that the ops launch on an architecture: `id`, `about` it, and the compiler's `job`."""
+    from kernel_digests import digest
+
     from liger_hw import registry
     from liger_hw.autotune import compile as aot
     from liger_hw.backends import known_target
 
-    registry.ops()  # an op may launch another's kernels
+    # of every op: one may launch another's kernels
+    digests = {name: digest(tunable.kernels) for name, tunable in registry.tunables().items()}
     found: dict[str, dict[str, Any]] = {}
     for op in ops:
         for case, launch in aot.trace_cases(registry.get_op(op), known_target(arch), depth):
-            source = registry.get_tunable(launch.tunable).kernel_hash()
+            source = digests[launch.tunable]
             op_name = launch.tunable.split(".")[0]  # two ops that launch one kernel each have it proven
             what = op_name, arch, source, launch.kernel, launch.args, sorted(launch.options)
             about = {

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 EVIDENCE = ROOT / "ci" / "evidence"
 PAGE = ROOT / "docs" / "support.md"
 DEPTHS = ("quick", "deep", "full")
@@ -137,13 +137,15 @@ def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_of(op: str) -> str:
-    """Hash of the code of an op's kernels (`Tunable.kernel_hash`); empty for an op that is gone."""
+    """Hash of the code of an op's kernels (`ci/kernel_digests.py`); empty for an op that is gone."""
     from liger_hw import registry
 
     entry = registry.ops().get(op)
     if entry is None:
         return ""
-    hashes = {tunable.name: tunable.kernel_hash() for tunable in entry.tunables}
+    from kernel_digests import digest
+
+    hashes = {tunable.name: digest(tunable.kernels) for tunable in entry.tunables}
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -21,12 +21,12 @@ class Entry:
     """One stored configuration: where it came from is kept with it and shown by `explain`.
 
     provenance: at least `{"kind": "measured" | "static" | "modelled"}`; source: file it was read from
-    kernel_hash: hash of the kernels' source it was made for; another hash makes the entry stale
+    version: of the kernel (`Tunable.version`) it was stored for; for another version the entry is stale
     """
 
     config: LaunchConfig
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    kernel_hash: str | None = None
+    version: int = 1
     source: str = ""
 
 

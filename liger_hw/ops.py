@@ -125,7 +125,9 @@ _LARGEST_SIZE = 2**16384
 class Tunable:
     """One kernel launch that has a configuration: `op.variant`, as `rms_norm.fwd`.
 
-    kernels: the jit functions it launches; a stored entry is valid for their code and what they call
+    kernels: the jit functions it launches
+    version: raised where a change of the kernels may make stored configurations a bad choice; an entry is used only
+    for the version that it was stored for (`ci/kernel_digests.py` records the code of each version)
     key: (problem sizes..., itemsize) -> Key, the same function that the launcher calls; `dims` names the sizes
     heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
     space: (target, key) -> candidates for the tuner
@@ -152,27 +154,19 @@ class Tunable:
         neutral: frozenset[str] = frozenset({"num_stages", "hint"}),
         valid: Callable[[LaunchConfig, Key], str | None] | None = None,
         dependent_launch: Callable[[Key], bool] | None = None,
+        version: int = 1,
     ) -> None:
         self.op, self.variant, self.name = op, variant, f"{op}.{variant}"
         self.kernels, self.key, self.dims = kernels, key, dims
         self.heuristic, self.safe, self.space = heuristic, safe, space
-        self.neutral, self.valid, self.dependent_launch = neutral, valid, dependent_launch
+        self.neutral, self.valid, self.dependent_launch, self.version = neutral, valid, dependent_launch, version
         self.plans: dict[tuple[Any, Key], Plan] = {}
-        self._hash: str | None = None
         self._largest: Key | None = None
 
     def plan(self, device: "torch.device", key: Key) -> Plan:
         """The resolved launch for a tensor's device and a tuning key."""
         plan = self.plans.get((device, key))
         return plan if plan is not None else self.resolve(device, key)
-
-    def kernel_hash(self) -> str:
-        """Hash of the kernels and all they call, names and layout aside (`runtime/kernel_hash.py`)."""
-        if self._hash is None:
-            from .runtime.kernel_hash import kernel_hash
-
-            self._hash = kernel_hash(self.kernels)
-        return self._hash
 
     def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
         """Why `config` cannot be launched for `key` on `target`, or None."""

@@ -72,8 +72,8 @@ _lock = fork_safe(threading.RLock())
 _overrides: list[tuple[str, LaunchConfig]] = []
 _pretended: list[list[Target]] = []
 _quarantined: dict[Mark, str] = {}
-_quarantined_before: dict[Mark, dict[str, str]] = {}
-"""(arch, tunable, key, configuration) that failed in an earlier process -> {kernel hash it failed with: reason}"""
+_quarantined_before: dict[Mark, dict[int, str]] = {}
+"""(arch, tunable, key, configuration) that failed in an earlier process -> {version of the kernel: reason}"""
 _tables: dict[Target, Layers] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
@@ -152,7 +152,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
             mark = target.arch, tunable.name, key, config.to_text()
             reason = _quarantined.get(mark)
             if not reason and mark in _quarantined_before:
-                reason = _quarantined_before[mark].get(tunable.kernel_hash())
+                reason = _quarantined_before[mark].get(tunable.version)
         yield Candidate(layer, config, provenance, source, reason or "")
 
 
@@ -172,9 +172,8 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
         if entry is None:
             continue
         stale = ""
-        made_for = entry.kernel_hash if layer != "lock" else None  # a changed kernel source unpins nothing
-        if made_for is not None and made_for != tunable.kernel_hash():
-            stale = f"made for kernel source {made_for}, this is {tunable.kernel_hash()}"
+        if layer != "lock" and entry.version != tunable.version:  # a newer version of a kernel unpins nothing
+            stale = f"stored for version {entry.version} of the kernel, this is version {tunable.version}"
         yield layer, entry.config, entry.provenance, entry.source, stale
     yield "heuristic", heuristic, {"kind": "heuristic"}, "", ""
     yield "safe", tunable.safe(target, key), {"kind": "safe"}, "", ""
@@ -214,8 +213,8 @@ def tables(target: Target) -> Layers:
         if is_quiet():
             return []
         found = _tables.setdefault(target, store.layers(target))
-        for name, key, config, reason, made_for in notes.read_quarantined(target):
-            _quarantined_before.setdefault((target.arch, name, key, config.to_text()), {})[made_for] = reason
+        for name, key, config, reason, version in notes.read_quarantined(target):
+            _quarantined_before.setdefault((target.arch, name, key, config.to_text()), {})[version] = reason
     return found
 
 
@@ -400,7 +399,7 @@ def quarantined(target: Target | None = None) -> dict[Mark, str]:
         if target is None:
             return dict(_quarantined)
         tables(target)  # also reads what failed in earlier processes
-        known = {name: tunable.kernel_hash() for name, tunable in tunables().items()}
+        known = {name: tunable.version for name, tunable in tunables().items()}
         before = {
             mark: reasons[known[mark[1]]]
             for mark, reasons in _quarantined_before.items()

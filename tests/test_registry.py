@@ -62,7 +62,7 @@ def made_up(clean_registry, monkeypatch):
     stored: dict[str, LaunchConfig | Entry] = {}
 
     def tables(target):
-        entries = {n: c if isinstance(c, Entry) else Entry(c, {"kind": "static"}, None, n) for n, c in stored.items()}
+        entries = {n: c if isinstance(c, Entry) else Entry(c, {"kind": "static"}, 1, n) for n, c in stored.items()}
         return [(name, {("made_up", "fwd", KEY): entries[name]}) for name in STORED if name in entries]
 
     monkeypatch.setattr("liger_hw.autotune.store.layers", tables)
@@ -220,13 +220,11 @@ def test_shared_memory_of_a_compiled_kernel():
 
 def test_an_entry_for_another_kernel_source_is_stale(made_up):
     registry, tunable, stored = made_up
-    stored["user"] = Entry(_named(5), {"kind": "measured"}, "0123456789abcdef", "entry.json")
-    stored["shipped-arch"] = Entry(_named(6), {"kind": "static"}, tunable.kernel_hash(), "sm90.json")
+    stored["user"] = Entry(_named(5), {"kind": "measured"}, 99, "entry.json")
+    stored["shipped-arch"] = Entry(_named(6), {"kind": "static"}, tunable.version, "sm90.json")
     assert _layer(made_up) == ("shipped-arch", _named(6))
     (explained,) = registry.explain("made_up", (8, 1024), torch.float16, SM90)
-    assert (
-        "made for kernel source 0123456789abcdef" in next(c for c in explained.candidates if c.layer == "user").rejected
-    )
+    assert "stored for version 99 of the kernel" in next(c for c in explained.candidates if c.layer == "user").rejected
 
 
 # -- layer 0 ---------------------------------------------------------------------------------------------------------
@@ -487,7 +485,7 @@ def test_misses_are_recorded_and_hits_are_not(made_up, monkeypatch):
 def test_explain(made_up):
     registry, _, stored = made_up
     stored["lock"] = LaunchConfig({"BLOCK": 64}, 64)
-    stored["user"] = Entry(_named(5), {"kind": "measured", "median_us": 12.5}, None, "/cache/entry.json")
+    stored["user"] = Entry(_named(5), {"kind": "measured", "median_us": 12.5}, 1, "/cache/entry.json")
     stored["shipped-arch"] = _named(6)
     registry.reload()
     (found,) = registry.explain("made_up", (8, 1024), torch.float16, "sm90")

@@ -324,7 +324,6 @@ UPWARDS = {
     ("__init__", "*"): "the table of public names; each is loaded when it is asked for",
     ("ops", "kernels/*"): "the file of an op, when somebody asks for the op",
     ("ops", "runtime/triton_import"): "whether this process interprets kernels; asked when an op runs",
-    ("ops", "runtime/kernel_hash"): "the hash of an op's kernels; asked when an entry is compared with them",
     ("registry", "autotune/inline"): "at the first miss under LIGER_HW_AUTOTUNE=1; it registers itself",
     ("transformers/__init__", "compat/__init__"): "the shim's words for a name of Liger's that is not here",
 }

@@ -84,7 +84,7 @@ class Journal:
 
 
 class Past:
-    """What earlier runs measured that still holds, with this Triton minor version; by name and kernel source."""
+    """What earlier runs measured with this minor version of Triton, by name and version of the kernel."""
 
     def __init__(self, journal: Journal | None, triton: str) -> None:
         self.finished: dict[tuple, dict[str, Any]] = {}
@@ -94,7 +94,7 @@ class Past:
             if store.minor(str(line.get("triton", ""))) != store.minor(triton):
                 continue
             try:
-                name = (line["op"], line["variant"], tuple(line["key"]), line["kernel_hash"])
+                name = (line["op"], line["variant"], tuple(line["key"]), line["version"])
                 if line["stage"] == "done":
                     if config := line["result"].get("config"):
                         LaunchConfig.from_json(config)

@@ -21,7 +21,7 @@ log = logging.getLogger("liger_hw")
 
 
 def pinned(chosen: Candidate | Plan) -> Entry:
-    """What was chosen, as a lock entry. Pinned is pinned: a changed kernel source does not unpin it."""
+    """What was chosen, as a lock entry. Pinned is pinned: a newer version of the kernel does not unpin it."""
     came = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
     kind = str(chosen.provenance.get("kind", "heuristic"))
     return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **came})

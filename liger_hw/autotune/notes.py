@@ -68,10 +68,9 @@ def note_failure(plan: "Plan", reason: str, error: BaseException) -> None:
     """
     if _muted or isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason:
         return
-    kernel_hash = plan.tunable.kernel_hash()
 
     def write() -> None:
-        save_quarantined(plan.target, plan.tunable.name, plan.key, plan.config, reason, kernel_hash)
+        save_quarantined(plan.target, plan.tunable.name, plan.key, plan.config, reason, plan.tunable.version)
 
     if is_quiet():
         _pending.append(write)
@@ -112,10 +111,8 @@ def _exit() -> None:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def save_quarantined(
-    target: Target, tunable: str, key: Key, config: LaunchConfig, reason: str, kernel_hash: str
-) -> None:
-    """Remember on disk that a configuration failed at launch, for this kernel source and Triton minor version."""
+def save_quarantined(target: Target, tunable: str, key: Key, config: LaunchConfig, reason: str, version: int) -> None:
+    """Remember on disk that a configuration failed at launch, for these versions of the kernel and of Triton."""
     triton = store.triton_version()
     record = {
         "schema": store.SCHEMA,
@@ -123,25 +120,25 @@ def save_quarantined(
         "key": list(key),
         "config": config.to_json(),
         "reason": reason,
-        "kernel_hash": kernel_hash,
+        "version": version,
         "triton": triton,
         "date": store.today(),
     }
     if folder := store.home(target):
-        valid_for = [tunable, list(key), config.to_text(), kernel_hash, store.minor(triton)]
+        valid_for = [tunable, list(key), config.to_text(), version, store.minor(triton)]
         path = folder / "_quarantine" / f"{store.digest(valid_for)}.json"
         store.write_atomic(path, json.dumps(record, sort_keys=True) + "\n")
 
 
-def read_quarantined(target: Target) -> list[tuple[str, Key, LaunchConfig, str, str]]:
-    """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; callers check the hash."""
+def read_quarantined(target: Target) -> list[tuple[str, Key, LaunchConfig, str, int]]:
+    """(tunable, key, config, reason, version of the kernel) of what failed before with this Triton."""
     here = store.minor(store.triton_version())
 
-    def failed(data: Any) -> list[tuple[str, Key, LaunchConfig, str, str]]:
+    def failed(data: Any) -> list[tuple[str, Key, LaunchConfig, str, int]]:
         if data.get("schema") != store.SCHEMA or store.minor(str(data.get("triton", ""))) != here:
             return []
         config, reason = LaunchConfig.from_json(data["config"]), printable(str(data["reason"]))
-        return [(str(data["tunable"]), to_key(data["key"]), config, reason, str(data["kernel_hash"]))]
+        return [(str(data["tunable"]), to_key(data["key"]), config, reason, int(data["version"]))]
 
     return _read(target, "_quarantine", failed)
 

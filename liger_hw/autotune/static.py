@@ -150,7 +150,7 @@ class StaticTuner:
             "date": store.today(),
         }
         if self.save is not None:
-            result.stored = bool(self.save(job.entry_name, Entry(winner, result.provenance, tunable.kernel_hash())))
+            result.stored = bool(self.save(job.entry_name, Entry(winner, result.provenance, tunable.version)))
             result.note = result.note if result.stored else "not stored"
 
 

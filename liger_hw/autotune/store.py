@@ -183,11 +183,11 @@ def json_files(folder: Path, problems: list[str]) -> Iterator[tuple[Path, Any]]:
 
 
 def entry_path(target: Target, name: Name, entry: Entry) -> Path | None:
-    """The file of an entry: one for each (op, variant, key, kernel source, Triton minor version)."""
+    """The file of an entry: one for each (op, variant, key, version of the kernel, Triton minor version)."""
     folder = home(target)
     if folder is None:
         return None
-    valid_for = [*name[:2], list(name[2]), entry.kernel_hash, minor(str(entry.provenance.get("triton", "")))]
+    valid_for = [*name[:2], list(name[2]), entry.version, minor(str(entry.provenance.get("triton", "")))]
     return folder / name[0] / f"{digest(valid_for)}.json"
 
 

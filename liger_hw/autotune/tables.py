@@ -3,8 +3,8 @@
 One JSON object with a header and a list of entries, one line an entry, sorted by (op, variant, key), so that a changed
 configuration is a one-line diff:
 
-    {"schema": 1, "kind": "table", "vendor": "cuda", "arch": "sm90", "family": "hopper", "warp_size": 32, "entries": [
-    {"config": {...}, "key": [4096, 14, 2], "op": "rms_norm", "provenance": {...}, "variant": "bwd"}
+    {"schema": 2, "kind": "table", "vendor": "cuda", "arch": "sm90", "family": "hopper", "warp_size": 32, "entries": [
+    {"config": {...}, "key": [4096, 14, 2], "op": "rms_norm", "provenance": {...}, "variant": "bwd", "version": 1}
     ]}
 
 The header of an exported table has a `digest` of the lines of its entries, which `cache import` checks. It shows that a
@@ -23,7 +23,8 @@ from ..answers import Entry, Key
 from ..backends import LaunchConfig
 from ..text import printable
 
-SCHEMA = 1
+SCHEMA = 2
+"""What is written. Schema 1 is read too, as in lock files: it has no versions of kernels, so each counts as 1."""
 TABLE_BYTES = 32 << 20
 """The most that a table or a lock file may have to be read."""
 MOST_NESTED = 20
@@ -35,10 +36,9 @@ Name = tuple[str, str, Key]
 def to_record(name: Name, entry: Entry) -> dict[str, Any]:
     """One entry as plain JSON data."""
     op, variant, key = name
-    provenance = dict(entry.provenance)
-    if entry.kernel_hash:
-        provenance["kernel_hash"] = entry.kernel_hash
-    return {"op": op, "variant": variant, "key": list(key), "config": entry.config.to_json(), "provenance": provenance}
+    config, provenance = entry.config.to_json(), dict(entry.provenance)
+    about = {"op": op, "variant": variant, "key": list(key), "version": entry.version}
+    return {**about, "config": config, "provenance": provenance}
 
 
 def from_record(record: Any, source: str) -> tuple[Name, Entry]:
@@ -51,16 +51,16 @@ def from_record(record: Any, source: str) -> tuple[Name, Entry]:
     name = to_name(op, variant, key)
     if not isinstance(provenance, dict) or not isinstance(provenance.get("kind"), str):
         raise ValueError("provenance must be an object with a `kind`")
-    kernel_hash = provenance.get("kernel_hash")
-    if kernel_hash is not None and not isinstance(kernel_hash, str):
-        raise ValueError("provenance.kernel_hash must be a string")
+    version = record.get("version", 1)
+    if type(version) is not int or not 0 < version < 2**31:
+        raise ValueError("version must be a positive integer: that of the kernel")
     config = LaunchConfig.from_json(record["config"])
     if not all(map(_is_harmless, _leaves(record["config"]))):
         raise ValueError("config has text that cannot be printed or a number that is not finite or too large")
     if not all(_is_harmless(one) for one in _leaves(provenance) if not isinstance(one, str)):
         raise ValueError("provenance has a number that is not finite or too large")
     provenance = {printable(name): printable(v) if isinstance(v, str) else v for name, v in provenance.items()}
-    return name, Entry(config, provenance, kernel_hash, source)
+    return name, Entry(config, provenance, version, source)
 
 
 def to_name(op: Any, variant: Any, key: Any) -> Name:
@@ -145,8 +145,10 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Name, Entry], li
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("entries"), list):
         raise ValueError("not a table of liger_hw: no list of entries")
-    if data.get("schema") != SCHEMA:
+    if data.get("schema") not in (1, SCHEMA):
         raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
+    if data["schema"] == 1 and data.get("kind") == "table":
+        data.pop("digest", None)  # of lines as schema 1 writes them
     entries: dict[Name, Entry] = {}
     problems = []
     for number, record in enumerate(data.pop("entries")):

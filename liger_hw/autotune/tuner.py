@@ -105,7 +105,7 @@ class Tuner:
 
     def _tune(self, job: Job, until: float) -> Result:
         tunable = registry.get_tunable(job.name)
-        finished = self.past.finished.get((*job.entry_name, tunable.kernel_hash()))
+        finished = self.past.finished.get((*job.entry_name, tunable.version))
         if finished is not None:
             return self._resumed(job, tunable, finished)
         try:
@@ -125,7 +125,7 @@ class Tuner:
             config = LaunchConfig.from_json(result.config)
             self.winners[job.entry_name] = config
             if result.provenance and self.save is not None:  # the journal may have outlived the cache
-                entry = Entry(config, result.provenance, tunable.kernel_hash())
+                entry = Entry(config, result.provenance, tunable.version)
                 result.stored = bool(self.save(job.entry_name, entry))
         return result
 
@@ -160,7 +160,7 @@ class Tuner:
         if self.pool is None:
             return
         tunable = registry.get_tunable(job.name)
-        if (*job.entry_name, tunable.kernel_hash()) in self.past.finished:
+        if (*job.entry_name, tunable.version) in self.past.finished:
             return
         for config in self.shortlist(job, tunable)[1]:
             self.submit(job, config)
@@ -181,7 +181,7 @@ class Tuner:
         """Add a line about a job to the journal."""
         if self.journal is not None:
             stamp = {
-                "kernel_hash": tunable.kernel_hash(),
+                "version": tunable.version,
                 "triton": self.facts.get("triton", ""),
                 "date": store.today(),
             }
@@ -211,7 +211,7 @@ class Search:
         self.ids: dict[LaunchConfig, int] = {}
         self.sizes = job.sizes
         self.deaths = 0
-        name = (*job.entry_name, tunable.kernel_hash())
+        name = (*job.entry_name, tunable.version)
         self._past_failed = tuner.past.failed.get(name, {})
         self._past_coarse = tuner.past.coarse.get(name, {})
 
@@ -338,7 +338,7 @@ class Search:
 
     def _entry(self, config: LaunchConfig, provenance: dict[str, Any]) -> Entry:
         stamped = {**provenance, "triton": self.tuner.facts.get("triton", ""), "date": store.today()}
-        return Entry(config, stamped, self.tunable.kernel_hash())
+        return Entry(config, stamped, self.tunable.version)
 
     # -- measuring, with a worker that may die -----------------------------------------------------------------------
 

@@ -116,8 +116,8 @@ def _state(name: tuple, entry: Any) -> str:
         tunable = registry.get_tunable(f"{name[0]}.{name[1]}")
     except ValueError:
         return "unknown kernel"
-    if entry.kernel_hash is not None and entry.kernel_hash != tunable.kernel_hash():
-        return "stale: the kernel changed"
+    if entry.version != tunable.version:
+        return f"stale: for version {entry.version} of the kernel, this is {tunable.version}"
     made, here = store.minor(str(entry.provenance.get("triton", ""))), store.minor(store.triton_version())
     return f"demoted: Triton {made}" if made and here and made != here else "current"
 

@@ -43,8 +43,8 @@ def sync(
     process found no entry for (`registry.misses()`), seconds a key, while the others wait; give `seconds` room for it.
 
     What any rank has quarantined is quarantined on all. Holds until `registry.reload()`. Without an initialised process
-    group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices, other
-    kernel sources, another LIGER_HW_DETERMINISTIC), when one of them fails, or when one does not answer in time.
+    group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices,
+    another version of a kernel, another LIGER_HW_DETERMINISTIC), when one fails, or when one does not answer in time.
     """
     import torch.distributed as dist
 
@@ -153,13 +153,11 @@ def digest(target: Target | None = None) -> str:
 def facts_of(target: Target) -> dict[str, Any]:
     """What the digest covers, as JSON data."""
     tunables = registry.tunables()
-    kernels = {name: tunable.kernel_hash() for name, tunable in tunables.items()}
+    kernels = {name: tunable.version for name, tunable in tunables.items()}
     configurations = [
         [
             layer,
-            sorted(
-                [op, variant, list(key), e.config.to_json(), e.kernel_hash] for (op, variant, key), e in table.items()
-            ),
+            sorted([op, variant, list(key), e.config.to_json(), e.version] for (op, variant, key), e in table.items()),
         ]
         for layer, table in registry.tables(target)
     ]

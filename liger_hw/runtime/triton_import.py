@@ -25,7 +25,7 @@ class Absent:
     """Stands for a module of Triton: each attribute is another stand-in, so that annotations like `tl.constexpr`
     evaluate.
 
-    It has the module's name, by which kernels hash the same with and without Triton (`kernel_hash.py`).
+    It has the module's name, so that a kernel has the same digest with and without Triton (`ci/kernel_digests.py`).
     """
 
     def __init__(self, name: str) -> None:

@@ -149,7 +149,7 @@ def _current_entries(table, name):
     op, current, stale = registry.get_op(name), {}, 0
     for (made_for, variant, key), entry in TABLES[table]:
         tunable = next((t for t in op.tunables if t.variant == variant), None)
-        if made_for != name or tunable is None or entry.kernel_hash != tunable.kernel_hash():
+        if made_for != name or tunable is None or entry.version != tunable.version:
             stale += made_for == name
             continue
         current.setdefault(tunable, []).append((key, entry))

@@ -21,7 +21,7 @@ def entry(config: LaunchConfig, made_for: registry.Tunable, **provenance) -> Ent
     from liger_hw.autotune import store
 
     full = {"kind": "measured", "triton": store.triton_version(), "date": "2026-11-20T00:00:00Z", **provenance}
-    return Entry(config, full, made_for.kernel_hash())
+    return Entry(config, full, made_for.version)
 
 
 def other_config(of: registry.Tunable, target: Target, key: tuple) -> LaunchConfig:

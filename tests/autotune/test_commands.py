@@ -120,10 +120,10 @@ def test_verify_lists_what_is_broken_or_old(cache, capsys, monkeypatch, tmp_path
     assert "0 problems" in run(capsys, "cache", "verify")
     fwd = tunable()
     (cache / "rms_norm" / "torn.json").write_text("{")
-    old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured", "triton": "2.0.0"}, "0" * 16)
+    old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured", "triton": "2.0.0"}, 99)
     store.save(H200, NAME, old)
     out = run(capsys, "cache", "verify", code=1)
-    assert "2 problems" in out and "torn.json" in out and "kernel changed" in out
+    assert "2 problems" in out and "torn.json" in out and "stale: for version 99" in out
 
 
 def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, monkeypatch):
@@ -152,9 +152,7 @@ def test_export_merges_and_leaves_old_kernels_out(cache, capsys, tmp_path):
     run(capsys, "cache", "clear", "--yes")
     other = ("rms_norm", "fwd", (2048, 13, 2))
     store.save(H200, other, entry(fwd.safe(H200, other[2]), fwd))
-    store.save(
-        H200, ("rms_norm", "fwd", (1024, 13, 2)), store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, "0" * 16)
-    )
+    store.save(H200, ("rms_norm", "fwd", (1024, 13, 2)), store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, 99))
     assert "1 out of date" in run(capsys, "cache", "export", "-o", str(path), "--merge")
     assert set(tables.parse(path.read_text(), "x")[1]) == {NAME, other}
 
@@ -196,7 +194,7 @@ def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
     wrong = {
         NAME: entry(LaunchConfig({"BLOCK_SIZE": 2**20, "ROWS": 1}, 4), fwd),
         ("_quarantine", "fwd", KEY): entry(fwd.safe(H200, KEY), fwd),
-        ("rms_norm", "fwd", (1, 1, 1)): store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, "0" * 16),
+        ("rms_norm", "fwd", (1, 1, 1)): store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, 99),
     }
     path.write_text(tables.render(header, wrong))
     said = run(capsys, *words, "--yes", code=1)
@@ -216,7 +214,7 @@ def test_a_foreign_table_writes_nowhere_else(cache, capsys, tmp_path):
 
 def test_clear_takes_what_it_is_told(cache, capsys):
     notes.save_misses(H200, [NAME])
-    notes.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", "h")
+    notes.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", 99)
     run(capsys, "cache", "clear", "--yes", "--quarantine")
     assert {p.name for p in cache.iterdir()} == {"rms_norm", "_misses"}
     assert "nothing is stored for 'sm80'" in run(capsys, "cache", "clear", "--device", "sm80", code=2)

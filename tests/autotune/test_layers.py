@@ -115,7 +115,7 @@ def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
     monkeypatch.undo()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(store.root()))
-    monkeypatch.setattr(fwd, "kernel_hash", lambda: "another source")
+    monkeypatch.setattr(fwd, "version", 99)
     registry.reload()
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
 
@@ -145,7 +145,6 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     registry.reload()
     registry.forced_config(fwd)  # what the first ordinary launch reads
     registry.env.get("LIGER_HW_DETERMINISTIC"), registry.env.get("LIGER_HW_FAST_LAUNCH")
-    fwd.kernel_hash()
     opened: list[str] = []
     monkeypatch.setattr(registry, "is_quiet", lambda: True)
     monkeypatch.setattr(notes, "is_quiet", lambda: True)
@@ -340,7 +339,7 @@ class TestLock:
         lock.write(
             tmp_path / "l",
             {("rms_norm", "fwd", KEY): lock.pinned(registry.choose(fwd, H200, KEY))}
-            | {NAME: replace(entry(config, fwd), kernel_hash=None)},
+            | {NAME: replace(entry(config, fwd), version=99)},
             {},
         )
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "l"))
@@ -370,12 +369,12 @@ class TestLock:
         """A hash of the kernels' source unpins nothing; what failed at launch in an earlier process is named."""
         fwd, path = tunable(), tmp_path / "l"
         config = other_config(fwd, H200, KEY)
-        lock.write(path, {NAME: replace(entry(config, fwd), kernel_hash="other")}, {})
+        lock.write(path, {NAME: replace(entry(config, fwd), version=99)}, {})
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(path))
         registry.reload()
         chosen = registry.choose(fwd, H200, KEY)
         assert (chosen.layer, chosen.config) == ("lock", config)
-        notes.save_quarantined(H200, fwd.name, KEY, config, "failed at launch: shared memory", fwd.kernel_hash())
+        notes.save_quarantined(H200, fwd.name, KEY, config, "failed at launch: shared memory", fwd.version)
         registry.reload()
         assert registry.choose(fwd, H200, KEY).layer != "lock"
         assert "rms_norm.fwd: lock configuration ignored: failed at launch: shared memory" in caplog.text

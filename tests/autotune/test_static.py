@@ -203,7 +203,7 @@ def test_the_best_by_the_model_is_stored():
     result, saved, _ = _choose(lambda config: {} if config == wanted else {"instructions": crowd})
     assert result.config == wanted.to_json() and result.gain > static.MARGINS["binary"] and result.stored
     (name, entry) = saved.popitem()
-    assert name == ("rms_norm", "fwd", JOB.key) and entry.kernel_hash == tunable().kernel_hash()
+    assert name == ("rms_norm", "fwd", JOB.key) and entry.version == tunable().version
     assert entry.provenance["kind"] == "static" and entry.provenance["predicted_us"] == result.winner_us
     assert {"registers", "spills", "shared", "occupancy", "triton", "date", "sizes"} <= set(entry.provenance)
     assert {k["level"] for k in result.evidence["kernels"]["winner"]} == {"binary"}
@@ -380,7 +380,7 @@ def test_what_is_measured_for_the_regret(monkeypatch):
         assert job["configs"][0] == tunable.heuristic(target, job["key"]) and len(set(job["configs"])) == len(
             job["configs"]
         )
-        assert job["source"] == tunable.kernel_hash()
+        assert job["version"] == tunable.version
 
 
 def test_rank_correlation():

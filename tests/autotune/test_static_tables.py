@@ -100,7 +100,7 @@ class FakeTuner:
             result.note = "the heuristic stays"
         else:
             result.provenance = {"kind": "static", "sizes": list(job.sizes), "dtype": job.dtype, "spills": self.spills}
-            entry = Entry(self.config, result.provenance, tunable().kernel_hash())
+            entry = Entry(self.config, result.provenance, tunable().version)
             self.save((job.op, job.variant, job.key), entry)
         return result
 
@@ -121,7 +121,7 @@ def test_a_job_is_judged_once(tool, monkeypatch):
     again = _arch(tool)
     assert again.searches(["rms_norm"]) == [] and {n: e.config for n, e in again.entries.items()} == {NAME: config}
     assert {found["answer"] for found in again.judged.values()} == {"entry", "heuristic"}
-    monkeypatch.setattr(registry.get_tunable("rms_norm.dw"), "kernel_hash", lambda: "another")
+    monkeypatch.setattr(registry.get_tunable("rms_norm.dw"), "version", 99)
     assert {job.name for job in _arch(tool).searches(["rms_norm"])} == {"rms_norm.dw"}
 
 
@@ -140,9 +140,7 @@ def test_a_stale_entry_is_held_against_the_heuristic(tool, still_good):
     assert tuner.asked == [(JOB.name, [config])] and said.startswith("stays" if still_good else "goes")
     arch.write()
     after = _arch(tool)
-    assert {n: e.kernel_hash for n, e in after.entries.items()} == (
-        {NAME: tunable().kernel_hash()} if still_good else {}
-    )
+    assert {n: e.version for n, e in after.entries.items()} == ({NAME: tunable().version} if still_good else {})
     assert not after.rechecks(["rms_norm"]) and after.judged == {}, "a recheck is no search"
 
 
@@ -151,7 +149,7 @@ def test_what_was_measured_stays(tool):
     config = other_config(tunable(), TARGET, JOB.key)
     tool.write(
         TARGET,
-        {NAME: Entry(config, {"kind": "measured", "sizes": [1, 1], "dtype": "bfloat16"}, tunable().kernel_hash())},
+        {NAME: Entry(config, {"kind": "measured", "sizes": [1, 1], "dtype": "bfloat16"}, tunable().version)},
     )
     arch = _arch(tool)
     assert arch.judge(JOB, FakeTuner(config), False) == "measured" and not arch.rechecks(["rms_norm"])

@@ -62,20 +62,20 @@ def test_another_device_does_not_see_it(stored):
 
 def test_a_changed_kernel_rejects(stored):
     fwd, config, path = stored
-    store.save(H200, NAME, replace(entry(config, fwd), kernel_hash="0" * 16))
+    store.save(H200, NAME, replace(entry(config, fwd), version=99))
     path.unlink()
     registry.reload()
     assert taken().layer == "heuristic"
     explained = [
         c for c in registry.explain("rms_norm", (8192, 4096), _bf16(), H200)[0].candidates if c.layer == "user"
     ]
-    assert "made for kernel source" in explained[0].rejected
+    assert "stored for version 99 of the kernel" in explained[0].rejected
 
 
 def test_two_kernel_sources_share_a_cache(stored):
     """Two checkouts with different kernels do not undo each other's tuning."""
     fwd, config, path = stored
-    other = replace(entry(fwd.safe(H200, KEY), fwd, date="2027-01-01T00:00:00Z"), kernel_hash="0" * 16)
+    other = replace(entry(fwd.safe(H200, KEY), fwd, date="2027-01-01T00:00:00Z"), version=99)
     assert store.save(H200, NAME, other) != path
     registry.reload()
     assert taken().config == config
@@ -146,7 +146,7 @@ BROKEN = {
     "a list": lambda text: "[1, 2]",
     "null": lambda text: "null",
     "deep": lambda text: "[" * 100_000,
-    "future schema": lambda text: text.replace('"schema": 1', '"schema": 99'),
+    "future schema": lambda text: text.replace('"schema": 2', '"schema": 99'),
     "another device": lambda text: text.replace("nvidia-h200", "nvidia-b300"),
     "unknown field": lambda text: text.replace('"num_warps"', '"num_wraps"'),
     "warps a string": lambda text: text.replace('"num_warps": ', '"num_warps": "x", "a": '),
@@ -173,7 +173,7 @@ def test_broken_notes_are_passed_over_with_one_warning(stored, caplog, key):
     """A quarantine or a list of misses with a key that is none stops neither the launch nor what reads the others."""
     fwd, config, _ = stored
     notes.save_misses(H200, [NAME])
-    notes.save_quarantined(H200, "rms_norm.fwd", KEY, config, "out of memory", fwd.kernel_hash())
+    notes.save_quarantined(H200, "rms_norm.fwd", KEY, config, "out of memory", fwd.version)
     (quarantine,), (missed,) = (list((store.home(H200) / what).iterdir()) for what in ("_quarantine", "_misses"))
     for path, name in ((quarantine, "key"), (missed, "misses")):
         data = json.loads(path.read_text())
@@ -243,7 +243,7 @@ def test_nothing_is_written_or_removed_through_a_link_out_of_the_cache(clean_reg
     folder.rmdir()
     folder.symlink_to(outside)
     notes.save_misses(H200, [NAME])
-    notes.save_quarantined(H200, fwd.name, KEY, made.config, "failed", fwd.kernel_hash())
+    notes.save_quarantined(H200, fwd.name, KEY, made.config, "failed", fwd.version)
     journal.Journal(folder / "_journal.jsonl").write({"stage": "done"})
     assert [p.name for p in outside.iterdir()] == [path.name]
 
@@ -301,7 +301,7 @@ def test_deep_nesting_is_a_miss(stored, caplog, field):
 def test_a_miss_whose_name_is_no_name_is_left_out(clean_registry, name):
     folder = store.home(H200) / "_misses"
     folder.mkdir(parents=True)
-    (folder / "a.json").write_text(json.dumps({"schema": 1, "misses": [["rms_norm", name, [4096, 9, 2]]]}))
+    (folder / "a.json").write_text(json.dumps({"schema": 2, "misses": [["rms_norm", name, [4096, 9, 2]]]}))
     assert notes.read_misses(H200) == []
 
 
@@ -318,7 +318,7 @@ def test_a_number_that_no_json_may_have_is_refused(stored, caplog, wrong):
 def test_hostile_text_is_escaped(stored):
     fwd, config, _ = stored
     hostile = "\x1b[2J\u202e\ud800\n"
-    store.save(H200, NAME, Entry(config, {"kind": f"me{hostile}", "date": hostile}, fwd.kernel_hash()))
+    store.save(H200, NAME, Entry(config, {"kind": f"me{hostile}", "date": hostile}, fwd.version))
     shown = store.read_user(H200, [])[0][1].provenance
     assert shown["kind"] == "me\\x1b[2J\\u202e\\ud800\\n" and shown["date"].isprintable()
 
@@ -393,7 +393,7 @@ def test_shipped_format_is_canonical():
     header, entries, problems = tables.parse(text, "x")
     assert not problems and header["arch"] == "sm90"
     assert {n: e.config for n, e in entries.items()} == {n: e.config for n, e in table.items()}
-    assert tables.render(header | {"schema": 1}, entries) == text
+    assert tables.render(header | {"schema": 2}, entries) == text
 
 
 def test_nothing_is_pickled():
@@ -420,7 +420,6 @@ from liger_hw import registry
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, tunable
 fwd = tunable()
-fwd.kernel_hash()
 main(["cache", "list"])
 registry.reload()
 sys.addaudithook(watch)
@@ -443,7 +442,7 @@ def test_nothing_executes_from_a_cache_a_table_or_a_lock_file(stored, tmp_path):
     (folder / "rms_norm" / "b.json").write_bytes(b"cos\nsystem\n(S'touch /tmp/liger_hw-was-run'\ntR.")
     record = {**tables.to_record(NAME, entry(tunable().safe(H200, KEY), tunable())), "op": f"__import__({code!r})"}
     for name in ("t.json", "l.lock"):
-        (tmp_path / name).write_text(json.dumps({"schema": 1, **store.header(H200), "entries": [record]}))
+        (tmp_path / name).write_text(json.dumps({"schema": 2, **store.header(H200), "entries": [record]}))
     environment = {**os.environ, "LIGER_HW_CACHE_DIR": str(store.root())}
     command = [sys.executable, "-c", WATCHED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
@@ -463,7 +462,7 @@ number = int(sys.argv[1])
 torn = 0
 for turn in range(40):
     config = LaunchConfig({"BLOCK_SIZE": 4096, "ROWS": 1}, 1 << (turn % 5), vendor={"pad": "x" * 4000})
-    entry = Entry(config, {"kind": "measured", "writer": number}, "h")
+    entry = Entry(config, {"kind": "measured", "writer": number})
     assert store.save(H200, ("rms_norm", "fwd", (4096, turn % 4, 2)), entry)
     problems = []
     entries = store.read_user(H200, problems)
@@ -508,5 +507,5 @@ def _bf16():
 
 def test_an_entry_round_trips_vendor_options(clean_registry):
     config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 4, 2, 3, "keep", {"maxnreg": 64})
-    store.save(H200, NAME, Entry(config, {"kind": "static"}, None))
+    store.save(H200, NAME, Entry(config, {"kind": "static"}))
     assert store.read_user(H200, [])[0][1].config == config

@@ -53,7 +53,7 @@ def test_it_finds_the_best_and_keeps_its_evidence():
     assert result.config == BEST.to_json() and result.stored and not result.error
     assert measurer.prepared < len(SPACE), "a search, not a sweep"
     entry = kept["rms_norm", "bwd", KEY]
-    assert entry.config == BEST and entry.kernel_hash == BWD.kernel_hash()
+    assert entry.config == BEST and entry.version == BWD.version
     p = entry.provenance
     assert (
         p["kind"] == "measured" and p["median_us"] == 10.0 and p["heuristic_us"] == pytest.approx(cost(START), abs=1e-3)
@@ -293,7 +293,7 @@ def test_the_past_of_another_kernel_or_triton_does_not_count(tmp_path):
     assert not Past(journal, "9.9.0").finished
     lines = [json.loads(text) for text in (tmp_path / "j.jsonl").read_text().splitlines()]
     changed = tmp_path / "k.jsonl"
-    changed.write_text("".join(json.dumps({**line, "kernel_hash": "other"}) + "\n" for line in lines))
+    changed.write_text("".join(json.dumps({**line, "version": 99}) + "\n" for line in lines))
     _, _, measurer = tune(past=Past(Journal(changed), FACTS["triton"]))
     assert measurer.opened == 2  # here, and the winner at other sizes of its key
 

@@ -115,7 +115,7 @@ def hostile_cache(clean_registry):
     (path.parents[1] / "\x1b[33mop" / "a.json").write_text("[")
     misses = path.parents[1] / "_misses"
     misses.mkdir()
-    (misses / "a.json").write_text(json.dumps({"schema": 1, "misses": [["rms_norm", "\x1b[34m", [4096, 9, 2]]]}))
+    (misses / "a.json").write_text(json.dumps({"schema": 2, "misses": [["rms_norm", "\x1b[34m", [4096, 9, 2]]]}))
     registry.reload()
 
 

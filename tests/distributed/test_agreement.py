@@ -40,7 +40,7 @@ store.save(target, ("rms_norm", "fwd", key), entry(legal[rank], fwd))  # tuned d
 if rank:
     store.save(target, ("rms_norm", "bwd", key), entry(bwd.safe(target, key), bwd))  # and more
 if what == "failed before" and rank:  # noted on this node's disk by an earlier process
-    for made_for, of in ((fwd.kernel_hash(), fwd), ("another source", bwd)):
+    for made_for, of in ((fwd.version, fwd), (99, bwd)):
         config = of.heuristic(target, (4096, 9, 2))
         notes.save_quarantined(target, of.name, (4096, 9, 2), config, "out of shared memory", made_for)
 if what == "lock" and rank:
@@ -292,10 +292,10 @@ def test_without_a_process_group_it_is_the_digest(clean_registry):
         registry.reload()
         tuned = distributed.sync()
         assert tuned != bare
-        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", "another source")
+        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", 99)
         registry.reload()
         assert distributed.sync() == tuned, "of another kernel source: it decides nothing"
-        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", fwd.kernel_hash())
+        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", fwd.version)
         registry.reload()
         assert distributed.sync() not in (bare, tuned)
 

@@ -35,10 +35,10 @@ def attempt(chance: random.Random, folder: Path) -> str:
         name = tunable.op, tunable.variant, key
         space = [c for c in list(tunable.space(target, key))[:50] if not tunable.illegal(target, key, c)]
         config = chance.choice([*space, tunable.safe(target, key)])
-        made = registry.Entry(config, {"kind": "measured", "date": "2026-01-01"}, tunable.kernel_hash())
+        made = registry.Entry(config, {"kind": "measured", "date": "2026-01-01"}, tunable.version)
         store.save(target, name, made)
         notes.save_misses(target, [name])
-        notes.save_quarantined(target, tunable.name, key, config, "failed", tunable.kernel_hash())
+        notes.save_quarantined(target, tunable.name, key, config, "failed", tunable.version)
         if chance.random() < 0.3:
             path = folder / "liger-hw.lock"
             lock.write(path, {name: made}, {"device": target.name})

@@ -1,9 +1,14 @@
-"""The identity of a kernel's code: what a stored launch configuration was measured for.
+"""Digests of the code of every kernel, recorded in tests/kernel_digests.json: has a kernel changed since its version?
 
-The hash covers the kernel and every function and constant that it reaches, found by following the names in its source.
+    python ci/kernel_digests.py            record the digest and the version of every kernel as they are now
+
+A stored launch configuration is valid for one `version` of its Tunable. Whoever changes a kernel decides whether
+what was measured for it still holds, and raises the version where it does not. A test compares the recorded digests
+with the code, so that a kernel cannot change without that decision.
+
+A digest covers the kernel and every function and constant that it reaches, found by following the names in its source.
 It does not depend on how the code is written: local and function names, comments, docstrings, layout, type annotations
-and the module a helper lives in are normalised away. Renaming a variable keeps the hash; changing an operation, a
-constant or the order of arguments changes it.
+and the module a helper lives in are normalised away.
 """
 
 from __future__ import annotations
@@ -12,17 +17,54 @@ import ast
 import builtins
 import hashlib
 import inspect
+import json
+import sys
 import textwrap
 import types
+from pathlib import Path
 from typing import Any, Iterable
 
-from .triton_import import Absent
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
+from liger_hw import registry
+from liger_hw.registry import Tunable
+from liger_hw.runtime.triton_import import Absent
+
+RECORD = ROOT / "tests" / "kernel_digests.json"
+COMMAND = "python ci/kernel_digests.py"
 _BUILTINS = frozenset(dir(builtins))
-_OUR_CODE = f"{__package__.partition('.')[0]}."
+_OUR_CODE = "liger_hw."
 
 
-def kernel_hash(kernels: Iterable[Any]) -> str:
+def recorded() -> dict[str, dict[str, Any]]:
+    """Name of a tunable -> its version and its digest when they were last recorded."""
+    return json.loads(RECORD.read_text())
+
+
+def current(tunables: Iterable[Tunable]) -> dict[str, dict[str, Any]]:
+    """Name of a tunable -> its version and its digest in this checkout."""
+    return {one.name: {"version": one.version, "digest": digest(one.kernels)} for one in tunables}
+
+
+def changed(record: dict[str, dict[str, Any]], tunables: Iterable[Tunable]) -> list[str]:
+    """The tunables whose code has another digest than recorded, though they still have the recorded version."""
+    return [
+        name
+        for name, now in current(tunables).items()
+        if name in record and now["version"] == record[name]["version"] and now["digest"] != record[name]["digest"]
+    ]
+
+
+def main() -> int:
+    now = current(registry.tunables().values())
+    lines = [f"{json.dumps(name)}: {json.dumps(now[name])}" for name in sorted(now)]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{RECORD.relative_to(ROOT)}: {len(now)} kernels")
+    return 0
+
+
+def digest(kernels: Iterable[Any]) -> str:
     """16 hexadecimal digits for the call closure of some jit functions.
 
     Raises `OSError` where the source of a function cannot be read.
@@ -91,13 +133,17 @@ class _Normalise(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function = _function(self.scope.get(node.func.id)) if isinstance(node.func, ast.Name) else None
         if function is not None:  # arguments given by name, by their place
-            given = {keyword.arg: keyword for keyword in node.keywords}
+            by_name = {keyword.arg: keyword for keyword in node.keywords}
             for name in list(inspect.signature(function).parameters)[len(node.args) :]:
-                if name not in given:
+                if name not in by_name:
                     break
-                node.keywords.remove(given[name])
-                node.args.append(given[name].value)
+                node.keywords.remove(by_name[name])
+                node.args.append(by_name[name].value)
         return self.generic_visit(node)
 
     def _local(self, name: str) -> str:
         return self.locals.setdefault(name, f"v{len(self.locals)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
