@@ -24,7 +24,7 @@ sharding.handler = "liger_hw.distributed.dtensor"  # for whichever function is g
 
 _SUBMODULES = (
     *("transformers", "chunked_loss", "distributed", "recompute", "registry", "kernels", "backends", "autotune"),
-    *("bench", "env", "hub"),
+    *("bench", "env", "hub", "trl"),
 )
 
 HOME = {

@@ -10,6 +10,7 @@ from liger_hw import kernels as kernels
 from liger_hw import recompute as recompute
 from liger_hw import registry as registry
 from liger_hw import transformers as transformers
+from liger_hw import trl as trl
 from liger_hw.backends.base import LaunchConfig as LaunchConfig
 from liger_hw.backends.base import Target as Target
 from liger_hw.hub import kernel_config as kernel_config

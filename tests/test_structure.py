@@ -312,7 +312,7 @@ FLOORS = (
     "transformers/functional transformers/probing",
     "recompute",
     "transformers",
-    "megatron megatron_head hub",
+    "megatron megatron_head hub trl",
     "compat",
     "bench",
     "cli",

@@ -1,0 +1,151 @@
+"""The output head of TRL's trainers on `liger_fused_linear_log_probs`.
+
+    import liger_hw.trl
+
+    liger_hw.trl.install()           # before trainer.train(); every trainer of this process
+    with liger_hw.trl.install():     # or for a while
+        trainer.train()
+
+SFT, DPO, KTO, GRPO and RLOO of TRL 1.15 and 1.16 take log-probabilities, and what else they ask for, from one function
+of hidden states and the head's weight, which keeps no logits. `install` puts another in its place. With z = hidden @
+weight^T + bias of a row, y its label:
+
+    s = z * logit_scale, softcap * tanh(s / softcap) where there is one, divided by temperature; p = softmax(s)
+    log_probs = log p[y]      entropy = -sum p log p      log_sum_sq_probs = log sum p^2
+    mean_logits = mean s      is_top1 = (the first of the largest s is at y)
+
+The first two have gradients, as in TRL.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .transformers.functional import liger_fused_linear_log_probs
+
+_NAME = "_ChunkedLogProbFunction"
+_ARGUMENTS = "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs".split()
+_LOGITS = 1 << 25
+"""Logits at once where their mean is not that of a linear layer."""
+
+
+def log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    chunk_size: int = 0,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], fp32 and bool; None if not in `outputs`.
+
+    hidden: [N, hidden]; weight: [vocab, hidden]; bias: [vocab] or None; targets: [N] int64. The products are in the
+    dtype of hidden, or of autocast. chunk_size is TRL's and is not used.
+    Raises `ValueError` for a logit_scale that is not positive, and what `liger_fused_linear_log_probs` raises.
+    """
+    if not logit_scale > 0:
+        raise ValueError(f"liger_hw.trl: logit_scale must be positive, got {logit_scale!r}")
+    if hasattr(weight, "ds_id"):  # ZeRO-3 takes a gathered weight away after the call, before backward
+        weight, bias = weight.clone(), bias if bias is None else bias.clone()
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
+    softcap = final_logit_softcapping and final_logit_softcapping / logit_scale
+    scaled, options = temperature / logit_scale, {"bias": bias, "softcap": softcap}
+    more = {"return_entropy": "entropy" in outputs, "return_top1": "is_top1" in outputs}
+    result = liger_fused_linear_log_probs(hidden, weight, targets, temperature=scaled, **options, **more)
+    logp, entropy, is_top1 = (result, None, None) if isinstance(result, torch.Tensor) else result[:3]
+    squares = mean = None
+    with torch.no_grad():
+        if "log_sum_sq_probs" in outputs:  # p^2 is the distribution at half the temperature, times sum p^2
+            half = liger_fused_linear_log_probs(hidden, weight, targets, temperature=scaled / 2, **options)
+            squares = 2 * logp - half
+        if "mean_logits" in outputs:
+            mean = _mean_logits(hidden, weight, bias, softcap) / scaled
+    return logp, entropy, squares, mean, is_top1
+
+
+def _mean_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
+) -> torch.Tensor:
+    """The mean over the vocabulary of each row's logits, [N] fp32: without a softcap, of one product with a vector."""
+    if not softcap:
+        mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+        return mean if bias is None else mean + bias.mean(dtype=torch.float32)
+    rows = max(1, _LOGITS // weight.shape[0])
+    means = [(softcap * torch.tanh(F.linear(h, weight, bias).float() / softcap)).mean(-1) for h in hidden.split(rows)]
+    return torch.cat(means)
+
+
+class _Function:
+    """What stands in the place of TRL's autograd function, which is called by `apply`."""
+
+    apply = staticmethod(log_probs)
+
+
+class Installed:
+    """A context manager whose end, or `uninstall()`, puts back what was there before."""
+
+    def __init__(self, utils: types.ModuleType) -> None:
+        self._utils, self._before = utils, getattr(utils, _NAME)
+        setattr(utils, _NAME, _Function)
+
+    def uninstall(self) -> None:
+        setattr(self._utils, _NAME, self._before)
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.uninstall()
+
+
+def install() -> Installed:
+    """Put `log_probs` in the place of TRL's own function, for every trainer of this process, made before or after.
+
+    Raises `ImportError` without TRL, or with a TRL whose head takes other arguments: it is for TRL 1.15 and 1.16.
+    """
+    utils = _trl_utils()
+    return Installed(utils)
+
+
+def uninstall() -> None:
+    """Put TRL's own function back, whatever was installed."""
+    utils = _trl_utils()
+    setattr(utils, _NAME, _function_of_trl())
+
+
+def is_installed() -> bool:
+    """Whether TRL's trainers run on `log_probs` now."""
+    return getattr(_trl_utils(), _NAME) is _Function
+
+
+def _function_of_trl() -> Any:
+    from trl.kernels import ChunkedLogProbFunction
+
+    return ChunkedLogProbFunction
+
+
+def _trl_utils() -> types.ModuleType:
+    """`trl.trainer.utils`, when the head in it takes the arguments of `log_probs`."""
+    import trl
+
+    try:
+        from trl.trainer import utils
+
+        arguments = list(inspect.signature(_function_of_trl().forward).parameters)
+    except ImportError:
+        arguments = []
+    if arguments != _ARGUMENTS or not hasattr(utils, _NAME):
+        raise ImportError(
+            f"liger_hw.trl: trl {trl.__version__} has no head of the form it replaces, which TRL 1.15 and 1.16 have; "
+            "patch the model instead (liger_hw.patch), which works with every TRL"
+        )
+    return utils
