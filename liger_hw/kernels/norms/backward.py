@@ -73,6 +73,64 @@ def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.con
         store_columns(Line_ptr + width, cols, tl.sum(second, axis=0), exist)
 
 
+@triton.jit
+def _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN: tl.constexpr):
+    """The last statistic of these rows, which lies behind n_rows others where the norm subtracts the mean: rstd of the
+    forward's, mean(m * h) of the means kernel's."""
+    return load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
+
+
+@triton.jit
+def _products(x, dy, w, mean, rstd, CASTING: tl.constexpr):
+    """(m, h, a row's share of dw) of one block in fp32."""
+    h, rounded = normalised(x, mean, rstd, CASTING)
+    m = dy if w is None else dy * w[None, :]
+    return m, h, dy * rounded
+
+
+@triton.jit
+def _input_gradient(m, h, shift, dot, rstd, ds):
+    """dx of one block in fp32; shift, mean(m), and ds may be None."""
+    dx = m
+    if shift is not None:
+        dx = m - shift
+    dx = rstd * (dx - h * dot)
+    if ds is not None:
+        dx += ds.to(tl.float32)
+    return dx
+
+
+@triton.jit
+def _store_column_sums(
+    DY_ptr,
+    X_ptr,
+    STATS_ptr,
+    Partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    tile,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLS: tl.constexpr,
+):
+    """dw and, if HAS_BIAS, db of SUM_COLS columns, from all rows, of which there are SUM_ROWS at most."""
+    rows = tl.arange(0, SUM_ROWS).to(tl.int64)
+    row_mask = rows < n_rows
+    cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
+    exist = cols < n_cols
+    mask = tile_mask(row_mask, exist)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+    mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
+    rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
+    _, _, dw = _products(x, dy, None, mean, rstd, CASTING)
+    store_partial_sums(Partial_ptr, n_cols, dw, dy, cols, exist, HAS_BIAS)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _norm_bwd_kernel(
     DY_ptr,
@@ -120,19 +178,10 @@ def _norm_bwd_kernel(
     SUMS: tl.constexpr = Partial_ptr is not None and SUM_ROWS == 0
     if SUM_ROWS:
         if pid >= n_tiles:
-            rows = tl.arange(0, SUM_ROWS).to(tl.int64)
-            row_mask = rows < n_rows
-            cols = (pid - n_tiles) * SUM_COLS + tl.arange(0, SUM_COLS)
-            exist = cols < n_cols
-            mask = tile_mask(row_mask, exist)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-            dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
-            mean = None
-            if SUBTRACT_MEAN:
-                mean = load_row_values(STATS_ptr, rows, row_mask)
-            rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
-            _, rounded = normalised(x, mean, rstd, CASTING)
-            store_partial_sums(Partial_ptr, n_cols, dy * rounded, dy, cols, exist, HAS_BIAS)
+            _store_column_sums(
+                DY_ptr, X_ptr, STATS_ptr, Partial_ptr, DY_row_stride, X_row_stride, n_rows, n_cols, pid - n_tiles,
+                CASTING, SUBTRACT_MEAN, HAS_BIAS, SUM_ROWS, SUM_COLS,
+            )  # fmt: skip
             return
     cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2)
     cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
@@ -158,26 +207,27 @@ def _norm_bwd_kernel(
         if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
             ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
             ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
-        mean = None
-        if SUBTRACT_MEAN:
-            mean = load_row_values(STATS_ptr, rows, row_mask)
-        rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
-        h, rounded = normalised(x, mean, rstd, CASTING)
-        m = dy if w is None else dy * w[None, :]
-        if SUMS:
-            dw += dy * rounded
-            if HAS_BIAS:
-                db += dy
+        mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
+        rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
+        m, h, dy_h = _products(x, dy, w, mean, rstd, CASTING)
         mh_2 = None
         if BLOCK_2:
-            h_2, rounded = normalised(x_2, mean, rstd, CASTING)
-            m_2 = dy_2 if w_2 is None else dy_2 * w_2[None, :]
+            m_2, h_2, dy_h_2 = _products(x_2, dy_2, w_2, mean, rstd, CASTING)
             mh_2 = m_2 * h_2
-            if SUMS:
-                dw_2 += dy_2 * rounded
+        if SUMS:
+            dw += dy_h
+            if HAS_BIAS:
+                db += dy
+            if BLOCK_2:
+                dw_2 += dy_h_2
                 if HAS_BIAS:
                     db_2 += dy_2
-        if MEANS_ptr is None:
+        shift = None
+        if MEANS_ptr is not None:
+            if SUBTRACT_MEAN:
+                shift = load_row_values(MEANS_ptr, rows, row_mask)
+            dot = _load_last_stat(MEANS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
+        else:
             if SUBTRACT_MEAN:
                 shift, dot = row_sums_of_two(m, m * h)
                 if BLOCK_2:
@@ -188,25 +238,13 @@ def _norm_bwd_kernel(
             else:
                 dot = row_sums(m * h, mh_2)
             dot = as_column(dot / n_cols)
-        else:
-            if SUBTRACT_MEAN:
-                shift = load_row_values(MEANS_ptr, rows, row_mask)
-            dot = load_row_values(MEANS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
-        dx = m - shift if SUBTRACT_MEAN else m
-        dx = rstd * (dx - h * dot)
         if not ONE_TILE:
             ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        if DS_ptr is not None:
-            dx += ds.to(tl.float32)
-        store_tile(DX_ptr, rows, n_cols, cols, dx, mask)
+        store_tile(DX_ptr, rows, n_cols, cols, _input_gradient(m, h, shift, dot, rstd, ds), mask)
         if BLOCK_2:
-            dx = m_2 - shift if SUBTRACT_MEAN else m_2
-            dx = rstd * (dx - h_2 * dot)
             if not ONE_TILE:
                 ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
-            if DS_ptr is not None:
-                dx += ds_2.to(tl.float32)
-            store_tile(DX_ptr, rows, n_cols, cols_2, dx, mask_2)
+            store_tile(DX_ptr, rows, n_cols, cols_2, _input_gradient(m_2, h_2, shift, dot, rstd, ds_2), mask_2)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
         store_partial_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS)

@@ -86,6 +86,73 @@ def _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows):
         tl.store(STATS_ptr + n_rows + rows, rstd, mask=row_mask)
 
 
+@triton.jit
+def _norm_by_tiles(
+    X_ptr,
+    R_ptr,
+    W_ptr,
+    B_ptr,
+    Y_ptr,
+    S_ptr,
+    STATS_ptr,
+    X_row_stride,
+    R_row_stride,
+    rows,
+    row_mask,
+    n_rows,
+    n_cols,
+    eps,
+    offset,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """`_norm_fwd_kernel` for rows that are wider than a program holds: they are read twice, the second time from cache.
+
+    Each position of a tile has a running mean of its own, and the sum of squared deviations from it: the variance of a
+    row is then exact however far its mean is from zero.
+    """
+    DTYPE: tl.constexpr = X_ptr.dtype.element_ty
+    positions = tl.arange(0, BLOCK_SIZE)
+    squares = tl.zeros([rows.shape[0], BLOCK_SIZE], dtype=tl.float32)
+    if SUBTRACT_MEAN:
+        running_mean = tl.zeros([rows.shape[0], BLOCK_SIZE], dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK_SIZE):
+        cols = start + positions
+        mask = tile_mask(row_mask, cols < n_cols)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+        x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", ""))
+        if S_ptr is not None:
+            store_tile(S_ptr, rows, n_cols, cols, x, mask)
+        if SUBTRACT_MEAN:
+            step = tl.where(mask, x.to(tl.float32) - running_mean, 0.0)
+            running_mean += step * (1.0 / (start // BLOCK_SIZE + 1.0))
+            squares += step * (x.to(tl.float32) - running_mean)
+        else:
+            squares += squared(x)
+    mean = None
+    if SUBTRACT_MEAN:
+        count = ((n_cols - positions + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # of a position's values
+        mean = row_sums(running_mean * count, None) / n_cols
+        apart = running_mean - as_column(mean)
+        squares = squares + count * apart * apart
+    rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
+    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+    for tile in range(tiles):  # backwards: what was read last is nearest
+        cols = (tiles - 1 - tile) * BLOCK_SIZE + positions
+        exist = cols < n_cols
+        mask = tile_mask(row_mask, exist)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+        h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", "")).to(tl.float32)
+        if SUBTRACT_MEAN:
+            h = h - as_column(mean)
+        w = load_columns(W_ptr, cols, exist)
+        b = load_columns(B_ptr, cols, exist)
+        y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
+        store_tile(Y_ptr, rows, n_cols, cols, y, mask)
+    _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _norm_fwd_kernel(
     X_ptr,
@@ -114,7 +181,7 @@ def _norm_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program, in one block or two (BLOCK_2). Wider rows are read twice, the second time from cache.
+    """ROWS rows a program, in one block or two (BLOCK_2); wider rows in tiles of columns.
 
     R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr, B_ptr, offset may be None.
     LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and
@@ -192,44 +259,10 @@ def _norm_fwd_kernel(
                 store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2)
             _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
     else:
-        lanes = tl.arange(0, BLOCK_SIZE)
-        m2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # of each lane: the sum of squared deviations from its mean
-        if SUBTRACT_MEAN:
-            lane_mean = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for start in range(0, n_cols, BLOCK_SIZE):
-            cols = start + lanes
-            mask = tile_mask(row_mask, cols < n_cols)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-            x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", ""))
-            if S_ptr is not None:
-                store_tile(S_ptr, rows, n_cols, cols, x, mask)
-            if SUBTRACT_MEAN:
-                step = tl.where(mask, x.to(tl.float32) - lane_mean, 0.0)
-                lane_mean += step * (1.0 / (start // BLOCK_SIZE + 1.0))
-                m2 += step * (x.to(tl.float32) - lane_mean)
-            else:
-                m2 += squared(x)
-        mean = None
-        if SUBTRACT_MEAN:
-            count = ((n_cols - lanes + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values of a lane
-            mean = row_sums(lane_mean * count, None) / n_cols
-            apart = lane_mean - as_column(mean)
-            m2 = m2 + count * apart * apart
-        rstd = tl.rsqrt(row_sums(m2, None) / n_cols + eps)
-        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tiles):  # backwards: what was read last is nearest
-            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
-            exist = cols < n_cols
-            mask = tile_mask(row_mask, exist)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-            h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", "")).to(tl.float32)
-            if SUBTRACT_MEAN:
-                h = h - as_column(mean)
-            w = load_columns(W_ptr, cols, exist)
-            b = load_columns(B_ptr, cols, exist)
-            y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
-            store_tile(Y_ptr, rows, n_cols, cols, y, mask)
-        _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
+        _norm_by_tiles(
+            X_ptr, R_ptr, W_ptr, B_ptr, Y_ptr, S_ptr, STATS_ptr, X_row_stride, R_row_stride, rows, row_mask, n_rows,
+            n_cols, eps, offset, CASTING, SUBTRACT_MEAN, BLOCK_SIZE,
+        )  # fmt: skip
 
 
 def norm_forward_tunable(
