@@ -13,7 +13,7 @@ from typing import Any
 def fork_safe(lock: Any) -> Any:
     """A lock that is free in a forked child: a thread that held it in the parent does not exist there.
 
-    A reentrant lock that the forking thread holds itself stays held, so that it can be released.
+    A reentrant lock that the forking thread holds itself stays locked, so that it can be released.
     """
 
     def renew() -> None:
@@ -36,8 +36,8 @@ _idle = threading.Condition()
 def import_module(name: str) -> ModuleType:
     """`importlib.import_module`, for what is imported at first use: another thread's fork waits until it is done.
 
-    Python's lock of a module that a thread imports stays held in a forked child, where nobody releases it: the child
-    would wait for ever as soon as it imports the same. An import of somebody else's is not seen here.
+    Python's lock of a module that a thread imports stays locked in a forked child, where no thread releases it: it
+    would wait for ever as soon as it imports the same. Imports by other packages are not seen here.
     """
     thread = threading.get_ident()
     with _idle:
@@ -54,13 +54,13 @@ def import_module(name: str) -> ModuleType:
 
 def _before_fork() -> None:
     _idle.acquire()
-    own = threading.get_ident()
-    _idle.wait_for(lambda: not set(_importers) - {own}, FORK_SECONDS)
+    this_thread = threading.get_ident()
+    _idle.wait_for(lambda: not set(_importers) - {this_thread}, FORK_SECONDS)
 
 
 def _after_fork_in_child() -> None:
-    own = threading.get_ident()
-    for thread in set(_importers) - {own}:
+    this_thread = threading.get_ident()
+    for thread in set(_importers) - {this_thread}:
         del _importers[thread]
     _idle.release()
 

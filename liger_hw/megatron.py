@@ -47,9 +47,12 @@ class LigerMegatronRMSNorm(torch.nn.Module):
         normalization: str = "RMSNorm",
     ) -> None:
         super().__init__()
-        wanted = getattr(config, "normalization", "RMSNorm")
-        if wanted != "RMSNorm" or normalization not in ("RMSNorm", "LayerNorm"):  # LayerNorm: Megatron's default there
-            raise ValueError(f"LigerMegatronRMSNorm: normalization must be RMSNorm, the config says {wanted!r}")
+        configured = getattr(config, "normalization", "RMSNorm")
+        if configured != "RMSNorm" or normalization not in (
+            "RMSNorm",
+            "LayerNorm",
+        ):  # LayerNorm: the default
+            raise ValueError(f"LigerMegatronRMSNorm: normalization must be RMSNorm, the config says {configured!r}")
         self.config, self.eps = config, eps
         self.zero_centered_gamma = bool(zero_centered_gamma or getattr(config, "layernorm_zero_centered_gamma", False))
         self._offset = 1.0 if self.zero_centered_gamma else 0.0
@@ -145,8 +148,8 @@ def apply_liger_kernel_to_megatron(
 
     rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm; those of
     Transformer Engine and Apex stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
-    fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel that is given labels computes
-    no logits, and where the release has a linear cross entropy of its own, that is replaced as well.
+    fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel computes
+    no logits when it has labels, and where the release has a linear cross entropy, that is replaced as well.
     Returns a report; `revert()` takes everything back. Raises `ImportError` where megatron-core, or what is to be
     replaced in it, is not there.
     """
@@ -241,8 +244,8 @@ def _replace_copies(
             module = importlib.import_module(module_name)
         except ImportError:
             continue
-        held = getattr(module, name, None)
-        if held is not None and (held is original or is_ours(held)):
+        current = getattr(module, name, None)
+        if current is not None and (current is original or is_ours(current)):
             _replace(report, part, kernel, module, name, replacement)
 
 
@@ -265,10 +268,10 @@ def _norm_of(original: Any) -> type:
     return LayerNormImpl
 
 
-def _tensor_parallel_group(given: Any) -> Any:
+def _tensor_parallel_group(group: Any) -> Any:
     """The group of a call: where it names none, the model's, as in Megatron's own losses."""
-    if given is not None:
-        return given
+    if group is not None:
+        return group
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None  # one process, which has no groups
     state = _module("megatron.core.parallel_state")

@@ -1,7 +1,7 @@
 """Megatron-core's output layer and loss in one: the logits of a GPTModel that trains are never computed.
 
 Megatron calls the output layer and hands its logits to `compute_language_model_loss`. While a model that has labels is
-in its `_postprocess`, `deferring` lets the output layer answer with a `DeferredLogits`, so the layer's own hooks run
+in its `_postprocess`, `deferring` lets the output layer answer with a `DeferredLogits`, so the layer's hooks run
 where they always do; `loss_of_deferred` consumes hidden states and weight. Whoever else reads the logits computes them.
 What may be read is what `distributed.owners.find_slice` answers. Layers it refuses compute their logits as always.
 """
@@ -54,8 +54,8 @@ class _Head:
 
     vocab_size = None  # only computing the logits tells
 
-    def __init__(self, layer: torch.nn.Module, found: VocabSlice, compute: Callable[[], torch.Tensor]) -> None:
-        self.layer, self.found, self._compute = layer, found, compute
+    def __init__(self, layer: torch.nn.Module, vocab_slice: VocabSlice, compute: Callable[[], torch.Tensor]) -> None:
+        self.layer, self.slice, self._compute = layer, vocab_slice, compute
 
     def logits(self, hidden: torch.Tensor, surroundings: Surroundings) -> torch.Tensor:
         with surroundings.restored():
@@ -68,8 +68,8 @@ class _Head:
         """hidden: [tokens, batch, hidden], or this rank's tokens under sequence parallelism"""
         surroundings = Surroundings(hidden.device.type)
         whole = hidden
-        if self.found.sequence_parallel:  # says what shape the logits have; nobody reads its values
-            n_tokens = hidden.shape[0] * self.found.group.size()
+        if self.slice.sequence_parallel:  # says what shape the logits have; its values are never read
+            n_tokens = hidden.shape[0] * self.slice.group.size()
             whole = hidden.detach().new_zeros(1).expand(n_tokens, *hidden.shape[1:])
         return DeferredLogits(self, whole, surroundings, surroundings.dtype or hidden.dtype, given=hidden)
 
@@ -105,13 +105,13 @@ def _deferred(layer: torch.nn.Module) -> Iterator[None]:
         def compute(**options: Any) -> Any:
             return type(layer).forward(layer, input_, weight, runtime_gather_output, **options)
 
-        found = find_slice(layer, weight)
+        vocab_slice = find_slice(layer, weight)
         if runtime_gather_output or more:
             return compute(**more)
-        if isinstance(found, str):
-            _warn(found)
+        if isinstance(vocab_slice, str):
+            _warn(vocab_slice)
             return compute()
-        return _Head(layer, found, lambda: compute()[0]).deferred(input_), None
+        return _Head(layer, vocab_slice, lambda: compute()[0]).deferred(input_), None
 
     layer.forward = forward
     try:
@@ -129,18 +129,18 @@ def loss_of_deferred(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, labels, logits, *args, **kwargs)
         if logits._parent is not None or not logits.is_deferred:
             return original(self, labels, logits.materialise(), *args, **kwargs)
-        found, hidden = logits._head.found, logits._given
+        vocab_slice, hidden = logits._head.slice, logits._given
         by_token = labels.transpose(0, 1).contiguous()  # [batch, tokens] -> as the hidden states
         dtype = logits._surroundings.dtype
-        weight = found.weight if dtype is None else found.weight.to(dtype)
+        weight = vocab_slice.weight if dtype is None else vocab_slice.weight.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             losses = linear_cross_entropy(
                 hidden if dtype is None else hidden.to(dtype),
                 weight,
                 by_token,
-                found.group,
+                vocab_slice.group,
                 reduction="none",
-                sequence_parallel=found.sequence_parallel,
+                sequence_parallel=vocab_slice.sequence_parallel,
             )
         return losses.view(by_token.shape).transpose(0, 1).contiguous()
 

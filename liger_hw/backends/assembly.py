@@ -50,13 +50,13 @@ class Assembly:
         labels: dict[str, int] = {}
         depth = [0] * (len(lines) + 1)  # +1 where a loop begins, -1 after it ends
         for number, line in enumerate(lines):
-            if found := self.label.match(line):
-                labels[found[1]] = number
-            elif (found := self.branch.search(line)) and found[1] in labels:
-                depth[labels[found[1]]] += 1
+            if match := self.label.match(line):
+                labels[match[1]] = number
+            elif (match := self.branch.search(line)) and match[1] in labels:
+                depth[labels[match[1]]] += 1
                 depth[number + 1] -= 1
         inside = 0
         for number, line in enumerate(lines):
             inside += depth[number]
-            if found := self.instruction.match(line):
-                yield found[1], found[2], inside > 0
+            if match := self.instruction.match(line):
+                yield match[1], match[2], inside > 0

@@ -50,8 +50,8 @@ class Target:
 
     def warps(self, elements: int, per_thread: int, most: int = 32) -> int:
         """Power-of-two warps that give each thread about `per_thread` of `elements`, within this device's limits."""
-        wanted = max(1, elements // (per_thread * self.warp_size))
-        warps = 1 << (wanted.bit_length() - 1)
+        needed = max(1, elements // (per_thread * self.warp_size))
+        warps = 1 << (needed.bit_length() - 1)
         ceiling = min(most * 32 // self.warp_size, self.max_warps)
         return max(1, min(warps, ceiling))
 
@@ -102,7 +102,7 @@ def _words(name: str) -> str:
 class LaunchConfig:
     """How to launch one kernel, in words every vendor shares.
 
-    blocks: the kernel's own tile sizes by constexpr name, for example `{"BLOCK_SIZE": 4096, "ROWS": 1}`
+    blocks: the kernel's tile sizes by constexpr name, for example `{"BLOCK_SIZE": 4096, "ROWS": 1}`
     num_warps, num_stages: as in Triton
     ctas_per_mp: programs per multiprocessor of a persistent grid; 0 for one program per tile
     hint: how streamed tensors are cached: `stream` (will not be read again), `keep` (will be), or `none`
@@ -180,7 +180,7 @@ INSTRUCTIONS = ("load", "store", "atomic", "shared", "shuffle", "barrier", "matr
 class Resources:
     """What one compiled kernel takes of a device, read from its binary and assembly.
 
-    registers: 32-bit vector registers of a thread; spills: those of them kept in memory; scratch: bytes of that memory
+    registers: 32-bit vector registers of a thread; spills: registers kept in memory; scratch: bytes of that memory
     shared: bytes of shared memory a block; threads: threads of a block
     occupancy: resident threads of a multiprocessor over the most it takes
     loads, stores: bits of one thread's global memory access -> number of such instructions in the text
@@ -212,7 +212,7 @@ class Pace:
     """How fast a multiprocessor works; the static tuner's model of time needs it (`autotune/static.py`).
 
     clock: GHz; issue: warp instructions a cycle; latency: nanoseconds until device memory answers
-    virtual: `Resources.instructions` counts a virtual instruction set (PTX), not the device's own
+    virtual: `Resources.instructions` counts a virtual instruction set (PTX), not the device's
     into_registers: Triton's pipelined loops prefetch into registers here, not only into shared memory
     """
 
@@ -306,8 +306,8 @@ class Backend:
         return None if device is None else self.target(device.arch, self.archs[device.arch], device)
 
     def _known(self, name: str) -> Device | None:
-        wanted = _words(name).replace(" ", "")
-        named = (d for word, d in self.devices.items() if wanted in (_words(word).replace(" ", ""), d.arch))
+        spelled = _words(name).replace(" ", "")
+        named = (d for word, d in self.devices.items() if spelled in (_words(word).replace(" ", ""), d.arch))
         return next(named, None)
 
     def known_archs(self) -> tuple[str, ...]:

@@ -41,8 +41,10 @@ def classes_of(family: str) -> dict[str, str]:
     family."""
     spec = specs().get(_FAMILIES.get(family, family))
     models = () if spec is None else spec.models
-    found = [name for suffix in ("ForCausalLM", "ForConditionalGeneration") for name in models if name.endswith(suffix)]
-    return dict(zip(_NAMES.get(family, ("lce_forward",)), found))
+    classes = [
+        name for suffix in ("ForCausalLM", "ForConditionalGeneration") for name in models if name.endswith(suffix)
+    ]
+    return dict(zip(_NAMES.get(family, ("lce_forward",)), classes))
 
 
 class FamilyModule(ModuleType):
@@ -54,13 +56,15 @@ class FamilyModule(ModuleType):
 
     def fill(self, family: str) -> None:
         """Make the forwards. Raises `ModuleNotFoundError` where transformers has no such family."""
-        wanted = specs()[_FAMILIES.get(family, family)].modeling_module
+        modeling_name = specs()[_FAMILIES.get(family, family)].modeling_module
         try:
-            modeling = importlib.import_module(wanted)
+            modeling = importlib.import_module(modeling_name)
         except ModuleNotFoundError as error:
-            if not wanted.startswith(f"{error.name}"):
+            if not modeling_name.startswith(f"{error.name}"):
                 raise
-            raise ModuleNotFoundError(f"{self.__name__} is not in liger_hw's shim: there is no {wanted}") from None
+            raise ModuleNotFoundError(
+                f"{self.__name__} is not in liger_hw's shim: there is no {modeling_name}"
+            ) from None
         classes = {name: getattr(modeling, cls) for name, cls in classes_of(family).items()}
         forwards = {name: _forward(self.__name__, name, cls) for name, cls in classes.items()}
         self.__dict__.update(forwards, _classes=classes)
@@ -90,12 +94,12 @@ def lce_maybe_trainable_lm_head(
 
     Raises `ValueError` for a head whose weight alone does not say its logits, as one with LoRA.
     """
-    found = []
+    losses = []
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         options = {"shift_labels": shift_labels, "bias": bias, **loss_kwargs}
-        found.append(LigerForCausalLMLoss(hidden, weight, labels, hidden_size, **options))
-        return found[0].loss if isinstance(found[0], CrossEntropyOutput) else found[0]
+        losses.append(LigerForCausalLMLoss(hidden, weight, labels, hidden_size, **options))
+        return losses[0].loss if isinstance(losses[0], CrossEntropyOutput) else losses[0]
 
     total = head_loss(self.lm_head, hidden_states, loss)
-    return dataclasses.replace(found[0], loss=total) if isinstance(found[0], CrossEntropyOutput) else total
+    return dataclasses.replace(losses[0], loss=total) if isinstance(losses[0], CrossEntropyOutput) else total

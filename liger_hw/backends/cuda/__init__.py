@@ -23,7 +23,7 @@ class CudaBackend(Backend):
     device_type = "cuda"
     torch_version = "cuda"
     compiler = "nvidia"
-    archs = {  # shared memory a block may opt in to; the data sheets' boost clock, for sm90 the clock held under load
+    archs = {  # shared memory a block may opt in to; the data sheets' boost clock, for sm90 the clock under load
         "sm80": Arch("ampere", (32,), 163 * KIB, 65536, 2048, clock=1.41),
         "sm86": Arch("ampere", (32,), 99 * KIB, 65536, 1536, clock=1.80),
         "sm89": Arch("ada", (32,), 99 * KIB, 65536, 1536, clock=2.52),
@@ -116,7 +116,7 @@ class CudaBackend(Backend):
 @functools.cache
 def _has_grouped_mm(torch_version: Any) -> bool:
     """Whether this torch's `_grouped_mm` takes any number of rows a group, on sm100 too. Older ones served sm90 alone,
-    and the first of them wanted multiples of 8 rows."""
+    and the first of them required multiples of 8 rows."""
     return torch_version >= (2, 9)
 
 

@@ -1,7 +1,7 @@
 """What a compiled NVIDIA kernel takes: registers from the cubin, access widths and instructions from its PTX.
 
 The cubin is read by the `cuobjdump` that Triton's wheel brings. PTX is before register allocation and scheduling, so
-its instruction counts say what was asked for, not what runs. Registers are handed out to a warp in steps of 256 and to
+its instruction counts are of that code, not of what runs. Registers are handed out to a warp in steps of 256 and to
 warps in fours, and each resident block keeps 1 KiB of shared memory for itself (CUDA C++ Programming Guide, "Compute
 Capabilities"; Hopper Tuning Guide, "Shared Memory").
 """
@@ -28,8 +28,8 @@ def _classify(name: str, operands: str) -> tuple[str, int | None] | None:
         size = _COPY.search(operands)
         return "load", 8 * int(size[1], 0) if size else 0
     if name.startswith(("ld.global", "cp.async.bulk.tensor", "st.global")):
-        found = _WIDTH.search(name)
-        return "store" if name.startswith("st") else "load", int(found[1] or 1) * int(found[2]) if found else 0
+        match = _WIDTH.search(name)
+        return "store" if name.startswith("st") else "load", int(match[1] or 1) * int(match[2]) if match else 0
     return None
 
 
@@ -75,10 +75,10 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = _USAGE.search(text)
-    if found is None:
+    match = _USAGE.search(text)
+    if match is None:
         raise ValueError(f"cuobjdump printed no resource usage: {text.strip()[:200]!r}")
-    return int(found[1]), int(found[2]), int(found[4])
+    return int(match[1]), int(match[2]), int(match[4])
 
 
 def _occupancy(target: Target, registers: int, shared: int, threads: int) -> float:

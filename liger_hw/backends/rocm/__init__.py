@@ -3,7 +3,7 @@
 Limits: AMD CDNA 3 / CDNA 4 and RDNA 3 / RDNA 4 instruction set architecture documents (LDS size, wavefront size, VGPRs)
 and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950). Devices: public prints and
 vendor figures (tests/backends/recorded.py), the MI325X from AMD's data sheet.
-torch reaches AMD through its "cuda" device type; the backend is told apart by `torch.version.hip`.
+torch reaches AMD through its "cuda" device type; the backend is recognised by `torch.version.hip`.
 
 A multiprocessor is what HIP counts as one: a compute unit on CDNA, a work-group processor (two compute units, four
 SIMDs) on RDNA in its default WGP mode (HIP documentation, "Hardware implementation"; ROCm/hip issues 2687 and 3767),

@@ -70,10 +70,10 @@ def resources(target: Target, compiled: Any) -> Resources:
 
 
 def _field(text: str, pattern: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise ValueError(f"the compiler's assembly has no {pattern!r}")
-    return int(found[1])
+    return int(match[1])
 
 
 def _occupancy(target: Target, waves_a_simd: int, shared: int, threads: int) -> float:

@@ -50,7 +50,7 @@ from .reference import (
     experts_bwd_reference,
     experts_fwd_reference,
     experts_reference,
-    only_wanted,
+    only_needed,
 )
 from .routing import Routing
 
@@ -77,7 +77,7 @@ def fused_moe_reference(
 ) -> torch.Tensor:
     """The specification in plain torch, one expert after the other.
 
-    rounded: the dtype in which the pre-activations are held, where that is narrower than the inputs'. An exact result
+    rounded: the dtype in which the pre-activations are stored, where that is narrower than the inputs'. An exact result
         needs it where a limit makes the gradient jump: there it matters on which side the rounded number lies.
     """
     gate = Gate.checked("fused_moe_reference", activation, alpha, limit, up_offset, has_gate, is_concatenated)
@@ -110,20 +110,20 @@ def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, d
 
 def _bwd(
     dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
-    order, token, row, offsets, largest, wanted, how,
+    order, token, row, offsets, largest, needed, how,
 ):  # fmt: skip
     if not top_k_index.numel():
         zeros = (torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, top_k_weights))
         n_experts, hidden = down_proj.shape[0], x.shape[1]
         zeros = (*zeros, x.new_zeros((n_experts, z.shape[1])), x.new_zeros((n_experts, hidden)))
-        return only_wanted(zeros, wanted, x, top_k_weights)
+        return only_needed(zeros, needed, x, top_k_weights)
     dout, x = row_major(dout), row_major(x)
     top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
     inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
     where = Routing(order, token, row, offsets, largest)
-    dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, where, wanted, how)
-    ddown, ddown_bias = _down_gradients(dout, *inputs, z, where, wanted, how)
-    return only_wanted((dx, dup, ddown, dweights, dup_bias, ddown_bias), wanted, x, top_k_weights)
+    dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, where, needed, how)
+    ddown, ddown_bias = _down_gradients(dout, *inputs, z, where, needed, how)
+    return only_needed((dx, dup, ddown, dweights, dup_bias, ddown_bias), needed, x, top_k_weights)
 
 
 # At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept, and each of
@@ -131,10 +131,10 @@ def _bwd(
 
 
 def _up_gradients(
-    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, where: Routing, wanted, how: How
+    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, where: Routing, needed, how: How
 ):
     """Gradients of x, the first product's weights, the routing weights and the first bias; None for unwanted ones."""
-    wants_x, wants_up, _, wants_weights, wants_up_bias, _ = wanted
+    wants_x, wants_up, _, wants_weights, wants_up_bias, _ = needed
     dx = dup = dup_bias = None
     if not (wants_x or wants_up or wants_weights or wants_up_bias):
         return None, None, None, None
@@ -154,9 +154,9 @@ def _up_gradients(
     return dx, dup, dweights, dup_bias
 
 
-def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, z, where: Routing, wanted, how: How):
+def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, z, where: Routing, needed, how: How):
     """Gradients of the second product's weights and bias; None for unwanted ones."""
-    _, _, wants_down, _, _, wants_down_bias = wanted
+    _, _, wants_down, _, _, wants_down_bias = needed
     ddown = ddown_bias = None
     if wants_down_bias:
         ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, where)
@@ -182,12 +182,12 @@ def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bi
 
 def _bwd_fake(
     dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
-    order, token, row, offsets, largest, wanted, how,
+    order, token, row, offsets, largest, needed, how,
 ):  # fmt: skip
     experts, hidden, n_z = down_proj.shape[0], x.shape[1], gate_up_proj.shape[2 if how.is_transposed else 1]
     shapes = (x.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, (experts, n_z), (experts, hidden))
     likes = (x, x, x, top_k_weights, x, x)
-    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, wanted)])
+    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, needed)])
 
 
 fused_moe_fwd = define(
@@ -201,7 +201,7 @@ fused_moe_fwd = define(
 )
 fused_moe_bwd = define(
     f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor? down_bias, Tensor z, Tensor order, Tensor token, Tensor row,"
-    " Tensor offsets, Tensor largest, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor offsets, Tensor largest, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=experts_bwd_reference,
     fake=_bwd_fake,
@@ -217,21 +217,21 @@ class FusedMoEFunction(Function):
     def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
         ctx.how = how
         inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-        out, *made = fused_moe_fwd(*inputs, gate_up_bias, down_bias, ctx.how)
-        ctx.save_for_backward(*inputs, down_bias, *made)
+        out, *saved = fused_moe_fwd(*inputs, gate_up_bias, down_bias, ctx.how)
+        ctx.save_for_backward(*inputs, down_bias, *saved)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        wanted = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
-        found = fused_moe_bwd(dout, *ctx.saved_tensors, wanted, ctx.how)
-        dx, dup, ddown, dweights, dup_bias, ddown_bias = (g if w else None for g, w in zip(found, wanted))
+        needed = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
+        gradients = fused_moe_bwd(dout, *ctx.saved_tensors, needed, ctx.how)
+        dx, dup, ddown, dweights, dup_bias, ddown_bias = (g if w else None for g, w in zip(gradients, needed))
         return dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None
 
 
 class SeparateExpertsFunction(Function):
-    """The same of experts whose projections are parameters of their own, without biases.
+    """The same of experts whose projections are separate parameters, without biases.
 
     `apply(x, top_k_index, top_k_weights, how, skips_unused, *weights)`: what `How` has, then gate and up of the first
     expert, of the second and so on, and then down of each. They are stacked for forward, and once more for backward: a
@@ -243,23 +243,23 @@ class SeparateExpertsFunction(Function):
     def forward(ctx, x, top_k_index, top_k_weights, how, skips_unused, *weights):
         ctx.how = how
         gate_up, down = _stacked(weights, x.dtype)
-        out, *made = fused_moe_fwd(x, gate_up, down, top_k_index, top_k_weights, None, None, how)
-        ctx.save_for_backward(x, top_k_index, top_k_weights, *made, *weights)
-        ctx.n_made = len(made)
-        ctx.offsets = HostCopy(Routing(*made[1:]).offsets) if skips_unused else None
+        out, *saved = fused_moe_fwd(x, gate_up, down, top_k_index, top_k_weights, None, None, how)
+        ctx.save_for_backward(x, top_k_index, top_k_weights, *saved, *weights)
+        ctx.n_saved = len(saved)
+        ctx.offsets = HostCopy(Routing(*saved[1:]).offsets) if skips_unused else None
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, dout):
         x, top_k_index, top_k_weights, *rest = ctx.saved_tensors
-        (z, *routed), weights = rest[: ctx.n_made], rest[ctx.n_made :]
+        (z, *routed), weights = rest[: ctx.n_saved], rest[ctx.n_saved :]
         n_up = len(weights) // 3 * 2
         needs_x, _, needs_routing, _, _, *needs = ctx.needs_input_grad
-        wanted = [needs_x, any(needs[:n_up]), any(needs[n_up:]), needs_routing, False, False]
+        needed = [needs_x, any(needs[:n_up]), any(needs[n_up:]), needs_routing, False, False]
         inputs = x, *_stacked(weights, x.dtype), top_k_index, top_k_weights
-        found = fused_moe_bwd(dout, *inputs, None, z, *routed, wanted, ctx.how)
-        dx, dup, ddown, dweights, _, _ = (g if want else None for g, want in zip(found, wanted))
+        gradients = fused_moe_bwd(dout, *inputs, None, z, *routed, needed, ctx.how)
+        dx, dup, ddown, dweights, _, _ = (g if want else None for g, want in zip(gradients, needed))
         of_weights = (*_unstacked(dup, weights[:n_up]), *_unstacked(ddown, weights[n_up:]))
         offsets = None if ctx.offsets is None else ctx.offsets.read()
         if offsets is not None:
@@ -317,10 +317,10 @@ def liger_fused_moe(
     """The experts of a mixture-of-experts layer, after its router.
 
     x: [T, H] in fp32, fp16 or bf16 (fp64 too on the CPU); weights and biases have the same dtype, or any under
-        autocast, which casts all of them to its own
+        autocast, which casts all of them to its dtype
     gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
     down_proj: [E, H, I], or [E, I, H] if is_transposed
-        Where each expert has parameters of its own, both are sequences: of E pairs (gate [I, H], up [I, H]), and of E
+        Where each expert has separate parameters, both are sequences: of E pairs (gate [I, H], up [I, H]), and of E
         tensors [H, I]. They are stacked for forward and again for backward; such experts take no bias, no layout and
         no has_gate=False.
     top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E) contributes nothing, as the
@@ -366,11 +366,11 @@ def liger_fused_moe(
 
 
 def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused) -> torch.Tensor:
-    """`liger_fused_moe` of experts with parameters of their own."""
+    """`liger_fused_moe` of experts with separate parameters."""
     try:
         pairs, downs = [tuple(pair) for pair in gate_up_proj], tuple(down_proj)
     except TypeError:
-        kinds = " and ".join(type(given).__name__ for given in (gate_up_proj, down_proj))
+        kinds = " and ".join(type(weights).__name__ for weights in (gate_up_proj, down_proj))
         raise TypeError(f"{op}: weights must be tensors, or sequences of pairs and of tensors, got {kinds}") from None
     fits = len(pairs) == len(downs) > 0 and all(len(pair) == 2 for pair in pairs)
     check(fits, op, f"expected a pair of gate and up, and one down, for each expert, got {len(pairs)} and {len(downs)}")
@@ -400,8 +400,8 @@ def _separate_misfit(x, weights) -> str:
     n_up = len(weights) // 3 * 2
     up, down = (weights[0].shape[0], x.shape[1]), (x.shape[1], weights[0].shape[0])
     for place, weight in enumerate(weights):
-        wanted = up if place < n_up else down
-        if weight.shape != wanted:
+        expected = up if place < n_up else down
+        if weight.shape != expected:
             return f"every gate and up must be {list(up)} and every down {list(down)}, got {list(weight.shape)}"
         if weight.device != x.device:
             return f"a weight is on {weight.device} but x is on {x.device}; move them to one device"
@@ -419,13 +419,13 @@ def _misfit(
     if not experts:
         return f"down_proj must have at least one expert, got {tuple(down_proj.shape)}"
     columns = 2 * inner if gate.has_gate else inner
-    wanted = {
+    shapes = {
         "down_proj": (down_proj, (experts, inner, hidden) if is_transposed else (experts, hidden, inner)),
         "gate_up_proj": (gate_up_proj, (experts, hidden, columns) if is_transposed else (experts, columns, hidden)),
         "gate_up_bias": (gate_up_bias, (experts, columns)),
         "down_bias": (down_bias, (experts, hidden)),
     }
-    for name, (tensor, shape) in wanted.items():
+    for name, (tensor, shape) in shapes.items():
         if tensor is not None and tensor.shape != shape:
             return f"{name} must be {list(shape)} for x {tuple(x.shape)}, got {list(tensor.shape)}"
         if tensor is not None and tensor.dtype is not x.dtype:
@@ -463,7 +463,7 @@ class LigerExperts(torch.nn.Module):
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         numbers = [getattr(config, name) for name in names if hasattr(config, name)]
         if not numbers:
-            raise ValueError(f"LigerExperts: config must have {', '.join(names[:-1])} or {names[-1]}, got none of them")
+            raise ValueError(f"LigerExperts: config must have {', '.join(names[:-1])} or {names[-1]}, got neither")
         self.num_experts = numbers[0]
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -499,11 +499,11 @@ def _sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, *
     jumps = bool(options.get("limit"))
 
     def random(*shape: int, scale: float = 1.0, few_bits: bool = False) -> torch.Tensor:
-        made = torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * scale
+        weight = torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * scale
         if few_bits:
             step = 2.0 ** math.floor(math.log2(scale / 8))
-            made = (made / step).round() * step
-        return made.to(dtype).requires_grad_()
+            weight = (weight / step).round() * step
+        return weight.to(dtype).requires_grad_()
 
     def weight(columns: int, rows: int, few_bits: bool = False) -> torch.Tensor:
         shape = (rows, columns) if options.get("is_transposed") else (columns, rows)

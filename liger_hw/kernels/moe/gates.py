@@ -3,8 +3,8 @@
     gate       act = act(g) * (u + up_offset) of a row's pre-activations z, to which it adds the bias
     gate_bwd   dz from da, and the gradient of the row's routing weight, da . act
 
-Everything is fp32 and rounded once. Rows of nobody are left alone, but for zeros in z, which forward returns; the
-gradient of their weight is 0.
+Everything is fp32 and rounded once. Rows without an expert are not written, except that forward zeroes them in z, which
+it returns; the gradient of their weight is 0.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _fused_moe_gate_kernel(
 ):
     """Act[row] = the gate of Z[row] + Bias[expert], which is stored in Z; with Weights_ptr, times the slot's weight.
 
-    Weights are given in backward. In forward, which has none, Z becomes zeros in rows of nobody.
+    Backward passes weights. Forward passes None, and zeroes the rows of Z that have no expert.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order_ptr + row)
@@ -217,9 +217,9 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
 
 def _gate_heuristic(target: Target, key: Key) -> LaunchConfig:
     """As many columns; of more than 512 of them 32 bytes a thread, since this kernel reads a column once."""
-    found = _heuristic(target, key)
-    block = found.blocks["BLOCK_SIZE"]
-    return found if block <= 512 else replace(found, num_warps=target.warps(block, 32 // key[2], 8))
+    config = _heuristic(target, key)
+    block = config.blocks["BLOCK_SIZE"]
+    return config if block <= 512 else replace(config, num_warps=target.warps(block, 32 // key[2], 8))
 
 
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -261,9 +261,9 @@ def gated(
     where: Routing,
     n_experts: int,
 ) -> torch.Tensor:
-    """[M, inner]: the gate of z [M, 2 inner] + bias [E, 2 inner], times the weights [T, K] if given.
+    """[M, inner]: the gate of z [M, 2 inner] + bias [E, 2 inner], times the weights [T, K] unless they are None.
 
-    The bias is added to z itself. Without weights, as in forward, the rows of nobody in z become zeros.
+    The bias is added to z itself. Without weights, as in forward, the rows of z that have no expert become zeros.
     """
     (n_rows, n_z), (n_tokens, top_k) = z.shape, top_k_index.shape
     inner = n_z // 2 if gate.has_gate else n_z

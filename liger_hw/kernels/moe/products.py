@@ -1,14 +1,14 @@
 """Grouped products of fused_moe: the rows of each expert times its weights, and the gradients of the weights.
 
-    rows      y[row] = a[row] @ weight[expert of row], for rows sorted by expert or gathered (that of the row's token)
+    rows      y[row] = a[row] @ weight[expert of row], for rows sorted by expert or gathered (a[token of row])
     weights   dweight[expert] = p^T @ q over the expert's rows, one of p and q gathered
 
 Two engines compute them, and the plan says which: ENGINE is KERNELS, the kernels of this file, or LIBRARY,
-`torch._grouped_mm`. The library takes no indices, so what is to be gathered is copied first. It is asked only where it
+`torch._grouped_mm`. The library takes no indices, so what is to be gathered is copied first. It is chosen only where it
 is one launch without a synchronisation and takes the operands as they are (`_library_takes`); else the kernels compute
 the product with the plan's tiles.
 
-The kernels work on tiles whose place `routing.py` knows. Weights are given by strides, so that transposed ones need no
+The kernels work on tiles whose place `routing.py` knows. Weights are addressed by strides: transposed ones need no
 copy. A tile's last rows may belong to the next expert, or lie past the end: they are computed from some row of this
 expert and never stored. So no row can put a NaN into another.
 """
@@ -198,7 +198,7 @@ def _fused_moe_weights_kernel(
 ):
     """dW[expert] [n_p, n_q] = p^T @ q over the expert's rows, summed in fp32 and rounded once; zeros without rows.
 
-    The largest experts come first, so that none of them is begun when the others are done.
+    The largest experts come first, so that no large one starts last.
     """
     p_tiles = tl.cdiv(n_p, BLOCK_M)
     q_tiles = tl.cdiv(n_q, BLOCK_N)
@@ -245,7 +245,7 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 _LIBRARY_ROWS = 6
 """The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
 _LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 768}
-"""The library is chosen where a row meets at least so many columns: the more there are, the smaller is the share of
+"""The least columns of a product for which the library is chosen: the more there are, the smaller is the share of
 copying the gathered rows, which the kernels do not do. Gradients of weights gain more from it, and so need fewer."""
 _SMALL_EXPERT = 1 << 22
 """Elements of a down projection below which an expert is small: its products have few steps."""
@@ -285,18 +285,18 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
             if cols == 256 and (of_weights or rows < 128 or (stages == 4 and not is_small)):
                 continue
             cols = min(cols, widest)
-            held = 128 if of_weights and is_small and _reads_shared(target) else 64
-            warps = target.warps(max(rows * cols, 64 * 128), held, 8)
+            per_thread = 128 if of_weights and is_small and _reads_shared(target) else 64
+            warps = target.warps(max(rows * cols, 64 * 128), per_thread, 8)
             config = _tile(rows, cols, depth, warps, stages, engine(target, key))
             if _shared(config, key[4]) <= target.shared_memory:
                 break
         return config
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
-        found = []
+        configs = []
         if backend(target.vendor).has_grouped_gemm(target):  # with the heuristic's tiles: its neighbour for the tuner
             chosen = heuristic(target, key)
-            found.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
+            configs.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
         lowest = 32 if of_weights else min(64, 1 << key[3])
         for block_m, block_n in (
             (32, 128),
@@ -312,11 +312,11 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
                 for warps in (4, 8):
                     for stages in (2, 3, 4):
                         config = _tile(block_m, block_n, block_k, warps, stages)
-                        held = block_m * block_n // (warps * target.warp_size)
+                        accumulators = block_m * block_n // (warps * target.warp_size)
                         is_deep = 4 * _shared(config, key[4]) >= target.shared_memory  # enough loads on their way
-                        if _shared(config, key[4]) <= target.shared_memory and is_deep and 32 <= held <= 128:
-                            found.append(config)
-        return found
+                        if _shared(config, key[4]) <= target.shared_memory and is_deep and 32 <= accumulators <= 128:
+                            configs.append(config)
+        return configs
 
     def valid(config: LaunchConfig, key: Key) -> str | None:
         if config.blocks["ENGINE"] not in (KERNELS, LIBRARY):

@@ -10,7 +10,7 @@ from ... import env
 from ...runtime.operator import check, check_numbers, no_weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-"""Names of the activations; their place in this tuple is what kernels are told."""
+"""Names of the activations; kernels take the position in this tuple."""
 
 
 class Gate(NamedTuple):
@@ -32,7 +32,7 @@ class Gate(NamedTuple):
 
     @classmethod
     def checked(cls, op: str, activation, alpha, limit, up_offset, has_gate, is_concatenated) -> "Gate":
-        """The gate of a public function's options, whose limit is None where there is none.
+        """The gate of a public function's options, whose limit may be None.
 
         Raises `ValueError` or `TypeError` for what no gate has.
         """
@@ -74,7 +74,7 @@ class Gate(NamedTuple):
         return gate.relu() if self.activation == "relu" else gate.relu().square()
 
     def gradient(self, z: torch.Tensor, dact: torch.Tensor) -> torch.Tensor:
-        """The gradient of `apply` at z for that of its result, by formula: an operator's body runs below autograd."""
+        """Backward of `apply`, in closed form: an operator's body runs below autograd."""
         if not self.has_gate:
             if not self.limit:
                 return dact * self._slope(z)
@@ -82,7 +82,7 @@ class Gate(NamedTuple):
         gate, up = z.chunk(2, -1) if self.is_concatenated else (z[..., ::2], z[..., 1::2])
         of_gate = of_up = 1.0
         if self.limit:
-            of_gate, of_up = gate <= self.limit, up.abs() <= self.limit  # clamp's own gradient: 1 at the bounds too
+            of_gate, of_up = gate <= self.limit, up.abs() <= self.limit  # clamp's gradient: 1 at the bounds too
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         dgate = dact * (up + self.up_offset) * self._slope(gate) * of_gate
         dup = dact * self._activate(gate) * of_up
@@ -133,34 +133,34 @@ def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
 
 
 def _sorted_slots(top_k_index: torch.Tensor, n_experts: int) -> list[torch.Tensor]:
-    """The slots of each expert, in order, and those of nobody."""
+    """The slots of each expert, in order; the last entry has the slots without an expert."""
     expert_of = top_k_index.reshape(-1)
     slots = [torch.where(expert_of == expert)[0] for expert in range(n_experts)]
     return [*slots, torch.where((expert_of < 0) | (expert_of >= n_experts))[0]]
 
 
 def _rounded(z: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """z with the values it has after rounding to `dtype`, still in its own; the gradient passes as it is."""
+    """z with the values it has after rounding to `dtype`, in its dtype; the gradient passes unchanged."""
     return z if dtype is None else z + (z.to(dtype).to(z.dtype) - z).detach()
 
 
 def _experts(
     x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed, rounded=None
 ):
-    """(the layer's output, the pre-activations of each expert's rows, its slots and last those of nobody)"""
+    """(the layer's output, the pre-activations of each expert's rows, its slots, the slots without an expert last)"""
     (n_tokens, top_k), wide = top_k_index.shape, torch.promote_types(x.dtype, torch.float32)
     if not is_transposed:
         gate_up_proj, down_proj = gate_up_proj.mT, down_proj.mT
     slots, kept = _sorted_slots(top_k_index, len(down_proj)), []
     y = x.new_zeros((n_tokens * top_k, x.shape[1]))
-    for expert, own in enumerate(slots[:-1]):
-        z = _rounded(x[own // top_k] @ gate_up_proj[expert], rounded)
+    for expert, chosen in enumerate(slots[:-1]):
+        z = _rounded(x[chosen // top_k] @ gate_up_proj[expert], rounded)
         if gate_up_bias is not None:
             z = _rounded(z + gate_up_bias[expert], rounded)
         rows = gate.apply(z.to(wide)).to(x.dtype) @ down_proj[expert]
         if down_bias is not None:
             rows = rows + down_bias[expert]
-        y = y.index_copy(0, own, rows)
+        y = y.index_copy(0, chosen, rows)
         kept.append(z)
     weights = top_k_weights.reshape(-1, 1).to(wide).index_fill(0, slots[-1], 0.0)
     weighted = (weights * y.to(wide)).view(n_tokens, top_k, x.shape[1])
@@ -168,11 +168,11 @@ def _experts(
 
 
 def experts_reference(*args):
-    """The layer's output [T, H]; the arguments are those of `liger_fused_moe` in order, a checked `Gate`, is_transposed
+    """The layer's output [T, H]; the arguments of `liger_fused_moe` in order, a checked `Gate`, is_transposed
     and optionally a narrower dtype.
 
     Products and pre-activations are rounded to x's dtype, as GEMMs leave them; everything else is fp32 (fp64 for fp64).
-    Pre-activations are rounded to the narrower dtype where one is given. Differentiable.
+    Pre-activations are rounded to the narrower dtype unless it is None. Differentiable.
     """
     return _experts(*args)[0]
 
@@ -187,7 +187,7 @@ def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights
     row = torch.empty_like(order)
     row[order] = torch.arange(len(order), device=x.device)
     row = row.index_fill(0, slots[-1], -1)
-    counts = torch.tensor([len(own) for own in slots[:-1]])
+    counts = torch.tensor([len(chosen) for chosen in slots[:-1]])
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     largest = counts.argsort(descending=True, stable=True)
     numbers = order, order // top_k_index.shape[1], row, offsets, largest
@@ -196,9 +196,9 @@ def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights
 
 def experts_bwd_reference(
     dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
-    order, token, row, offsets, largest, wanted, how,
+    order, token, row, offsets, largest, needed, how,
 ):  # fmt: skip
-    """What the operator `fused_moe_bwd` returns: six gradients, empty where they are not wanted."""
+    """What the operator `fused_moe_bwd` returns: six gradients, empty where not needed."""
     gate, is_transposed = how.gate, how.is_transposed
     top_k, wide = top_k_index.shape[1], torch.promote_types(x.dtype, torch.float32)
     up_weights, down_weights = (gate_up_proj, down_proj) if is_transposed else (gate_up_proj.mT, down_proj.mT)
@@ -209,29 +209,29 @@ def experts_bwd_reference(
     )
     dweights = torch.zeros(top_k_index.numel(), dtype=wide, device=x.device)
     start = 0
-    for expert, own in enumerate(_sorted_slots(top_k_index, len(down_proj))[:-1]):
-        rows, given = own // top_k, dout[own // top_k]
-        weight = top_k_weights.reshape(-1)[own].to(wide).unsqueeze(1)
-        own_z = z[start : start + len(own)].to(wide)
-        act, start = gate.apply(own_z).to(x.dtype), start + len(own)
-        da = (given @ down_weights[expert].T).to(wide)
-        dz = gate.gradient(own_z, weight * da).to(x.dtype)
-        dweights[own] = (act.to(wide) * da).sum(1)
+    for expert, chosen in enumerate(_sorted_slots(top_k_index, len(down_proj))[:-1]):
+        rows, dy = chosen // top_k, dout[chosen // top_k]
+        weight = top_k_weights.reshape(-1)[chosen].to(wide).unsqueeze(1)
+        z_rows = z[start : start + len(chosen)].to(wide)
+        act, start = gate.apply(z_rows).to(x.dtype), start + len(chosen)
+        da = (dy @ down_weights[expert].T).to(wide)
+        dz = gate.gradient(z_rows, weight * da).to(x.dtype)
+        dweights[chosen] = (act.to(wide) * da).sum(1)
         if down_bias is not None:
-            dweights[own] += (given.to(wide) * down_bias[expert].to(wide)).sum(1)
-        ddown[expert] = (weight * act.to(wide)).to(x.dtype).T @ given
-        ddown_bias[expert] = (weight * given.to(wide)).sum(0)
+            dweights[chosen] += (dy.to(wide) * down_bias[expert].to(wide)).sum(1)
+        ddown[expert] = (weight * act.to(wide)).to(x.dtype).T @ dy
+        ddown_bias[expert] = (weight * dy.to(wide)).sum(0)
         dup[expert] = x[rows].T @ dz
         dup_bias[expert] = dz.to(wide).sum(0)
-        dx[own] = (dz @ up_weights[expert].T).to(wide)
+        dx[chosen] = (dz @ up_weights[expert].T).to(wide)
     dx = dx.view(*top_k_index.shape, x.shape[1]).sum(1).to(x.dtype)
     if not is_transposed:
         dup, ddown = dup.mT.contiguous(), ddown.mT.contiguous()
-    found = dx, dup, ddown, dweights.view(top_k_index.shape).to(top_k_weights.dtype), dup_bias, ddown_bias
-    return only_wanted(found, wanted, x, top_k_weights)
+    gradients = dx, dup, ddown, dweights.view(top_k_index.shape).to(top_k_weights.dtype), dup_bias, ddown_bias
+    return only_needed(gradients, needed, x, top_k_weights)
 
 
-def only_wanted(gradients, wanted, x, top_k_weights) -> tuple[torch.Tensor, ...]:
-    """The six gradients, each that is not wanted as an empty tensor of the dtype that it would have."""
+def only_needed(gradients, needed, x, top_k_weights) -> tuple[torch.Tensor, ...]:
+    """The six gradients, or an empty tensor of the same dtype for each that is not needed."""
     likes = x, x, x, top_k_weights, x, x
-    return tuple([g if want else no_weight(like) for g, want, like in zip(gradients, wanted, likes)])
+    return tuple([g if want else no_weight(like) for g, want, like in zip(gradients, needed, likes)])

@@ -1,7 +1,7 @@
-"""Which rows of a grouped product belong to which expert, found on the device without a synchronisation or an atomic.
+"""Which rows of a grouped product belong to which expert, computed on the device without synchronisation or atomics.
 
 A slot is one (token, choice) pair, numbered t * K + k. Slots are sorted stably by expert: a counting sort in four
-launches. Slots whose expert is outside [0, E) come last and belong to nobody.
+launches. Slots whose expert is outside [0, E) come last and have no expert.
 
     count    programs of BLOCK_T slots: how many of them go to each expert
     prefix   for each expert, how many slots of earlier programs go to it; and its total
@@ -31,7 +31,7 @@ DIMS = ("n_tokens", "hidden", "inner", "n_experts", "top_k")
 
 @triton.jit
 def _experts_of(Index_ptr, at, n_slots, n_experts):
-    """The expert of each slot; n_experts for slots of nobody and positions past the last slot."""
+    """The expert of each slot; n_experts for slots without one and positions past the last slot."""
     expert = tl.load(Index_ptr + at, mask=at < n_slots, other=-1)
     return tl.where((expert < 0) | (expert >= n_experts), n_experts, expert).to(tl.int32)
 
@@ -67,17 +67,20 @@ def _fused_moe_offsets_kernel(
 ):
     """Offsets [n_experts + 1]: where each expert's rows begin; the last one is where they all end.
 
-    Largest [n_experts]: the experts, that of most rows first. A program places BLOCK_T of them; the first does offsets.
+    Largest [n_experts]: the experts, the one with most rows first. A program places BLOCK_T of them, the first one the
+    offsets too.
     """
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(Totals_ptr + experts)
     if tl.program_id(0) == 0:
         tl.store(Offsets_ptr + experts, tl.cumsum(totals, axis=0) - totals, mask=experts <= n_experts)
-    own = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    size = tl.load(Totals_ptr + own, mask=own < n_experts, other=0)
-    ahead = (totals[None, :] > size[:, None]) | ((totals[None, :] == size[:, None]) & (experts[None, :] < own[:, None]))
+    expert = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    size = tl.load(Totals_ptr + expert, mask=expert < n_experts, other=0)
+    ahead = (totals[None, :] > size[:, None]) | (
+        (totals[None, :] == size[:, None]) & (experts[None, :] < expert[:, None])
+    )
     ahead = ahead & (experts < n_experts)[None, :]
-    tl.store(Largest_ptr + tl.sum(ahead.to(tl.int32), axis=1), own, mask=own < n_experts)
+    tl.store(Largest_ptr + tl.sum(ahead.to(tl.int32), axis=1), expert, mask=expert < n_experts)
 
 
 @triton.jit(do_not_specialize=["n_slots"])
@@ -95,7 +98,7 @@ def _fused_moe_place_kernel(
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Order and Token [n_slots]: each row's slot and token; Row [n_slots]: each slot's row, -1 for slots of nobody."""
+    """Order and Token [n_slots]: each row's slot and token; Row [n_slots]: each slot's row, -1 without an expert."""
     start = tl.program_id(0) * BLOCK_T
     at = start + tl.arange(0, BLOCK_T)
     expert = _experts_of(Index_ptr, at, n_slots, n_experts)
@@ -125,17 +128,17 @@ def _fused_moe_tiles_kernel(
 
     First [n_experts + 1]: the first tile of each expert.
     """
-    own = tl.program_id(0)
+    expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     rows = tl.load(Offsets_ptr + experts + 1, mask=experts < n_experts, other=0)
     rows -= tl.load(Offsets_ptr + experts, mask=experts < n_experts, other=0)
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
-    first = tl.sum(tl.where(experts < own, tiles, 0), axis=0)
-    end = tl.where(own < n_experts, tl.sum(tl.where(experts <= own, tiles, 0), axis=0), n_tiles)
-    tl.store(First_ptr + own, first)
+    first = tl.sum(tl.where(experts < expert, tiles, 0), axis=0)
+    end = tl.where(expert < n_experts, tl.sum(tl.where(experts <= expert, tiles, 0), axis=0), n_tiles)
+    tl.store(First_ptr + expert, first)
     for start in range(first, end, BLOCK_T):
         at = start + tl.arange(0, BLOCK_T)
-        tl.store(Expert_ptr + at, tl.zeros([BLOCK_T], dtype=tl.int32) + own, mask=at < end)
+        tl.store(Expert_ptr + at, tl.zeros([BLOCK_T], dtype=tl.int32) + expert, mask=at < end)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ TUNABLES = (COUNT, PREFIX, OFFSETS, PLACE, TILES)
 class Routing(NamedTuple):
     """Where the rows of every expert are; all int32.
 
-    order, token [M]: the slot and the token of each row; row [M]: the row of each slot, -1 for slots of nobody
+    order, token [M]: the slot and the token of each row; row [M]: the row of each slot, -1 for slots without an expert
     offsets [E + 1]: where each expert's rows begin and the last one's end; largest [E]: the experts by rows, most first
     """
 

@@ -32,7 +32,7 @@ def _fused_moe_combine_kernel(
 ):
     """Out[token] = the sum of weight * (Y[row] + Bias[expert]) over the token's slots, in their order.
 
-    Weights_ptr None: all are 1. Slots of nobody add nothing.
+    Weights_ptr None: all are 1. Slots without an expert contribute zero.
     """
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -167,7 +167,7 @@ def combine(
 def bias_gradient(
     rows: torch.Tensor, weights: torch.Tensor | None, top_k_index: torch.Tensor, where: Routing
 ) -> torch.Tensor:
-    """[E, columns]: the sums of each expert's rows; of gathered rows [T, columns] times their weights, if given."""
+    """[E, columns]: the sums of each expert's rows; of gathered rows [T, columns], times the weights if any."""
     n_experts, n_cols, (n_tokens, top_k) = where.largest.shape[0], rows.shape[1], top_k_index.shape
     dbias = torch.empty((n_experts, n_cols), dtype=rows.dtype, device=rows.device)
     plan = BIAS.plan(rows.device, _key(n_tokens, n_cols, 0, 0, top_k, rows.itemsize))
