@@ -5,9 +5,7 @@
 
 A persistent kernel: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps its share
 of dw and db in registers, and stores one fp32 row of partial sums, which `rows.reduce.column_sum` adds up. Rows too
-wide to hold get their means from a kernel of their own, and the backward works on column tiles. Where rows are few, a
-launch costs more than reading them twice: further programs of the same launch sum dw and db, a few columns of all rows
-each.
+wide to hold get their means from a kernel of their own, and the backward works on column tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from ...registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -100,37 +98,6 @@ def _input_gradient(m, h, shift, dot, rstd, ds):
     return dx
 
 
-@triton.jit
-def _store_column_sums(
-    DY_ptr,
-    X_ptr,
-    STATS_ptr,
-    Partial_ptr,
-    DY_row_stride,
-    X_row_stride,
-    n_rows,
-    n_cols,
-    tile,
-    CASTING: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    SUM_COLS: tl.constexpr,
-):
-    """dw and, if HAS_BIAS, db of SUM_COLS columns, from all rows, of which there are SUM_ROWS at most."""
-    rows = tl.arange(0, SUM_ROWS).to(tl.int64)
-    row_mask = rows < n_rows
-    cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
-    exist = cols < n_cols
-    mask = tile_mask(row_mask, exist)
-    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
-    mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
-    rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
-    _, _, dw = _products(x, dy, None, mean, rstd, CASTING)
-    store_partial_sums(Partial_ptr, n_cols, dw, dy, cols, exist, HAS_BIAS)
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _norm_bwd_kernel(
     DY_ptr,
@@ -153,8 +120,6 @@ def _norm_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_2: tl.constexpr,
     ONE_TILE: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    SUM_COLS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -170,19 +135,10 @@ def _norm_bwd_kernel(
     DS_ptr: a gradient to add to dx, or None.
     Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where nobody wants them.
     ONE_TILE: every program has one tile, and no loop stands between its loads.
-    SUM_ROWS: 0, or a power of two of all rows: programs behind those of the rows store dw and db of SUM_COLS columns
-    each.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    SUMS: tl.constexpr = Partial_ptr is not None and SUM_ROWS == 0
-    if SUM_ROWS:
-        if pid >= n_tiles:
-            _store_column_sums(
-                DY_ptr, X_ptr, STATS_ptr, Partial_ptr, DY_row_stride, X_row_stride, n_rows, n_cols, pid - n_tiles,
-                CASTING, SUBTRACT_MEAN, HAS_BIAS, SUM_ROWS, SUM_COLS,
-            )  # fmt: skip
-            return
+    SUMS: tl.constexpr = Partial_ptr is not None
     cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2)
     cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
     exist_2 = which_exist(cols_2, n_cols)
@@ -386,29 +342,6 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 # -- launching the backward ------------------------------------------------------------------------------------------
 
 
-def most_rows_summed(target: Target) -> int:
-    """Rows up to which one launch sums parameter gradients beside the rows' own programs: those that leave none of the
-    device's multiprocessors a second row, and fit a tile a few columns wide."""
-    return min(128, target.multiprocessors)
-
-
-def column_programs(
-    plan: Plan, n_rows: int, n_cols: int, n_tiles: int, programs: int, sums: bool
-) -> tuple[bool, int, int]:
-    """(ONE_TILE, SUM_ROWS, SUM_COLS) of a backward that holds whole rows; `sums`: whether it has to sum over them.
-
-    1024 elements a program that sums, or up to 64 columns of wide rows, for two such programs a multiprocessor. With
-    many rows a loop of one turn costs nothing that counts.
-    """
-    if programs < n_tiles or n_rows > 4 * plan.target.multiprocessors:
-        return False, 0, 0
-    if not sums or n_rows == 1 or n_rows > most_rows_summed(plan.target):
-        return True, 0, 0
-    rows = next_power_of_2(n_rows)
-    fair = next_power_of_2(n_cols // (2 * plan.target.multiprocessors))
-    return True, rows, max(16, 1024 // rows, min(64, fair))
-
-
 def row_means(
     tunable: Tunable,
     dy: torch.Tensor,
@@ -446,7 +379,6 @@ def norm_backward(
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     strides = rows_of(dy)[2], x_stride, 0 if ds is None else rows_of(ds)[2]
     plan = tunables.bwd.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
-    kind = casting, subtract_mean, parts == 2
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
     whole, block_2 = row_blocks(n_cols, block)
     n_tiles, col_tiles = cdiv(n_rows, rows), 1 if whole else cdiv(n_cols, block)
@@ -454,12 +386,10 @@ def norm_backward(
     if col_tiles > 1:
         means = row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
     programs = max(1, min(plan.programs // col_tiles, n_tiles))
-    one_tile, sum_rows, sum_cols = False, 0, 0
-    if whole:
-        one_tile, sum_rows, sum_cols = column_programs(plan, n_rows, n_cols, n_tiles, programs, parts > 0)
-    column_tiles = cdiv(n_cols, sum_cols) if sum_rows else 0
-    partial = partial_sums(x, 1 if sum_rows else programs, parts * n_cols, dtype) if parts else None
+    # with many rows a loop of one turn costs nothing that counts
+    one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
+    partial = partial_sums(x, programs, parts * n_cols, dtype) if parts else None
     args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
-    flags = (*kind, block_2, one_tile, sum_rows, sum_cols)
-    launch(plan, _norm_bwd_kernel, (programs + column_tiles, col_tiles), args, flags)
+    flags = casting, subtract_mean, parts == 2, block_2, one_tile
+    launch(plan, _norm_bwd_kernel, (programs, col_tiles), args, flags)
     return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)

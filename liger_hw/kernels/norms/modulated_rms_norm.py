@@ -21,7 +21,7 @@ import math
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, Target, next_power_of_2, normal, row_key
+from ...registry import Op, Sample, next_power_of_2, normal, row_key
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -40,7 +40,7 @@ from ...runtime.operator import (
 from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums
-from .backward import most_rows_summed, row_means
+from .backward import row_means
 from .forward import out_dtype
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
 from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm
@@ -69,8 +69,6 @@ def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, 
 
 _MOST_SUMMED_AT_ONCE = 512
 """Partial sums of one column that one program adds up: of so many, a tile 16 columns wide fits its registers."""
-_FEW_ELEMENTS = 2048
-"""Elements a multiprocessor up to which reading rows twice costs less than a launch that sums."""
 
 
 def _programs_a_group(programs: int, groups: int) -> int:
@@ -104,18 +102,6 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
     return y, rstd
 
 
-def _column_programs(target: Target, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int, int]:
-    """(SUM_MODS, SUM_ROWS, SUM_COLS) of programs that sum columns beside those of the rows; zeros where rows are many,
-    and for a single one, which has no sum."""
-    mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
-    rows = mods * per_mod
-    if n_rows == 1 or max(n_rows, rows) > most_rows_summed(target):
-        return 0, 0, 0
-    if rows * n_cols > _FEW_ELEMENTS * target.multiprocessors:
-        return 0, 0, 0
-    return mods, per_mod, max(16, 1024 // rows)
-
-
 def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
@@ -141,25 +127,19 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     n_tiles = cdiv(n_rows // groups, rows)
     chunks = max(1, min(_programs_a_group(plan.programs // col_tiles, groups), n_tiles))
     has_shift = shift is not None and not per_row
-    one_tile = whole and chunks == n_tiles
-    sum_mods = sum_rows = sum_cols = 0
-    if one_tile and needs_params:
-        sum_mods, sum_rows, sum_cols = _column_programs(plan.target, n_mods, n_rows, n_cols)
-    complete = per_row or sum_cols > 0  # the launch itself stores dscale and dshift
     partial = None
-    if needs_params and not complete:
+    if needs_params and not per_row:
         partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
     elif needs_params and w is not None:
-        partial = partial_sums(x, 1 if sum_cols else chunks, n_cols, w.dtype)
-    stored = (dscale, dshift) if complete else (None, None)
-    numbers = n_cols, n_rows // groups, n_tiles, chunks, n_mods, offset
+        partial = partial_sums(x, chunks, n_cols, w.dtype)
+    stored = (dscale, dshift) if per_row else (None, None)
+    numbers = n_cols, n_rows // groups, n_tiles, chunks, offset
     args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
-    flags = (casting, per_row, has_shift, block_2, one_tile, sum_mods, sum_rows, sum_cols)
-    programs = groups * chunks + (cdiv(n_cols, sum_cols) if sum_cols else 0)
-    launch(plan, BWD.kernels[0], (programs, col_tiles), args, flags)
+    flags = casting, per_row, has_shift, block_2, whole and chunks == n_tiles
+    launch(plan, BWD.kernels[0], (groups * chunks, col_tiles), args, flags)
     if not needs_params:
         return dx, *_no_grads(x, w, scale, shift, False)
-    if not complete:
+    if not per_row:
         key = row_key(n_rows, n_cols, x.itemsize)
         partial = _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
     dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)

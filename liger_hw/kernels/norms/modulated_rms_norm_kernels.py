@@ -166,19 +166,6 @@ def _modulated_rms_norm_fwd_kernel(
 # -- gradients of the parameters -------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist):
-    """From q and shift [modulations, columns] of all modulations: dscale, dshift and, where there is a w, dw."""
-    dscale = q
-    if w is not None:
-        dscale = q * w[None, :]
-        dw = tl.sum(q * (1.0 + scale.to(tl.float32)), axis=0)
-        tl.store(DW_ptr + cols, dw.to(DW_ptr.dtype.element_ty), mask=exist)
-    store_tile(DScale_ptr, mods, n_cols, cols, dscale, mask)
-    if DShift_ptr is not None:
-        store_tile(DShift_ptr, mods, n_cols, cols, shift, mask)
-
-
 @triton.jit(do_not_specialize=["chunks"])
 def _modulated_rms_norm_bwd_sums_kernel(
     Partial_ptr,
@@ -256,7 +243,14 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     mask = is_mod[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
     w = load_scale(W_ptr, cols, exist, offset)
-    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
+    dscale = q
+    if w is not None:
+        dscale = q * w[None, :]
+        dw = tl.sum(q * (1.0 + scale.to(tl.float32)), axis=0)
+        tl.store(DW_ptr + cols, dw.to(DW_ptr.dtype.element_ty), mask=exist)
+    store_tile(DScale_ptr, mods, n_cols, cols, dscale, mask)
+    if DShift_ptr is not None:
+        store_tile(DShift_ptr, mods, n_cols, cols, shift, mask)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ def _modulate_by_row(scale, dw, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, 
     return dw * scale, m * scale
 
 
-@triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks", "n_mods"])
+@triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks"])
 def _modulated_rms_norm_bwd_kernel(
     DY_ptr,
     X_ptr,
@@ -306,16 +300,12 @@ def _modulated_rms_norm_bwd_kernel(
     rows_per_group,
     n_tiles,
     chunks,
-    n_mods,
     offset,
     CASTING: tl.constexpr,
     PER_ROW: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     BLOCK_2: tl.constexpr,
     ONE_TILE: tl.constexpr,
-    SUM_MODS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    SUM_COLS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -328,35 +318,11 @@ def _modulated_rms_norm_bwd_kernel(
     A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
     row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
     DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that nobody wants are None.
-    ONE_TILE: every program has one tile, and no loop stands between its loads. With SUM_COLS (else 0) the programs
-    behind those store dscale, dshift and dw themselves, of so many columns each; SUM_MODS and SUM_ROWS are powers of
-    two that are no less than the modulations and the rows of one.
+    ONE_TILE: every program has one tile, and no loop stands between its loads.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    SUMS: tl.constexpr = Partial_ptr is not None and SUM_COLS == 0
-    if SUM_COLS:
-        row_programs = chunks if PER_ROW else n_mods * chunks
-        if pid >= row_programs:  # [modulations, rows of one, columns]
-            rows_per_mod = 1 if PER_ROW else rows_per_group
-            cols = (pid - row_programs) * SUM_COLS + tl.arange(0, SUM_COLS)
-            mods = tl.arange(0, SUM_MODS).to(tl.int64)
-            in_mod = tl.arange(0, SUM_ROWS)
-            exist, is_mod = cols < n_cols, mods < n_mods
-            rows = mods[:, None] * rows_per_mod + in_mod[None, :]
-            row_mask = is_mod[:, None] & (in_mod < rows_per_mod)[None, :]
-            mask = row_mask[:, :, None] & exist[None, None, :]
-            x = tl.load(X_ptr + rows[:, :, None] * X_row_stride + cols[None, None, :], mask=mask, other=0.0)
-            dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0)
-            dy = dy.to(tl.float32)
-            rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
-            mask = is_mod[:, None] & exist[None, :]
-            scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
-            w = load_scale(W_ptr, cols, exist, offset)
-            _, rounded = normalised(x, None, rstd, CASTING)
-            q, shift = tl.sum(dy * rounded, axis=1), tl.sum(dy, axis=1)
-            _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, Partial_ptr, mods, n_cols, cols, mask, exist)
-            return
+    SUMS: tl.constexpr = Partial_ptr is not None
     if PER_ROW:
         group, first_tile = (pid * 0).to(tl.int64), pid
     else:
@@ -392,9 +358,7 @@ def _modulated_rms_norm_bwd_kernel(
         share = dy * rounded
         if PER_ROW:
             scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            dscale_ptr = None if SUM_COLS else DScale_ptr
-            dshift_ptr = None if SUM_COLS else DShift_ptr
-            share, m = _modulate_by_row(scale, share, rounded, dy, m, dscale_ptr, dshift_ptr, rows, n_cols, cols, mask)
+            share, m = _modulate_by_row(scale, share, rounded, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask)
         if SUMS:
             first += share
             if HAS_SHIFT:
@@ -407,7 +371,7 @@ def _modulated_rms_norm_bwd_kernel(
             if PER_ROW:
                 scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
                 share, m_2 = _modulate_by_row(
-                    scale, share, rounded, dy_2, m_2, dscale_ptr, dshift_ptr, rows, n_cols, cols_2, mask_2
+                    scale, share, rounded, dy_2, m_2, DScale_ptr, DShift_ptr, rows, n_cols, cols_2, mask_2
                 )
             mh_2 = m_2 * h_2
             if SUMS:
