@@ -49,6 +49,11 @@ WAITS = [
     "used = offsets.diff().ne(0).tolist()",  # kernels/moe/fused_moe.py: of those numbers, which are on the host
 ]
 
+THREADS = [  # runtime/saved_tensors.py: counts of tensors of its own, out of reach of the caller's saved-tensor hooks
+    "from concurrent.futures import ThreadPoolExecutor",
+    "with ThreadPoolExecutor(1) as thread:",
+]
+
 
 @functools.cache
 def _code(path: Path) -> list[tuple[int, str]]:
@@ -117,6 +122,20 @@ def _checks(found: str) -> bool:
     tree = ast.parse((PACKAGE.parent / file).read_text())
     inside = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno <= int(number) <= f.end_lineno]
     return any(f.name.lstrip("_").startswith("check") for f in inside)
+
+
+def test_no_threads_in_a_step():
+    """Workers of the tuner are processes that threads wait for; `compile_ahead` gives its threads plain numbers."""
+    starts = re.compile(r"ThreadPool|ProcessPool|threading\.(Thread|Timer)\b|_thread\.start|multiprocessing|\bfork\(")
+    rooms = ("autotune", "cli", "bench")
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in SOURCES
+        if path.relative_to(PACKAGE).parts[0] not in rooms
+        for number, line in _code(path)
+        if starts.search(line) and line.strip() not in THREADS
+    ]
+    assert not wrong, "nothing but the tuner and compile_ahead starts a thread:\n" + "\n".join(wrong)
 
 
 def test_what_bears_a_name_of_liger_s_checks_its_arguments():

@@ -22,6 +22,7 @@ CONFIG_BYTES = 32 << 20
 class Model:
     """What decides the sizes of a decoder's kernels, and what its layers keep for backward.
 
+    qk_norm: q and k are normalised, each head by itself; joint_qk_norm: all heads of q, and all of k, as one row
     tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
     window: of attention that slides, 0 for none; positions: the longest sequence that it was made for, 0 if unknown
     """
@@ -43,6 +44,7 @@ class Model:
     experts: int = 0
     window: int = 0
     positions: int = 0
+    joint_qk_norm: bool = False
 
 
 KNOWN = {
@@ -76,6 +78,10 @@ _ACTIVATIONS = {
 """Op of an MLP -> the activations, as configs name them, for which a model launches it."""
 
 
+_JOINT_QK_NORM = ("olmo2", "olmo3", "olmoe")
+"""Model types whose norms of q and k take all heads at once."""
+
+
 def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
     """Problem sizes at which `model` launches `op`; empty when it does not, or when that is not known for the op."""
     rows = batch * seq
@@ -83,8 +89,10 @@ def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
     if op in _ACTIVATIONS:
         return [(rows, model.intermediate)] if model.activation in _ACTIVATIONS[op] else []
     if op == "rms_norm":
-        heads = [(rows * n, model.head_dim) for n in (model.heads, model.kv_heads)] if model.qk_norm else []
-        return hidden + heads if model.rms_norm else heads
+        joint = model.joint_qk_norm
+        heads = (model.heads, model.kv_heads) if model.qk_norm else ()
+        inner = [(rows, n * model.head_dim) if joint else (rows * n, model.head_dim) for n in heads]
+        return list(dict.fromkeys(hidden + inner)) if model.rms_norm else inner
     known = {
         "fused_add_rms_norm": hidden if model.rms_norm else [],
         "layer_norm": [] if model.rms_norm else hidden,
@@ -208,7 +216,8 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         vocab=field("vocab_size"),
         activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
         rms_norm=not any(key.startswith("layer_norm_eps") for key in config) or "rms_norm_eps" in config,
-        qk_norm=bool(config.get("use_qk_norm", kind.startswith(("qwen3", "gemma3", "olmo2")))),
+        qk_norm=bool(config.get("use_qk_norm", kind.startswith(("qwen3", "gemma3", *_JOINT_QK_NORM)))),
+        joint_qk_norm=kind.startswith(_JOINT_QK_NORM),
         layers=field("num_hidden_layers", "n_layer", default=32),
         tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
         sandwich=kind.startswith(("gemma2", "gemma3")),

@@ -353,6 +353,15 @@ def test_known_models_match_the_ops_own_workloads():
     assert models.sizes_of("geglu", models.find("google/gemma-2-2b"), 1, 8) == [(8, 9216)]
 
 
+@pytest.mark.parametrize(
+    "kind, norms", [("qwen3", [(8, 64), (64, 16), (16, 16)]), ("olmo2", [(8, 64), (8, 128), (8, 32)])]
+)
+def test_norms_of_q_and_k_are_over_one_head_or_all_of_them(kind, norms):
+    config = {"model_type": kind, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    model = models.from_config(config | {"vocab_size": 128, "rms_norm_eps": 1e-6}, kind)
+    assert models.sizes_of("rms_norm", model, 1, 8) == norms
+
+
 def test_a_config_file_is_a_model(tmp_path):
     data = {
         "hidden_size": 64,
