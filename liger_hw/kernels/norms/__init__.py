@@ -1,1 +1,1 @@
-"""Normalisations: rms_norm, fused_add_rms_norm, layer_norm, modulated_rms_norm, group_norm, poly_norm, dyt."""
+"""Normalisations over the last dimension, or over groups of channels; most share one forward and one backward core."""
