@@ -20,14 +20,16 @@ def lazy(module: str, home: Mapping[str, str]) -> tuple[list[str], Callable[[str
     public = [name for name in home if not name.startswith("_")]
 
     def find(name: str) -> Any:
+        if name.startswith("__"):  # each import from a module asks it for its __path__
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if name not in home:
             from difflib import get_close_matches
 
             near = get_close_matches(name, public, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
-        found = import_module(home[name])
-        value = found if home[name].endswith(f".{name}") else getattr(found, name)
+        definition = import_module(home[name])
+        value = definition if home[name].endswith(f".{name}") else getattr(definition, name)
         setattr(sys.modules[module], name, value)
         return value
 
