@@ -217,17 +217,17 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     return y, p, no_weight(p)
 
 
-def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, needs):
     how = stride, padding, dilation, groups
     if _convolves_channels_last(p, weight.shape[0], padding, groups, sparse):
-        return _bwd_channels_last(dy, p, weight, has_bias and wanted[2], how, wanted)
+        return _bwd_channels_last(dy, p, weight, has_bias and needs[2], how, needs)
     dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
-    sums = _empty_sums(dy) if has_bias and wanted[2] else None
+    sums = _empty_sums(dy) if has_bias and needs[2] else None
     _fill(dy, g, sums=sums)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, needs)
     if sums is not None:
         dbias = _bias_gradient(sums, p.dtype)
-    if wanted[0]:
+    if needs[0]:
         dp = dp.contiguous()
         if sparse:
             dp = sparsemax_bwd(dp, p)
@@ -236,14 +236,14 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wan
     return dp, dweight, dbias
 
 
-def _bwd_channels_last(dy, p, weight, wants_bias, how, wanted):
-    """As `_bwd`, of a p whose channels are last: so are those of the gradients until the softmax's."""
-    g, *sums = _fill_to_channels_last(dy, wants_bias)
+def _bwd_channels_last(dy, p, weight, needs_bias, how, needs):
+    """As `_bwd`, of a p whose channels are last: the gradients have theirs last too, up to the softmax's."""
+    g, *sums = _fill_to_channels_last(dy, needs_bias)
     weight = weight.contiguous(memory_format=torch.channels_last)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted, dense=False)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, needs, dense=False)
     if sums:
         dbias = _bias_gradient(*sums, p.dtype)
-    return _softmax_gradient(dp, p) if wanted[0] else dp, dweight.contiguous(), dbias
+    return _softmax_gradient(dp, p) if needs[0] else dp, dweight.contiguous(), dbias
 
 
 # -- channels last ---------------------------------------------------------------------------------------------------
@@ -285,10 +285,10 @@ def _fill_from_channels_last(x: torch.Tensor, bias: torch.Tensor | None) -> torc
 
 
 @repeated
-def _fill_to_channels_last(dy: torch.Tensor, wants_sums: bool) -> tuple[torch.Tensor, ...]:
-    """dy up to the diagonal and zero after it, with its channels last; and, if wanted, its sums over the keys."""
+def _fill_to_channels_last(dy: torch.Tensor, needs_sums: bool) -> tuple[torch.Tensor, ...]:
+    """dy up to the diagonal and zero after it, with its channels last; and, if asked for, its sums over the keys."""
     g = _empty_channels_last(dy)
-    sums = _empty_sums(dy) if wants_sums else None
+    sums = _empty_sums(dy) if needs_sums else None
     _over_queries(CHANNELS_FILL, (dy, g), None, sums)
     return (g,) if sums is None else (g, sums)
 
@@ -300,13 +300,13 @@ def _convolved(p, weight, bias, *how):
     return torch.conv2d(*_summable(p, weight, bias), *how).to(p.dtype).contiguous()
 
 
-def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted, dense=True):
-    """Gradients of p, weight and bias, empty where none is wanted; contiguous if `dense`."""
-    wanted = (*wanted[:2], has_bias and wanted[2])
-    how = ((weight.shape[0],), stride, padding, dilation, False, (0, 0), groups, wanted)
-    found = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
-    found = [grad.to(p.dtype) if wants else no_weight(p) for grad, wants in zip(found, wanted)]
-    return tuple(grad.contiguous() for grad in found) if dense else tuple(found)
+def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, needs, dense=True):
+    """Gradients of p, weight and bias, empty where not needed; contiguous if `dense`."""
+    needs = (*needs[:2], has_bias and needs[2])
+    how = ((weight.shape[0],), stride, padding, dilation, False, (0, 0), groups, needs)
+    grads = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
+    grads = [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads, needs)]
+    return tuple(grad.contiguous() for grad in grads) if dense else tuple(grads)
 
 
 def _summable(*tensors):
@@ -326,10 +326,10 @@ def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, spar
     return y.masked_fill_(_future(y), 0.0), p, no_weight(p)
 
 
-def _bwd_reference(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+def _bwd_reference(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, needs):
     g = dy.masked_fill(_future(dy), 0.0)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted)
-    if wanted[0]:
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, needs)
+    if needs[0]:
         wide = torch.promote_types(p.dtype, torch.float32)
         y, inside = p.to(wide), p.to(wide) > 0
         share = inside.to(wide) / inside.sum(-1, keepdim=True) if sparse else y
@@ -348,10 +348,10 @@ def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
     return scores.new_empty((scores.shape[0], weight.shape[0], *spatial)), p, saved
 
 
-def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, needs):
     like = (p.shape, weight.shape, weight.shape[:1])
-    wanted = [*wanted[:2], has_bias and wanted[2]]
-    return tuple(p.new_empty(shape) if wants else no_weight(p) for shape, wants in zip(like, wanted))
+    needs = [*needs[:2], has_bias and needs[2]]
+    return tuple(p.new_empty(shape) if is_needed else no_weight(p) for shape, is_needed in zip(like, needs))
 
 
 _HOW = "int[] stride, int[] padding, int[] dilation, int groups, bool sparse"
@@ -363,7 +363,7 @@ multi_token_attention_fwd = define(
     recorded=False,
 )
 multi_token_attention_bwd = define(
-    f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] wanted)"
+    f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] needs)"
     " -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
@@ -386,9 +386,9 @@ class MultiTokenAttentionFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        wanted = ctx.needs_input_grad[:3]
-        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, ctx.has_bias, *ctx.how, wanted)
-        return *(grad if wants else None for grad, wants in zip(grads, wanted)), None, None, None, None, None
+        needs = ctx.needs_input_grad[:3]
+        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, ctx.has_bias, *ctx.how, needs)
+        return *(grad if is_needed else None for grad, is_needed in zip(grads, needs)), None, None, None, None, None
 
 
 def _pair(n) -> tuple[int, ...]:
@@ -428,11 +428,11 @@ def _numbers_misfit(groups=1, **pairs) -> str:
     """What is wrong with `groups`, or with an integer or pair of them: zero is for a padding."""
     if not isinstance(groups, int) or groups < 1:
         return f"groups must be a positive integer, got {groups!r}"
-    for name, given in pairs.items():
-        pair = _pair(given) if isinstance(given, (int, tuple, list)) else ()
+    for name, value in pairs.items():
+        pair = _pair(value) if isinstance(value, (int, tuple, list)) else ()
         least = 0 if name == "padding" else 1
         if len(pair) not in (1, 2) or not all(isinstance(n, int) and n >= least for n in pair):
-            return f"{name} must be an integer of at least {least}, or a pair of them, got {given!r}"
+            return f"{name} must be an integer of at least {least}, or a pair of them, got {value!r}"
     return ""
 
 

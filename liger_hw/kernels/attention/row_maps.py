@@ -11,7 +11,8 @@ rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... Both k
 
 then constexpr flags, and the plan's BLOCK_SIZE, ROWS, STAGES and others. The flags of the first kernel are ONE_TILE
 (every program has one tile, so that no loop needs to stand before its load), NARROW (the row's fp32 copy would take
-more than a quarter of the registers) and VECTOR; that of the second is VECTOR. Backward's kernels take SPARSE before.
+more than a quarter of the registers) and VECTOR; the second kernel takes VECTOR alone. Backward's kernels take SPARSE
+before.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Shapes: x [..., n_cols] -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in f
 A row of -inf gives NaN, as in torch. Saved for backward: y. Backward:  dx = y * (dy - sum(y * dy)).
 
 Source: Bridle, "Training Stochastic Model Recognition Algorithms as Networks" (1989); the running maximum and sum of
-rows too wide to hold are those of Milakov and Gimelshein, "Online normalizer calculation",
+rows too wide to hold are from Milakov and Gimelshein, "Online normalizer calculation",
 https://arxiv.org/abs/1805.02867
 """
 

@@ -11,8 +11,8 @@ left of it and can only shrink the support; when the support no longer shrinks, 
 the support (Dinkelbach's bound), so that there are at most some 50 of them, and on real rows about 5. Every step is two
 sums over values already in registers.
 
-Source: Martins and Astudillo, "From Softmax to Sparsemax", https://arxiv.org/abs/1602.02068; the iteration is that of
-Michelot (1986), see Condat, "Fast projection onto the simplex and the l1 ball" (2016)
+Source: Martins and Astudillo, "From Softmax to Sparsemax", https://arxiv.org/abs/1602.02068; the iteration is
+Michelot's (1986), see Condat, "Fast projection onto the simplex and the l1 ball" (2016)
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     check_tensors("liger_sparsemax", input=input)
     check_numbers("liger_sparsemax", dim=dim)
     if not isinstance(dim, int) or dim is True or dim is False or not -input.dim() <= dim < input.dim():
-        check(False, "liger_sparsemax", f"dim={dim!r} is none of the {input.dim()} dimensions of input")
+        check(False, "liger_sparsemax", f"dim must be a dimension of input, which has {input.dim()}, got {dim!r}")
     return SparsemaxFunction.apply(input, dim)
 
 

@@ -22,13 +22,13 @@ MOST_UNSORTED = 64
 
 
 @triton.jit
-def _zero_rows(DW_ptr, rows, wanted, n_cols, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Write zeros to those of ROWS rows of dW that are wanted."""
+def _zero_rows(DW_ptr, rows, is_zero, n_cols, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Write zeros to the rows of dW, of ROWS, that `is_zero` marks."""
     for start in range(0, n_cols, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
         out = DW_ptr + rows[:, None] * n_cols + cols[None, :]
         zeros = tl.zeros([ROWS, BLOCK_SIZE], dtype=DW_ptr.dtype.element_ty)
-        tl.store(out, zeros, mask=wanted[:, None] & (cols < n_cols)[None, :])
+        tl.store(out, zeros, mask=is_zero[:, None] & (cols < n_cols)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -48,7 +48,7 @@ def _embedding_unsorted_kernel(
     """At most MOST tokens in any order.
 
     The first programs take BLOCK_SIZE columns of a token each, and sum its row if no earlier token has the same row.
-    The others take ROWS rows of dW each, and write zeros to those that no token names.
+    The others take ROWS rows of dW each, and write zeros to the rows that no token names.
     """
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     program = tl.program_id(0)
@@ -78,7 +78,7 @@ def _embedding_unsorted_kernel(
 def _zero_other_rows(
     Sorted_ptr, DW_ptr, first, n_tokens, top, n_rows, n_cols, padding_idx, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Write zeros to those of ROWS rows of dW that no token names, found by bisecting the sorted tokens.
+    """Write zeros to the rows of dW, of ROWS, that no token names: the sorted tokens are bisected.
 
     top: the largest power of two that is at most n_tokens
     """
@@ -90,8 +90,8 @@ def _zero_other_rows(
         below += tl.where((below + step <= n_tokens) & (probe < rows), step, 0)
         step //= 2
     named = tl.load(Sorted_ptr + below, mask=below < n_tokens, other=-1).to(tl.int64) == rows
-    wanted = (rows < n_rows) & ((named == 0) | (rows == padding_idx))
-    _zero_rows(DW_ptr, rows, wanted, n_cols, ROWS, BLOCK_SIZE)
+    unnamed = (rows < n_rows) & ((named == 0) | (rows == padding_idx))
+    _zero_rows(DW_ptr, rows, unnamed, n_cols, ROWS, BLOCK_SIZE)
 
 
 @triton.jit
@@ -145,19 +145,19 @@ def _sum_chunk(
         for i in tl.static_range(GROUP):
             place = start + at + i
             following = tl.load(Sorted_ptr + place + 1, mask=place + 1 < n_tokens, other=-1).to(tl.int64)
-            wanted = (row >= 0) & (row < n_rows) & (row != padding_idx)
+            has_gradient = (row >= 0) & (row < n_rows) & (row != padding_idx)
             total += tl.sum(tl.where((group == i)[:, None], dy, 0.0), axis=0)
             ends = following != row
             last = at + i == CHUNK - 1
             out = DW_ptr + row * n_cols + cols
-            whole = wanted & ends & began_here & col_mask
+            whole = has_gradient & ends & began_here & col_mask
             if ACCUMULATE:
                 raised = total + tl.load(out, mask=whole, other=0.0).to(tl.float32)
                 tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
             else:
                 tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
             # rare; the branch spares the others a change of layout
-            if wanted & (ends | last) & ((ends & began_here) == 0):
+            if has_gradient & (ends | last) & ((ends & began_here) == 0):
                 tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
                 tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)
             total = tl.where(ends, 0.0, total)
@@ -254,7 +254,7 @@ def _key(n_tokens: int, vocab: int, n_cols: int, itemsize: int) -> Key:
 
 
 def embedding_tunable(variant: str, kernel, blocks: dict[str, int], heuristic, space) -> Tunable:
-    """`embedding.<variant>`; `blocks` are those of the safe configuration."""
+    """`embedding.<variant>`; `blocks` is its safe configuration."""
 
     def safe(target: Target, key: Key) -> LaunchConfig:
         return LaunchConfig(blocks, 1, 1)

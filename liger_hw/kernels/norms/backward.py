@@ -64,8 +64,7 @@ def normalised(x, mean, rstd, CASTING: tl.constexpr):
 
 @triton.jit
 def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr):
-    """Sums of a block over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind
-    `first`'s."""
+    """Store the sums over the rows of a block: of `first` and, if BOTH, of `second`, `width` elements behind them."""
     store_columns(Line_ptr, cols, tl.sum(first, axis=0), exist)
     if BOTH:
         store_columns(Line_ptr + width, cols, tl.sum(second, axis=0), exist)
@@ -133,7 +132,7 @@ def _norm_bwd_kernel(
     MEANS_ptr: mean(m * h), or with SUBTRACT_MEAN mean(m) and mean(m * h), of every row; None where a tile holds whole
     rows.
     DS_ptr: a gradient to add to dx, or None.
-    Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where nobody wants them.
+    Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where neither is needed.
     ONE_TILE: every program has one tile, and no loop stands between its loads.
     """
     wait_for_previous(DEPENDENT)
@@ -369,7 +368,7 @@ def norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, parameter gradients) of a norm over the rows of `x`; ds [like x] or None is added to dx.
 
-    parts: how many gradients are wanted: none, dw, or dw and db, as [parts * n_cols] of `dtype`
+    parts: how many parameter gradients are needed (0; 1: dw; 2: dw and db), as [parts * n_cols] of `dtype`
     """
     dy, x, w = row_major(dy), row_major(x), dense(w)
     ds = None if ds is None else row_major(ds)

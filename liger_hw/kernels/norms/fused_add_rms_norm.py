@@ -2,7 +2,7 @@
 
 Shapes: x, r [..., n_cols], w [n_cols] -> (y, s), both like x.
 Dtypes: x and r share one of fp32, fp16, bf16; w may differ. s is rounded to x's dtype, as `x + r` is in torch, and the
-statistics are those of the rounded s. Casting modes and the dtype of y are those of rms_norm.py.
+statistics are taken of the rounded s. Casting modes and the dtype of y are as in rms_norm.py.
 Saved for backward: s (an output, so it costs nothing), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row.
 Backward, with m = dy * (offset + w) and h = s * rstd:  dx = dr = ds + rstd * (m - h * mean(m * h)), added in fp32 and
 rounded once; dw = sum over rows of dy * h. x and r get the same tensor: autograd never writes into a gradient that
@@ -142,7 +142,7 @@ def liger_fused_add_rms_norm(
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """Layer that takes (hidden_states, residual) and returns (normalised sum, sum).
 
-    The arguments are those of `LigerRMSNorm`; the weight always exists.
+    Takes the arguments of `LigerRMSNorm`; the weight always exists.
     """
 
     def __init__(

@@ -414,7 +414,7 @@ def liger_gated_rms_norm(
 
 
 class LigerGatedRMSNorm(torch.nn.Module):
-    """Gated RMSNorm layer with a weight of ones at the start; the arguments are those of `liger_gated_rms_norm`."""
+    """Gated RMSNorm layer with a weight of ones at the start; the arguments are as for `liger_gated_rms_norm`."""
 
     def __init__(
         self,

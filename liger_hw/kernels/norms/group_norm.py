@@ -12,8 +12,8 @@ that the second sweep is served by L2. Where there are fewer groups than program
 one launch leaves partial sums, another reads them and applies them. On devices with cooperative grids, the programs of
 a group hold one tile each and exchange their partial sums, and everything is read once.
 
-Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are those of Chan, Golub
-and LeVeque, "Algorithms for Computing the Sample Variance" (1983)
+Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are from Chan, Golub and
+LeVeque, "Algorithms for Computing the Sample Variance" (1983)
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int
 
 def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
     """A tile of about `tile` values, of at least `channels` channels if a group has as many."""
-    own = min(key[1], max(channels, tile // key[0]))
-    return {"BLOCK_SIZE": min(key[0], tile // own), "CHANNELS": own}
+    channels = min(key[1], max(channels, tile // key[0]))
+    return {"BLOCK_SIZE": min(key[0], tile // channels), "CHANNELS": channels}
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
@@ -174,7 +174,7 @@ DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 _LONGEST = 2**31 - 2**16
-"""Values of a channel: the kernels count those of a channel, up to the end of a tile, in 32 bits (all others in 64)."""
+"""Values of a channel at most: the kernels' offsets inside a channel, up to the end of a tile, are 32-bit."""
 
 
 def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:

@@ -8,7 +8,7 @@ Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) -
 dw = sum over rows of dy * h,  db = sum over rows of dy.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450; the running mean and deviation of
-rows too wide to hold are those of Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm" (1979).
+rows too wide to hold are from Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm" (1979).
 """
 
 from __future__ import annotations

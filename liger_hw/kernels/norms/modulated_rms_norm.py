@@ -1,8 +1,8 @@
 """Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift.
 
 Shapes: x [..., n_cols], w [n_cols] or None -> y like x. scale [..., n_cols] flattens to n_mods rows, each of which
-serves n_rows / n_mods consecutive rows of x: [n_cols] all of them, [batch, n_cols] those of one example, or one each
-when it has x's shape. shift is like scale, or None.
+serves n_rows / n_mods consecutive rows of x: [n_cols] serves all rows, [batch, n_cols] the rows of one example, and a
+scale of x's shape one row each. shift is like scale, or None.
 Dtypes: fp32, fp16 or bf16, each tensor its own; statistics, products and sums in fp32. Casting modes are rms_norm's,
 and everything after the cast to x's dtype (llama) stays in fp32 until y is rounded, to the dtype rms_norm would give.
 Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
@@ -68,7 +68,7 @@ def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 _MOST_SUMMED_AT_ONCE = 512
-"""Partial sums of one column that one program adds up: of so many, a tile 16 columns wide fits its registers."""
+"""Partial sums of one column that one program adds up: a tile of as many, 16 columns wide, fits its registers."""
 
 
 def _programs_a_group(programs: int, groups: int) -> int:
@@ -149,8 +149,8 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
 def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset):
     """Fills dscale and, if there is one, dshift from `partial` [n_mods * chunks, (1 or 2) * n_cols].
 
-    Returns rows that add up to dw, or None without a w. One launch sums all modulations where one program can hold
-    those of its columns; else one sums each modulation's, and another, `column_sum`, adds up dw.
+    Returns rows that add up to dw, or None without a w. One launch sums all modulations where a program can hold the
+    partial sums of its columns. Else one launch sums each modulation, and another, `column_sum`, adds up dw.
     """
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(chunks)
     at_once = mods * per_mod <= _MOST_SUMMED_AT_ONCE
@@ -170,7 +170,7 @@ def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_
 
 
 def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of w, scale and shift without a row to sum: zeros, or nothing where nobody wants them."""
+    """Gradients of w, scale and shift without a row to sum: zeros, or nothing where none is needed."""
     return tuple(torch.zeros_like(t) if zeros and t is not None else no_weight(x) for t in (w, scale, shift))
 
 
@@ -277,7 +277,7 @@ def liger_modulated_rms_norm(
 class LigerModulatedRMSNorm(LigerRMSNorm):
     """RMSNorm layer whose output is scaled by (1 + scale) and shifted, both given at each call.
 
-    The arguments are those of LigerRMSNorm.
+    Takes the arguments of LigerRMSNorm.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The kernels of modulated_rms_norm and their tunables; modulated_rms_norm.py says what they compute.
 
-They are not those of forward.py and backward.py because rows come in groups, those of one modulation: a program keeps
-to one group, whose factor (offset + w) * (1 + scale) takes the place of offset + w, or reads a factor for each row.
+They stand beside the kernels of forward.py and backward.py because rows come in groups that share a modulation: a
+program keeps to one group, whose factor (offset + w) * (1 + scale) takes the place of offset + w, or reads a factor for
+each row.
 """
 
 from __future__ import annotations
@@ -123,42 +124,42 @@ def _modulated_rms_norm_fwd_kernel(
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
-        own = (in_group // rows_per_mod).to(tl.int64)  # where all rows are one group
+        row_mods = (in_group // rows_per_mod).to(tl.int64)  # where all rows are one group
         if WHOLE_ROW:
             mask = tile_mask(row_mask, exist)
             mask_2 = tile_mask(row_mask, exist_2)
             x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
             x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
             if KEEP == 2:
-                gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
-                gain_2 = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols_2, exist_2, mask_2, offset)
-                shift_2 = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols_2, mask_2, "", ""))
+                gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
+                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, "", ""))
+                gain_2 = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset)
+                shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, "", ""))
             rstd = tl.rsqrt(row_sums(squared(x), squared(x_2)) / n_cols + eps)
             if KEEP == 0:
-                gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
+                gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
+                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, "", ""))
             store_tile(Y_ptr, rows, n_cols, cols, _modulated(x, rstd, gain, shift, CASTING), mask)
             if BLOCK_2:
                 if KEEP == 0:
-                    gain_2 = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols_2, exist_2, mask_2, offset)
-                    shift_2 = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols_2, mask_2, "", ""))
+                    gain_2 = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset)
+                    shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, "", ""))
                 y = _modulated(x_2, rstd, gain_2, shift_2, CASTING)
                 store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2)
         else:
-            lanes = tl.arange(0, BLOCK_SIZE)
+            positions = tl.arange(0, BLOCK_SIZE)
             squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for start in range(0, n_cols, BLOCK_SIZE):
-                mask = tile_mask(row_mask, start + lanes < n_cols)
-                squares += squared(load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
+                mask = tile_mask(row_mask, start + positions < n_cols)
+                squares += squared(load_tile(X_ptr, rows, X_row_stride, start + positions, mask, "", ""))
             rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
             for back in range(tiles):  # backwards: what was read last is nearest
-                at = (tiles - 1 - back) * BLOCK_SIZE + lanes
+                at = (tiles - 1 - back) * BLOCK_SIZE + positions
                 mask = tile_mask(row_mask, at < n_cols)
                 x = load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
-                gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, at, at < n_cols, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, at, mask, "", ""))
+                gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, at, at < n_cols, mask, offset)
+                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, at, mask, "", ""))
                 store_tile(Y_ptr, rows, n_cols, at, _modulated(x, rstd, gain, shift, CASTING), mask)
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
@@ -271,8 +272,8 @@ def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
 
 @triton.jit
 def _modulate_by_row(scale, dw, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask):
-    """Where every row has a modulation of its own: stores its gradients (None: nobody wants them), and gives (dw, m)
-    times 1 + scale."""
+    """Where every row has a modulation of its own: stores its gradients (None: not needed), and returns (dw, m) times
+    1 + scale."""
     scale = 1.0 + scale.to(tl.float32)
     if DScale_ptr is not None:
         store_tile(DScale_ptr, rows, n_cols, cols, m * h, mask)
@@ -317,7 +318,7 @@ def _modulated_rms_norm_bwd_kernel(
 
     A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
     row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
-    DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that nobody wants are None.
+    DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that are not needed are None.
     ONE_TILE: every program has one tile, and no loop stands between its loads.
     """
     wait_for_previous(DEPENDENT)
@@ -427,15 +428,15 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    found = []
+    configs = []
     for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)}):
         tiles = [
             {"BLOCK_SIZE": block, "ROWS": rows} for rows in (1, 2, 4, 8, 16, 32) if rows * block <= max(block, 8192)
         ]
         how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16)}
         in_flight = 3 * key[2] * most_columns(block) // block  # a row in two blocks has columns beside its tile's
-        found += tile_space(target, tiles, (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
-    return found
+        configs += tile_space(target, tiles, (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
+    return configs
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:

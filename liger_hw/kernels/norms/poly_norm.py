@@ -227,7 +227,7 @@ def _poly_norm_bwd_kernel(
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-# The row tiles are those of rms_norm; more arithmetic a value, but no weight gradient in registers.
+# The row tiles are as for rms_norm: more arithmetic a value, but no weight gradient in registers.
 
 FWD = row_tunable("poly_norm", "fwd", _poly_norm_fwd_kernel)
 BWD = row_tunable(

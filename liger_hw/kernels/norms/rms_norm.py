@@ -161,7 +161,7 @@ class LigerRMSNorm(torch.nn.Module):
     """RMSNorm layer: y = x / sqrt(mean(x^2) + eps) * (offset + weight).
 
     hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight; elementwise_affine=False has no
-    weight. The other arguments are those of `liger_rms_norm`.
+    weight. The other arguments are as for `liger_rms_norm`.
     """
 
     def __init__(

@@ -246,7 +246,7 @@ def _activation_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 _NARROW = 1024
-"""Rows of fewer columns count, in a key, as fewer rows of so many."""
+"""Rows of fewer columns count, in a key, as fewer rows of this width."""
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
@@ -338,7 +338,7 @@ def launch_activation(
 ) -> None:
     """Launch the tunable's kernel over n_elements elements in rows of n_cols.
 
-    tensors, strides: those of the kernel, in its order, None where the op has none. The kernel is SPLIT, with code of
+    tensors, strides: as the kernel takes them, None where the op has none. The kernel is SPLIT, with code of
     its own for tiles without masks, where an odd column count would narrow masked accesses.
     """
     if not n_elements:
@@ -388,7 +388,7 @@ class ActivationOperators:
         return c
 
     def backward(self, ctx: Any, dc: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients of the inputs, written over them where nobody else can see them
+        """The gradients of the inputs, written over them where no other code can see them
         (`runtime/saved_tensors.py`)."""
         inputs, private = saved_tensors.unpack(ctx)
         if private and all([t.is_contiguous() for t in inputs]):

@@ -2,7 +2,7 @@
 
 Shapes: y [..., 2 * n_cols], the gate a first in every row, then b -> c [..., n_cols]. Both gradients go into one tensor
 like y. Dtypes, rounding and formula are swiglu.py's.
-Saved for backward: y. Where nobody else can see it, its gradient is written over it.
+Saved for backward: y. Where no other code can see it, its gradient is written over it.
 """
 
 from __future__ import annotations

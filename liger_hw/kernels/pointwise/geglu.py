@@ -5,7 +5,7 @@
 Shapes: a, b [..., n_cols] of one shape and dtype -> c like a.
 Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gelu(a) is rounded to the input's dtype, as torch rounds it in
 `act_fn(gate) * up`; the product is rounded once, at the end.
-Saved for backward: a and b. Where nobody else can see them, their gradients are written over them.
+Saved for backward: a and b. Where no other code can see them, their gradients are written over them.
 Backward:  db = dc * gelu(a),  da = dc * b * (P + a * P'),  with P' = 2 u' P (1 - P) or exp(-a^2 / 2) / sqrt(2 pi).
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", https://arxiv.org/abs/1606.08415;

@@ -3,7 +3,7 @@
 Shapes: a, b [..., n_cols] of one shape and dtype -> c like a; fused_gate_up_swiglu.py takes both in one tensor.
 Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
 torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once.
-Saved for backward: a and b. Where nobody else can see them, their gradients are written over them.
+Saved for backward: a and b. Where no other code can see them, their gradients are written over them.
 Backward, with g = gate_multiplier * a and d = dc * down_multiplier:  db = d * silu(g),
 da = d * b * gate_multiplier * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded once.
 

@@ -3,7 +3,7 @@
     q'[2i]     = q[2i] * cos[2i] - q[2i+1] * sin[2i]            2i < rotary_dim
     q'[2i + 1] = q[2i+1] * cos[2i+1] + q[2i] * sin[2i+1]        dimensions from rotary_dim on pass through; k likewise
 
-Shapes, layouts, dtypes and saved tensors are those of rope.py. cos and sin are rotary_dim wide as above (Cohere), or
+Shapes, layouts, dtypes and saved tensors are as in rope.py. cos and sin are rotary_dim wide as above (Cohere), or
 rotary_dim // 2 wide with one angle a pair (GPT-J). GLM passes rotary_dim columns whose halves are equal: shared_halves
 takes the first half as one angle a pair. DeepSeek also wants the result with its pairs taken apart, first elements in
 the first half and second ones in the second: that is to_halves.
@@ -28,8 +28,9 @@ def interleaved_rope_reference(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
 ):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
-    cos, sin, rotary_dim, angles = rope_angles(*given, whole=PAIRS)
+    cos, sin, rotary_dim, angles = rope_angles(
+        q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves, whole=PAIRS
+    )
     how = cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles)
     return turned(q, *how), turned(k, *how)
 
@@ -44,8 +45,9 @@ class InterleavedRopeFunction(Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves):
-        given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
-        cos, sin, rotary_dim, angles = rope_angles(*given, whole=PAIRS)
+        cos, sin, rotary_dim, angles = rope_angles(
+            q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves, whole=PAIRS
+        )
         return _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles))
 
     @staticmethod

@@ -71,8 +71,7 @@ def qk_norm_rope_reference(
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
-    cos, sin, rotary_dim, angles = rope_angles(*given)
+    cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
     how = cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, angles
     return _normed_and_turned(q, q_weight, *how), _normed_and_turned(k, k_weight, *how)
 
@@ -308,8 +307,7 @@ class QKNormRopeFunction(Function):
         rotary_dim,
         shared_halves,
     ):
-        given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
-        cos, sin, rotary_dim, angles = rope_angles(*given)
+        cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
         inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
         ctx.how = float(eps), float(offset), MODES[casting_mode], rotary_dim, unsqueeze_dim, *inside, angles
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
@@ -428,7 +426,7 @@ it."""
 
 
 def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:
-    """The options of rope's sample beside those of the norm."""
+    """A sample of rope with weights and options of the norm."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
     sample = rope_sample(sizes, dtype, device, generator, **options)
     drawn = normal(dtype, device, generator)

@@ -1,12 +1,13 @@
 """Multimodal rotary position embedding of Qwen2-VL: three position axes (time, height, width) share the rotary width.
 
-Half-split as rope.py, but every token has three sets of angles, and column i of a half takes those of the axis whose
-section it lies in: the first mrope_section[0] columns time's, the next mrope_section[1] height's, the rest width's.
+Half-split as rope.py, but every token has three sets of angles, and column i of a half takes the angles of the axis
+whose section it lies in: time for the first mrope_section[0] columns, height for the next mrope_section[1], width for
+the rest.
 
 Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (unsqueeze_dim=1) or [B, T, heads, D] (unsqueeze_dim=2), of any
 strides; cos, sin [3, 1 or B, T, width], width = 2 * sum(mrope_section) <= D; dimensions from width on pass through.
 Both halves of cos and sin are read unless shared_halves says that they are equal. Dtypes, layouts and what is saved are
-those of rope.py. Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
+as in rope.py. Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
 
 Source: Wang et al., "Qwen2-VL", https://arxiv.org/abs/2409.12191
 """

@@ -107,10 +107,10 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
     if elements <= 2048 * target.multiprocessors:
         warps = 4 if elements > 128 * target.multiprocessors else 1
         return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": min(q_heads, max(1, warps * 16 * warp_byte // width))}, warps)
-    wanted = (32 if width == head_dim else 64) * warp_byte
+    elements_a_tile = (32 if width == head_dim else 64) * warp_byte
     sharing = min(q_heads // max(1, k_heads), max(1, 128 * warp_byte // width))
-    block_h = min(q_heads, max(1, wanted // width, sharing))
-    block_t = min(8, max(1, wanted // (block_h * width)))
+    block_h = min(q_heads, max(1, elements_a_tile // width, sharing))
+    block_t = min(8, max(1, elements_a_tile // (block_h * width)))
     warps = target.warps(block_t * block_h * width, 64 // itemsize, 8)
     return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
 
@@ -159,7 +159,7 @@ def _tunable(op: str, variant: str, flat: bool) -> Tunable:
     """flat: the op launches `_flat_rotary_kernel` for the keys that it serves."""
 
     def by_kernel(of_tile, of_flat):
-        return lambda asked, key: (of_flat if flat and _is_flat(key) else of_tile)(asked, key)
+        return lambda target, key: (of_flat if flat and _is_flat(key) else of_tile)(target, key)
 
     return Tunable(
         op,
@@ -218,7 +218,7 @@ class Geometry(NamedTuple):
 def geometry_of(
     q_shape, q_strides, k_shape, k_strides, cos_shape, cos_strides, rotary_dim, head_axis, inside, by_position
 ) -> Geometry:
-    """The geometry of q, k (shape None: there is none) and cos; kept, since it takes longer than the rest of a launch.
+    """The geometry of q, k (shape None without a k) and cos; kept, since it takes longer than the rest of a launch.
 
     Where sequences share their angles and a token has at most `by_position` heads of q and k, batch and token change
     places: programs take one position of every sequence, then the next, and cos and sin of a position come from memory

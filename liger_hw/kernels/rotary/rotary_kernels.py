@@ -81,7 +81,7 @@ def load_heads(
     LOAD_EVICT: tl.constexpr,
 ):
     """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., BLOCK_HALF] each, and the tail that does not
-    turn (x1 again where there is none), as they are stored."""
+    turn (x1 again where all of a head turns), as they are stored."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
         x = load(ptrs + both, mask & (both < 2 * HALF), LOAD_CACHE, LOAD_EVICT)
@@ -352,8 +352,8 @@ def _flat_rotary_kernel(
 
     HEADS divides the heads of q and of k, which are at most GROUPS times as many. Strides count ALIGN elements each.
     K_ptr may be None. IS_PAIRS: pairs lie together and their angles are complex numbers in Cos_ptr; else a pair is (i,
-    i + HALF) and every element has its own cos and sin, or with SHARED_HALVES those of its pair's first. SEQUENCES:
-    there is more than one.
+    i + HALF) and every element has a cos and sin of its own, or with SHARED_HALVES its pair's first has them for both.
+    SEQUENCES: whether there is more than one.
     """
     wait_for_previous(DEPENDENT)
     WIDTH: tl.constexpr = 2 * HALF + TAIL

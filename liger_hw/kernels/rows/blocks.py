@@ -1,8 +1,8 @@
 """Rows held whole by a program, in one block or in two.
 
 A Triton block is a power of two wide, so a row of 2304 columns would leave 44% of a block of 4096 idle. Such a row is
-taken as a first block of BLOCK_SIZE columns and a second one of BLOCK_2 (0 where there is none). The columns, values
-and masks of the second block have names that end in _2.
+taken as a first block of BLOCK_SIZE columns and a second one of BLOCK_2 (0: no second block). The columns, values and
+masks of the second block have names that end in _2.
 
 The device functions take None for a second block that does not exist, or for a tensor that is not there, and return
 None for it. They return None alone, never within a tuple, and take no tuple: Triton before 3.7 and before 3.3 cannot.
@@ -38,7 +38,7 @@ def most_columns(columns: int) -> int:
 
 
 def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key`; for a row in two blocks that of its first block, and a last 1."""
+    """`row_key`; for a row in two blocks the key of its first block, and a last 1."""
     first = 1 << max(0, n_cols.bit_length() - 1)
     if row_blocks(n_cols, first)[1]:
         return (*row_key(n_rows, first, itemsize), 1)

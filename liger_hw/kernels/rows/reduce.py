@@ -73,7 +73,7 @@ def param_parts(needed: bool, w: torch.Tensor | None, b: torch.Tensor | None) ->
 
 
 def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
-    """One dtype for the gradients of both parameters, which come out of one sum; x's where there is none."""
+    """One dtype for the gradients of both parameters, which come out of one sum; x's dtype without parameters."""
     if w is None:
         return x.dtype
     return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
@@ -82,8 +82,8 @@ def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
 def halves(params: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The gradients of two parameters, out of [2 * n].
 
-    The unsafe split does not note that both share memory, which nobody can tell of two that do not overlap; noting it
-    takes host time.
+    Both are views of one tensor that do not overlap. torch's plain split would also record that they share memory,
+    which takes host time and changes nothing here.
     """
     n = params.shape[0] // 2
     return params.unsafe_split_with_sizes((n, n))

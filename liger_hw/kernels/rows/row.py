@@ -9,7 +9,7 @@ times the instructions in half precision, and no asynchronous copies. Kernels ov
              |<-pad>|                                              edges: the head and what follows the body
 
 VECTOR comes from `row_vector`. It is 1 for rows whose alignment the compiler sees, and for rows that must be accessed
-by element. Then head and pad are 0, the body is the whole row, and the code is that of a kernel without any of this.
+by element. Then head and pad are 0, the body is the whole row, and nothing of this is left in the compiled code.
 
 **A tile that holds a whole row** begins at the last boundary at or before it: position p holds column p - pad. Loads
 take every vector that holds an element of the row, and then set what is not of the row to `other`. Stores write the
@@ -20,8 +20,8 @@ body in vectors and the edges by element. For rows [ROWS, 1] in a kernel:
     x = load_row(ptrs, rows < n_rows, pad, n_cols, 0.0, VECTOR, "", "")
 
 **A row of many tiles** is read from the body's first column on, in tiles whose masks end with the body, and its edges
-are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so those of
-the head are negative:
+are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so the head
+has negative ones:
 
     head = row_head(row * stride, VECTOR)
     X_ptr += body_start(row * stride, head, VECTOR)
@@ -35,8 +35,8 @@ A kernel that wants no reductions of their own for the edges takes them into the
 Why whole vectors may be read: what is read outside the row are elements of the neighbouring rows or, at the end of a
 tensor, what lies between that end and the next boundary. Such a read cannot fail. Its address is a multiple of 16, so
 it stays within a unit of 16 bytes that also holds an element of the tensor, and every allocator of GPU memory gives
-out whole units of at least that size. (Where a 16-bit and an fp32 tensor are read by the same vectors, those of the
-latter are 32 bytes, and so is the unit: `begins_whole`.) It has no effect either: a selection, not a product, replaces
+out whole units of at least that size. (Where a 16-bit and an fp32 tensor are read by the same vectors, an fp32
+vector is 32 bytes, and so is the unit: `begins_whole`.) It has no effect either: a selection, not a product, replaces
 what was read, so that even NaN leaves no trace (tests/kernels/test_read_behind.py). A mask that ended with the row
 instead would split every load into loads of single elements, for the compiler sees no vector of one mask then.
 """

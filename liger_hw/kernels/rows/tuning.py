@@ -25,8 +25,8 @@ def rows_per_program(target: Target, rows_bucket: int, most: int) -> int:
 def latency_warps(target: Target, elements: int, per_thread: int) -> int:
     """Warps of a program where rows are too few to fill the device and latency alone counts.
 
-    Those of 128 threads; more where a thread would read more than `per_thread` elements, fewer where not even 4. The
-    loads of one thread overlap, whereas a sum over more warps takes longer.
+    128 threads; more where a thread would read more than `per_thread` elements, fewer where it would not even read 4.
+    The loads of one thread overlap, whereas a sum over more warps takes longer.
     """
     return max(target.warps(elements, 4, 4), target.warps(elements, per_thread, 16))
 
@@ -71,8 +71,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
 
     streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
     grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them,
-    rows of 2048 columns are best taken singly with three more in flight; so are those of 4096 with two gradients, by
-    one program a multiprocessor, whereas with one gradient many rows of 4096 go two at a time.
+    rows of 2048 columns are best taken singly with three more in flight. Rows of 4096 columns with two gradients are
+    taken so too, by one program a multiprocessor; with one gradient, many of them are taken two at a time.
     """
     block = min(key[0], WIDEST_BLOCK if key[0] <= WIDEST_BLOCK else 4096)
     rows = rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
