@@ -47,9 +47,14 @@ from ..transformers.functional import (
 from .functional import cross_entropy, fused_linear_cross_entropy
 
 
-def _applied(function: Callable[..., Any]) -> Any:
-    """A class whose `apply` is this function."""
-    return type(function.__name__, (), {"__doc__": f"`{function.__name__}`", "apply": staticmethod(function)})
+def _applied(function: Callable[..., Any], *unused: int) -> Any:
+    """A class whose `apply` is this function. unused: positions of Liger's arguments that change nothing here."""
+
+    def apply(*args: Any) -> Any:
+        return function(*(arg for place, arg in enumerate(args) if place not in unused))
+
+    apply = apply if unused else function
+    return type(function.__name__, (), {"__doc__": f"`{function.__name__}`", "apply": staticmethod(apply)})
 
 
 LigerCrossEntropyFunction = _applied(cross_entropy)
@@ -57,117 +62,29 @@ LigerDyTFunction = _applied(liger_dyt)
 LigerEmbeddingFunction = _applied(liger_embedding)
 LigerFusedAddRMSNormFunction = _applied(liger_fused_add_rms_norm)
 LigerFusedCETVDFunction = _applied(liger_fused_ce_tvd)
+LigerFusedGateUpSiLUMulFunction = _applied(liger_fused_gate_up_swiglu, 1)  # in_place
+LigerFusedLinearCrossEntropyFunction = _applied(fused_linear_cross_entropy, 15, 16)  # ce_impl, ce_mode
+LigerFusedLinearJSDFunction = _applied(liger_fused_linear_jsd, 9, 10)  # jsd_impl, jsd_mode
 LigerFusedLinearKLDivFunction = _applied(liger_fused_linear_kl_div)
+LigerFusedLinearScaledCrossEntropyFunction = _applied(liger_fused_linear_scaled_cross_entropy, 5)  # m_tiles_per_cluster
 LigerFusedLinearScaledCrossEntropyTPFunction = _applied(liger_fused_linear_scaled_cross_entropy_tp)
 LigerFusedMoEFunction = _applied(liger_fused_moe)
 LigerGELUMulFunction = _applied(liger_geglu)
 LigerGroupNormFunction = _applied(liger_group_norm)
+LigerJSDFunction = _applied(liger_jsd, 5, 6)  # jsd_impl, jsd_mode
 LigerLayerNormFunction = _applied(liger_layer_norm)
+LigerLlama4RopeFunction = _applied(liger_llama4_rope, 3)  # BLOCK_SIZE
 LigerModulatedRMSNormFunction = _applied(liger_modulated_rms_norm)
 LigerMultiTokenAttentionFunction = _applied(liger_multi_token_attention)
 LigerPolyNormFunction = _applied(liger_poly_norm)
 LigerQwen2VLMRopeFunction = _applied(liger_qwen2vl_mrope)
+LigerRMSNormFunction = _applied(liger_rms_norm, 6)  # row_mode
 LigerReLUSquaredFunction = _applied(liger_relu_squared)
 LigerRopeFunction = _applied(liger_rope)
 LigerSiLUMulFunction = _applied(liger_swiglu)
 LigerSoftmaxFunction = _applied(liger_softmax)
 LigerSparsemaxFunction = _applied(liger_sparsemax)
 LigerVocabParallelCEFunction = _applied(liger_vocab_parallel_cross_entropy)
-
-
-class LigerFusedGateUpSiLUMulFunction:
-    """`liger_fused_gate_up_swiglu`"""
-
-    @staticmethod
-    def apply(
-        y: torch.Tensor, in_place: bool = False, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-    ) -> torch.Tensor:
-        return liger_fused_gate_up_swiglu(y, gate_multiplier, down_multiplier)
-
-
-class LigerFusedLinearCrossEntropyFunction:
-    """`fused_linear_cross_entropy`, in whose arguments there are two more."""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ce_weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        ce_impl: str | None = None,
-        ce_mode: str | None = None,
-        chunk_mem_const: int = 1,
-    ) -> tuple[torch.Tensor | None, ...]:
-        tensors = _input, weight, target, bias, ce_weight
-        settings = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
-        more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const
-        return fused_linear_cross_entropy(*tensors, *settings, *more)
-
-
-class LigerJSDFunction:
-    """`liger_jsd`"""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        target: torch.Tensor,
-        shift_labels: torch.Tensor | None = None,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        jsd_impl: str | None = None,
-        jsd_mode: str | None = None,
-    ) -> torch.Tensor:
-        return liger_jsd(_input, target, shift_labels, beta, ignore_index)
-
-
-class LigerFusedLinearJSDFunction:
-    """`liger_fused_linear_jsd`"""
-
-    @staticmethod
-    def apply(
-        student_input: torch.Tensor,
-        student_weight: torch.Tensor,
-        teacher_input: torch.Tensor,
-        teacher_weight: torch.Tensor,
-        shift_labels: torch.Tensor | None = None,
-        jsd_beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
-        jsd_impl: str | None = None,
-        jsd_mode: str | None = None,
-    ) -> torch.Tensor:
-        heads = student_input, student_weight, teacher_input, teacher_weight
-        return liger_fused_linear_jsd(*heads, shift_labels, jsd_beta, ignore_index, temperature, accum_dtype)
-
-
-class LigerFusedLinearScaledCrossEntropyFunction:
-    """`liger_fused_linear_scaled_cross_entropy`; m_tiles_per_cluster changes nothing here."""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
-        m_tiles_per_cluster: int = 1,
-        return_entropy: bool = False,
-        selected_token_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        options = temperature, ignore_index, return_entropy, selected_token_ids
-        return liger_fused_linear_scaled_cross_entropy(_input, weight, target, *options)
 
 
 class LigerKLDivLossFunction:
@@ -182,32 +99,6 @@ class LigerKLDivLossFunction:
         eps: float = 1e-10,
     ) -> torch.Tensor:
         return liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
-
-
-class LigerLlama4RopeFunction:
-    """`liger_llama4_rope`"""
-
-    @staticmethod
-    def apply(
-        q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor, BLOCK_SIZE: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return liger_llama4_rope(q, k, freqs_cis)
-
-
-class LigerRMSNormFunction:
-    """`liger_rms_norm`"""
-
-    @staticmethod
-    def apply(
-        X: torch.Tensor,
-        W: torch.Tensor | None,
-        eps: float,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        in_place: bool = True,
-        row_mode: bool | None = None,
-    ) -> torch.Tensor:
-        return liger_rms_norm(X, W, eps, offset, casting_mode, in_place)
 
 
 class LigerTVDLossFunction:
