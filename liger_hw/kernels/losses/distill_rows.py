@@ -22,7 +22,7 @@ Rows whose label is ignore_index have no loss and a gradient of exactly zero. Ev
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,11 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, tile_space
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
-from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector, tail_columns
 from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import columns_key
 
-_NO_HARD, _HARD_SHARED, _HARD_OWN = range(3)
-SAVED = 6
-"""Numbers a row that a later backward needs."""
+_NO_HARD, _HARD_SHARED, _HARD_APART = range(3)
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -107,25 +104,18 @@ def distill_slopes(
     return soft.masked_fill(ignored[:, None], 0.0), hard.masked_fill(ignored[:, None], 0.0)
 
 
-# -- kernel ----------------------------------------------------------------------------------------------------------
+# -- tiles and lanes -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile of a row in fp32. MASKED: the row ends in it, `outside` stands beyond.
+def _logits_tile(PTR, BIAS_ptr, cols, n_cols, n_stored, outside, MASKED: tl.constexpr):
+    """A tile of a row in fp32. MASKED: the row ends in it; columns from n_cols on are `outside`.
 
-    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1. The
-    last of these may end behind the tensor, within its last 16 bytes (rows/row.py); `outside` replaces what it
-    reads there.
+    The load is masked by n_stored, where accesses end, which keeps it wide.
     """
     if MASKED:
-        reached = cols < n_stored
-        if VECTOR > 1:
-            reached = (cols < tl.cdiv(n_cols, VECTOR) * VECTOR) & (cols >= -tl.cdiv(head, VECTOR) * VECTOR)
-        x = tl.load(PTR + cols, mask=reached, other=0.0).to(tl.float32)
+        x = tl.load(PTR + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
         exist = cols < n_cols
-        if VECTOR > 1:
-            exist = exist & (cols >= -head)
         if BIAS_ptr is not None:
             x += tl.load(BIAS_ptr + cols, mask=exist, other=0.0).to(tl.float32)
         x = tl.where(exist, x, outside)
@@ -137,7 +127,7 @@ def _logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: t
 
 
 @triton.jit
-def _raised(x, m):
+def raised(x, m):
     """(running maximum of every lane after a tile x [lanes, group], its increase, x less the maximum)."""
     higher = tl.maximum(m, tl.max(x, axis=1))
     return higher, higher - m, x - higher[:, None]
@@ -153,7 +143,7 @@ def _moved(moment, weights, by):
 
 
 @triton.jit
-def _row_sum(d, m, top, scale):
+def row_sum(d, m, top, scale):
     """The sum of a row from its lanes' sums d about their own maxima m.
 
     A lane of nan makes it nan, whatever its maximum.
@@ -163,9 +153,210 @@ def _row_sum(d, m, top, scale):
 
 
 @triton.jit
-def _log2_pair(s, t, m_s, l_s, m_t, l_t, scale):
+def log2_pair(s, t, m_s, l_s, m_t, l_t, scale):
     """log2 of both distributions. The maximum is subtracted first, which is exact for logits of any size."""
     return (s - m_s) * scale - l_s, (t - m_t) * scale - l_t
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scan_pair(
+    S_ptr,
+    T_ptr,
+    S_BIAS_ptr,
+    T_BIAS_ptr,
+    n_cols,
+    s_stored,
+    t_stored,
+    scale,
+    eps,
+    KIND: tl.constexpr,
+    HARD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
+):
+    """The first sweep: (maxima and sums of exponentials of s, the same of t, sums at temperature 1, terms) by lane.
+
+    Every lane has its own maximum and sums: no thread waits for another until the row is read. The maximum begins at
+    the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan. The terms are those of
+    KL, KL_LOG and RKL about the maxima. For KL, t are probabilities, and their sums stand for sums of exponentials.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LANES_T: tl.constexpr = KIND != 0
+    VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # columns in 16 bytes
+    GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
+    LANES: tl.constexpr = BLOCK_SIZE // GROUP
+    t_outside = 0.0 if KIND == 0 else float("-inf")
+    n_full = n_cols // BLOCK_SIZE
+    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+    top_s = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
+    top_t = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
+    sum_s = tl.zeros([LANES], dtype=tl.float32)
+    sum_t = tl.zeros([LANES], dtype=tl.float32)
+    sum_hard = tl.zeros([LANES], dtype=tl.float32)
+    moment = tl.zeros([LANES], dtype=tl.float32)
+    for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
+        for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
+            cols = tile * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, float("-inf"), PART == 1)
+            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == 1)
+            top_s, rise_s, low_s = raised(tl.reshape(s, [LANES, GROUP]), top_s)
+            again_s = tl.exp2(-rise_s * scale)
+            e_s = tl.exp2(low_s * scale)
+            if HARD == 2:
+                sum_hard = sum_hard * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
+            if KIND == 0:
+                p = tl.reshape(t, [LANES, GROUP])
+                terms = p * (log2_of(tl.maximum(p, tl.maximum(eps, 1.2e-38)), FAST_LOG2) - low_s * scale)
+                moment = _moved(moment, sum_t, rise_s * scale) + tl.sum(tl.where(p == 0.0, 0.0, terms), axis=1)
+                sum_t += tl.sum(p, axis=1)
+            if LANES_T:
+                top_t, rise_t, low_t = raised(tl.reshape(t, [LANES, GROUP]), top_t)
+                again_t = tl.exp2(-rise_t * scale)
+                e_t = tl.exp2(low_t * scale)
+                if KIND == 1:
+                    moment = tl.where(again_t == 0.0, 0.0, _moved(moment, sum_t, rise_s - rise_t) * again_t)
+                    moment += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (low_t - low_s)), axis=1)
+                if KIND == 2:
+                    moment = tl.where(again_s == 0.0, 0.0, _moved(moment, sum_s, rise_t - rise_s) * again_s)
+                    moment += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (low_s - low_t)), axis=1)
+                sum_t = sum_t * again_t + tl.sum(e_t, axis=1)
+            sum_s = sum_s * again_s + tl.sum(e_s, axis=1)
+    return top_s, sum_s, top_t, sum_t, sum_hard, moment
+
+
+@triton.jit
+def _loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND: tl.constexpr):
+    """(maximum and log2 of the sum of exponentials of s, the same of t, soft loss, dot) of a row, put together.
+
+    dot: what the sum of the slopes is, see `_distill_kernel`. JSD and TVD have both by `_compare_pair`.
+    """
+    LN2: tl.constexpr = 0.6931471805599453
+    m_s = tl.max(top_s)
+    d_s = row_sum(sum_s, top_s, m_s, scale)
+    l_s = tl.log2(d_s)
+    m_t = 0.0
+    l_t = 0.0
+    if KIND != 0:
+        m_t = tl.max(top_t)
+        d_t = row_sum(sum_t, top_t, m_t, scale)
+        l_t = tl.log2(d_t)
+    soft = 0.0
+    dot = 0.0
+    if KIND == 0:
+        dot = tl.sum(sum_t)
+        soft = LN2 * (tl.sum(_moved(moment, sum_t, (m_s - top_s) * scale)) + dot * l_s)
+    elif KIND == 1:
+        dot = -1.0
+        moment = _moved(moment, sum_t, (m_s - top_s) - (m_t - top_t))
+        soft = inv_temperature * row_sum(moment, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
+    elif KIND == 2:
+        moment = _moved(moment, sum_s, (m_t - top_t) - (m_s - top_s))
+        soft = inv_temperature * row_sum(moment, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
+        dot = soft
+    return m_s, l_s, m_t, l_t, soft, dot
+
+
+@triton.jit
+def _compare_pair(
+    S_ptr,
+    T_ptr,
+    S_BIAS_ptr,
+    T_BIAS_ptr,
+    n_cols,
+    s_stored,
+    t_stored,
+    m_s,
+    l_s,
+    m_t,
+    l_t,
+    scale,
+    beta,
+    KIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
+):
+    """The middle sweep of JSD and TVD, backwards, since what was read last is in cache: (soft loss, dot)."""
+    LN2: tl.constexpr = 0.6931471805599453
+    n_full = n_cols // BLOCK_SIZE
+    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+    one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for PART in tl.static_range(2):
+        for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
+            cols = ((n_full if PART else tiles) - 1 - done) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, float("-inf"), PART == 0)
+            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, float("-inf"), PART == 0)
+            x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+            if KIND == 3:
+                y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
+                p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
+                one += p * l
+                two += q * u
+            else:
+                p = tl.exp2(y)
+                q = tl.exp2(x)
+                one += tl.abs(q - p)
+                two += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+    known = 0.0 * (l_s + l_t)  # nan where a logit is: the maxima of jsd_of lose it
+    if KIND == 3:
+        dot = LN2 * (1.0 - beta) * tl.sum(two) + known
+        soft = dot - LN2 * beta * tl.sum(one)
+    else:
+        dot = 0.5 * tl.sum(two) + known
+        soft = 0.5 * tl.sum(one)
+    return soft, dot
+
+
+@triton.jit
+def _scan_cosine(
+    S_ptr,
+    T_ptr,
+    S_BIAS_ptr,
+    T_BIAS_ptr,
+    n_cols,
+    s_stored,
+    t_stored,
+    HARD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The only sweep of a cosine: (1 / |s|^2, 1 / (|s| |t|), the cosine, maximum and log2 of the sum of e^s)."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth
+    GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
+    LANES: tl.constexpr = BLOCK_SIZE // GROUP
+    n_full = n_cols // BLOCK_SIZE
+    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+    top = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    s_squares = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    t_squares = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    products = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
+        for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
+            cols = tile * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, 0.0, PART == 1)
+            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, 0.0, PART == 1)
+            s_squares += s * s
+            t_squares += t * t
+            products += s * t
+            if HARD:
+                s = tl.where(cols < n_cols, s, float("-inf"))
+                top, rise, low = raised(tl.reshape(s, [LANES, GROUP]), top)
+                total = total * tl.exp2(-rise * LOG2E) + tl.sum(tl.exp2(low * LOG2E), axis=1)
+    norm = tl.maximum(tl.sqrt(tl.sum(s_squares)), 1e-8)
+    by_both = 1.0 / (norm * tl.maximum(tl.sqrt(tl.sum(t_squares)), 1e-8))
+    m_s = 0.0
+    l_hard = 0.0
+    if HARD:
+        m_s = tl.max(top)
+        l_hard = tl.log2(row_sum(total, top, m_s, LOG2E))
+    return 1.0 / (norm * norm), by_both, tl.sum(products) * by_both, m_s, l_hard
 
 
 @triton.jit
@@ -177,7 +368,6 @@ def _slope_tile(
     m_t,
     l_t,
     l_hard,
-    dot,
     scale,
     soft_slope,
     hard_slope,
@@ -187,15 +377,19 @@ def _slope_tile(
     HARD: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The gradient of a tile's student logits, but for the hard loss's share at the label."""
-    x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+    """The gradient of a tile's student logits, but for the hard loss's share at the label.
+
+    Of a cosine, l_s, l_t and q_coef stand for 1 / |s|^2, 1 / (|s| |t|) and the cosine.
+    """
     if KIND == 5:
-        ds = soft_slope * (dot * s * l_s - t * l_t)
+        ds = soft_slope * (q_coef * s * l_s - t * l_t)
     elif KIND == 3:
+        x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
         y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
         p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
         ds = q * (soft_slope * u + q_coef)
     else:
+        x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
         q = tl.exp2(x)
         if KIND == 0:
             ds = q * q_coef - soft_slope * t
@@ -204,11 +398,19 @@ def _slope_tile(
         elif KIND == 2:
             ds = tl.where(q == 0.0, 0.0, q * (soft_slope * (x - y) + q_coef))
         else:
-            p = tl.exp2(y)
-            ds = q * tl.where(q > p, q_coef + soft_slope, tl.where(q < p, q_coef - soft_slope, q_coef))
+            ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
     if HARD == 2:
         ds += hard_slope * tl.exp2((s - m_s) * 1.4426950408889634 - l_hard)
     return ds
+
+
+@triton.jit
+def tvd_slope(q, p, slope, q_coef):
+    """The factor of q in the gradient of a total variation distance: q_coef, and slope by the sign of q - p."""
+    return tl.where(q > p, q_coef + slope, tl.where(q < p, q_coef - slope, q_coef))
+
+
+# -- kernel ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -219,21 +421,13 @@ def _distill_kernel(
     S_BIAS_ptr,
     T_BIAS_ptr,
     SHARE_ptr,
-    GO_SOFT_ptr,
-    GO_HARD_ptr,
     SOFT_ptr,
     HARD_ptr,
-    SAVED_ptr,
     DS_ptr,
     S_row_stride,
     T_row_stride,
-    DS_row_stride,
-    GO_SOFT_stride,
-    GO_HARD_stride,
     row_start,
     n_cols,
-    s_stored,
-    t_stored,
     ignore_index,
     inv_temperature,
     beta,
@@ -243,227 +437,87 @@ def _distill_kernel(
     KIND: tl.constexpr,
     HARD: tl.constexpr,
     SCALE_IN_BACKWARD: tl.constexpr,
-    FROM_SAVED: tl.constexpr,
-    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """One program a row of a chunk that begins at row `row_start` of labels, losses and SAVED [n_rows, 6].
+    """One program a row of a chunk that begins at row `row_start` of labels and losses.
 
     HARD: 0 no hard loss, 1 one that shares the soft loss's sum of exponentials (T = 1), 2 one with a sum of its own.
-    FROM_SAVED: a backward, which has the last sweep only. DS may be S: the same thread reads and writes an element.
+    DS has the student's row stride, and may be S: the same thread reads and writes an element. The padding between rows
+    may be accessed, but for that of a teacher's probabilities (KL).
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
     COSINE: tl.constexpr = KIND == 5
-    MIDDLE: tl.constexpr = (KIND == 3 or KIND == 4) and not FROM_SAVED  # the loss needs both sums of exponentials first
+    MIDDLE: tl.constexpr = KIND == 3 or KIND == 4  # the loss needs both sums of exponentials first
     LAST: tl.constexpr = 1 if MIDDLE else 0  # the part of the last sweep that holds the tile the row ends in
-    LANES_S: tl.constexpr = not COSINE or HARD == 2
-    LANES_T: tl.constexpr = not COSINE and KIND != 0
-    VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # columns in 16 bytes
-    GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
-    LANES: tl.constexpr = BLOCK_SIZE // GROUP
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
-    head = row_head(chunk_row * S_row_stride, VECTOR)
-    S_ptr += body_start(chunk_row * S_row_stride, head, VECTOR)
-    T_ptr += body_start(chunk_row * T_row_stride, head, VECTOR)
+    S_ptr += chunk_row * S_row_stride
+    T_ptr += chunk_row * T_row_stride
     if DS_ptr is not None:
-        DS_ptr += body_start(chunk_row * DS_row_stride, head, VECTOR)
+        DS_ptr += chunk_row * S_row_stride
+    t_stored = n_cols if KIND == 0 else T_row_stride
     block = tl.arange(0, BLOCK_SIZE)
-    n_body = body_width(n_cols, head, VECTOR)
-    n_right = n_cols - head  # columns are counted from the body's first, and end here
-    tiles = tl.cdiv(n_body, BLOCK_SIZE)
-    if VECTOR > 1:
-        tiles = tl.cdiv(n_body + 2 * VECTOR, BLOCK_SIZE)
-        s_stored = n_body
-        t_stored = n_body
-        if S_BIAS_ptr is not None:
-            S_BIAS_ptr += head
-        if T_BIAS_ptr is not None:
-            T_BIAS_ptr += head
-    n_full = n_body // BLOCK_SIZE
+    n_full = n_cols // BLOCK_SIZE
+    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     label = -1
     if LABEL_ptr is not None:
         label = tl.load(LABEL_ptr + row)
         if label == ignore_index:
-            if SOFT_ptr is not None:
-                tl.store(SOFT_ptr + row, 0.0)
+            tl.store(SOFT_ptr + row, 0.0)
             if HARD_ptr is not None:
                 tl.store(HARD_ptr + row, 0.0)
-            if SAVED_ptr is not None and not FROM_SAVED:
-                slot = tl.arange(0, 8)
-                tl.store(SAVED_ptr + row * 6 + slot, tl.zeros([8], dtype=tl.float32), mask=slot < 6)
             if DS_ptr is not None:
                 for i in range(0, tiles):
                     cols = i * BLOCK_SIZE + block
-                    nothing = tl.zeros([BLOCK_SIZE], dtype=DS_ptr.dtype.element_ty)
-                    tl.store(DS_ptr + cols, nothing, mask=cols < s_stored)
-                if VECTOR > 1:
-                    edge = edge_columns(head, n_body, n_cols, VECTOR)
-                    nothing = tl.zeros([2 * VECTOR], dtype=DS_ptr.dtype.element_ty)
-                    tl.store(DS_ptr + edge, nothing, mask=edge < n_right)
+                    zeros = tl.zeros([BLOCK_SIZE], dtype=DS_ptr.dtype.element_ty)
+                    tl.store(DS_ptr + cols, zeros, mask=cols < S_row_stride)
             return
     share = tl.load(SHARE_ptr)
-    scale = LOG2E if COSINE else inv_temperature * LOG2E
-    outside = 0.0 if COSINE else float("-inf")
-    t_outside = 0.0 if (COSINE or KIND == 0) else float("-inf")
+    s_label = 0.0
+    if HARD:  # read before the first sweep: its reductions are the barrier between this and the gradient there
+        inside = (label >= 0) & (label < n_cols)
+        label_at = tl.where(inside, label, 0)
+        s_label = tl.load(S_ptr + label_at).to(tl.float32)
+        if S_BIAS_ptr is not None:
+            s_label += tl.load(S_BIAS_ptr + label_at).to(tl.float32)
+        s_label = tl.where(inside, s_label, float("nan"))
 
-    if FROM_SAVED:
-        m_s = tl.load(SAVED_ptr + row * 6)
-        l_s = tl.load(SAVED_ptr + row * 6 + 1)
-        m_t = tl.load(SAVED_ptr + row * 6 + 2)
-        l_t = tl.load(SAVED_ptr + row * 6 + 3)
-        l_hard = tl.load(SAVED_ptr + row * 6 + 4)
-        dot = tl.load(SAVED_ptr + row * 6 + 5)
+    scale = LOG2E if COSINE else inv_temperature * LOG2E
+    m_t = 0.0
+    if COSINE:
+        l_s, l_t, dot, m_s, l_hard = _scan_cosine(
+            S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, n_cols, S_row_stride, t_stored, HARD, BLOCK_SIZE, STAGES
+        )
+        soft = 1.0 - dot
     else:
-        s_label = 0.0
-        if HARD:  # read before the first sweep: its reductions are the barrier between this and the gradient there
-            inside = (label >= 0) & (label < n_cols)
-            label_at = tl.where(inside, label, 0) - head
-            s_label = tl.load(S_ptr + label_at).to(tl.float32)
-            if S_BIAS_ptr is not None:
-                s_label += tl.load(S_BIAS_ptr + label_at).to(tl.float32)
-            s_label = tl.where(inside, s_label, float("nan"))
-        # Every lane has its own maximum and sums: no thread waits for another until the row is read. The maximum begins
-        # at the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan.
-        top_s = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
-        top_t = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
-        sum_s = tl.zeros([LANES], dtype=tl.float32)
-        sum_t = tl.zeros([LANES], dtype=tl.float32)
-        sum_hard = tl.zeros([LANES], dtype=tl.float32)
-        moment = tl.zeros([LANES], dtype=tl.float32)  # terms of KL, KL_LOG and RKL about the maxima
-        one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)  # of the cosine: s^2, t^2 and s * t
-        two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-        three = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-        for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
-            for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
-                cols = tile * BLOCK_SIZE + block
-                if PART == 1:
-                    cols = tail_columns(cols, n_body, VECTOR)
-                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_right, s_stored, outside, PART == 1, VECTOR)
-                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_right, t_stored, t_outside, PART == 1, VECTOR)
-                if COSINE:
-                    one += s * s
-                    two += t * t
-                    three += s * t
-                if LANES_S:
-                    if COSINE:
-                        exist = cols < n_right
-                        if VECTOR > 1 and PART == 1:
-                            exist = exist & (cols >= -head)
-                        s = tl.where(exist, s, float("-inf"))
-                    top_s, rise_s, low_s = _raised(tl.reshape(s, [LANES, GROUP]), top_s)
-                    again_s = tl.exp2(-rise_s * scale)
-                    e_s = tl.exp2(low_s * scale)
-                    if HARD == 2 and not COSINE:
-                        sum_hard = sum_hard * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
-                if KIND == 0:
-                    t_lanes = tl.reshape(t, [LANES, GROUP])
-                    terms = t_lanes * (
-                        log2_of(tl.maximum(t_lanes, tl.maximum(eps, 1.2e-38)), FAST_LOG2) - low_s * scale
-                    )
-                    moment = _moved(moment, sum_t, rise_s * scale) + tl.sum(
-                        tl.where(t_lanes == 0.0, 0.0, terms), axis=1
-                    )
-                    sum_t += tl.sum(t_lanes, axis=1)
-                if LANES_T:
-                    top_t, rise_t, low_t = _raised(tl.reshape(t, [LANES, GROUP]), top_t)
-                    again_t = tl.exp2(-rise_t * scale)
-                    e_t = tl.exp2(low_t * scale)
-                    if KIND == 1:
-                        moment = tl.where(again_t == 0.0, 0.0, _moved(moment, sum_t, rise_s - rise_t) * again_t)
-                        moment += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (low_t - low_s)), axis=1)
-                    if KIND == 2:
-                        moment = tl.where(again_s == 0.0, 0.0, _moved(moment, sum_s, rise_t - rise_s) * again_s)
-                        moment += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (low_s - low_t)), axis=1)
-                    sum_t = sum_t * again_t + tl.sum(e_t, axis=1)
-                if LANES_S:
-                    sum_s = sum_s * again_s + tl.sum(e_s, axis=1)
-        m_s = 0.0
-        l_s = 0.0
-        m_t = 0.0
-        l_t = 0.0
-        if LANES_S:
-            m_s = tl.max(top_s)
-            d_s = _row_sum(sum_s, top_s, m_s, scale)
-            l_s = tl.log2(d_s)
+        top_s, sum_s, top_t, sum_t, sum_hard, moment = _scan_pair(
+            S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, n_cols, S_row_stride, t_stored, scale, eps,
+            KIND, HARD, BLOCK_SIZE, STAGES, FAST_LOG2,
+        )  # fmt: skip
+        m_s, l_s, m_t, l_t, soft, dot = _loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND)
         l_hard = l_s
-        if HARD == 2 and not COSINE:
-            l_hard = tl.log2(_row_sum(sum_hard, top_s, m_s, LOG2E))
-        if LANES_T:
-            m_t = tl.max(top_t)
-            d_t = _row_sum(sum_t, top_t, m_t, scale)
-            l_t = tl.log2(d_t)
-        if COSINE:  # l_s, l_t and dot stand for 1 / |s|^2, 1 / (|s| |t|) and the cosine
-            norm_s = tl.maximum(tl.sqrt(tl.sum(one)), 1e-8)
-            l_s = 1.0 / (norm_s * norm_s)
-            l_t = 1.0 / (norm_s * tl.maximum(tl.sqrt(tl.sum(two)), 1e-8))
-            dot = tl.sum(three) * l_t
-            soft = 1.0 - dot
-        elif KIND == 0:
-            dot = tl.sum(sum_t)  # less the sum of the slopes
-            soft = LN2 * (tl.sum(_moved(moment, sum_t, (m_s - top_s) * scale)) + dot * l_s)
-        elif KIND == 1:
-            dot = -1.0
-            moment = _moved(moment, sum_t, (m_s - top_s) - (m_t - top_t))
-            soft = inv_temperature * _row_sum(moment, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
-        elif KIND == 2:
-            moment = _moved(moment, sum_s, (m_t - top_t) - (m_s - top_s))
-            soft = inv_temperature * _row_sum(moment, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
-            dot = soft  # the sum of the slopes less 1
+        if HARD == 2:
+            l_hard = tl.log2(row_sum(sum_hard, top_s, m_s, LOG2E))
         if MIDDLE:
-            for PART in tl.static_range(2):  # the other way: what was read last is in cache
-                for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
-                    tile = (n_full if PART else tiles) - 1 - done
-                    cols = tile * BLOCK_SIZE + block
-                    if PART == 0:
-                        cols = tail_columns(cols, n_body, VECTOR)
-                    s = _logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_right, s_stored, outside, PART == 0, VECTOR)
-                    t = _logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_right, t_stored, t_outside, PART == 0, VECTOR)
-                    x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
-                    if KIND == 3:
-                        y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
-                        p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
-                        one += p * l
-                        two += q * u
-                    else:
-                        p = tl.exp2(y)
-                        q = tl.exp2(x)
-                        one += tl.abs(q - p)
-                        two += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-            known = 0.0 * (l_s + l_t)  # nan where a logit is: the maxima of jsd_of lose it
-            if KIND == 3:
-                dot = LN2 * (1.0 - beta) * tl.sum(two) + known
-                soft = dot - LN2 * beta * tl.sum(one)
-            else:
-                dot = 0.5 * tl.sum(two) + known
-                soft = 0.5 * tl.sum(one)
-        if SOFT_ptr is not None:
-            tl.store(SOFT_ptr + row, soft * share)
-        if HARD_ptr is not None:
-            tl.store(HARD_ptr + row, (m_s - s_label + LN2 * l_hard) * share)
-        if SAVED_ptr is not None:
-            tl.store(SAVED_ptr + row * 6, m_s)
-            tl.store(SAVED_ptr + row * 6 + 1, l_s)
-            tl.store(SAVED_ptr + row * 6 + 2, m_t)
-            tl.store(SAVED_ptr + row * 6 + 3, l_t)
-            tl.store(SAVED_ptr + row * 6 + 4, l_hard)
-            tl.store(SAVED_ptr + row * 6 + 5, dot)
+            soft, dot = _compare_pair(
+                S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, n_cols, S_row_stride, t_stored, m_s, l_s, m_t, l_t, scale, beta,
+                KIND, BLOCK_SIZE, STAGES, FAST_LOG2,
+            )  # fmt: skip
+    tl.store(SOFT_ptr + row, soft * share)
+    if HARD_ptr is not None:
+        tl.store(HARD_ptr + row, (m_s - s_label + LN2 * l_hard) * share)
 
     if DS_ptr is not None:
         slope = 1.0 if SCALE_IN_BACKWARD else share
         soft_slope = soft_weight * slope
         hard_slope = hard_weight * slope
-        if GO_SOFT_ptr is not None:
-            soft_slope *= tl.load(GO_SOFT_ptr + row * GO_SOFT_stride).to(tl.float32)
-        if GO_HARD_ptr is not None:
-            hard_slope *= tl.load(GO_HARD_ptr + row * GO_HARD_stride).to(tl.float32)
-        if not COSINE:
+        q_coef = dot
+        if not COSINE:  # the gradient is q * (q_coef + a term of each kind), with the hard loss's factor where it has q
             soft_slope *= inv_temperature
-        # the gradient is q * (q_coef + a term of each kind), with the hard loss's factor where it has q too
-        q_coef = soft_slope * (dot if KIND == 0 else -dot)
+            q_coef = soft_slope * (dot if KIND == 0 else -dot)
         if HARD == 1:
             q_coef += hard_slope
         if KIND == 2:
@@ -472,7 +526,9 @@ def _distill_kernel(
             soft_slope *= LN2 * (1.0 - beta)
         if KIND == 4:
             soft_slope *= 0.5
-        label_col = (label.to(tl.int32) if LABEL_ptr is not None else -1) - head
+        outside = 0.0 if COSINE else float("-inf")
+        t_outside = 0.0 if (COSINE or KIND == 0) else float("-inf")
+        label_col = label.to(tl.int32) if LABEL_ptr is not None else -1
         for PART in tl.static_range(2):  # the opposite way of the sweep before
             for done in tl.range(0, tiles - n_full if PART == LAST else n_full, num_stages=STAGES):
                 if MIDDLE:
@@ -480,26 +536,15 @@ def _distill_kernel(
                 else:
                     tile = (tiles if PART == LAST else n_full) - 1 - done
                 cols = tile * BLOCK_SIZE + block
-                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_body, s_stored, outside, PART == LAST, 1)
-                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_body, t_stored, t_outside, PART == LAST, 1)
+                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, S_row_stride, outside, PART == LAST)
+                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == LAST)
                 ds = _slope_tile(
-                    s, t, m_s, l_s, m_t, l_t, l_hard, dot, scale, soft_slope, hard_slope, q_coef, beta,
+                    s, t, m_s, l_s, m_t, l_t, l_hard, scale, soft_slope, hard_slope, q_coef, beta,
                     KIND, HARD, FAST_LOG2,
                 )  # fmt: skip
                 if HARD:
                     ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
-                tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
-        if VECTOR > 1:
-            cols = edge_columns(head, n_body, n_cols, VECTOR)
-            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_right, n_right, outside, True, 1)
-            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_right, n_right, t_outside, True, 1)
-            ds = _slope_tile(
-                s, t, m_s, l_s, m_t, l_t, l_hard, dot, scale, soft_slope, hard_slope, q_coef, beta,
-                KIND, HARD, FAST_LOG2,
-            )  # fmt: skip
-            if HARD:
-                ds = tl.where(cols == label_col, ds - hard_slope, ds)
-            tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_right)
+                tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < S_row_stride)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -510,27 +555,28 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
 
 
-def distill_tunable(op: str, dims: tuple[str, ...] = DIMS, key: Callable[..., registry.Key] = columns_key) -> Tunable:
+def distill_tunable(
+    op: str,
+    dims: tuple[str, ...] = DIMS,
+    key: Callable[..., registry.Key] = columns_key,
+    kernels: Sequence[Any] = (_distill_kernel,),
+) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `_distill_kernel`. key: of sizes (..., columns, bytes an element).
 
     Its heuristic: 8 elements of each row a thread, so that a lane is a thread, and its part of a tile one wide load.
     """
     rules = {"heuristic": tile_rule(2048, 8, 16), "safe": tile_rule(1024, 8, 8), "space": _space}
-    return Tunable(op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, **rules)
+    return Tunable(op, "fwd", kernels=kernels, key=key, dims=dims, **rules)
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------
 
 
 class DistillRows(NamedTuple):
-    """Per-row results, fp32 [n_rows] times the share, and what a later backward needs [n_rows, SAVED].
+    """Per-row results, fp32 [n_rows] times the share; hard is None where there is no hard loss."""
 
-    None: unwanted.
-    """
-
-    soft: torch.Tensor | None = None
+    soft: torch.Tensor
     hard: torch.Tensor | None = None
-    saved: torch.Tensor | None = None
 
 
 def distill_rows(
@@ -545,38 +591,26 @@ def distill_rows(
     dlogits: torch.Tensor | None = None,
     student_bias: torch.Tensor | None = None,
     teacher_bias: torch.Tensor | None = None,
-    soft_grads: torch.Tensor | None = None,
-    hard_grads: torch.Tensor | None = None,
     row_start: int = 0,
     scale_in_backward: bool = False,
-    from_saved: bool = False,
-    owned: bool = True,
 ) -> None:
     """Losses of the rows student [n, vocab], which are rows row_start.. of labels and out, and their gradient.
 
-    teacher: logits [n, vocab], or for KL the probabilities of these n rows; share: fp32 on the device, multiplies
-    losses and gradient (scale_in_backward: the losses alone); soft_grads, hard_grads: incoming gradient of each row;
-    dlogits: where the gradient goes, None for none, `student` itself for in place. owned: padding between the student's
-    rows is ours.
+    student and dlogits: logits in buffers of `sweep`, whose padding between rows may be accessed; teacher: such logits
+    too, or for KL the probabilities of these n rows; share: fp32 on the device, multiplies losses and gradient
+    (scale_in_backward: the losses alone); dlogits: where the gradient goes, None for none, `student` itself for in
+    place.
     """
     n, n_cols = student.shape
     if not n:
         return
-
-    def stride(t: torch.Tensor | None) -> int:
-        return 0 if t is None else t.stride(0)
-
-    given = options.kind == KL
-    s_stored = min(stride(student), stride(dlogits) if dlogits is not None else stride(student)) if owned else n_cols
-    t_stored = stride(teacher) if owned and not given else n_cols
+    assert dlogits is None or dlogits.stride(0) == student.stride(0), "the buffers of one sweep have one row stride"
     hard = _NO_HARD
     if out.hard is not None or options.hard_weight:
-        hard = _HARD_SHARED if options.temperature == 1.0 and options.kind != COSINE else _HARD_OWN
+        hard = _HARD_SHARED if options.temperature == 1.0 and options.kind != COSINE else _HARD_APART
     args = (
-        *(student, teacher, labels, student_bias, teacher_bias, share, soft_grads, hard_grads, *out, dlogits),
-        *(stride(student), stride(teacher), stride(dlogits), stride(soft_grads), stride(hard_grads)),
-        *(row_start, n_cols, s_stored, t_stored, options.ignore_index, 1.0 / options.temperature),
-        *(options.beta, options.eps, options.soft_weight, options.hard_weight),
+        *(student, teacher, labels, student_bias, teacher_bias, share, *out, dlogits),
+        *(student.stride(0), teacher.stride(0), row_start, n_cols, options.ignore_index),
+        *(1.0 / options.temperature, options.beta, options.eps, options.soft_weight, options.hard_weight),
     )
-    vector = 1 if owned else row_vector(student, teacher, dlogits)
-    launch(plan, _distill_kernel, (n,), args, (options.kind, hard, scale_in_backward, from_saved, vector))
+    launch(plan, _distill_kernel, (n,), args, (options.kind, hard, scale_in_backward))

@@ -5,8 +5,8 @@ Rows whose target is ignore_index have losses and gradient of exactly zero.
 Shapes: student_logits, teacher_logits [n_rows, n_cols], target [n_rows] int64 or int32 -> ce [n_rows], tvd [n_rows].
 Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so are the results, which are differentiable one
 by one. The teacher has no gradient.
-Saved for backward: the logits and six fp32 numbers a row, so that backward reads each of them once. See
-distill_rows.py for the kernel.
+Saved for backward: the logits and five fp32 numbers a row, so that backward reads each of them once. The
+arithmetic is that of distill_rows.py.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
 https://arxiv.org/abs/2307.15190
@@ -28,23 +28,28 @@ from ...runtime.operator import (
     check_tensors,
     define,
     first_order,
+    launch,
     row_major,
     to_flatten,
 )
+from ...runtime.triton_import import tl, triton
+from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector, tail_columns
 from .cross_entropy import check_arguments, sample_logits
 from .cross_entropy_rows import assert_targets
 from .distill_rows import (
-    SAVED,
     Distillation,
-    DistillRows,
     distill_reference,
-    distill_rows,
     distill_slopes,
     distill_tunable,
+    log2_pair,
+    raised,
+    row_sum,
+    tvd_slope,
 )
-from .divergence_rows import TVD, WORKLOADS, label_share
+from .divergence_rows import TVD, WORKLOADS
 from .log_prob_rows import columns_key
 from .options_module import OptionsModule
+from .softmax_rows import write_zeros
 
 _NAME = "liger_fused_ce_tvd"
 
@@ -61,32 +66,226 @@ def _options(ignore_index: int) -> Distillation:
     return Distillation(TVD, ignore_index=ignore_index, hard_weight=1.0)
 
 
-FWD = distill_tunable("fused_ce_tvd")
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _edged_tile(PTR, cols, head, n_cols, n_stored, MASKED: tl.constexpr, VECTOR: tl.constexpr):
+    """A tile of a row in fp32, columns counted from the body's first. MASKED: the row ends in it, beyond it is -inf.
+
+    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1. The
+    last of these may end behind the tensor, within its last 16 bytes (rows/row.py); -inf replaces what it reads there.
+    """
+    if MASKED:
+        reached = cols < n_stored
+        exist = cols < n_cols
+        if VECTOR > 1:
+            reached = (cols < tl.cdiv(n_cols, VECTOR) * VECTOR) & (cols >= -tl.cdiv(head, VECTOR) * VECTOR)
+            exist = exist & (cols >= -head)
+        x = tl.load(PTR + cols, mask=reached, other=0.0).to(tl.float32)
+        x = tl.where(exist, x, float("-inf"))
+    else:
+        x = tl.load(PTR + cols).to(tl.float32)
+    return x
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _ce_tvd_fwd_kernel(
+    S_ptr,
+    T_ptr,
+    LABEL_ptr,
+    CE_ptr,
+    TVD_ptr,
+    S_TOP_ptr,
+    S_LOG2_ptr,
+    T_TOP_ptr,
+    T_LOG2_ptr,
+    DOT_ptr,
+    S_row_stride,
+    T_row_stride,
+    n_cols,
+    ignore_index,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program a row, read twice. Saved for backward: of s and of t the largest logit and log2(sum(e^(x - top))),
+    and the sum of the distance's slopes."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # columns in 16 bytes
+    GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
+    LANES: tl.constexpr = BLOCK_SIZE // GROUP
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(LABEL_ptr + row)
+    if label == ignore_index:
+        tl.store(CE_ptr + row, 0.0)
+        tl.store(TVD_ptr + row, 0.0)
+        tl.store(S_TOP_ptr + row, 0.0)
+        tl.store(S_LOG2_ptr + row, 0.0)
+        tl.store(T_TOP_ptr + row, 0.0)
+        tl.store(T_LOG2_ptr + row, 0.0)
+        tl.store(DOT_ptr + row, 0.0)
+        return
+    head = row_head(row * S_row_stride, VECTOR)
+    S_ptr += body_start(row * S_row_stride, head, VECTOR)
+    T_ptr += body_start(row * T_row_stride, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    n_right = n_cols - head
+    n_full = n_body // BLOCK_SIZE
+    tiles = tl.cdiv(n_body, BLOCK_SIZE)
+    if VECTOR > 1:
+        tiles = tl.cdiv(n_body + 2 * VECTOR, BLOCK_SIZE)
+    inside = (label >= 0) & (label < n_cols)
+    s_label = tl.load(S_ptr + (tl.where(inside, label, 0) - head)).to(tl.float32)
+    s_label = tl.where(inside, s_label, float("nan"))
+
+    # lanes as in `_scan_pair` of distill_rows.py
+    top_s = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
+    top_t = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
+    sum_s = tl.zeros([LANES], dtype=tl.float32)
+    sum_t = tl.zeros([LANES], dtype=tl.float32)
+    for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
+        for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
+            cols = tile * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            if PART == 1:
+                cols = tail_columns(cols, n_body, VECTOR)
+            s = _edged_tile(S_ptr, cols, head, n_right, n_body, PART == 1, VECTOR)
+            t = _edged_tile(T_ptr, cols, head, n_right, n_body, PART == 1, VECTOR)
+            top_s, rise_s, low_s = raised(tl.reshape(s, [LANES, GROUP]), top_s)
+            sum_s = sum_s * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
+            top_t, rise_t, low_t = raised(tl.reshape(t, [LANES, GROUP]), top_t)
+            sum_t = sum_t * tl.exp2(-rise_t * LOG2E) + tl.sum(tl.exp2(low_t * LOG2E), axis=1)
+    m_s = tl.max(top_s)
+    l_s = tl.log2(row_sum(sum_s, top_s, m_s, LOG2E))
+    m_t = tl.max(top_t)
+    l_t = tl.log2(row_sum(sum_t, top_t, m_t, LOG2E))
+    tl.store(CE_ptr + row, m_s - s_label + 0.6931471805599453 * l_s)
+    tl.store(S_TOP_ptr + row, m_s)
+    tl.store(S_LOG2_ptr + row, l_s)
+    tl.store(T_TOP_ptr + row, m_t)
+    tl.store(T_LOG2_ptr + row, l_t)
+
+    distance = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    signed = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for PART in tl.static_range(2):  # the other way: what was read last is in cache
+        for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
+            cols = ((n_full if PART else tiles) - 1 - done) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            if PART == 0:
+                cols = tail_columns(cols, n_body, VECTOR)
+            s = _edged_tile(S_ptr, cols, head, n_right, n_body, PART == 0, VECTOR)
+            t = _edged_tile(T_ptr, cols, head, n_right, n_body, PART == 0, VECTOR)
+            x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
+            p = tl.exp2(y)
+            q = tl.exp2(x)
+            distance += tl.abs(q - p)
+            signed += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+    tl.store(TVD_ptr + row, 0.5 * tl.sum(distance))
+    tl.store(DOT_ptr + row, 0.5 * tl.sum(signed) + 0.0 * (l_s + l_t))  # nan where a logit is
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _ce_tvd_bwd_kernel(
+    S_ptr,
+    T_ptr,
+    LABEL_ptr,
+    S_TOP_ptr,
+    S_LOG2_ptr,
+    T_TOP_ptr,
+    T_LOG2_ptr,
+    DOT_ptr,
+    GO_CE_ptr,
+    GO_TVD_ptr,
+    DS_ptr,
+    S_row_stride,
+    T_row_stride,
+    GO_CE_stride,
+    GO_TVD_stride,
+    n_cols,
+    ignore_index,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program a row, read once, backwards. DS is contiguous."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    head = row_head(row * S_row_stride, VECTOR)
+    S_ptr += body_start(row * S_row_stride, head, VECTOR)
+    T_ptr += body_start(row * T_row_stride, head, VECTOR)
+    DS_ptr += body_start(row * n_cols, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    n_right = n_cols - head
+    n_full = n_body // BLOCK_SIZE
+    tiles = tl.cdiv(n_body, BLOCK_SIZE)
+    block = tl.arange(0, BLOCK_SIZE)
+    label = tl.load(LABEL_ptr + row)
+    if label == ignore_index:
+        write_zeros(
+            DS_ptr, block, n_full * BLOCK_SIZE + block, head, n_body, n_full, n_cols, n_body, BLOCK_SIZE, VECTOR
+        )
+        return
+    m_s = tl.load(S_TOP_ptr + row)
+    l_s = tl.load(S_LOG2_ptr + row)
+    m_t = tl.load(T_TOP_ptr + row)
+    l_t = tl.load(T_LOG2_ptr + row)
+    soft_slope = tl.load(GO_TVD_ptr + row * GO_TVD_stride).to(tl.float32)
+    hard_slope = tl.load(GO_CE_ptr + row * GO_CE_stride).to(tl.float32)
+    q_coef = hard_slope - soft_slope * tl.load(DOT_ptr + row)
+    soft_slope *= 0.5
+    label_col = label.to(tl.int32) - head
+    for PART in tl.static_range(2):
+        for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
+            tile = (n_full if PART else tiles) - 1 - done
+            cols = tile * BLOCK_SIZE + block
+            s = _edged_tile(S_ptr, cols, 0, n_body, n_body, PART == 0, 1)
+            t = _edged_tile(T_ptr, cols, 0, n_body, n_body, PART == 0, 1)
+            x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
+            q = tl.exp2(x)
+            ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
+            ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
+            tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_body)
+    if VECTOR > 1:
+        cols = edge_columns(head, n_body, n_cols, VECTOR)
+        s = _edged_tile(S_ptr, cols, 0, n_right, n_right, True, 1)
+        t = _edged_tile(T_ptr, cols, 0, n_right, n_right, True, 1)
+        x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
+        q = tl.exp2(x)
+        ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
+        ds = tl.where(cols == label_col, ds - hard_slope, ds)
+        tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_right)
+
+
+FWD = distill_tunable("fused_ce_tvd", kernels=(_ce_tvd_fwd_kernel, _ce_tvd_bwd_kernel))
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
-
-def _launch(student, teacher, target, ignore_index, out, **backward):
-    plan = FWD.plan(student.device, columns_key(*student.shape, student.dtype.itemsize))
-    share = label_share(None, 0, 0, ignore_index, student.device)
-    distill_rows(plan, student, teacher, target, share, _options(ignore_index), out, owned=False, **backward)
+SAVED = 5
+"""Numbers a row that backward needs."""
 
 
 def _fwd(student, teacher, target, ignore_index):
     student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
-    n_rows, device = student.shape[0], student.device
-    assert_targets(_NAME, target, student.shape[1], ignore_index)
+    (n_rows, n_cols), device = student.shape, student.device
+    assert_targets(_NAME, target, n_cols, ignore_index)
     ce, tvd = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
-    saved = torch.empty(n_rows, SAVED, dtype=torch.float32, device=device)
-    _launch(student, teacher, target, ignore_index, DistillRows(tvd, ce, saved))
+    saved = torch.empty(SAVED, n_rows, dtype=torch.float32, device=device)
+    if n_rows:
+        plan = FWD.plan(device, columns_key(n_rows, n_cols, student.dtype.itemsize))
+        numbers = student.stride(0), teacher.stride(0), n_cols, ignore_index
+        args = student, teacher, target, ce, tvd, *saved, *numbers
+        launch(plan, _ce_tvd_fwd_kernel, (n_rows,), args, (row_vector(student, teacher),))
     return ce, tvd, saved
 
 
 def _bwd(student, teacher, target, saved, dce, dtvd, ignore_index):
-    dx = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+    (n_rows, n_cols), device = student.shape, student.device
+    dx = torch.empty((n_rows, n_cols), dtype=student.dtype, device=device)
     student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
-    grads = {"hard_grads": dce, "soft_grads": dtvd}
-    _launch(student, teacher, target, ignore_index, DistillRows(saved=saved), dlogits=dx, from_saved=True, **grads)
+    if n_rows:
+        plan = FWD.plan(device, columns_key(n_rows, n_cols, student.dtype.itemsize))
+        numbers = student.stride(0), teacher.stride(0), dce.stride(0), dtvd.stride(0), n_cols, ignore_index
+        args = student, teacher, target, *saved, dce, dtvd, dx, *numbers
+        launch(plan, _ce_tvd_bwd_kernel, (n_rows,), args, (row_vector(student, teacher, dx),))
     return dx
 
 
@@ -97,7 +296,7 @@ def _bwd(student, teacher, target, saved, dce, dtvd, ignore_index):
 def _fwd_reference(student, teacher, target, ignore_index):
     assert_targets(_NAME, target, student.shape[1], ignore_index, plain=True)
     ce, tvd = fused_ce_tvd_reference(student, teacher, target, ignore_index)
-    return ce, tvd, ce.new_zeros(ce.shape[0], SAVED)
+    return ce, tvd, ce.new_zeros(SAVED, ce.shape[0])
 
 
 @torch.no_grad()
@@ -122,7 +321,7 @@ fused_ce_tvd_bwd = define(
 
 
 class FusedCETVDFunction(Function):
-    """Autograd for both losses: saves the logits and six numbers a row."""
+    """Autograd for both losses: saves the logits and five numbers a row."""
 
     @staticmethod
     def forward(ctx, student_logits, teacher_logits, target, ignore_index):
