@@ -30,6 +30,7 @@ kernels=(tests/kernels/test_numerics.py -k "test_options and default")
 
 # One thread a test process: the tests are small and the workers already fill the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the package again
 
 # Lane gpu: one process, since processes share the device's memory. With PYTEST_WORKERS that many, and after them one
 # for the tests that take much memory (mark `memory`).

@@ -19,6 +19,7 @@ less skips them, and `ci/test.sh` runs them in one process.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -201,6 +202,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "gpu" in lanes and (needed := _memory_of(item)) and not reasons["gpu"]:
             if needed > (gib := _gib_of(gpu_device(config))):
                 item.add_marker(pytest.mark.skip(reason=f"takes {needed} GiB of device memory, this one has {gib:.0f}"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported by now lives as long as the process: no garbage collection need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _memory_of(item: pytest.Item) -> float:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -364,25 +360,6 @@ def test_frozen_layers_are_not_said_to_save_nothing(caplog):
     with caplog.at_level("WARNING", "liger_hw"), liger_hw.activations("cheap", model):
         model(some_input().detach())
     assert not caplog.records
-
-
-def test_sharded_and_distributed(tmp_path):
-    script = Path(__file__).with_name("two_ranks.py")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(script.parents[2]), os.environ.get("PYTHONPATH", ""))),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate()[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
 
 
 def test_lora(ledger):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from harness import ONE_OF_A_FAMILY
 
 from liger_hw import registry
 from liger_hw.bench import ops, peers, report
@@ -54,6 +55,7 @@ def test_a_row_has_every_figure(rms):
     assert all(one["layer"] and one["provenance"]["kind"] for one in by_mode["full"]["config"])
 
 
+@pytest.mark.daily(name=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("name", sorted(registry.ops()))
 def test_every_op_can_be_benchmarked(name):
     op = registry.get_op(name)

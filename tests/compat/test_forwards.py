@@ -55,6 +55,8 @@ def trained(model, **changes):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+# tests/transformers/test_families.py patches every family's forward.
+@pytest.mark.daily(family=("llama", "gemma3", "mixtral", "qwen2_vl", "deepseek_v3", "hunyuan_v1"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_s_forward_trains_as_its_own(family):
     module = module_of(family)

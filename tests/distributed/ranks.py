@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,9 +30,8 @@ class Ranks:
     """The processes of one process group. Each takes lines `file function` and answers each with a line."""
 
     def __init__(self, kind: str, world: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.folder = tempfile.TemporaryDirectory()
+        address = f"file://{self.folder.name}/store"
         paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, __file__, kind, address, str(world)]

@@ -254,6 +254,8 @@ def test_operators(lane, case, seed):
         torch.library.opcheck(func, args)
 
 
+# test_numerics.py compares the gradients of every option set with the reference's in fp64.
+@pytest.mark.daily(options="default")
 @pytest.mark.cpu
 def test_gradcheck(case, seed):
     """The backward formulas in fp64 against finite differences."""

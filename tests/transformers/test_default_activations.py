@@ -264,6 +264,8 @@ def test_a_cpu_runs_its_own_code(classes, monkeypatch, recomputed):
     env.clear()
 
 
+# Dynamo traces the same forward for both.
+@pytest.mark.daily(classes="False")
 @both
 def test_torch_compile_gains_no_break(classes, caplog):
     model = tiny(num_hidden_layers=2)
@@ -280,6 +282,7 @@ def test_torch_compile_gains_no_break(classes, caplog):
     torch._dynamo.reset()
 
 
+@pytest.mark.daily(classes="False")
 @both
 def test_a_part_that_is_compiled_alone_is_compiled_once(classes):
     """As flex attention is: that the last layer's runs in a scope is no reason to compile it again."""
@@ -294,6 +297,7 @@ def test_a_part_that_is_compiled_alone_is_compiled_once(classes):
     torch._dynamo.reset()
 
 
+@pytest.mark.daily(classes="False")
 @both
 def test_traced_with_fake_tensors_and_on_the_meta_device(classes):
     from torch.fx.experimental.proxy_tensor import make_fx

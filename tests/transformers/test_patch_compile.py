@@ -96,7 +96,7 @@ class _Squared(torch.autograd.Function):
 
 def test_a_loss_by_an_autograd_function_keeps_its_gradient(mistral, batch):
     """Traced into, it would be cut off from the logits: the graph breaks and real logits are computed."""
-    model, reference = mistral.model(num_hidden_layers=1), mistral.model(num_hidden_layers=1)
+    model, reference = mistral.model(num_hidden_layers=0), mistral.model(num_hidden_layers=0)
     for each in (model, reference):
         each.loss_function = lambda logits, labels, **_: _Squared.apply(logits.float())
     reference(**batch).loss.backward()

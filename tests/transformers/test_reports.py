@@ -153,7 +153,6 @@ x = torch.ones(2, 16, requires_grad=True)
 liger_rms_norm(x, torch.ones(16), 1e-6).sum().backward()
 print(len(registry.plans()))
 """
-    for disable, plans in (("1", "0"), ("0", None)):
-        env = {**os.environ, "LIGER_HW_DISABLE": disable, "LIGER_HW_INTERPRET": "1", "TRITON_INTERPRET": "1"}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-        assert (done.stdout.strip() == plans) if plans else done.returncode, done.stderr
+    env = {**os.environ, "LIGER_HW_DISABLE": "1", "LIGER_HW_INTERPRET": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "0", done.stderr

@@ -1,0 +1,133 @@
+"""Activation levels under FSDP2, which frees and gathers parameters around every layer, and under DDP."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import liger_hw
+from liger_hw.recompute import recipes
+from liger_hw.recompute.dial import class_patch
+from tests.activations.small_decoder import Decoder, gradients, identical
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.cpu
+IDS = torch.arange(16).reshape(2, 8)
+
+
+def sharded(model, *parts, mesh):
+    """`model` after `fully_shard` of these parts, each before what holds it, and of itself."""
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def whole(tensors):
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def train(model):
+    """Gradients of a step of a causal LM, whole."""
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    return whole(p.grad for p in model.parameters())
+
+
+@contextlib.contextmanager
+def computed_again():
+    """A list that gets the name of every operator that a recipe runs again."""
+    names, compute = [], recipes.Recipe._compute
+    recipes.Recipe._compute = lambda self: (names.append(self.name), compute(self))[1]
+    try:
+        yield names
+    finally:
+        recipes.Recipe._compute = compute
+
+
+def check_levels(rank, device):
+    alone = gradients(Decoder(count=3), contextlib.nullcontext())
+    mesh = dist.init_device_mesh("cpu", (2,))
+
+    def same(model, level):
+        with liger_hw.activations(level, model):
+            return identical(whole(gradients(model, contextlib.nullcontext())), alone)
+
+    with computed_again() as names:
+        model = Decoder(count=3)
+        assert same(sharded(model, *model.layers, mesh=mesh), "mlp")
+        assert names.count("linear") == 4 and names.count("swiglu_fwd") == 3, names  # the last layer is at cheap
+        # Projections that are units themselves have their weight in their forward only.
+        names.clear()
+        model = Decoder(count=3)
+        parts = [part for layer in model.layers for part in (layer.mlp.gate_proj, layer.mlp.up_proj, layer)]
+        assert same(sharded(model, *parts, mesh=mesh), "mlp")
+        assert names.count("linear") == 0 and names.count("swiglu_fwd") == 3, names
+        # A norm that is a unit itself has its weight in its forward and its backward only: its output is kept.
+        names.clear()
+        model = Decoder(count=3)
+        assert same(sharded(model, *(p for l in model.layers for p in (l.before, l)), mesh=mesh), "cheap")
+        assert names.count("rms_norm_fwd") == 3 and names.count("swiglu_fwd") == 3, names
+    model = Decoder(count=3)
+    with liger_hw.activations("mlp", model):
+        assert identical(gradients(torch.nn.parallel.DistributedDataParallel(model), contextlib.nullcontext()), alone)
+
+
+def check_budgets_are_refused(rank, device):
+    """A plan would count whole parameters: refused at the call, or for classes in the first step."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match=r"this one is sharded \(FSDP2\); name a level"):
+        liger_hw.activations("4GiB", sharded(llama(), mesh=mesh))
+    model = llama()
+    patch = class_patch(type(model.model.layers[0]), "4GiB")
+    patch.apply()
+    try:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        with pytest.raises(ValueError, match=r"this one is sharded \(FSDP2\); name a level"):
+            model(torch.arange(8)[None])
+    finally:
+        patch.revert()
+
+
+def check_default_level(rank, device):
+    """The last layer of a live model, patched before it is sharded or after, or of a class, at cheap."""
+    from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+
+    def step(setting, order, names):
+        cls_to_fsdp_cls.clear()  # transformers wraps what a layer's class has when FSDP2 first makes one of it
+        model = llama()
+        if order == "sharded first":
+            sharded(model, *model.model.layers, mesh=mesh)
+        patched = None if order == "classes" else model
+        with liger_hw.transformers.apply_liger_kernel_to_llama(model=patched, activations=setting):
+            if order != "sharded first":
+                sharded(model, *model.model.layers, mesh=mesh)
+            names.clear()
+            return train(model)
+
+    with computed_again() as names:
+        for order in ("patched first", "sharded first", "classes"):
+            kept = step("keep", order, names)
+            assert not names
+            for setting in ({-1: "cheap"}, None):
+                assert identical(step(setting, order, names), kept), (order, setting)
+                assert names.count("swiglu_fwd") == 1, (order, setting, names)
+
+
+@pytest.mark.parametrize("check", ["check_levels", "check_budgets_are_refused", "check_default_level"])
+def test_two_ranks(check):
+    ranks.run(__file__, check)
