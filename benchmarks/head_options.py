@@ -22,8 +22,7 @@ from head_sweep import settle_ms, work_of
 
 from liger_hw import CountedRows, env
 from liger_hw.bench.floors import floor_words
-from liger_hw.bench.runners import Calls
-from liger_hw.bench.timing import Meter, interleave
+from liger_hw.bench.timing import Calls, Meter, interleave
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
 

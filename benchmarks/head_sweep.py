@@ -26,8 +26,7 @@ import torch
 from liger_hw.bench.floors import floor_words
 from liger_hw.bench.inputs import Inputs, Work
 from liger_hw.bench.ops import SETTLE_MS
-from liger_hw.bench.runners import Calls, Replay
-from liger_hw.bench.timing import Meter, interleave
+from liger_hw.bench.timing import Calls, Meter, Replay, interleave
 from liger_hw.cli import UsageError
 from liger_hw.cli.arguments import positive, seconds, usable_device
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy

@@ -281,7 +281,6 @@ CIRCLES_LEFT = {
             *("runtime/launch", "runtime/operator", "runtime/replay"),
         }
     ),
-    frozenset({"bench/runners", "bench/timing"}),
     frozenset({"compat/__init__", "compat/monkey_patch", "transformers/__init__"}),
 }
 """It may only shrink."""

@@ -1,7 +1,6 @@
 """Workloads -> timings -> table, JSON and plots: what `liger-hw bench` runs, as functions.
 
 timing.py         how a call is measured: graph replay, eager wall time, host time, memory, floors
-runners.py        what takes turns in a measurement
 inputs.py         the inputs of a call, in as many sets as keep them out of L2
 cases.py          what is measured: an op at sizes
 peers/            the same computation by torch, torch.compile and Liger

@@ -8,8 +8,7 @@ from typing import Callable
 
 from .cases import Case, make_inputs, with_few_rows
 from .inputs import Inputs, tensors_in
-from .runners import Product
-from .timing import Meter
+from .timing import Meter, Product
 
 
 def floor_words(vocab: int) -> int:

@@ -25,8 +25,7 @@ from .accuracy import Accuracy
 from .cases import Case, cases, make_inputs, with_few_rows  # noqa: F401  callers take all four from here
 from .floors import PRODUCTS, floors_of
 from .inputs import Inputs, Work, sample_sets
-from .runners import Runner
-from .timing import Budget, Meter, OutOfBudget, Stats, interleave
+from .timing import Budget, Meter, OutOfBudget, Runner, Stats, interleave
 
 MODES = ("fwd", "bwd", "full")
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
