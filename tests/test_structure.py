@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import io
+import json
 import re
+import tokenize
 from itertools import combinations
 from pathlib import Path
 
@@ -215,6 +218,49 @@ def test_files_stay_readable():
         str(p.relative_to(PACKAGE.parent)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > MOST_LINES
     }
     assert not long, f"more than {MOST_LINES} lines, split by meaning: {long}"
+
+
+CEILING = 49_700, "what the package had on 2026-11-27, when this was written"
+"""Lines of the package, and why they are that many. It is raised only with what was added, and what that is worth."""
+
+
+def test_the_package_does_not_grow():
+    lines, (most, _) = sum(len(path.read_text().splitlines()) for path in SOURCES), CEILING
+    assert lines <= most, f"{lines} lines, at most {most}: take something out, or raise CEILING and say why"
+
+
+VAGUE = "found own given made held wanted asked said told heard met".split()
+"""Identifiers that name no thing: call a result `config`, `match`, `entry`, `tensor`, `args`."""
+IDIOM = re.compile(
+    r"\b(nobody|somebody|what is no|of those that|that of|those of|so many|as it is said|is none|none of them)\b", re.I
+)
+"""Turns of speech, in comments and strings, that a reader has to read twice."""
+WORDS_LEFT = Path(__file__).with_name("words_left.json")
+"""File -> how many of both it still has. It may only shrink: `python tests/test_structure.py` writes it again."""
+
+
+def _words(path: Path) -> int:
+    names, prose = collections.Counter(), 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            names[token.string] += 1
+        elif token.type in (tokenize.COMMENT, tokenize.STRING):
+            prose += len(IDIOM.findall(token.string))
+    return prose + sum(names[word] for word in VAGUE)
+
+
+def _words_by_file() -> dict[str, int]:
+    return {str(path.relative_to(PACKAGE)): count for path in SOURCES if (count := _words(path))}
+
+
+def test_plain_words():
+    left = json.loads(WORDS_LEFT.read_text())
+    wrong = [
+        f"{file}: {count}, at most {left.get(file, 0)}"
+        for file, count in _words_by_file().items()
+        if count > left.get(file, 0)
+    ]
+    assert not wrong, f"words of VAGUE and IDIOM that were not there before: {wrong}"
 
 
 def test_one_folder_a_vendor():
@@ -432,3 +478,7 @@ def test_every_op_file_registers_its_op():
         "fused_linear_scaled_cross_entropy_tp",  # several ranks around it
     }
     assert set(registry.ops()) == {module.rpartition(".")[2] for module in EXPORTS} - unregistered
+
+
+if __name__ == "__main__":
+    WORDS_LEFT.write_text(json.dumps(_words_by_file(), indent=1) + "\n")
