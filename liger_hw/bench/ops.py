@@ -57,6 +57,7 @@ class Arm:
     kept_mib: float | None = None
     first_seconds: float | None = None
     errors: tuple[float | None, float | None] = (None, None)
+    implementations: set[str] = field(default_factory=set)
 
     def fail(self, error: BaseException) -> None:
         kind = {peers.Absent: "absent", peers.Unsupported: "unsupported", OutOfBudget: "skipped"}
@@ -161,7 +162,10 @@ def _prepare(
     for mode in needed:
         work = Work(arm.function, sets, backward=mode == "full")
         began = time.perf_counter()
-        work.learn_overwrites()  # the first call: compiles
+        peer = peers.PEERS.get(arm.name)
+        with peer.chosen() if peer else contextlib.nullcontext(set()) as chosen:
+            work.learn_overwrites()  # the first call: compiles
+        arm.implementations |= chosen
         meter.synchronize()
         arm.first_seconds = arm.first_seconds or time.perf_counter() - began
         for _ in range(2):
@@ -261,6 +265,7 @@ def _row(
         "mode": mode,
         "arm": arm.name,
         "version": peer.version() if peer else None,
+        "implementation": ", ".join(sorted(arm.implementations)) or None,
         "status": arm.status,
         "note": arm.note,
         "ms": asdict(times) if times else None,

@@ -17,7 +17,7 @@ from .. import __version__, files
 from ..autotune.store import today, triton_version
 from ..backends import backend, target_of
 from ..text import json_text, table
-from .peers import OURS
+from .peers import OURS, liger
 
 SCHEMA = 1
 
@@ -37,6 +37,7 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "triton": triton_version() or None,
         "python": platform.python_version(),
         "liger_hw": __version__,
+        "liger": liger.environment(),
         "commit": commit or git_commit(),
         "date": today(),
     }
@@ -181,9 +182,23 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     warm = sorted({f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in timed if not row["l2_cold"]})
     if warm and "wall" not in methods:
         lines.append("inputs small enough to stay in L2: " + ", ".join(warm)[:300])
+    lines += _implementations(timed)
     lines += [f"absent  {text}" for text in texts([row for row in rows if row["status"] == "absent"], "arm")]
     failed = [row for row in rows if row["status"] in ("error", "unsupported", "skipped")]
     return lines + [f"failed  {text}" for text in texts(failed, "arm", "op")]
+
+
+def _implementations(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Which implementation of its own a peer chose, and for which ops."""
+    ops: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.get("implementation"):
+            ops.setdefault((row["arm"], row["implementation"]), {})[row["op"]] = None
+    lines = [f"{arm} ran {name}: {', '.join(of)}" for (arm, name), of in ops.items()]
+    facts = liger.environment()
+    if any(arm == "liger" for arm, _ in ops) and facts and not facts["cutlass.cute"]:
+        lines.append("liger has CuTe DSL kernels too, which run where nvidia-cutlass-dsl is installed; here it is not")
+    return lines
 
 
 def _ms(value: float | None) -> str:

@@ -141,3 +141,42 @@ def test_quack_is_called_as_it_takes_its_arguments(name, monkeypatch):
     exact_grads = torch.autograd.grad(wanted, exact.leaves, [torch.ones_like(o) for o in wanted])
     for one, other in zip((*outputs, *grads), (*wanted, *exact_grads), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_implementation_that_liger_chooses_is_noted(monkeypatch):
+    """Liger 0.8.5 resolves an op to one of its implementations in each call; older ones have Triton alone."""
+    dispatch = types.ModuleType("liger_kernel.backends.dispatch")
+
+    def resolve_impl(op, requested=None, device=None):
+        return types.SimpleNamespace(impl_name={"rope": "nvidia-cutedsl"}.get(op, "nvidia-triton"))
+
+    dispatch.resolve_impl = resolve_impl
+    dispatch.dispatch = lambda op: dispatch.resolve_impl(op).impl_name
+    packages = {name: types.ModuleType(name) for name in ("liger_kernel", "liger_kernel.backends")}
+    for name, module in {**packages, dispatch.__name__: dispatch}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with peers.liger.chosen() as names:
+        assert dispatch.dispatch("rope") == "nvidia-cutedsl" and dispatch.dispatch("jsd") == "nvidia-triton"
+    assert names == {"nvidia-cutedsl", "nvidia-triton"} and dispatch.resolve_impl is resolve_impl
+    with peers.liger.chosen() as names:
+        pass
+    assert names == {"triton"}
+    monkeypatch.setitem(sys.modules, "liger_kernel.backends.dispatch", None)
+    with peers.liger.chosen() as names:
+        pass
+    assert names == {"triton"}
+
+
+def test_what_decides_the_implementation_is_in_the_machine_s_entry(monkeypatch):
+    from liger_hw.bench import report
+
+    monkeypatch.setattr(peers.liger.metadata, "version", lambda name: "0.8.5")
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "triton")
+    facts = report.machine(torch.device("cpu"))["liger"]
+    assert facts == {"version": "0.8.5", "cutlass.cute": False, "LIGER_KERNEL_IMPL": "triton"}
+    row = {"arm": "liger", "op": "rope", "implementation": "nvidia-cutedsl"}
+    others = [{**row, "implementation": "triton", "op": name} for name in ("swiglu", "geglu")]
+    assert report._implementations([row, *others])[:2] == [
+        "liger ran nvidia-cutedsl: rope",
+        "liger ran triton: swiglu, geglu",
+    ]

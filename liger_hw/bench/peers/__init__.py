@@ -12,10 +12,11 @@ an option it has not raises `Unsupported`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Callable
+from typing import Any, Callable, ContextManager
 
 import torch
 
@@ -28,12 +29,16 @@ OURS = "liger_hw"
 
 @dataclass(frozen=True)
 class Peer:
-    """module: what to import, distribution: whose version to report; build(op) -> function, or raises `Absent`"""
+    """module: what to import, distribution: whose version to report; build(op) -> function, or raises `Absent`
+
+    chosen: a context manager that yields the implementations which the peer chooses in its block, where it has several
+    """
 
     name: str
     module: str
     distribution: str
     build: Callable[[Op], Callable[..., Any]]
+    chosen: Callable[[], ContextManager[set[str]]] = lambda: contextlib.nullcontext(set())
 
     def version(self) -> str | None:
         try:
@@ -68,7 +73,7 @@ PEERS = {
     for peer in (
         Peer("torch", "torch", "torch", _torch),
         Peer("compile", "torch", "torch", _compile),
-        Peer("liger", "liger_kernel", "liger-kernel", liger.build),
+        Peer("liger", "liger_kernel", "liger-kernel", liger.build, liger.chosen),
         *(Peer(name, "transformers", "transformers", experts.of(name)) for name in experts.IMPLEMENTATIONS),
     )
 }

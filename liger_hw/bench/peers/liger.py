@@ -1,15 +1,60 @@
-"""liger-kernel: its functional API under the op's name, and what it has elsewhere or with other arguments."""
+"""liger-kernel: its functional API under the op's name, and what it has elsewhere or with other arguments.
+
+Liger 0.8.5 has several implementations of some ops and chooses one in each call: CuTe DSL before Triton for rope, the
+loss in the fused head and JSD, on NVIDIA GPUs where `cutlass.cute` can be imported. `chosen` and `environment` say what
+ran.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from typing import Any, Callable
+import importlib.util
+import os
+from importlib import metadata
+from typing import Any, Callable, Iterator
 
 import torch
 
 from ...registry import Op
 from .common import Absent, only
+
+
+@contextlib.contextmanager
+def chosen() -> Iterator[set[str]]:
+    """The implementations that Liger chooses in a block, as `nvidia-cutedsl`; `triton` when it calls Triton at once."""
+    names: set[str] = set()
+    try:
+        dispatch = importlib.import_module("liger_kernel.backends.dispatch")
+    except ImportError:  # before 0.8.5 there is only Triton, or Liger is not installed
+        yield names
+        names.add("triton")
+        return
+    resolve = dispatch.resolve_impl
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        implementation = resolve(*args, **kwargs)
+        names.add(implementation.impl_name)
+        return implementation
+
+    dispatch.resolve_impl = noting
+    try:
+        yield names
+    finally:
+        dispatch.resolve_impl = resolve
+        if not names:
+            names.add("triton")
+
+
+def environment() -> dict[str, Any] | None:
+    """What decides which implementation Liger chooses here; None where it is not installed."""
+    try:
+        version = metadata.version("liger-kernel")
+    except metadata.PackageNotFoundError:
+        return None
+    cute = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("cutlass.cute") is not None
+    return {"version": version, "cutlass.cute": cute, "LIGER_KERNEL_IMPL": os.environ.get("LIGER_KERNEL_IMPL")}
 
 
 def build(op: Op) -> Callable[..., Any]:
