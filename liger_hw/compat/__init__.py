@@ -67,6 +67,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "transformers.trainer_integration": (_TRANSFORMERS,),
     "transformers.fsdp": ("liger_hw.compat.fsdp",),
+    "transformers.trainer": (),
+    "transformers.trainer.orpo_trainer": (
+        "liger_hw.compat.fsdp",
+    ),  # where Axolotl takes `_FSDPForwardRedirection` from
     "transformers.mlp": (_MODULES,),
     "transformers.auto_model": (_TRANSFORMERS,),
     "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss", _GRPO, _LOSSES + ".grpo_loss"),
@@ -81,6 +85,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "liger_hw.kernels.pointwise.fused_gate_up_swiglu",
     ),
     "ops.experimental": (),
+    "ops.backends": (),
+    "ops.backends.registry": ("liger_hw.compat.impls",),
     "ops.grpo_loss": (_LOSSES, _GRPO),
     "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", "liger_hw.kernels.moe.fused_moe"),
     "ops.utils": ("liger_hw.compat.ops_utils",),

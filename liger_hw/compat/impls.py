@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.set_impl` and its like: Liger's choice among its implementations of an op.
+"""Behind `liger_kernel.set_impl`, `ops.backends.registry` and the like: a choice among implementations of an op.
 
 There is one implementation here, in Triton. A choice is kept, so that a program reads back what it set, and has no
 effect.
@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = ["available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl"]
+
+IMPL_REGISTRY: dict[str, Any] = {}
+"""Liger's table of implementations to be chosen by `LIGER_KERNEL_IMPL`: none here. Axolotl reads it."""
 
 _chosen: list[str | None] = [None]
 

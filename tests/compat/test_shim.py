@@ -409,7 +409,8 @@ def test_what_is_not_here_names_its_replacement():
     passes("""
 import liger_kernel.transformers as layers
 for code, said in {
-    "import liger_kernel.ops.backends.registry": "liger_hw.registry",
+    "import liger_kernel.backends.registry": "liger_hw.registry",
+    "from liger_kernel.transformers.trainer.orpo_trainer import LigerORPOTrainer": "LigerFusedLinearORPOLoss",
     "from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe": "DistributedConfig",
     "from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP": "activations",
     "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
@@ -429,6 +430,16 @@ except AttributeError as error:
     assert "activations" in str(error)
 else:
     raise AssertionError("LigerTiledSwiGLUMLP")
+""")
+
+
+def test_what_axolotl_imports():
+    """Axolotl 0.19: the names that its integration of Liger takes from modules of which nothing else is here."""
+    passes("""
+from liger_kernel.ops.backends.registry import IMPL_REGISTRY
+from liger_kernel.transformers.fsdp import _FSDPForwardRedirection as known
+from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
+assert _FSDPForwardRedirection is known and IMPL_REGISTRY == {}
 """)
 
 
