@@ -39,10 +39,10 @@ SHAPES = [
 ]
 
 
-def candidates(tunable, target, key, tables, resolved, most):
+def candidates(tunable, target, key, stored, resolved, most):
     """The resolved configuration, the heuristic, and as many more as `most` allows."""
     everything, _ = space.legal(tunable, target, key)
-    known = [e.config for _, table in tables for (op, v, _), e in table.items() if f"{op}.{v}" == tunable.name]
+    known = [e.config for (op, v, _), es in stored.items() if f"{op}.{v}" == tunable.name for e in store.answers(es)]
     scores = {config: 1.0 + 0.01 * place for place, config in enumerate(dict.fromkeys(known))}
     chosen = space.shortlist(everything, everything[0], most, scores, f"{tunable.name}{key}")
     return list(dict.fromkeys((resolved, everything[0], *chosen)))
@@ -65,16 +65,16 @@ def regret_of(stage, arms, resolved):
     return mine, min(mine, ranked[0][0]), arms[ranked[0][1]].config
 
 
-def planned_at(op, sizes, clock, target, tables, most, pool):
+def planned_at(op, sizes, clock, target, stored, most, pool):
     """What is to be measured at this shape, for each tunable of the op; the workers begin to compile it."""
     bench = measure.Bench(op, sizes, torch.bfloat16, clock)
     named = {tunable.variant: tunable for tunable in op.tunables}
     todo = []
     for variant, key in bench.tunables():
-        registry.set_tables(target, tables)
+        registry.set_table(target, stored)
         answer = registry.choose(named[variant], target, key)
-        registry.set_tables(target, [])
-        configs = candidates(named[variant], target, key, tables, answer.config, most)
+        registry.set_table(target, {})
+        configs = candidates(named[variant], target, key, stored, answer.config, most)
         todo.append((named[variant], key, answer, configs))
         for config in configs:
             recipe = f"{named[variant].name} {sizes} {config.to_text()}"
@@ -176,7 +176,7 @@ def main() -> None:
         torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     ) as clock:
         target = target_of(clock.device)
-        tables = store.layers(target)
+        stored = store.read(target)
         workers = 0 if clock.module is None else arguments.workers or max(2, (os.cpu_count() or 2) - 2)
         pool = CompilePool(workers, seconds=60.0)
 
@@ -212,7 +212,7 @@ def main() -> None:
                 break
             sizes = tuple(min(size, 32) for size in sizes) if clock.module is None else sizes
             try:
-                plan = planned_at(registry.get_op(name), sizes, clock, target, tables, arguments.candidates, pool)
+                plan = planned_at(registry.get_op(name), sizes, clock, target, stored, arguments.candidates, pool)
             except Exception as error:
                 failed(name, sizes, error)
                 continue

@@ -116,7 +116,8 @@ def collect(arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     device = torch.device("cuda", 0)
     target = target_of(device)
-    shipped = {name: entry.config for _, table in reversed(store.layers(target)) for name, entry in table.items()}
+    stored = {name: store.answers(entries) for name, entries in store.read(target).items()}
+    shipped = {name: entries[0].config for name, entries in stored.items() if entries}
     chosen = [op for op in registry.ops().values() if not arguments.ops or op.name in arguments.ops.split(",")]
     jobs = jobs_of(chosen, target, shipped, arguments.candidates)
     first = {op.name: next(iter(op.workloads.values())) for op in chosen}
@@ -136,7 +137,7 @@ def collect(arguments: argparse.Namespace) -> None:
     records, place, bench = [], None, None
     with measure.GraphClock(device) as clock:
         copy_gbs = clock.copy_rate()
-        registry.set_tables(target, [])
+        registry.set_table(target, {})
         for number, job in enumerate(jobs):
             left = arguments.seconds - (time.monotonic() - began)
             if left < 3:

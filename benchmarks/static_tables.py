@@ -25,7 +25,7 @@ from typing import Any, Iterable
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from liger_hw import registry
+from liger_hw import files, registry
 from liger_hw.autotune import jobs as planning
 from liger_hw.autotune import store, tables
 from liger_hw.autotune.jobs import Job
@@ -51,12 +51,12 @@ def table_of(target: Target) -> Path:
 
 def read(target: Target) -> dict[tables.Name, Entry]:
     path = table_of(target)
-    return tables.parse(path.read_text(), str(path))[1] if path.exists() else {}
+    return dict(tables.load(path)[1]) if path.exists() else {}
 
 
 def write(target: Target, entries: dict[tables.Name, Entry]) -> None:
     """A table without entries says that the heuristic stays everywhere."""
-    store.write_atomic(table_of(target), tables.render(store.header(target), entries))
+    files.write_text(table_of(target), tables.render(store.header(target), entries))
 
 
 def read_judged() -> dict[str, dict[str, dict[str, Any]]]:
@@ -72,7 +72,7 @@ def write_judged(judged: dict[str, dict[str, dict[str, Any]]]) -> None:
         )
         parts.append(f"{json.dumps(arch)}: {{\n{lines}\n}}")
     head = '{"kind": "static-tables", "archs": {\n'
-    store.write_atomic(JUDGED, head + ",\n".join(parts) + "\n}}\n")
+    files.write_text(JUDGED, head + ",\n".join(parts) + "\n}}\n")
 
 
 def label(job: Job) -> str:
@@ -128,12 +128,8 @@ class Arch:
         self.target = known_target(name)
         self.all_judged, self.judged = judged, judged.setdefault(name, {})
         self.entries = read(self.target)
-        self.measured = {
-            name
-            for _, table in store.layers(self.target)
-            for name, entry in table.items()
-            if entry.provenance["kind"] == "measured"
-        }
+        table = store.read(self.target)
+        self.measured = {name for name, entries in table.items() if any(entry.kind == "measured" for entry in entries)}
         self.stale = [name for name, entry in self.entries.items() if is_guess(entry) and is_stale(name, entry)]
 
     def searches(self, ops: list[str]) -> list[Job]:

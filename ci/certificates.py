@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     deadline = began + arguments.seconds if arguments.seconds else float("inf")
     from support import source_of
 
-    from liger_hw import __version__
+    from liger_hw import __version__, files
     from liger_hw.autotune import store
     from liger_hw.cli.compile import _ops, _targets
 
@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
         "sources": {op: source_of(op) for op in ops},
         "left": [[op, target, count] for (op, target), count in sorted(left.items())],
     }
-    store.write_atomic(folder / f"compiled-{version}.json", _document(head, records))
+    files.write_text(folder / f"compiled-{version}.json", _document(head, records))
     bad = [record for record in records if record["error"] or record["illegal"]]
     for record in bad:
         names = "target", "tunable", "key", "layer", "workload", "options"

@@ -15,12 +15,14 @@ Importing this package imports neither triton nor transformers and touches no GP
 
 from __future__ import annotations
 
+from . import autotune
 from .lazy import lazy
 from .runtime import sharding
 
 __version__ = "0.1.0"
 
 sharding.handler = "liger_hw.distributed.dtensor"  # for whichever function is given a DTensor, however it was imported
+autotune.tunes_misses = "liger_hw.autotune.inline"  # for the registry, at a miss under LIGER_HW_AUTOTUNE=1
 
 _SUBMODULES = (
     *("transformers", "chunked_loss", "distributed", "recompute", "registry", "kernels", "backends", "autotune"),

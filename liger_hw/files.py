@@ -1,36 +1,55 @@
-"""Files that others may have touched, read with care, and files that a command was asked to write."""
+"""Files: text that is read with a limit, caches that several processes write, and what a command was asked to write."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import secrets
 import stat
 import sys
+import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Iterator
 
-NONBLOCK = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Flags of `os.open` that keep a FIFO without a writer from blocking."""
+try:
+    import fcntl
+except ImportError:  # not on Windows: there writers do not wait for each other
+    fcntl = None
 
-
-def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a regular file for reading. Raises `OSError` for a FIFO, a device or a folder, and never waits for one."""
-    handle = os.open(path, os.O_RDONLY | NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(handle, "rb")
+LOCK_SECONDS = 60.0
+"""How long a writer waits for another process's lock before it gives up: it ends a hang, nothing else."""
 
 
 def read_text(path: str | os.PathLike, limit: int) -> str:
-    """The UTF-8 text of a regular file of at most `limit` bytes. Raises `OSError`, `UnicodeDecodeError`."""
-    with open_regular(path) as file:
+    """The UTF-8 text of a file of at most `limit` bytes. Raises `OSError`, `UnicodeDecodeError`."""
+    with open(path, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
     return data.decode()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file that other writers wait for. Raises `OSError` where one of them holds it for too long.
+
+    The system releases it when a process ends, however it ends. A file system without locks is written to without one.
+    """
+    with open(path, "ab") as file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OSError(errno.ETIMEDOUT, "another process holds the lock", str(path)) from None
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -46,7 +65,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     """
     path = os.fspath(path)
     try:
-        there = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         if not os.path.basename(path):
             raise IsADirectoryError(errno.EISDIR, "this names a folder, not a file", path) from None
@@ -54,24 +73,24 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, data)
         return
-    if (stream := _own_stream(there)) is not None:
+    if (stream := _standard_stream(status)) is not None:
         sys.stdout.flush()
         with open(stream, "wb", closefd=False) as file:
             file.write(data)
-    elif not stat.S_ISREG(there.st_mode):
+    elif not stat.S_ISREG(status.st_mode):
         with open(path, "wb") as file:
             file.write(data)
     elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     else:
-        replace_file(Path(os.path.realpath(path)), data, stat.S_IMODE(there.st_mode))
+        replace_file(Path(os.path.realpath(path)), data, stat.S_IMODE(status.st_mode))
 
 
-def _own_stream(there: os.stat_result) -> int | None:
+def _standard_stream(status: os.stat_result) -> int | None:
     """1 or 2 where a file is this process's standard output or error, which others may write to as well."""
     for number in (1, 2):
         try:
-            if os.path.samestat(there, os.fstat(number)):
+            if os.path.samestat(status, os.fstat(number)):
                 return number
         except OSError:  # closed
             pass
@@ -84,9 +103,8 @@ def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
     mode: of the new file (default: what the umask leaves of 0666)
     """
     temporary = path.with_name(f".{secrets.token_hex(4)}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NONBLOCK, 0o666 if mode is None else 0o600)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -94,10 +112,8 @@ def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
             os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
-        except OSError:
-            pass
         raise
 
 

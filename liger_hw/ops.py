@@ -1,4 +1,4 @@
-"""The table of ops: what a kernel file registers, and the keys that kernels share.
+"""The table of ops: what a kernel file registers, what is stored for its kernels, and the keys that kernels share.
 
 `register(Op(...))` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`. Everything
 here is also a name of `registry`, which is where callers take it from.
@@ -12,13 +12,50 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
 from . import env
-from .answers import Candidate, Key
 from .backends import LaunchConfig, Target, backend
 from .kernels import EXPORTS, home_of
 from .locks import import_module
 
 if TYPE_CHECKING:
     import torch
+
+Key = tuple[int, ...]
+"""What a launch is looked up by: problem sizes, rounded as the tunable says, and bytes an element."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored configuration: where it came from is kept with it and shown by `explain`.
+
+    provenance: at least `{"kind": ...}`, one of those in `autotune/store.py`
+    version: of the kernel (`Tunable.version`) it was stored for; for another version the entry is stale
+    source: file it was read from; layer: which of the registry's layers that file is
+    """
+
+    config: LaunchConfig
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    version: int = 1
+    source: str = ""
+    layer: str = ""
+
+    @property
+    def kind(self) -> str:
+        return str(self.provenance.get("kind", ""))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One answer the layers offered. `rejected` is empty for the one that was taken."""
+
+    layer: str
+    config: LaunchConfig
+    provenance: Mapping[str, Any]
+    source: str = ""
+    rejected: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        config, provenance = self.config.to_json(), dict(self.provenance)
+        return {**vars(self), "config": config, "provenance": provenance}
 
 
 def next_power_of_2(n: int) -> int:
@@ -63,7 +100,7 @@ def tile_space(
     staged_bytes: what each stage beyond the first keeps in shared memory, for each element of a tile
     Left out are persistent grids (`ctas` programs a multiprocessor) whose programs would not be resident together.
     """
-    found = []
+    candidates = []
     for blocks, n_warps, n_stages, n_ctas, hint in itertools.product(tiles, warps, stages, ctas, hints):
         elements, threads = width * math.prod(blocks.values()), n_warps * target.warp_size
         resident = (
@@ -71,8 +108,8 @@ def tile_space(
             and staged_bytes * (n_stages - 1) * elements * max(1, n_ctas) <= target.shared_memory
         )
         if per_thread[0] <= elements // threads <= per_thread[1] and resident:
-            found.append(LaunchConfig(blocks, n_warps, n_stages, n_ctas, hint))
-    return found
+            candidates.append(LaunchConfig(blocks, n_warps, n_stages, n_ctas, hint))
+    return candidates
 
 
 class Plan:
@@ -113,6 +150,11 @@ class Plan:
         self.programs = config.ctas_per_mp * target.multiprocessors
         fast = vendor.fast_launch and not interpreted and env.get("LIGER_HW_FAST_LAUNCH")
         self.compiled: dict | None = {} if fast else None
+
+    @property
+    def name(self) -> tuple[str, str, Key]:
+        """(op, variant, key), by which configurations are stored."""
+        return self.tunable.op, self.tunable.variant, self.key
 
     def __repr__(self) -> str:
         return f"Plan({self.tunable.name} {self.key} on {self.target.arch}: {self.layer} {self.config.to_text()})"
@@ -170,26 +212,26 @@ class Tunable:
 
     def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
         """Why `config` cannot be launched for `key` on `target`, or None."""
-        reason = self._misnamed(target, key, config) or backend(target.vendor).illegal(target, config)
-        if reason is None and self.valid is not None:
-            reason = self.valid(config, key)
-        return reason
+        why_invalid = self._misnamed(target, key, config) or backend(target.vendor).illegal(target, config)
+        if why_invalid is None and self.valid is not None:
+            why_invalid = self.valid(config, key)
+        return why_invalid
 
     def _misnamed(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
         """The blocks are what the kernels name them, as in the heuristic or the safe configuration: each is a constexpr
         parameter of a kernel, so one too few would be a KeyError at the launch, and one too many would change nothing.
         """
-        if not self._may_be_asked(key):
+        if not self._is_possible(key):
             return f"{key} is no key of {self.name}"
         try:
-            named = [set(own(target, key).blocks) for own in (self.heuristic, self.safe)]
+            named = [set(choose(target, key).blocks) for choose in (self.heuristic, self.safe)]
         except (IndexError, TypeError, ValueError, ZeroDivisionError):
             return f"{key} is no key of {self.name}"
         if set(config.blocks) in named:
             return None
         return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
 
-    def _may_be_asked(self, key: Key) -> bool:
+    def _is_possible(self, key: Key) -> bool:
         """Whether sizes, however large, can give this key. Some parts of a key are the logarithm of a size, and a
         heuristic raises 2 to their power: with a stored part that is large itself it would not end.
         """
@@ -202,7 +244,7 @@ class Tunable:
 
     def serves(self, target: Target, key: Key) -> bool:
         """Whether anything can be launched for this key: the safe configuration, if nothing else."""
-        return self._may_be_asked(key) and not self.illegal(target, key, self.safe(target, key))
+        return self._is_possible(key) and not self.illegal(target, key, self.safe(target, key))
 
 
 @dataclass(frozen=True)
@@ -286,6 +328,11 @@ def unregister(name: str) -> None:
 def registered() -> tuple[Tunable, ...]:
     """The tunables of the ops whose files are imported so far; only those can have been launched."""
     return tuple(tunable for op in tuple(_ops.values()) for tunable in op.tunables)
+
+
+def plans() -> list[Plan]:
+    """Every launch this process resolved so far."""
+    return [plan for tunable in registered() for plan in list(tunable.plans.values())]
 
 
 def ops() -> Mapping[str, Op]:

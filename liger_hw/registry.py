@@ -12,12 +12,13 @@ legal answer wins:
     2 user cache                                    6 the op's heuristic, from Target fields
     3 shipped table of the exact device             7 the op's always-legal safe configuration
 
-A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted
-in `misses()`. A configuration that fails to launch is quarantined, and the next layer answers. `explain()` shows every
-candidate and why it was or was not taken.
+Layers 1 to 5 are one dictionary a device, read when the device is first used (`table`). A key is a tuple of ints and
+nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted in `misses()`. A configuration
+that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate and why it was or was
+not taken.
 
-Below this file: `ops.py` (the table of ops, Tunable, Plan), `answers.py` (what a layer answers), `autotune/store.py`
-(what is stored), `autotune/notes.py` (what this process notes for later ones). Callers take all their names from here.
+Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py` (what is stored), `autotune/notes.py`
+(what this process notes for later ones). Callers take all their names from here.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ import importlib
 import json
 import logging
 import threading
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
 
-from . import env
-from .answers import LAYERS, Candidate, Entry, Explanation, Key  # noqa: F401  callers take all of these from here
+from . import autotune, env
 from .autotune import notes, store
 from .autotune.notes import is_quiet
+from .autotune.store import Table
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
 from .locks import fork_safe
 from .ops import (  # noqa: F401
+    Candidate,
+    Entry,
+    Key,
     Op,
     Plan,
     Sample,
@@ -48,6 +52,7 @@ from .ops import (  # noqa: F401
     next_power_of_2,
     normal,
     ops,
+    plans,
     register,
     registered,
     row_key,
@@ -62,53 +67,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("liger_hw")
 
+LAYERS = ("explicit", "lock", "user", "shipped-device", "shipped-arch", "shipped-family", "heuristic", "safe")
 _ALWAYS_TAKEN = ("heuristic", "safe")
-Layers = list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]
-"""(name of a layer, its entries), best first."""
 Mark = tuple[str, str, Key, str]
 """A configuration that failed to launch: (arch, tunable, key, text of the configuration)."""
 
 _lock = fork_safe(threading.RLock())
+_tables: dict[Target, Table] = {}
 _overrides: list[tuple[str, LaunchConfig]] = []
-_pretended: list[list[Target]] = []
-_quarantined: dict[Mark, str] = {}
-_quarantined_before: dict[Mark, dict[int, str]] = {}
-"""(arch, tunable, key, configuration) that failed in an earlier process -> {version of the kernel: reason}"""
-_tables: dict[Target, Layers] = {}
+_pretended: list[tuple[Target, Table | None]] = []
+_failed: dict[Mark, str] = {}
+"""What failed to launch in this process; what failed in earlier ones is in the tables."""
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
 """What the runtime keeps for the plans in force (`runtime/replay.py`): a new dictionary whenever they change, so that
 what another thread records meanwhile goes with the old one."""
-tune_on_miss: Callable[[Tunable, Target, Any, Key], bool] | None = None
-"""(tunable, target, device, key) -> whether an entry was stored; `autotune/inline.py` sets it."""
 _deterministic: bool | None = None
-"""What `set_deterministic` said last."""
+"""The last argument of `set_deterministic`."""
 
 
 # -- resolution ------------------------------------------------------------------------------------------------------
 
 
-def _target(device: Any) -> Target:
-    return pretended() or target_of(device)
-
-
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
-    """What `Tunable.plan` asks where it has no plan yet."""
+    """The answer of `Tunable.plan` where it has no plan yet."""
     with _lock:
-        if (found := tunable.plans.get((device, key))) is not None:  # another thread asked at the same time
-            return found
-        target, quiet = _target(device), is_quiet()
-        chosen = choose(tunable, target, key)
-        if chosen.layer in _ALWAYS_TAKEN and not pretended():
-            name = tunable.op, tunable.variant, key
-            _misses[name] = target
+        if (plan := tunable.plans.get((device, key))) is not None:  # another thread resolved it at the same time
+            return plan
+        target, quiet = pretended() or target_of(device), is_quiet()
+        plan = Plan(tunable, target, device, key, choose(tunable, target, key))
+        if plan.layer in _ALWAYS_TAKEN and not pretended() and not _is_measured_best(plan):
+            _misses[plan.name] = target
             if device.type != "cpu":
-                notes.note_miss(name, target)
-            if not quiet and env.get("LIGER_HW_AUTOTUNE") and _tune(tunable, target, device, key):
-                chosen = choose(tunable, target, key)
-        plan = Plan(tunable, target, device, key, chosen)
-        if not quiet or target in _tables:  # else the tables are still unread: ask again when files may be opened
+                notes.note_miss(plan)
+            if not quiet and env.get("LIGER_HW_AUTOTUNE") and _tune(plan):
+                plan = Plan(tunable, target, device, key, choose(tunable, target, key))
+        if not quiet or target in _tables:  # else the tables are still unread: resolve again when files may be opened
             tunable.plans[device, key] = plan
         return plan
 
@@ -116,12 +111,18 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
 Tunable.resolve = _resolve
 
 
-def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
-    if target.vendor == "cpu" and not interpreting():
+def _is_measured_best(plan: Plan) -> bool:
+    """Whether a search has found that nothing beats the heuristic at this key."""
+    entries = table(plan.target).get(plan.name, ())
+    return any(entry.kind == "heuristic" and entry.version == plan.tunable.version for entry in entries)
+
+
+def _tune(plan: Plan) -> bool:
+    """Tune a missed key now; whether an entry was stored."""
+    if plan.target.vendor == "cpu" and not interpreting():
         return False
-    if tune_on_miss is None:
-        importlib.import_module(f"{__package__}.autotune.inline")  # it is above the registry, and registers itself
-    return tune_on_miss(tunable, target, device, key)
+    inline = importlib.import_module(autotune.tunes_misses)
+    return inline.tune_on_miss(plan.tunable, plan.target, plan.device, plan.key)
 
 
 def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
@@ -133,8 +134,8 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
             # an illegal entry of a lock file is one that the file itself allows to be left out
             pinned = candidate.layer == "lock" and not tunable.illegal(target, key, candidate.config)
             if candidate.layer == "explicit" or pinned:
-                why = tunable.name, candidate.layer, candidate.rejected
-                log.warning("liger_hw: %s: %s configuration ignored: %s", *why)
+                why_invalid = tunable.name, candidate.layer, candidate.rejected
+                log.warning("liger_hw: %s: %s configuration ignored: %s", *why_invalid)
     raise RuntimeError(
         f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it"
     )
@@ -142,41 +143,45 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
 
 def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidate]:
     """Every answer the layers offer, best first, each with the reason it is refused (if it is)."""
-    tables(target)  # also reads what failed before, which may be an explicit configuration
+    entries = table(target).get((tunable.op, tunable.variant, key), ())
+    failed = {
+        entry.config: str(entry.provenance.get("reason"))
+        for entry in entries
+        if entry.kind == "failed" and entry.version == tunable.version
+    }
     heuristic = tunable.heuristic(target, key)
-    for layer, config, provenance, source, stale in _offers(tunable, target, key, heuristic):
-        if is_deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":
+    for candidate in _offers(tunable, target, key, heuristic, store.answers(entries)):
+        config, why_invalid = candidate.config, candidate.rejected
+        if is_deterministic() and candidate.layer not in ("explicit", *_ALWAYS_TAKEN):
             config = _keep_numerics(tunable, heuristic, config)
-        reason = stale or tunable.illegal(target, key, config)
-        if not reason and layer != "safe":  # the last resort is never quarantined: what fails there is raised
+        why_invalid = why_invalid or tunable.illegal(target, key, config)
+        if not why_invalid and candidate.layer != "safe":  # the last resort is never quarantined: its failure is raised
             mark = target.arch, tunable.name, key, config.to_text()
-            reason = _quarantined.get(mark)
-            if not reason and mark in _quarantined_before:
-                reason = _quarantined_before[mark].get(tunable.version)
-        yield Candidate(layer, config, provenance, source, reason or "")
+            why_invalid = _failed.get(mark) or failed.get(config)
+        yield replace(candidate, config=config, rejected=why_invalid or "")
 
 
-def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig) -> Iterator[tuple]:
+def _offers(
+    tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig, entries: Sequence[Entry]
+) -> Iterator[Candidate]:
+    """Every answer as its layer gives it; `rejected` where the layer itself knows that it cannot be used."""
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
-            yield "explicit", config, {"kind": "explicit"}, "override()", ""
-    forced = forced_config(tunable)
-    if forced is not None:
+            yield Candidate("explicit", config, {"kind": "explicit"}, "override()")
+    if (forced := forced_config(tunable)) is not None:
         name, text = forced
         try:
-            yield "explicit", LaunchConfig.from_json(json.loads(text)), {"kind": "explicit"}, name, ""
+            yield Candidate("explicit", LaunchConfig.from_json(json.loads(text)), {"kind": "explicit"}, name)
         except (ValueError, RecursionError) as error:
-            yield "explicit", heuristic, {"kind": "explicit"}, name, f"{name} is not a launch configuration: {error}"
-    for layer, table in tables(target):
-        entry = table.get((tunable.op, tunable.variant, key))
-        if entry is None:
-            continue
+            why_invalid = f"{name} is not a launch configuration: {error}"
+            yield Candidate("explicit", heuristic, {"kind": "explicit"}, name, why_invalid)
+    for entry in entries:
         stale = ""
-        if layer != "lock" and entry.version != tunable.version:  # a newer version of a kernel unpins nothing
+        if entry.layer != "lock" and entry.version != tunable.version:  # a newer version of a kernel unpins nothing
             stale = f"stored for version {entry.version} of the kernel, this is version {tunable.version}"
-        yield layer, entry.config, entry.provenance, entry.source, stale
-    yield "heuristic", heuristic, {"kind": "heuristic"}, "", ""
-    yield "safe", tunable.safe(target, key), {"kind": "safe"}, "", ""
+        yield Candidate(entry.layer, entry.config, entry.provenance, entry.source, stale)
+    yield Candidate("heuristic", heuristic, {"kind": "heuristic"})
+    yield Candidate("safe", tunable.safe(target, key), {"kind": "safe"})
 
 
 def forced_config(tunable: Tunable) -> tuple[str, str] | None:
@@ -192,7 +197,7 @@ def forced_config(tunable: Tunable) -> tuple[str, str] | None:
 
 
 def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
-    """The heuristic, with only the knobs of `config` that cannot change a result's bits; a block is named as it is."""
+    """The heuristic's configuration, with only the knobs of `config` that cannot change a result's bits."""
     neutral = {name: getattr(config, name) for name in tunable.neutral if hasattr(config, name)}
     blocks = {name: size for name, size in config.blocks.items() if name in tunable.neutral}
     return replace(heuristic, blocks={**heuristic.blocks, **blocks}, **neutral)
@@ -203,61 +208,27 @@ def is_deterministic() -> bool:
     return env.get("LIGER_HW_DETERMINISTIC") if _deterministic is None else _deterministic
 
 
-def tables(target: Target) -> Layers:
-    """(layer, entries) of everything stored for a target, best layer first; read once, then kept.
+def table(target: Target) -> Table:
+    """Everything stored for a target: (op, variant, key) -> entries, best first. Read once, then kept.
 
     Empty, and not kept, while a graph is captured or torch.compile traces: no file is opened then.
     """
-    found = _tables.get(target)
-    if found is None:
+    for pretended_target, contents in _pretended[-1:]:
+        if contents is not None and pretended_target == target:
+            return contents
+    contents = _tables.get(target)
+    if contents is None:
         if is_quiet():
-            return []
-        found = _tables.setdefault(target, store.layers(target))
-        for name, key, config, reason, version in notes.read_quarantined(target):
-            _quarantined_before.setdefault((target.arch, name, key, config.to_text()), {})[version] = reason
-    return found
+            return {}
+        contents = _tables.setdefault(target, store.read(target))
+    return contents
 
 
-def set_tables(target: Target, layers: Layers, quarantined: Mapping[Mark, str] | None = None) -> None:
-    """Answer for `target` from these tables only, until `reload()`. `distributed.sync` does this on every rank.
-
-    quarantined: replaces what earlier processes quarantined on this architecture
-    """
+def set_table(target: Target, contents: Table) -> None:
+    """Answer for `target` from this table, until `reload()`. `distributed.sync` does this on every rank."""
     with _lock:
-        _tables[target] = layers
-        if quarantined is not None:
-            for mark in [mark for mark in _quarantined_before if mark[0] == target.arch]:
-                del _quarantined_before[mark]
-            for mark, reason in quarantined.items():
-                _quarantined.setdefault(mark, reason)
+        _tables[target] = contents
         invalidate()
-
-
-def add_entries(target: Target, entries: Mapping[tuple[str, str, Key], Entry]) -> None:
-    """Answer from these new entries of the user cache too; keys without a plan see them at once."""
-    with _lock:
-        layers = tables(target)
-        place = sum(layer == "lock" for layer, _ in layers)
-        layers.insert(place, ("user", entries))
-
-
-@contextlib.contextmanager
-def only_tables(target: Target, layers: Layers) -> Iterator[None]:
-    """Answer for `target` from these tables only inside a `with` block; what was missed inside is forgotten."""
-    with _lock:
-        before, missed = _tables.get(target), dict(_misses)
-        set_tables(target, layers)
-    try:
-        yield
-    finally:
-        with _lock:
-            if before is None:
-                _tables.pop(target, None)
-            else:
-                _tables[target] = before
-            _misses.clear()
-            _misses.update(missed)
-            invalidate()
 
 
 # -- what callers may change -----------------------------------------------------------------------------------------
@@ -284,7 +255,6 @@ def reload() -> None:
         store.forget_warnings()
         _tables.clear()
         _explicit.clear()
-        _quarantined_before.clear()
         invalidate()
 
 
@@ -307,13 +277,14 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pretend(target: Target) -> Iterator[None]:
+def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
     """Resolve every device as `target` inside a `with` block: how another vendor's configurations are tested here.
 
+    contents: the table that answers for it, in place of what is stored
     Nothing that happens inside is written to the user's cache or counted in `misses()`.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
-    with _pushed(_pretended, [target]):  # a list, as equal targets may be pretended at once
+    with _pushed(_pretended, (target, contents)):
         yield
 
 
@@ -338,10 +309,9 @@ def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
 
 def pretended() -> Target | None:
     """The target of the innermost `pretend` that is open."""
-    if not _pretended:
-        return None
-    innermost = _pretended[-1:]  # a slice, as another thread may end its block now
-    return innermost[0][0] if innermost else None
+    for target, _ in _pretended[-1:]:  # a slice, as another thread may end its block now
+        return target
+    return None
 
 
 def set_deterministic(on: bool | None) -> None:
@@ -361,8 +331,8 @@ def reset() -> None:
     global _deterministic
     with _lock:
         _deterministic = None
-        for learned in (_overrides, _pretended, _quarantined, _misses):
-            learned.clear()
+        for state in (_overrides, _pretended, _failed, _misses):
+            state.clear()
         notes.forget()
         reload()
 
@@ -383,11 +353,11 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
             if (other.key, other.config) == (plan.key, plan.config):
                 del plans[name]
         mark = (plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text())
-        if mark in _quarantined:  # another thread or device met it first
+        if mark in _failed:  # it failed in another thread or on another device before
             return True
-        _quarantined[mark] = f"failed at launch: {reason}"
+        _failed[mark] = f"failed at launch: {reason}"
         if plan.device.type != "cpu" and not pretended():
-            notes.note_failure(plan, _quarantined[mark], error)
+            notes.note_failure(plan, _failed[mark], error)
     failed = plan.layer, plan.config.to_text(), plan.tunable.name, reason
     log.warning("liger_hw: %s configuration %s of %s failed and is quarantined: %s", *failed)
     return True
@@ -397,22 +367,29 @@ def quarantined(target: Target | None = None) -> dict[Mark, str]:
     """What failed to launch in this process -> why; with a target, also what failed there in earlier ones."""
     with _lock:
         if target is None:
-            return dict(_quarantined)
-        tables(target)  # also reads what failed in earlier processes
-        known = {name: tunable.version for name, tunable in tunables().items()}
-        before = {
-            mark: reasons[known[mark[1]]]
-            for mark, reasons in _quarantined_before.items()
-            if mark[0] == target.arch and known.get(mark[1]) in reasons
-        }
-        return {**before, **_quarantined}
+            return dict(_failed)
+        earlier = {}
+        for (op, variant, key), entries in table(target).items():
+            for entry in entries:
+                if entry.kind == "failed" and _version(op, variant) == entry.version:
+                    mark = target.arch, f"{op}.{variant}", key, entry.config.to_text()
+                    earlier[mark] = str(entry.provenance.get("reason"))
+        return {**earlier, **_failed}
+
+
+def _version(op: str, variant: str) -> int | None:
+    """The version of a kernel; None for a kernel that is no more."""
+    try:
+        return get_tunable(f"{op}.{variant}").version
+    except ValueError:
+        return None
 
 
 def release(marks: Iterable[Mark]) -> None:
     """Give configurations that failed in this process another chance."""
     with _lock:
-        for mark in marks:
-            _quarantined.pop(mark, None)
+        for mark in list(marks):
+            _failed.pop(mark, None)
         invalidate()
 
 
@@ -421,13 +398,40 @@ def misses() -> dict[tuple[str, str, Key], Target]:
     return dict(_misses)
 
 
-def plans() -> list[Plan]:
-    """Every launch this process resolved so far."""
-    with _lock:
-        return [plan for tunable in registered() for plan in tunable.plans.values()]
-
-
 # -- explain ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a tunable launches as it does: the chosen candidate and every other one with its reason."""
+
+    tunable: str
+    target: Target
+    key: Key
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(c for c in self.candidates if not c.rejected)
+
+    def to_json(self) -> dict[str, Any]:
+        chosen = self.chosen.to_json()
+        return {
+            "tunable": self.tunable,
+            "target": self.target.to_json(),
+            "key": list(self.key),
+            **{name: chosen[name] for name in ("layer", "config", "provenance")},
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.tunable} on {self.target.name} ({self.target.vendor} {self.target.arch}), key {self.key}"]
+        taken = self.chosen
+        for c in self.candidates:
+            state = "taken" if c is taken else c.rejected or "a better layer answered"
+            where = f" from {c.source}" if c.source else ""
+            lines.append(f"  {c.layer:<15} {c.provenance.get('kind', '?'):<10} {c.config.in_words()}{where}: {state}")
+        return "\n".join(lines)
 
 
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
@@ -479,4 +483,4 @@ def target_named(device: Any) -> Target:
 
 def backend_of(device: "torch.device") -> Backend:
     """The Backend that serves a torch device."""
-    return backend(_target(device).vendor)
+    return backend((pretended() or target_of(device)).vendor)

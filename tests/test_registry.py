@@ -61,11 +61,11 @@ def made_up(clean_registry, monkeypatch):
     registry.register(op)
     stored: dict[str, LaunchConfig | Entry] = {}
 
-    def tables(target):
+    def read(target):
         entries = {n: c if isinstance(c, Entry) else Entry(c, {"kind": "static"}, 1, n) for n, c in stored.items()}
-        return [(name, {("made_up", "fwd", KEY): entries[name]}) for name in STORED if name in entries]
+        return {("made_up", "fwd", KEY): [replace(entries[name], layer=name) for name in STORED if name in entries]}
 
-    monkeypatch.setattr("liger_hw.autotune.store.layers", tables)
+    monkeypatch.setattr("liger_hw.autotune.store.read", read)
     yield registry, tunable, stored
     registry.unregister(op.name)
 
@@ -155,7 +155,11 @@ def test_an_incomplete_configuration_is_refused_in_every_layer(clean_registry, m
     tunable = min(registry.tunables().values(), key=lambda one: one.valid is not None)
     key, config = tunable.key(*registry.get_op(tunable.op).workloads["mistral_7b"], 2), LaunchConfig({"ROWS": 1}, 4)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(registry.pretend(SM90))
+        name = tunable.op, tunable.variant, key
+        stored = (
+            {} if layer in ("explicit", "environment") else {name: [Entry(config, {"kind": "measured"}, layer=layer)]}
+        )
+        stack.enter_context(registry.pretend(SM90, stored))
         if layer == "explicit":
             stack.enter_context(registry.override(tunable.name, config))
         elif layer == "environment":
@@ -163,9 +167,6 @@ def test_an_incomplete_configuration_is_refused_in_every_layer(clean_registry, m
                 f"LIGER_HW_CONFIG_{tunable.op.upper()}__{tunable.variant.upper()}", json.dumps(config.to_json())
             )
             registry.reload()
-        else:
-            entries = {(tunable.op, tunable.variant, key): Entry(config, {"kind": "measured"})}
-            stack.enter_context(registry.only_tables(SM90, [(layer, entries)]))
         plan = tunable.plan(CPU, key)
         refused = registry.explain_tunable(tunable, SM90, key).candidates[0]
     assert plan.config == tunable.heuristic(SM90, key)
@@ -477,6 +478,17 @@ def test_misses_are_recorded_and_hits_are_not(made_up, monkeypatch):
     assert not registry.misses(), "what is pretended was not missed"
     tunable.plan(CPU, other)
     assert registry.misses() == {("made_up", "fwd", other): SM90}
+
+
+def test_what_a_search_found_no_better_than_the_heuristic_is_no_miss(made_up, monkeypatch):
+    registry, tunable, stored = made_up
+    stored["user"] = Entry(_named(5), {"kind": "heuristic"})
+    registry.reload()
+    monkeypatch.setattr(registry, "target_of", lambda device: SM90)
+    assert tunable.plan(CPU, KEY).layer == "heuristic" and not registry.misses()
+    stored["user"] = Entry(_named(5), {"kind": "heuristic"}, 99)
+    registry.reload()
+    assert tunable.plan(CPU, KEY).layer == "heuristic" and registry.misses(), "of another version of the kernel"
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------

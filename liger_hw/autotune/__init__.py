@@ -1,8 +1,8 @@
 """Finding, storing and sharing launch configurations.
 
 Below the registry, which reads them at the first launch:
-    tables, store      the text form of a table; the user cache, the shipped tables and the order in which they answer
-    lock_file, notes   a pinned job's configurations; misses and failures that processes note for later ones
+    tables, store      the text form of a table; the user cache and the shipped tables, read as one table of a device
+    lock, notes        a pinned job's configurations; misses and failures that processes note for later ones
 
 Above it, for `liger-hw autotune`, `compile` and `lock`:
     models, jobs       from a model, op or miss to what is tuned
@@ -11,8 +11,10 @@ Above it, for `liger-hw autotune`, `compile` and `lock`:
     workers            the processes that compile and measure
     record             an op's launches, on fake tensors or on the device
     clock, measure     time on a device; a kernel's launches timed, after `check` compared their results
-    journal            every measurement of a search, and what of it a later run need not repeat
     tuner, static      the search by measuring; the choice by a model where there is no device
-    inline, lock       tuning on a miss; writing a lock file
+    inline             tuning on a miss
     compile_ahead      a model's kernels compiled beside its first forward
 """
+
+tunes_misses = ""
+"""Full name of the module that tunes on a miss. It is above the registry, so the package's root fills the name in."""

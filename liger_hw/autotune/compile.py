@@ -30,8 +30,6 @@ from .ttir import Access
 if TYPE_CHECKING:
     import torch
 
-    from .workers import CompilePool
-
 _INT32 = 1 << 31
 
 
@@ -206,7 +204,7 @@ def trace(
     with contextlib.ExitStack() as stack:
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
-        foresee(op, sizes, dtype, target, note, options, _tables_of(target, shipped, own))
+        foresee(op, sizes, dtype, target, note, options, _table_of(target, shipped, own))
     return found
 
 
@@ -226,18 +224,21 @@ def _stand_in(parameter: Any, value: Any) -> Any:
     return "ptr", str(value.dtype).removeprefix("torch."), aligned, value.untyped_storage().nbytes() < _INT32
 
 
-def _tables_of(target: Target, shipped: bool, own: bool) -> registry.Layers:
-    """The shipped tables of `target`, the user's own, or both."""
+def _table_of(target: Target, shipped: bool, own: bool) -> registry.Table:
+    """What is stored for `target`: by the shipped tables, by the user's own, or both."""
     from . import store
 
-    found = store.layers(target) if shipped or own else []
-    return [one for one in found if (shipped if one[0].startswith("shipped") else own)]
+    table = store.read(target) if shipped or own else {}
+    return {
+        name: [one for one in entries if (shipped if one.layer.startswith("shipped") else own)]
+        for name, entries in table.items()
+    }
 
 
 # -- compiling -------------------------------------------------------------------------------------------------------
 
 
-def certify(launches: Iterable[Launch], pool: "CompilePool") -> Iterator[Certificate]:
+def certify(launches: Iterable[Launch], pool: Any) -> Iterator[Certificate]:
     """One Certificate a launch, in their order; launches that Triton compiles alike are compiled once."""
     launches = list(launches)
     for launch in launches:

@@ -1,8 +1,8 @@
 """Tuning on a miss, inside a running program (`LIGER_HW_AUTOTUNE=1`): a few seconds for each new tunable and key.
 
-The registry imports this module at the first such miss; importing it makes `tune_on_miss` the registry's. The measuring
-happens in a worker process on the same device: a candidate that crashes the device does not end the training. It needs
-some device memory of its own; where that is not free the heuristic stays.
+The registry imports this module at the first such miss. The measuring happens in a worker process on the same device: a
+candidate that crashes the device does not end the training. It needs some device memory of its own; where that is not
+free the heuristic stays.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from dataclasses import replace
 from typing import Any, Callable
 
 from .. import env, registry
-from ..answers import Entry, Key
 from ..backends import Target
-from ..ops import Tunable
+from ..ops import Entry, Key, Tunable
 from . import store
 from .jobs import at_key
 from .tuner import Effort, Tuner
@@ -57,17 +57,14 @@ def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> boo
         return False
 
 
-registry.tune_on_miss = tune_on_miss
-
-
 def tune_misses(target: Target) -> int:
     """Tune what this process found no entry for on `target`, a few seconds each; how many entries were stored."""
     import torch
 
     device = torch.accelerator.current_accelerator() if target.vendor != "cpu" else torch.device("cpu")
     tunables = registry.tunables()
-    found = [(op, variant, key) for (op, variant, key), of in registry.misses().items() if of == target]
-    return sum(_tune(tunables[f"{op}.{variant}"], target, device, key) for op, variant, key in found)
+    missed = [name for name, missed_on in registry.misses().items() if missed_on == target]
+    return sum(_tune(tunables[f"{op}.{variant}"], target, device, key) for op, variant, key in missed)
 
 
 def _is_one_of_several() -> bool:
@@ -83,25 +80,24 @@ def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     job = at_key(tunable.op, tunable.variant, key)
     if job is None:
         return False
-    found: dict[tuple, Entry] = {}
-    tuner = _tuner(target, device)
-
-    def save(name: tuple, entry: Entry) -> bool:
-        store.save(target, name, entry)  # where it cannot be written it still serves this process
-        found[name] = entry
-        return True
-
-    tuner.save = save
-    result = tuner.run([job])[0]
+    (result,) = _tuner(target, device).run([job])
     if result.error:
         store.warn_once(f"inline {tunable.name}", f"{tunable.name} {key} was not tuned: {result.error}")
         return False
     log.info("liger_hw: tuned %s %s: %.2f -> %.2f us", tunable.name, key, result.heuristic_us, result.winner_us)
-    registry.add_entries(target, found)
-    return bool(found)
+    return result.stored
 
 
 def _tuner(target: Target, device: Any) -> Tuner:
+    def save(name: tuple[str, str, Key], entry: Entry) -> bool:
+        """Into the cache and into the table in use, as it serves this process where the cache cannot be written."""
+        if entry.kind in store.CANDIDATES:  # a search of seconds is not resumed
+            return True
+        store.add(target, [(name, entry)])
+        entries = registry.table(target).setdefault(name, [])
+        entries.insert(sum(one.layer == "lock" for one in entries), replace(entry, layer="user"))
+        return True
+
     if target not in _tuners:
         measurer = new_measurer(str(device))
         pool = None
@@ -109,5 +105,5 @@ def _tuner(target: Target, device: Any) -> Tuner:
             pool = CompilePool(max(1, min(4, (os.cpu_count() or 2) - 1)), seconds=60.0)
             atexit.register(pool.close)
         atexit.register(measurer.close)
-        _tuners[target] = Tuner(target, measurer, facts=measurer.facts(), pool=pool, effort=EFFORT)
+        _tuners[target] = Tuner(target, measurer, facts=measurer.facts(), pool=pool, effort=EFFORT, save=save)
     return _tuners[target]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Callable, Iterable
 
 from .. import registry
 from ..backends import Target
@@ -72,20 +72,6 @@ class Result:
         """`floor_us` over the winner's time; above 1 when bytes come from cache."""
         return self.floor_us / self.winner_us if self.winner_us else 0.0
 
-    @classmethod
-    def from_json(cls, job: Job, data: Mapping[str, Any]) -> "Result":
-        """What `to_json` gave, from untrusted JSON data: a field of another type has its default."""
-        own = {one.name: one for one in fields(cls) if one.name != "job"}
-        kept = {}
-        for name, value in data.items():
-            if name not in own:
-                continue
-            expected = type(own[name].default_factory() if own[name].default is MISSING else own[name].default)
-            value = float(value) if expected is float and type(value) is int and abs(value) < 2**63 else value
-            if type(value) is expected and (expected is not float or math.isfinite(value)):
-                kept[name] = value
-        return cls(job, **kept)
-
     def to_json(self) -> dict[str, Any]:
         data = {k: v for k, v in vars(self).items() if k != "job"}
         return {**self.job.to_json(), **data, "floor_share": round(self.floor_share, 4)}
@@ -123,35 +109,35 @@ def scan(target: Target) -> Scan:
     from .record import foresee
 
     def launched(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
-        found: list[tuple[str, Key]] = []
-        foresee(op, sizes, getattr(torch, dtype), target, lambda plan, *_: found.append((plan.tunable.name, plan.key)))
-        return list(dict.fromkeys(found))
+        names: list[tuple[str, Key]] = []
+        foresee(op, sizes, getattr(torch, dtype), target, lambda plan, *_: names.append((plan.tunable.name, plan.key)))
+        return list(dict.fromkeys(names))
 
     return launched
 
 
 def shapes(
-    ops: Iterable[str], chosen: list[models.Model], batches: list[int], seqs: list[int], given: list[Sizes]
+    ops: Iterable[str], chosen: list[models.Model], batches: list[int], seqs: list[int], more: list[Sizes]
 ) -> list[tuple[str, Sizes]]:
-    """(op, sizes) of the models at every batch and sequence length, and the given sizes for ops that take as many.
+    """(op, sizes) of the models at every batch and sequence length, and `more` sizes for ops that take as many.
 
     Without models and sizes: each op's own workloads.
     """
-    found: dict[tuple[str, Sizes], None] = {}
+    pairs: dict[tuple[str, Sizes], None] = {}
     for name in ops:
         op = registry.get_op(name)
-        sizes_of_op = [sizes for sizes in given if len(sizes) == len(op.tunables[0].dims)]
+        sizes_of_op = [sizes for sizes in more if len(sizes) == len(op.tunables[0].dims)]
         for model in chosen:
             for batch in batches:
                 for seq in seqs:
                     sizes_of_op += models.sizes_of(name, model, batch, seq)
-        if not chosen and not given:
+        if not chosen and not more:
             sizes_of_op = [tuple(sizes) for sizes in op.workloads.values()]
-        found.update({(name, sizes): None for sizes in sizes_of_op})
-    return list(found)
+        pairs.update({(name, sizes): None for sizes in sizes_of_op})
+    return list(pairs)
 
 
-def from_shapes(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[Job], list[str]]:
+def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[Job], list[str]]:
     """(jobs, what could not be planned) for (op, sizes) pairs.
 
     Within an op, sizes near 8192 rows come first: the search at the others starts from their winners. A kernel that an
@@ -161,7 +147,7 @@ def from_shapes(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tupl
     shared: dict[tuple[str, str, Key], None] = {}
     beside: dict[tuple[str, Sizes], tuple[tuple[str, Key], ...]] = {}
     problems = []
-    for op, sizes in wanted:
+    for op, sizes in pairs:
         try:
             launched = scan(op, sizes, dtype)
         except Exception as error:
@@ -174,40 +160,40 @@ def from_shapes(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tupl
             name = (op, variant, key)
             if name not in best or _preference(sizes) > _preference(best[name]):
                 best[name] = sizes
-    order = list(dict.fromkeys(op for op, _ in wanted))
-    found = []
+    order = list(dict.fromkeys(op for op, _ in pairs))
+    jobs = []
     for op, sizes in sorted(beside, key=lambda item: (order.index(item[0]), _position(item[1]))):
         for variant, key in beside[op, sizes]:
             if best[op, variant, key] == sizes:
-                found.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
+                jobs.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
     for op, variant, key in (name for name in shared if name not in best):
         if job := at_key(op, variant, key):
-            found.append(job)
+            jobs.append(job)
         else:
             problems.append(f"{op}.{variant} {key}: no sizes of {op} have this key; tune it with --shapes")
-    return found, problems
+    return jobs, problems
 
 
 def at_key(op: str, variant: str, key: Key) -> Job | None:
-    """A job at sizes that have the key, found by trial; None where none are found."""
+    """A job at sizes that have the key, by trial; None where there are none."""
     guess = space.sizes_for(registry.get_op(op), registry.get_tunable(f"{op}.{variant}"), key)
     return None if guess is None else Job(op, variant, key, *guess)
 
 
 def from_misses(misses: Iterable[tuple[str, str, Key]], ops: Iterable[str]) -> tuple[list[Job], list[str]]:
-    """(jobs, what could not be planned) for recorded misses, which hold a key only: sizes are found by trial."""
-    wanted, known = set(ops), registry.tunables()
-    found, problems = [], []
+    """(jobs, what could not be planned) for recorded misses, which hold a key only: sizes are tried out."""
+    chosen, known = set(ops), registry.tunables()
+    jobs, problems = [], []
     for op, variant, key in misses:
-        if op not in wanted:
+        if op not in chosen:
             continue
         if f"{op}.{variant}" not in known:
             problems.append(f"{op}.{variant}: this version has no such tunable")
         elif job := at_key(op, variant, key):
-            found.append(job)
+            jobs.append(job)
         else:
-            problems.append(f"{op}.{variant} {key}: no sizes found for this key; tune it with --shapes")
-    return found, problems
+            problems.append(f"{op}.{variant} {key}: no sizes known for this key; tune it with --shapes")
+    return jobs, problems
 
 
 def _rows(sizes: Sizes) -> int:

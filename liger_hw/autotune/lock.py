@@ -3,35 +3,101 @@
 `liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What
 it names answers on any device, whatever is tuned there later; the heuristic's choices are pinned too, since they depend
 on the device. An entry that is illegal on the device at hand is an error, unless the file says `allow_other_device`:
-then the next layer answers. Its digest covers every key and configuration.
+then the next layer answers. It is a table (`tables.py`) whose digest covers every key and configuration.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 from pathlib import Path
 from typing import Any, Mapping
 
-from .. import files, registry
-from ..registry import Candidate, Entry, Plan
-from . import lock_file, tables
+from .. import files
+from ..backends import Target
+from ..env import SettingError
+from ..ops import Candidate, Entry, Plan, get_tunable, plans
+from . import tables
 from .tables import Name
 
 log = logging.getLogger("liger_hw")
 
 
+def digest(table: Mapping[Name, Entry]) -> str:
+    """Hash of every (op, variant, key) and configuration; where they came from does not count."""
+    lines = sorted(
+        json.dumps([op, variant, list(key), entry.config.to_json()], sort_keys=True)
+        for (op, variant, key), entry in table.items()
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
+    """(header, entries). Raises `ValueError` that says what is wrong."""
+    header, lines, problems = tables.load(path)
+    table = dict(lines)
+    if problems:
+        raise ValueError(problems[0])
+    if header.get("kind") != "lock":
+        raise ValueError(f"this is a {header.get('kind')!r}, not a lock file; `liger-hw lock` writes one")
+    if header.get("digest") != digest(table):
+        raise ValueError("its digest does not match its entries: it was edited; write it again with `liger-hw lock`")
+    return header, table
+
+
+def unusable(target: Target, table: Mapping[Name, Entry]) -> list[str]:
+    """The entries that cannot be launched on `target`, each with its reason."""
+    refused = []
+    for (op, variant, key), entry in sorted(table.items(), key=lambda item: item[0]):
+        try:
+            why_invalid = get_tunable(f"{op}.{variant}").illegal(target, key, entry.config)
+        except ValueError:
+            why_invalid = "this version has no such kernel"
+        if why_invalid:
+            refused.append(f"{op}.{variant} {key}: {why_invalid}")
+    return refused
+
+
+def entries(path: Path, target: Target) -> dict[Name, Entry]:
+    """The entries of the lock file that LIGER_HW_LOCK_FILE names.
+
+    Raises `SettingError` when it cannot be used, or an entry of it cannot be launched on `target`: a run that is to be
+    pinned must not become another one with a warning. A lock file that was written for other devices too (`lock
+    --allow-other-device`) leaves such keys to the next layers. Nothing is launched on a CPU.
+    """
+    try:
+        header, table = read(path)
+    except ValueError as error:
+        why_invalid = str(error) if os.path.exists(path) else f"no such file (looked in {Path.cwd()})"
+        raise SettingError(
+            f"LIGER_HW_LOCK_FILE={path}: {why_invalid}. Nothing would be pinned: write it with "
+            f"`liger-hw lock -o {path} --model ...`, correct the path, or unset the variable"
+        ) from None
+    if target.vendor == "cpu" or header.get("allow_other_device") is True:
+        return table
+    if wrong := unusable(target, table):
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise SettingError(
+            f"LIGER_HW_LOCK_FILE={path}: {len(wrong)} of its {len(table)} entries cannot be launched on {target.name}: "
+            f"{'; '.join(wrong[:3])}{more}. Write a lock file for this device; or, for these keys to be chosen here as "
+            "if nothing pinned them, write it with `liger-hw lock --allow-other-device`"
+        )
+    return table
+
+
 def pinned(chosen: Candidate | Plan) -> Entry:
     """What was chosen, as a lock entry. Pinned is pinned: a newer version of the kernel does not unpin it."""
-    came = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
+    kept = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
     kind = str(chosen.provenance.get("kind", "heuristic"))
-    return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **came})
+    return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **kept})
 
 
 def write(path: str | Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
     """Write a lock file; returns its digest. Raises `OSError`."""
-    mark = lock_file.digest(table)
-    text = tables.render({"kind": "lock", "digest": mark, **about}, table)
-    files.write_text(path, text)
+    mark = digest(table)
+    files.write_text(path, tables.render({"kind": "lock", "digest": mark, **about}, table))
     return mark
 
 
@@ -40,11 +106,11 @@ def save(path: str | Path = "liger-hw.lock", allow_other_device: bool = False) -
 
     allow_other_device: where an entry is illegal on the device it is used on, the next layer answers; else an error
     """
-    plans = registry.plans()
-    if not plans:
+    launched = plans()
+    if not launched:
         log.warning("liger_hw: nothing was launched so far, so %s pins nothing; save it after the first step", path)
-    devices = sorted({plan.target.name for plan in plans})
-    table = {(plan.tunable.op, plan.tunable.variant, plan.key): pinned(plan) for plan in plans}
+    devices = sorted({plan.target.name for plan in launched})
+    table = {(plan.tunable.op, plan.tunable.variant, plan.key): pinned(plan) for plan in launched}
     return write(path, table, about(", ".join(devices), allow_other_device))
 
 

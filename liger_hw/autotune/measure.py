@@ -391,7 +391,7 @@ class LocalMeasurer:
     def __init__(self, device: str) -> None:
         self.device = with_index(device)
         self.target = target_of(self.device)
-        registry.set_tables(self.target, [])  # the baseline is the heuristic, whatever is stored
+        registry.set_table(self.target, {})  # the baseline is the heuristic, whatever is stored
         self.clock = GraphClock(self.device)
         self.clock.__enter__()
         self._bench: Bench | None = None

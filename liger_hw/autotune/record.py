@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -92,15 +93,14 @@ def foresee(
     target: Target,
     note: Callable[[Plan, Any, tuple, tuple, tuple], None],
     options: Mapping[str, Any] | None = None,
-    layers: registry.Layers = (),
+    table: Mapping[tuple[str, str, Key], list[registry.Entry]] = MappingProxyType({}),
 ) -> None:
     """Run one forward and backward of `op` on fake tensors as on `target`, and call `note(plan, kernel, grid, args,
-    flags)` in place of each launch. layers: the stored configurations that answer there; without any, the heuristics.
+    flags)` in place of each launch. table: the stored configurations that answer there; without any, the heuristics.
     """
     entry = registry.get_op(op)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(registry.pretend(target))
-        stack.enter_context(registry.only_tables(target, list(layers)))
+        stack.enter_context(registry.pretend(target, dict(table)))
         stack.enter_context(observing(Foreseen(note)))
         if not registry.interpreting():  # there CPU tensors are launched on, and losses look at their targets' values
             stack.enter_context(FakeTensorMode())

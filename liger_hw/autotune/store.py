@@ -1,25 +1,25 @@
-"""Where stored configurations live, and in which order they answer.
+"""Where stored configurations live, and how all of them become one table of a device.
 
-User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`:
+User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`: one file a kind of device,
+`v2/<fingerprint>.json`, a table as those that ship (`tables.py`). Beside configurations that answer it has lines that a
+process noted for later ones. The kind in a line's provenance says which it is:
 
-    v1/<device fingerprint>/<op>/<hash>.json            one entry; the hash covers what the entry is valid for
-    v1/<device fingerprint>/_quarantine/<hash>.json     a configuration that failed at launch
-    v1/<device fingerprint>/_misses/<hash>.json         keys that a process found no entry for
-    v1/<device fingerprint>/_journal.jsonl              every measurement the tuner took
+    measured, static, modelled   a configuration that answers
+    heuristic                    a search found nothing that beats the heuristic
+    timed, refused               a candidate of a search that has not ended: its time, or why it cannot be used
+    failed                       a configuration that failed at launch
+    missed                       a key for which no line answered, with what the heuristic chose
+
+Of two lines about the same thing the later one counts, and the end of a search takes the lines of its candidates away.
+A writer holds a lock in the same folder, reads the file and puts a whole one in its place: a reader sees the old file
+or the new one, and two writers lose nothing. What cannot be read is ignored with one warning.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
-
-A file is written whole under another name, flushed, and moved into place: a reader sees the old file, the new one or
-none, on any file system and without locks. Whatever cannot be read is a miss, with one warning.
-
-An entry measured with another Triton minor version is kept but demoted: it answers after every entry of the right
-version, shipped ones included, and before the heuristic. A lock file is never demoted.
 """
 
 from __future__ import annotations
 
 import datetime
-import errno
 import hashlib
 import json
 import logging
@@ -28,25 +28,37 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Collection, Iterator
+from typing import Any, Collection, Iterable
 
 from .. import env, files
-from ..answers import Entry
 from ..backends import Target, known_target
+from ..ops import Entry
 from ..text import first_line, printable
-from . import lock_file, tables
-from .tables import SCHEMA, Name
+from . import lock, tables
+from .tables import SCHEMA, Line, Name
 
 log = logging.getLogger("liger_hw")
-Table = dict[Name, Entry]
+Table = dict[Name, list[Entry]]
+"""Everything that is stored for one device: the lines of each name, the best first."""
+
+ANSWERS = ("measured", "static", "modelled")
+"""Kinds of lines that answer."""
+ENDS = ("measured", "heuristic")
+"""Kinds of lines that end a search."""
+CANDIDATES = ("timed", "refused")
+"""Kinds of lines about a candidate of a search that has not ended."""
+KINDS = {
+    "entries": ANSWERS,
+    "misses": ("missed",),
+    "quarantine": ("failed",),
+    "journal": ("heuristic", *CANDIDATES),
+}
+"""What `liger-hw cache clear` removes, by the name of its option."""
 
 _warned: set[str] = set()
 
-ENTRY_BYTES = 4 << 20
-"""The most that one file of the user cache, or one line of the journal, may have to be read."""
 
-
-# -- folders ---------------------------------------------------------------------------------------------------------
+# -- folders and names -----------------------------------------------------------------------------------------------
 
 
 def root() -> Path | None:
@@ -69,8 +81,8 @@ def unwritable() -> str:
     if base is None:
         return "the cache has no folder: there is no home; LIGER_HW_CACHE_DIR names another"
     try:
-        there = next(folder for folder in (base, *base.absolute().parents) if folder.exists())
-        with tempfile.TemporaryDirectory(prefix=".liger_hw_", dir=there):
+        existing = next(folder for folder in (base, *base.absolute().parents) if folder.exists())
+        with tempfile.TemporaryDirectory(prefix=".liger_hw_", dir=existing):
             return ""
     except OSError as error:
         reason = error.strerror or first_line(error)
@@ -82,18 +94,38 @@ def slug(name: str) -> str:
 
 
 def fingerprint(target: Target) -> str:
-    """Folder name of a device: two devices share it only when a measurement on one holds on the other."""
+    """Name of a kind of device: two devices share it only when a measurement on one holds on the other."""
     return f"{target.vendor}-{target.arch}-{slug(target.name)}-{target.multiprocessors}mp"
 
 
-def home(target: Target) -> Path | None:
-    """The user cache's folder for one kind of device."""
+def file_of(target: Target) -> Path | None:
+    """The user cache's file for one kind of device."""
     base = root()
-    return None if base is None else base / f"v{SCHEMA}" / fingerprint(target)
+    return None if base is None else base / f"v{SCHEMA}" / f"{fingerprint(target)}.json"
+
+
+def device_files() -> list[Path]:
+    """The file of every kind of device that has something in the user cache. Raises `OSError` if it is unreadable."""
+    base = root()
+    try:
+        return sorted(path for path in (base / f"v{SCHEMA}").iterdir() if path.suffix == ".json") if base else []
+    except FileNotFoundError:
+        return []
 
 
 def shipped_folder(vendor: str) -> Path:
     return Path(__file__).resolve().parent.parent / "backends" / vendor / "configs"
+
+
+def header(target: Target) -> dict[str, Any]:
+    """What a table says about itself."""
+    return {
+        "kind": "table",
+        "vendor": target.vendor,
+        "arch": target.arch,
+        "family": target.family,
+        "warp_size": target.warp_size,
+    }
 
 
 def triton_version() -> str:
@@ -106,9 +138,9 @@ def triton_version() -> str:
         return ""
 
 
-def minor(version: str) -> str:
+def minor(version: Any) -> str:
     """`3.7.1+git123` -> `3.7`"""
-    return ".".join(version.split("+")[0].split(".")[:2])
+    return ".".join(str(version or "").split("+")[0].split(".")[:2])
 
 
 def today() -> str:
@@ -117,35 +149,6 @@ def today() -> str:
 
 def digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
-
-
-# -- one file --------------------------------------------------------------------------------------------------------
-
-
-def write_atomic(path: Path, text: str) -> bool:
-    """Write a file of the user cache so that no reader ever sees half of it; False (and one warning) where that is
-    impossible, as where a link leads out of the cache."""
-    try:
-        refuse_links(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_file(path, text.encode(), 0o644)
-        return True
-    except OSError as error:
-        warn_once(_warning_topic(path), f"cannot write {path}: {error}; nothing is stored there")
-        return False
-
-
-def refuse_links(path: Path) -> None:
-    """Raises `OSError` where a folder of the user cache is a link that leads out of it. The cache itself may be one."""
-    base = root()
-    if base in path.parents and not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(base)):
-        raise OSError(errno.ELOOP, "a symbolic link leads out of the cache", str(path.parent))
-
-
-def _warning_topic(path: Path) -> str:
-    """The topic of a warning about a file: the whole user cache, or else the file's folder."""
-    base = root()
-    return f"write {base if base in path.parents else path.parent}"
 
 
 def warn_once(topic: str, message: str) -> None:
@@ -160,212 +163,203 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
-def json_files(folder: Path, problems: list[str]) -> Iterator[tuple[Path, Any]]:
-    """(path, data) of every readable `*.json` of a folder, by name; what cannot be read is noted in `problems`."""
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".json"))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        problems.append(f"{folder}: {error}")
-        return
-    for name in names:
-        path = folder / name
-        try:
-            yield path, json.loads(files.read_text(path, ENTRY_BYTES))
-        except FileNotFoundError:  # removed since the folder was listed
-            continue
-        except (OSError, ValueError, RecursionError) as error:
-            problems.append(f"{path}: {error}")
-
-
 # -- the user cache --------------------------------------------------------------------------------------------------
 
 
-def entry_path(target: Target, name: Name, entry: Entry) -> Path | None:
-    """The file of an entry: one for each (op, variant, key, version of the kernel, Triton minor version)."""
-    folder = home(target)
-    if folder is None:
-        return None
-    valid_for = [*name[:2], list(name[2]), entry.version, minor(str(entry.provenance.get("triton", "")))]
-    return folder / name[0] / f"{digest(valid_for)}.json"
-
-
-def save(target: Target, name: Name, entry: Entry) -> Path | None:
-    """Store one entry in the user cache; None (and one warning) where that is impossible."""
-    path = entry_path(target, name, entry)
+def add(target: Target, lines: Iterable[Line]) -> bool:
+    """Add lines to the user cache's table of a device; False, and one warning, where that is impossible."""
+    path = file_of(target)
     if path is None:
         warn_once("no home", "no folder for the user cache: set LIGER_HW_CACHE_DIR")
-        return None
-    record = {
-        "schema": SCHEMA,
-        "device": fingerprint(target),
-        "target": header(target),
-        **tables.to_record(name, entry),
-    }
-    return path if write_atomic(path, json.dumps(record, sort_keys=True) + "\n") else None
-
-
-def discard(target: Target, name: Name, entry: Entry) -> None:
-    """Remove the stored entry that `entry` would replace: measured again, the heuristic is as good."""
-    path = entry_path(target, name, entry)
+        return False
+    new = [tables.to_record(name, entry) for name, entry in lines]
     try:
-        if path is not None:
-            refuse_links(path)
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        warn_once(_warning_topic(path), f"cannot remove {path}: {error}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.parent / ".lock"):
+            records = _records(path)
+            merged = _merged([*records, *new])
+            if merged != records:
+                about = {**header(target), "device": path.stem}
+                files.replace_file(path, tables.render_records(about, merged).encode(), 0o644)
+        return True
+    except (OSError, RecursionError) as error:
+        warn_once("write", f"cannot write {path}: {error}; nothing is stored there")
+        return False
 
 
-def read_user(target: Target, problems: list[str]) -> list[tuple[Name, Entry]]:
-    """Every entry of the user cache for a device, newest first."""
-    folder = home(target)
-    return [] if folder is None else [(name, entry) for name, entry, _ in read_folder(folder, problems)]
+def remove(path: Path, kinds: Collection[str]) -> int:
+    """Remove the lines of these kinds from one file of the user cache; how many there were. Raises `OSError`."""
+    with files.locked(path.parent / ".lock"):
+        about, records = _parsed(path)
+        kept = [record for record in records if _kind(record) not in kinds]
+        if kept:
+            files.replace_file(path, tables.render_records(about, kept).encode(), 0o644)
+        else:
+            path.unlink()
+    return len(records) - len(kept)
 
 
-def read_folder(folder: Path, problems: list[str]) -> list[tuple[Name, Entry, dict[str, Any]]]:
-    """(name, entry, header of its table) of every entry in one device's folder, newest first."""
-    found: list[tuple[Name, Entry, dict[str, Any]]] = []
+def _records(path: Path) -> list[Any]:
+    """The lines of a file as plain JSON data; a file that cannot be read is set aside."""
+    if not path.exists():
+        return []
     try:
-        ops = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("_"))
-    except FileNotFoundError:
-        return found
-    except OSError as error:
-        problems.append(f"{folder}: {error}")
-        return found
-    for op in ops:
-        for path, data in json_files(folder / op, problems):
-            try:
-                found.append(_from_file(path, data, folder.name))
-            except (ValueError, TypeError) as error:
-                problems.append(f"{path}: {error}")
-    found.sort(key=lambda item: (str(item[1].provenance.get("date", "")), item[1].source), reverse=True)
-    return found
-
-
-def _from_file(path: Path, data: Any, device: str) -> tuple[Name, Entry, dict[str, Any]]:
-    if isinstance(data, dict) and data.get("schema") != SCHEMA:
-        raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
-    name, entry = tables.from_record(data, str(path))
-    if data.get("device") != device:
-        raise ValueError(f"made for {data.get('device')!r}, found in the folder of {device}")
-    return name, entry, _header_from(data.get("target"))
-
-
-def _header_from(about: Any) -> dict[str, Any]:
-    """What an entry's file says of its target, as `header` says it; empty where it says anything else."""
-    kinds = {"vendor": str, "arch": str, "family": str, "warp_size": int}
-    if not isinstance(about, dict) or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
-        return {}
-    return {"kind": "table", **{name: about[name] for name in kinds}}
-
-
-def device_folders() -> list[Path]:
-    """The folder of every kind of device that has something in the user cache. Raises `OSError` if it is unreadable."""
-    base = root()
-    try:
-        return sorted(path for path in (base / f"v{SCHEMA}").iterdir() if path.is_dir()) if base else []
-    except FileNotFoundError:
+        return _parsed(path)[1]
+    except ValueError as error:
+        aside = path.with_suffix(".unreadable")
+        os.replace(path, aside)
+        warn_once("set aside", f"{path} could not be used and is now {aside.name}: {error}")
         return []
 
 
-def sub_folders(folder: Path) -> list[Path]:
-    """The folders of one device's folder, by name; never a symbolic link, and none where the folder itself is one."""
-    if _is_behind_link(folder) or not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+def _parsed(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """(header as of a shipped table and the device, lines as plain JSON data) of a file. Raises `ValueError`."""
+    about, records = tables.parse_records(tables.read(path))
+    if about.get("device") != path.stem:
+        raise ValueError(f"made for {about.get('device')!r}, found as {path.name}")
+    shown = {"kind": "table", **{name: about.get(name) for name in ("vendor", "arch", "family", "warp_size", "device")}}
+    if [type(value) for value in shown.values()] != [str, str, str, str, int, str]:
+        raise ValueError("its header does not say which device it is for")
+    return shown, records
 
 
-def _is_behind_link(folder: Path) -> bool:
-    """Whether one device's folder, or the folder of all devices, is a symbolic link."""
-    return folder.is_symlink() or folder.parent.is_symlink()
+def _kind(record: Any) -> str:
+    provenance = record.get("provenance") if isinstance(record, dict) else None
+    return str(provenance.get("kind")) if isinstance(provenance, dict) else ""
 
 
-def written_files(folder: Path, kinds: Collection[str]) -> tuple[list[Path], list[Path]]:
-    """(files that this module wrote, others beside them) of one device's folder; nothing is looked at through a link.
+def _merged(records: list[Any]) -> list[Any]:
+    """Lines without those that later ones replace. A line that this version cannot read stays as it is."""
+    kept: dict[tuple, Any] = {}
+    answered, ended = set(), set()
+    for record in records:
+        kind, part, config = _kind(record), "answer", None
+        about = json.dumps(record, sort_keys=True)
+        if kind in ("failed", *CANDIDATES):
+            part, config = (
+                "failed" if kind == "failed" else "candidate",
+                json.dumps(record.get("config"), sort_keys=True),
+            )
+        elif kind == "missed":
+            part = kind
+        if kind:
+            triton = minor(record["provenance"].get("triton"))
+            about = json.dumps([*map(record.get, ("op", "variant", "key")), record.get("version", 1), triton])
+        kept.pop((about, part, config), None)
+        kept[about, part, config] = record
+        answered |= {about} if part == "answer" else set()
+        ended |= {about} if kind in ENDS else set()
+    gone = {(about, "missed", None) for about in answered}
+    return [
+        record
+        for place, record in kept.items()
+        if place not in gone and not (place[1] == "candidate" and place[0] in ended)
+    ]
 
-    kinds: which of "entries", "misses", "quarantine" and "journal"
+
+def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
+    """(header as of a shipped table, lines, problems) of one file of the user cache, the newest line first.
+
+    Raises `ValueError` where the whole file cannot be used.
     """
-    mine: list[Path] = []
-    foreign: list[Path] = []
-    for sub in sub_folders(folder):
-        kind = sub.name[1:] if sub.name.startswith("_") else "entries"
-        if kind in kinds and kind in _FIELD_OF:
-            for path in sorted(sub.iterdir()):
-                (mine if _is_written(path, _FIELD_OF[kind]) else foreign).append(path)
-    journal = folder / "_journal.jsonl"
-    if "journal" in kinds and os.path.lexists(journal) and not _is_behind_link(folder):
-        (mine if _is_journal(journal) else foreign).append(journal)
-    return mine, foreign
+    about, records = _parsed(path)
+    del about["device"]
+    lines, problems = tables.lines_of(records, str(path))
+    lines.sort(key=lambda line: str(line[1].provenance.get("date", "")), reverse=True)
+    return about, lines, problems
 
 
-_FIELD_OF = {"entries": "op", "misses": "misses", "quarantine": "tunable"}
-"""A field that every file of a kind has, beside its schema."""
+def load_old(folder: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
+    """`load` of one device's folder of schema 1, in which each configuration had a file. Raises `ValueError`."""
+    about: dict[str, Any] = {}
+    lines, problems = [], []
+    for path in sorted(folder.glob("[!_]*/*.json")):
+        try:
+            data = json.loads(files.read_text(path, tables.TABLE_BYTES))
+            lines.append(tables.from_record(data, str(path)))
+            about = data["target"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            problems.append(f"{path}: {error}")
+    if not isinstance(about, dict) or not lines:
+        raise ValueError("no folder of configurations that an earlier liger_hw stored for a device")
+    return about, lines, problems
 
 
-def _is_written(path: Path, field: str) -> bool:
+def lines_of(target: Target) -> list[Line]:
+    """Every line that the user cache has for a device."""
+    return _user_lines(target, [])
+
+
+def _user_lines(target: Target, problems: list[str]) -> list[Line]:
+    path = file_of(target)
+    if path is None:
+        return []
+    if not path.exists():
+        old = path.parent.parent / "v1" / path.stem
+        if old.is_dir():
+            hint = f"`liger-hw cache import {old}` takes them over"
+            warn_once("old", f"configurations that an earlier liger_hw stored in {old} are not used; {hint}")
+        return []
     try:
-        if path.is_symlink() or not path.is_file():
-            return False
-        if re.fullmatch(r"\.[a-z0-9_]{8}\.tmp", path.name):  # of a writer that was killed
-            with open(path, "rb") as file:
-                return file.read(2) in (b"", b'{"')
-        if not re.fullmatch(r"[0-9a-f]{24}\.json", path.name):
-            return False
-        data = json.loads(files.read_text(path, ENTRY_BYTES))
-        return isinstance(data, dict) and {"schema", field} <= set(data)
-    except (OSError, ValueError, RecursionError):
-        return False
+        _, lines, wrong = load(path)
+    except ValueError as error:
+        problems.append(f"{path}: {error}")
+        return []
+    problems += [f"{path}: {text}" for text in wrong]
+    return lines
 
 
-def _is_journal(path: Path) -> bool:
-    try:
-        if path.is_symlink() or not path.is_file():
-            return False
-        with open(path, "rb") as file:
-            first = file.readline(ENTRY_BYTES)
-        if not first:
-            return True
-        line = json.loads(first)
-        return isinstance(line, dict) and "stage" in line
-    except (OSError, ValueError, RecursionError):
-        return False
+# -- one table of a device -------------------------------------------------------------------------------------------
 
 
-# -- layers ----------------------------------------------------------------------------------------------------------
+def read(target: Target) -> Table:
+    """Everything stored for a device as one table: lock file, user cache, shipped tables of the device, of its
+    architecture and of its family, in this order.
 
-
-def layers(target: Target) -> list[tuple[str, Table]]:
-    """(layer, entries) of everything stored for a target, best first. Reads files; never raises for what is in them,
-    but for a lock file that was asked for and cannot be used (`SettingError`).
+    An entry made with another minor version of Triton answers after all that have the right one, except for a lock
+    file's; what failed with another one is left out. Never raises for what is in a file, but for a lock file that was
+    asked for and cannot be used (`SettingError`).
     """
     problems: list[str] = []
-    pinned: list[tuple[str, Table]] = []
-    path = env.get("LIGER_HW_LOCK_FILE")
-    if path:
-        pinned.append(("lock", lock_file.entries(Path(path), target)))
-    offers: list[tuple[str, Name, Entry]] = [("user", *item) for item in read_user(target, problems)]
+    offers: list[tuple[str, Line]] = [("user", line) for line in _user_lines(target, problems)]
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
-        for layer, file in _shipped_files(target):
-            offers += [(layer, *item) for item in _read_shipped(file, target, problems).items()]
+        for layer, path in _shipped_files(target):
+            offers += [(layer, line) for line in _read_shipped(path, target, problems)]
     report(problems, target)
     here = minor(triton_version())
-    fitting: list[tuple[str, Table]] = []
-    demoted: list[tuple[str, Table]] = []
-    for layer, name, entry in offers:  # each table holds a name once: what is stored for it twice is asked in turn
-        stack, made_with = fitting, minor(str(entry.provenance.get("triton") or ""))
-        if made_with and here and made_with != here:
-            note = f"{entry.source} (demoted: measured with Triton {made_with}, this is {here})"
-            stack, entry = demoted, replace(entry, source=note)
-        table = next((table for known, table in stack if known == layer and name not in table), None)
-        if table is None:
-            stack.append((layer, {name: entry}))
-        else:
-            table[name] = entry
-    return pinned + fitting + demoted
+    table: Table = {}
+    if pinned := env.get("LIGER_HW_LOCK_FILE"):
+        for name, entry in lock.entries(Path(pinned), target).items():
+            table[name] = [replace(entry, layer="lock")]
+    late: list[Line] = []
+    for layer, (name, entry) in offers:
+        version = minor(entry.provenance.get("triton"))
+        if not version or not here or version == here:
+            table.setdefault(name, []).append(replace(entry, layer=layer))
+        elif entry.kind in ANSWERS:
+            note = f"{entry.source} (demoted: measured with Triton {version}, this is {here})"
+            late.append((name, replace(entry, layer=layer, source=note)))
+    for name, entry in late:
+        table.setdefault(name, []).append(entry)
+    return table
 
 
-_ORDER = ("user", "shipped-device", "shipped-arch", "shipped-family")
+def answers(entries: Iterable[Entry]) -> list[Entry]:
+    """Those of a name's lines that answer, the best first."""
+    return [entry for entry in entries if entry.layer == "lock" or entry.kind in ANSWERS]
+
+
+def misses(target: Target) -> list[Name]:
+    """Every key that was missed on a device and still has no answer for that version of its kernel, sorted."""
+
+    def is_missed(entries: list[Entry]) -> bool:
+        known = {entry.version for entry in answers(entries)}
+        return any(entry.kind == "missed" and entry.version not in known for entry in entries)
+
+    return sorted(name for name, entries in read(target).items() if is_missed(entries))
+
+
+_ORDER = ("shipped-device", "shipped-arch", "shipped-family")
 
 
 def _shipped_files(target: Target) -> list[tuple[str, Path]]:
@@ -376,15 +370,15 @@ def _shipped_files(target: Target) -> list[tuple[str, Path]]:
     except OSError:
         return []
     exact = f"{target.arch}-{slug(target.name)}"
-    found = []
+    usable = []
     for stem in stems:
         if stem == exact:
-            found.append(("shipped-device", folder / f"{stem}.json"))
+            usable.append(("shipped-device", folder / f"{stem}.json"))
         elif stem == target.arch:
-            found.append(("shipped-arch", folder / f"{stem}.json"))
+            usable.append(("shipped-arch", folder / f"{stem}.json"))
         elif _same_family(stem.split("-", 1)[0], target):
-            found.append(("shipped-family", folder / f"{stem}.json"))
-    return sorted(found, key=lambda item: (_ORDER.index(item[0]), item[1].name))
+            usable.append(("shipped-family", folder / f"{stem}.json"))
+    return sorted(usable, key=lambda item: (_ORDER.index(item[0]), item[1].name))
 
 
 def _same_family(arch: str, target: Target) -> bool:
@@ -397,31 +391,21 @@ def _same_family(arch: str, target: Target) -> bool:
     return same and bool(target.family)
 
 
-def _read_shipped(path: Path, target: Target, problems: list[str]) -> Table:
+def _read_shipped(path: Path, target: Target, problems: list[str]) -> list[Line]:
     try:
-        header, entries, wrong = tables.load(path)
+        about, lines, wrong = tables.load(path)
     except ValueError as error:
         problems.append(f"{path}: {error}")
-        return {}
-    if header.get("vendor") != target.vendor or header.get("warp_size") != target.warp_size:
-        problems.append(f"{path}: made for {header.get('vendor')} with warps of {header.get('warp_size')}")
-        return {}
+        return []
+    if about.get("vendor") != target.vendor or about.get("warp_size") != target.warp_size:
+        problems.append(f"{path}: made for {about.get('vendor')} with warps of {about.get('warp_size')}")
+        return []
     problems += [f"{path}: {text}" for text in wrong]
-    return entries
-
-
-def header(target: Target) -> dict[str, Any]:
-    """What a shipped table says about itself."""
-    return {
-        "kind": "table",
-        "vendor": target.vendor,
-        "arch": target.arch,
-        "family": target.family,
-        "warp_size": target.warp_size,
-    }
+    return lines
 
 
 def report(problems: list[str], target: Target) -> None:
+    """One warning about what could not be read for a device."""
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         warn_once(

@@ -1,4 +1,4 @@
-"""The text form of a table: what ships with the package, what `cache export` writes, what a lock file holds.
+"""The text form of a table: what ships with the package, what the user cache, a lock file and an exported table hold.
 
 One JSON object with a header and a list of entries, one line an entry, sorted by (op, variant, key), so that a changed
 configuration is a one-line diff:
@@ -16,95 +16,74 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Iterable, Mapping
 
 from .. import files
-from ..answers import Entry, Key
 from ..backends import LaunchConfig
+from ..ops import Entry, Key
 from ..text import printable
 
 SCHEMA = 2
 """What is written. Schema 1 is read too, as in lock files: it has no versions of kernels, so each counts as 1."""
 TABLE_BYTES = 32 << 20
-"""The most that a table or a lock file may have to be read."""
+"""The most that a table, a user cache's file or a lock file may have to be read."""
 MOST_NESTED = 20
 """Lists and objects inside each other that an entry may have."""
 Name = tuple[str, str, Key]
 """(op, variant, key)"""
+Line = tuple[Name, Entry]
 
 
 def to_record(name: Name, entry: Entry) -> dict[str, Any]:
-    """One entry as plain JSON data."""
+    """One line as plain JSON data."""
     op, variant, key = name
-    config, provenance = entry.config.to_json(), dict(entry.provenance)
     about = {"op": op, "variant": variant, "key": list(key), "version": entry.version}
-    return {**about, "config": config, "provenance": provenance}
+    return {**about, "config": entry.config.to_json(), "provenance": dict(entry.provenance)}
 
 
-def from_record(record: Any, source: str) -> tuple[Name, Entry]:
-    """One entry from untrusted JSON data. Raises `ValueError` that names what is wrong."""
+def from_record(record: Any, source: str) -> Line:
+    """One line from untrusted JSON data. Raises `ValueError` that names what is wrong."""
     if not isinstance(record, dict):
         raise ValueError(f"an entry is a JSON object, got {type(record).__name__}")
     if missing := sorted({"op", "variant", "key", "config", "provenance"} - set(record)):
         raise ValueError(f"the entry has no {missing[0]!r}")
     op, variant, key, provenance = record["op"], record["variant"], record["key"], record["provenance"]
-    name = to_name(op, variant, key)
+    if not (isinstance(op, str) and isinstance(variant, str) and op.isidentifier() and variant.isidentifier()):
+        raise ValueError(f"op and variant are names, got {op!r} and {variant!r}")
+    if not isinstance(key, list) or not all(type(part) is int and abs(part) < 2**63 for part in key):
+        raise ValueError(f"key must be a list of integers of 64 bits, got {str(key)[:200]!r}")
     if not isinstance(provenance, dict) or not isinstance(provenance.get("kind"), str):
         raise ValueError("provenance must be an object with a `kind`")
     version = record.get("version", 1)
     if type(version) is not int or not 0 < version < 2**31:
         raise ValueError("version must be a positive integer: that of the kernel")
-    config = LaunchConfig.from_json(record["config"])
-    if not all(map(_is_harmless, _leaves(record["config"]))):
-        raise ValueError("config has text that cannot be printed or a number that is not finite or too large")
-    if not all(_is_harmless(one) for one in _leaves(provenance) if not isinstance(one, str)):
-        raise ValueError("provenance has a number that is not finite or too large")
-    provenance = {printable(name): printable(v) if isinstance(v, str) else v for name, v in provenance.items()}
-    return name, Entry(config, provenance, version, source)
+    config = LaunchConfig.from_json(_checked(record["config"]))
+    return (op, variant, tuple(key)), Entry(config, _checked(provenance), version, source)
 
 
-def to_name(op: Any, variant: Any, key: Any) -> Name:
-    """A name from untrusted JSON data. Raises `ValueError`."""
-    if not (isinstance(op, str) and isinstance(variant, str)):
-        raise ValueError("op and variant must be strings")
-    if not (op.isidentifier() and variant.isidentifier()):  # an op names a folder of the user cache
-        raise ValueError(f"op and variant are names, got {op!r} and {variant!r}")
-    return op, variant, to_key(key)
-
-
-def to_key(data: Any) -> Key:
-    """A key from untrusted JSON data. Raises `ValueError`."""
-    if not isinstance(data, list) or not all(type(part) is int and _is_harmless(part) for part in data):
-        raise ValueError(f"key must be a list of integers of 64 bits, got {str(data)[:200]!r}")
-    return tuple(data)
-
-
-def _leaves(data: Any, depth: int = 0) -> Iterator[Any]:
-    """Every name and value inside JSON data. Raises `ValueError` where it is nested deeper than anything we write."""
+def _checked(data: Any, depth: int = 0) -> Any:
+    """JSON data with its text made printable. Raises `ValueError` for what a reader of it could not use."""
     if depth > MOST_NESTED:
         raise ValueError(f"it is nested more than {MOST_NESTED} deep")
     if isinstance(data, dict):
-        for name, value in data.items():
-            yield name
-            yield from _leaves(value, depth + 1)
-    elif isinstance(data, list):
-        for value in data:
-            yield from _leaves(value, depth + 1)
-    else:
-        yield data
+        return {printable(name): _checked(value, depth + 1) for name, value in data.items()}
+    if isinstance(data, list):
+        return [_checked(value, depth + 1) for value in data]
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, (int, float)) and not abs(data) < 2**63:
+        raise ValueError("it has a number that is not finite or too large")
+    return data
 
 
-def _is_harmless(value: Any) -> bool:
-    """Whether text prints as it is and a number is finite and of 64 bits."""
-    if isinstance(value, str):
-        return value.isprintable()
-    return not isinstance(value, (int, float)) or abs(value) < 2**63
-
-
-def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[tuple[Name, Entry]]) -> str:
+def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[Line]) -> str:
     """Canonical text: equal tables give equal bytes."""
-    items = table.items() if isinstance(table, Mapping) else table
-    lines = _lines(items)
+    return render_records(header, _records(table))
+
+
+def render_records(header: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> str:
+    """`render` of plain JSON data."""
+    lines = _lines(records)
     if "digest" in header and header.get("kind") == "table":
         header = {**header, "digest": _digest(lines)}
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
@@ -112,9 +91,20 @@ def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[tup
     return f'{head}, "entries": [\n{text}\n]}}\n' if lines else f'{head}, "entries": []}}\n'
 
 
-def _lines(items: Iterable[tuple[Name, Entry]]) -> list[str]:
-    records = sorted((to_record(name, entry) for name, entry in items), key=lambda r: (r["op"], r["variant"], r["key"]))
-    return [json.dumps(record, sort_keys=True) for record in records]
+def _records(table: Mapping[Name, Entry] | Iterable[Line]) -> list[dict[str, Any]]:
+    return [to_record(name, entry) for name, entry in (table.items() if isinstance(table, Mapping) else table)]
+
+
+def _lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One line a record, by op, variant and key: numbers by their size."""
+
+    def place(record: Any) -> tuple:
+        about = record if isinstance(record, dict) else {}
+        key = about.get("key") if isinstance(about.get("key"), list) else []
+        numbers = [part for part in key if isinstance(part, int)]
+        return str(about.get("op")), str(about.get("variant")), numbers, json.dumps(record, sort_keys=True)
+
+    return [text for *_, text in sorted(map(place, records))]
 
 
 def _digest(lines: list[str]) -> str:
@@ -123,22 +113,43 @@ def _digest(lines: list[str]) -> str:
 
 def digest(table: Mapping[Name, Entry]) -> str:
     """SHA-256 of a table's entries as `render` writes them, evidence included."""
-    return _digest(_lines(table.items()))
+    return _digest(_lines(_records(table)))
 
 
-def load(path: Path) -> tuple[dict[str, Any], dict[Name, Entry], list[str]]:
+def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
     """`parse` of a file. Raises `ValueError` that says why it cannot be read or used."""
+    return parse(read(path), str(path))
+
+
+def read(path: Path) -> str:
+    """The text of a table's file. Raises `ValueError` that says why it cannot be read."""
     try:
-        text = files.read_text(path, TABLE_BYTES)
+        return files.read_text(path, TABLE_BYTES)
     except UnicodeDecodeError:
         raise ValueError("not a table of liger_hw: no text in UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from None
-    return parse(text, str(path))
 
 
-def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Name, Entry], list[str]]:
-    """(header, entries, what is wrong with single entries). Raises `ValueError` when the whole file cannot be used."""
+def parse(text: str, source: str) -> tuple[dict[str, Any], list[Line], list[str]]:
+    """(header, lines, what is wrong with single lines). Raises `ValueError` when the whole file cannot be used."""
+    header, records = parse_records(text)
+    return header, *lines_of(records, source)
+
+
+def lines_of(records: Iterable[Any], source: str) -> tuple[list[Line], list[str]]:
+    """(lines, what is wrong with single ones) of plain JSON data."""
+    lines, problems = [], []
+    for number, record in enumerate(records):
+        try:
+            lines.append(from_record(record, source))
+        except (ValueError, TypeError) as error:
+            problems.append(f"entry {number}: {error}")
+    return lines, problems
+
+
+def parse_records(text: str) -> tuple[dict[str, Any], list[Any]]:
+    """(header, plain JSON data of the entries). Raises `ValueError`."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -149,13 +160,4 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Name, Entry], li
         raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
     if data["schema"] == 1 and data.get("kind") == "table":
         data.pop("digest", None)  # of lines as schema 1 writes them
-    entries: dict[Name, Entry] = {}
-    problems = []
-    for number, record in enumerate(data.pop("entries")):
-        try:
-            name, entry = from_record(record, source)
-        except (ValueError, TypeError) as error:
-            problems.append(f"entry {number}: {error}")
-            continue
-        entries[name] = entry
-    return data, entries, problems
+    return data, data.pop("entries")

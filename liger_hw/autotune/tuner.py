@@ -9,8 +9,8 @@ For each job (one tunable at one key):
     5 the whole op with the winner is compared with the reference
     6 the winner and the heuristic are timed at other sizes of the same key: an entry answers for all of them, so it is
       stored only when it beats the heuristic there too
-Every measurement goes to the journal as it is taken. A candidate that kills or hangs its worker is noted and the search
-goes on without it.
+Every measurement is a line of the device's table as it is taken (`store.py`), so that a run which was stopped can go
+on. A candidate that kills or hangs its worker is noted and the search goes on without it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..registry import Entry, Key, Tunable
 from . import space, store
 from .jobs import Job, Result, each
-from .journal import Journal, Past
 from .record import Rejected
+from .tables import Line, Name
 from .workers import WorkerDied, WorkerError
 
 MIN_GAIN = 0.01
 """A smaller gain is not worth an entry, however quiet the machine."""
 REFUSED = (WorkerError, Rejected)
-"""What a measurer raises that lives on: from its own process, from this one."""
+"""Errors after which the worker is still usable."""
 SUBMITTED_AHEAD = 8
 """Jobs whose candidates are with the compile workers while one is measured."""
 
@@ -62,7 +62,9 @@ class Tuner:
     """Runs jobs on one device: compiles ahead, searches each, learns from neighbours, stays within the budget.
 
     measurer: `measure.LocalMeasurer`, `workers.RemoteMeasurer` or a fake; pool: `workers.CompilePool`, None without one
-    save, discard: called with (name, entry) for a winner, and with what a heuristic that won makes obsolete
+    save: called with (name, entry) for every line of the device's table, from each measurement to the winner; whether
+    it was stored
+    known: lines of earlier runs, which are not measured again
     progress: called with a job and what is being done
     """
 
@@ -73,17 +75,18 @@ class Tuner:
         *,
         facts: dict[str, Any],
         pool: Any = None,
-        journal: Journal | None = None,
-        past: Past | None = None,
-        save: Callable[[tuple, Entry], Any] | None = None,
-        discard: Callable[[tuple, Entry], Any] | None = None,
+        save: Callable[[Name, Entry], bool] = lambda name, entry: False,
+        known: Iterable[Line] = (),
         effort: Effort | None = None,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[Job, str], None] = lambda job, text: None,
     ) -> None:
         self.target, self.measurer, self.facts, self.pool = target, measurer, facts, pool
-        self.journal, self.past = journal, past or Past(None, "")
-        self.save, self.discard, self.effort = save, discard, effort or Effort()
+        self.save, self.effort = save, effort or Effort()
+        self.known: dict[Name, list[Entry]] = {}
+        for name, entry in known:
+            if store.minor(entry.provenance.get("triton")) == store.minor(facts.get("triton")):
+                self.known.setdefault(name, []).append(entry)
         self.clock, self.progress = clock, progress
         self.winners: dict[tuple[str, str, Key], LaunchConfig] = {}
         self._relative: dict[str, dict[Key, dict[LaunchConfig, float]]] = {}
@@ -105,29 +108,41 @@ class Tuner:
 
     def _tune(self, job: Job, until: float) -> Result:
         tunable = registry.get_tunable(job.name)
-        finished = self.past.finished.get((*job.entry_name, tunable.version))
-        if finished is not None:
-            return self._resumed(job, tunable, finished)
+        if (end := self._end(job)) is not None:
+            return self._resumed(job, end)
         try:
-            result = Search(self, job, tunable, until).run()
+            return Search(self, job, tunable, until).run()
         except (WorkerDied, *REFUSED) as error:
-            result = Result(job, error=str(error))
-        if not result.error:
-            self.write(job, tunable, {"stage": "done", "result": result.to_json()})
-        if self.journal:
-            self.journal.flush()
-        return result
+            return Result(job, error=str(error))
 
-    def _resumed(self, job: Job, tunable: Tunable, line: dict[str, Any]) -> Result:
-        result = Result.from_json(job, line["result"])
-        result.note = "measured by an earlier run"
-        if result.config:
-            config = LaunchConfig.from_json(result.config)
-            self.winners[job.entry_name] = config
-            if result.provenance and self.save is not None:  # the journal may have outlived the cache
-                entry = Entry(config, result.provenance, tunable.version)
-                result.stored = bool(self.save(job.entry_name, entry))
-        return result
+    def lines(self, job: Job, *kinds: str) -> list[Entry]:
+        """What earlier runs stored about a job, for the kernel as it is."""
+        version = registry.get_tunable(job.name).version
+        return [one for one in self.known.get(job.entry_name, ()) if one.kind in kinds and one.version == version]
+
+    def _end(self, job: Job) -> Entry | None:
+        """The line with which an earlier run ended the search for a job."""
+        return next(iter(self.lines(job, *store.ENDS)), None)
+
+    def _resumed(self, job: Job, end: Entry) -> Result:
+        """The result of an earlier run."""
+        self.winners[job.entry_name] = end.config
+
+        def number(name: str) -> float:
+            value = end.provenance.get(name)
+            return float(value) if isinstance(value, (int, float)) else 0.0
+
+        return Result(
+            job,
+            heuristic_us=number("heuristic_us"),
+            winner_us=number("median_us"),
+            gain=number("gain"),
+            noise=number("noise"),
+            config=end.config.to_json(),
+            provenance=dict(end.provenance),
+            stored=end.kind == "measured",
+            note="measured by an earlier run",
+        )
 
     # -- what searches share -----------------------------------------------------------------------------------------
 
@@ -146,9 +161,9 @@ class Tuner:
         def distance(key: Key) -> int:
             return sum(abs(a.bit_length() - b.bit_length()) + (a != b) for a, b in zip(key, job.key))
 
-        known = self._relative.get(job.name, {})
-        same = [key for key in known if len(key) == len(job.key)]
-        return known[min(same, key=distance)] if same else {}
+        times = self._relative.get(job.name, {})
+        alike = [key for key in times if len(key) == len(job.key)]
+        return times[min(alike, key=distance)] if alike else {}
 
     def learn(self, job: Job, times: dict[LaunchConfig, float]) -> None:
         """Let later keys of the job's tunable start from these times."""
@@ -157,13 +172,9 @@ class Tuner:
             self._relative.setdefault(job.name, {})[job.key] = {config: us / best for config, us in times.items()}
 
     def _submit_all(self, job: Job) -> None:
-        if self.pool is None:
-            return
-        tunable = registry.get_tunable(job.name)
-        if (*job.entry_name, tunable.version) in self.past.finished:
-            return
-        for config in self.shortlist(job, tunable)[1]:
-            self.submit(job, config)
+        if self.pool is not None and self._end(job) is None:
+            for config in self.shortlist(job, registry.get_tunable(job.name))[1]:
+                self.submit(job, config)
 
     def submit(self, job: Job, config: LaunchConfig, urgent: bool = False) -> str:
         """Have a candidate compiled; returns the name to wait for. The grid makes no difference to the compiler."""
@@ -174,18 +185,15 @@ class Tuner:
 
     def context(self, job: Job) -> list[tuple[str, Key, LaunchConfig]]:
         """(variant, key, configuration): winners of the op's other tunables at these sizes."""
-        won = [(variant, key, self.winners.get((job.op, variant, key))) for variant, key in job.beside]
-        return [one for one in won if one[2] is not None and one[0] != job.variant]
+        winners = [(variant, key, self.winners.get((job.op, variant, key))) for variant, key in job.beside]
+        return [one for one in winners if one[2] is not None and one[0] != job.variant]
 
-    def write(self, job: Job, tunable: Tunable, line: dict[str, Any]) -> None:
-        """Add a line about a job to the journal."""
-        if self.journal is not None:
-            stamp = {
-                "version": tunable.version,
-                "triton": self.facts.get("triton", ""),
-                "date": store.today(),
-            }
-            self.journal.write({**job.to_json(), **stamp, **line})
+    def write(self, job: Job, config: LaunchConfig, kind: str, **evidence: Any) -> dict[str, Any] | None:
+        """Add a line about a job to the device's table; its provenance, None where it could not be stored."""
+        about = {"kind": kind, "sizes": list(job.sizes), "dtype": job.dtype, **evidence}
+        stamp = {"triton": self.facts.get("triton", ""), "date": store.today()}
+        entry = Entry(config, {**about, **stamp}, registry.get_tunable(job.name).version)
+        return dict(entry.provenance) if self.save(job.entry_name, entry) else None
 
 
 class _Comparison(NamedTuple):
@@ -211,18 +219,18 @@ class Search:
         self.ids: dict[LaunchConfig, int] = {}
         self.sizes = job.sizes
         self.deaths = 0
-        name = (*job.entry_name, tunable.version)
-        self._past_failed = tuner.past.failed.get(name, {})
-        self._past_coarse = tuner.past.coarse.get(name, {})
+        self._refused = {one.config: str(one.provenance.get("reason")) for one in tuner.lines(job, "refused")}
+        times = ((one.config, one.provenance.get("us")) for one in tuner.lines(job, "timed"))
+        self._timed = {config: us for config, us in times if isinstance(us, (int, float))}
 
     def run(self) -> Result:
         everything, first = self.tuner.shortlist(self.job, self.tunable)
         result = Result(self.job)
         if not first:
             return replace(result, error="no legal configuration")
-        asked = self.tuner.clock()
+        began = self.tuner.clock()
         start, moved = self._open()
-        self.until += self.tuner.clock() - asked  # the first look at a shape compiles, and is not the candidates' time
+        self.until += self.tuner.clock() - began  # the first look at a shape compiles, and is not the candidates' time
         self._coarse_all([start, *(c for c in first if c != start)])
         if start not in self.coarse:
             return replace(result, error=self._baseline_failed(start))
@@ -243,7 +251,7 @@ class Search:
         """Final and confirming rounds; stores a winner that passes both, the reference, and other sizes of the key."""
         name, winners = self.job.entry_name, self.tuner.winners
         ranked = sorted((c for c in self.coarse if c != start), key=self.coarse.__getitem__)
-        times = self._time_all([start, *ranked[: self.effort.finalists]], self.effort.final_rounds, "final")
+        times = self._time_all([start, *ranked[: self.effort.finalists]], self.effort.final_rounds)
         if start not in times:
             result.error = self._baseline_failed(start)
             return
@@ -253,7 +261,7 @@ class Search:
         for _, _, winner in sorted((statistics.median(t), c.to_text(), c) for c, t in times.items()):
             if winner == start:
                 break
-            seen = self._compare(start, winner, "confirm")
+            seen = self._compare(start, winner)
             if start in self.failed:  # nothing to compare with: no entry, and the run goes on
                 result.error = self._baseline_failed(start)
                 del winners[name]
@@ -277,19 +285,19 @@ class Search:
             return
         result.winner_us, result.gain = result.heuristic_us, 0.0
         result.note = result.note or "the heuristic stays"
-        if self.tuner.discard is not None:
-            self.tuner.discard(name, self._entry(start, {"kind": "measured"}))
+        times = {"heuristic_us": result.heuristic_us, "median_us": result.winner_us, "noise": result.noise}
+        self.tuner.write(self.job, start, "heuristic", **times)
 
-    def _compare(self, start: LaunchConfig, winner: LaunchConfig, stage: str) -> _Comparison | None:
+    def _compare(self, start: LaunchConfig, winner: LaunchConfig) -> _Comparison | None:
         """The two interleaved, the heuristic twice; None when one of them cannot be timed."""
-        again = self._time_all([start, winner], self.effort.confirm_rounds, stage, twice=start)
-        if start not in again or winner not in again:
+        times = self._time_all([start, winner], self.effort.confirm_rounds, twice=start)
+        if start not in times or winner not in times:
             return None
-        one, two, mine = again[start], again["twice"], again[winner]
-        heuristic, best = statistics.median(one + two), statistics.median(mine)
+        one, two, samples = times[start], times["twice"], times[winner]
+        heuristic, best = statistics.median(one + two), statistics.median(samples)
         drift = abs(statistics.median(one) - statistics.median(two)) / heuristic
-        noise = max(drift, _half_spread(mine) / best, _half_spread(one) / heuristic)
-        return _Comparison(heuristic, best, (heuristic - best) / heuristic, noise, mine)
+        noise = max(drift, _half_spread(samples) / best, _half_spread(one) / heuristic)
+        return _Comparison(heuristic, best, (heuristic - best) / heuristic, noise, samples)
 
     def _elsewhere(self, start: LaunchConfig, winner: LaunchConfig) -> dict[str, Any] | None:
         """Sizes, gain and noise at other sizes of the key; None where there are none, or they cannot be measured."""
@@ -299,7 +307,7 @@ class Search:
         self.sizes, before = sizes, set(self.failed)
         try:
             self._open()
-            seen = self._compare(start, winner, "elsewhere")
+            seen = self._compare(start, winner)
         except (*REFUSED, ValueError):  # sizes that the op does not take, as channels that no longer divide
             seen = None
         finally:
@@ -307,38 +315,29 @@ class Search:
         for config in set(self.failed) - before:  # what fails there is no finding about these sizes
             if config != winner:
                 del self.failed[config]
-        found = None
+        also = None
         if winner in self.failed:
-            found = {"sizes": list(sizes), "gain": -1.0, "noise": 0.0}
+            also = {"sizes": list(sizes), "gain": -1.0, "noise": 0.0}
         elif seen is not None:
-            found = {"sizes": list(sizes), "gain": round(seen.gain, 4), "noise": round(seen.noise, 4)}
-        if found is not None and found["gain"] <= found["noise"]:
+            also = {"sizes": list(sizes), "gain": round(seen.gain, 4), "noise": round(seen.noise, 4)}
+        if also is not None and also["gain"] <= also["noise"]:
             self._open()  # the search goes on at the job's own sizes
-        return found
+        return also
 
     def _store(self, winner: LaunchConfig, samples: list[float], result: Result, also: dict[str, Any] | None) -> None:
-        provenance = {
-            "kind": "measured",
+        evidence = {
             "median_us": result.winner_us,
             "p20": round(_quantile(samples, 0.2), 3),
             "p80": round(_quantile(samples, 0.8), 3),
             "heuristic_us": result.heuristic_us,
             "gain": round(result.gain, 4),
             "noise": round(result.noise, 4),
-            "sizes": list(self.job.sizes),
-            "dtype": self.job.dtype,
             **({"also": also} if also else {}),
             **{k: self.tuner.facts[k] for k in ("device", "driver", "torch") if k in self.tuner.facts},
         }
-        entry = self._entry(winner, provenance)
-        result.provenance = dict(entry.provenance)
-        if self.tuner.save is not None:
-            result.stored = bool(self.tuner.save(self.job.entry_name, entry))
-            result.note = "" if result.stored else "not stored: the cache cannot be written"
-
-    def _entry(self, config: LaunchConfig, provenance: dict[str, Any]) -> Entry:
-        stamped = {**provenance, "triton": self.tuner.facts.get("triton", ""), "date": store.today()}
-        return Entry(config, stamped, self.tunable.version)
+        provenance = self.tuner.write(self.job, winner, "measured", **evidence)
+        result.stored, result.provenance = provenance is not None, provenance or {}
+        result.note = "" if result.stored else "not stored: the cache cannot be written"
 
     # -- measuring, with a worker that may die -----------------------------------------------------------------------
 
@@ -365,31 +364,30 @@ class Search:
         self.failed[config] = reason
         self.coarse.pop(config, None)
         self.ids.pop(config, None)
-        line = {"stage": "failed", "config": config.to_json(), "reason": reason}
-        self.tuner.write(self.job, self.tunable, line)
+        if self.sizes == self.job.sizes:
+            self.tuner.write(self.job, config, "refused", reason=reason)
 
     def _coarse_all(self, configs: list[LaunchConfig]) -> None:
         names = {c: self.tuner.submit(self.job, c, urgent=True) for c in configs} if self.tuner.pool else {}
         for number, config in enumerate(configs):
             if number and self.tuner.clock() > self.until:
                 return
-            text = json.dumps(config.to_json(), sort_keys=True)
             self.tuner.progress(self.job, f"{number + 1}/{len(configs)} candidates, {len(self.failed)} failed")
-            if text in self._past_failed:
-                self.failed[config] = self._past_failed[text]
-            elif text in self._past_coarse:
-                self.coarse[config] = self._past_coarse[text]
+            if config in self._refused:
+                self.failed[config] = self._refused[config]
+            elif config in self._timed:
+                self.coarse[config] = self._timed[config]
             elif config in names and (reason := self._uncompilable(config, names[config])):
                 self._fail(config, reason)
-            elif samples := self._time_all([config], self.effort.coarse_rounds, "coarse").get(config):
+            elif samples := self._time_all([config], self.effort.coarse_rounds).get(config):
                 self.coarse[config] = min(samples)
                 self._keep_best()
 
     def _uncompilable(self, config: LaunchConfig, name: str) -> str:
         """Why a candidate cannot be compiled or exceeds the device, or `""`. Waiting for it takes no search time."""
-        asked = self.tuner.clock()
+        began = self.tuner.clock()
         compiled = self.tuner.pool.wait(name)
-        self.until += self.tuner.clock() - asked
+        self.until += self.tuner.clock() - began
         if "error" in compiled:
             return str(compiled["error"])
         if not compiled.get("resources"):
@@ -420,9 +418,7 @@ class Search:
             self._reopen(death)
         return False
 
-    def _time_all(
-        self, configs: list[LaunchConfig], rounds: int, stage: str, twice: LaunchConfig | None = None
-    ) -> dict:
+    def _time_all(self, configs: list[LaunchConfig], rounds: int, twice: LaunchConfig | None = None) -> dict:
         """Samples of each configuration that can be timed, interleaved; `twice` is timed as one more arm."""
         while True:
             if twice in self.failed:
@@ -445,10 +441,9 @@ class Search:
                 for config in ready:
                     self._fail(config, str(error))
                 return {}
-            for arm, samples in zip(arms, raw):
-                line = {"stage": stage, "config": config_of[arm].to_json(), "us": round(min(samples), 4)}
-                line["samples"] = [round(sample, 4) for sample in samples]
-                self.tuner.write(self.job, self.tunable, line)
+            if self.sizes == self.job.sizes:
+                for arm, samples in zip(arms, raw):
+                    self.tuner.write(self.job, config_of[arm], "timed", us=round(min(samples), 4))
             return dict(zip(arms, raw))
 
     def _find_culprit(self, configs: list[LaunchConfig], death: WorkerDied) -> None:

@@ -155,7 +155,7 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
 def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:
     """(what to tune, what could not be planned)"""
     from .. import registry
-    from ..autotune import jobs, models, notes
+    from ..autotune import jobs, models, store
 
     if (arguments.batch or arguments.seq) and not arguments.model:
         raise UsageError("autotune: --batch and --seq go with --model")
@@ -167,23 +167,22 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
         ops = list(dict.fromkeys(registry.get_op(name.partition(".")[0]).name for name in names))
         chosen = [models.find(name) for name in arguments.model]
     if arguments.from_misses:
-        known = {name for _, entries in registry.tables(target) for name in entries}
-        found, problems = jobs.from_misses([name for name in notes.read_misses(target) if name not in known], ops)
+        chosen_jobs, problems = jobs.from_misses(store.misses(target), ops)
     else:
-        wanted = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
+        pairs = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
         if arguments.first:
-            wanted = list({op: (op, sizes) for op, sizes in reversed(wanted)}.values())[::-1]
-        if not wanted:
+            pairs = list({op: (op, sizes) for op, sizes in reversed(pairs)}.values())[::-1]
+        if not pairs:
             counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
             raise UsageError(
                 f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
             )
-        found, problems = jobs.from_shapes(wanted, arguments.dtype, jobs.scan(target))
+        chosen_jobs, problems = jobs.from_shapes(pairs, arguments.dtype, jobs.scan(target))
     in_part = set(ops) - set(names)  # ops of which single kernels are named
-    found = [job for job in found if job.op not in in_part or job.name in kernels]
-    if arguments.from_misses and not found and not problems:
+    chosen_jobs = [job for job in chosen_jobs if job.op not in in_part or job.name in kernels]
+    if arguments.from_misses and not chosen_jobs and not problems:
         raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
-    return found, problems
+    return chosen_jobs, problems
 
 
 def _dry_run(arguments: argparse.Namespace, device: str, absent: list["Target"]) -> int:
@@ -227,9 +226,8 @@ def _list(arguments: argparse.Namespace) -> int:
         for device in backend(vendor).known_devices():
             devices.setdefault(known_target(device).arch, []).append(device)
         for arch, names in devices.items():
-            shipped = {
-                entry.provenance["kind"] for _, found in store.layers(known_target(arch)) for entry in found.values()
-            }
+            stored = store.read(known_target(arch))
+            shipped = {entry.kind for entries in stored.values() for entry in store.answers(entries)}
             rows.append((vendor, arch, " ".join(names), ", ".join(sorted(shipped)) or "the heuristic"))
     if arguments.json:
         print(json_text([dict(zip(("vendor", "arch", "devices", "tables"), row)) for row in rows], indent=1))
@@ -243,7 +241,6 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, device: str) -> int:
     from ..autotune import store
-    from ..autotune.journal import Journal, Past
     from ..autotune.tuner import Effort, Tuner
     from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
 
@@ -259,14 +256,12 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
         if not device.startswith("cpu"):
             workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
             pool = stack.enter_context(CompilePool(workers, seconds=60.0))
-        folder = store.home(target)
-        journal = stack.enter_context(contextlib.closing(Journal(folder / "_journal.jsonl" if folder else None)))
         screen = _Progress(arguments, len(jobs))
         screen.line(
             f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, "
             f"copy {facts['copy_gbs']:.0f} GB/s"
         )
-        screen.line(f"winners go to {folder}")
+        screen.line(f"winners go to {store.file_of(target)}")
         for problem in problems:
             screen.line(f"not planned: {problem}")
         tuner = Tuner(
@@ -274,10 +269,8 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             measurer,
             facts=facts,
             pool=pool,
-            journal=journal,
-            past=Past(journal, facts["triton"]) if arguments.resume else None,
-            save=lambda name, entry: store.save(target, name, entry),
-            discard=lambda name, entry: store.discard(target, name, entry),
+            save=lambda name, entry: store.add(target, [(name, entry)]),
+            known=store.lines_of(target) if arguments.resume else (),
             effort=Effort(first=arguments.candidates, later=min(36, arguments.candidates)),
             progress=screen.update,
         )
@@ -373,21 +366,16 @@ def _choose_for(
     margin = MARGINS["binary" if compiles else "ttir"]
     how = "compiled" if compiles else "brought to TTIR (no compiler for it here)"
     kind = "static" if compiles else "modelled"
-    folder = store.home(target)
     screen.line(f"{target.arch} ({target.name}): {len(jobs)} kernels and keys, {how};")
     screen.line(f"  kept as `{kind}` is what should beat the heuristic by {margin:.0%}")
-    screen.line(f"  choices go to {folder}")
+    screen.line(f"  choices go to {store.file_of(target)}")
     for problem in problems:
         screen.line(f"  not planned: {problem}")
-    measured = {
-        name
-        for _, table in store.layers(target)
-        for name, entry in table.items()
-        if entry.provenance["kind"] == "measured"
-    }
+    stored = store.read(target)
+    measured = {name for name, entries in stored.items() if any(entry.kind == "measured" for entry in entries)}
 
-    def save(name: tuple, entry: Any) -> Any:
-        return None if name in measured else store.save(target, name, entry)  # a guess must not answer before those
+    def save(name: tuple, entry: Any) -> bool:
+        return name not in measured and store.add(target, [(name, entry)])  # a guess must not answer before those
 
     tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
     results = screen.run(tuner, jobs, seconds)

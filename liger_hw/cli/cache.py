@@ -3,16 +3,15 @@
 liger-hw cache list                            every stored configuration
 liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
 liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
-liger-hw cache import sm90.json [--yes]        take over somebody's table, after showing what changes
+liger-hw cache import sm90.json [--yes]        take over a table, after showing what changes
 liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,18 @@ from ..text import fold, json_text, printable
 from ..text import table as text_table
 from . import UsageError, told
 
+_CLEARS = {
+    "entries": "configurations that answer",
+    "misses": "keys that had no answer",
+    "quarantine": "configurations that failed at launch",
+    "journal": "times of searches that have not ended, and searches that the heuristic won",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    stored = "cuda:0, h200, sm90, or part of a folder's name"
+    stored = "cuda:0, h200, sm90, or part of a file's name"
 
     def action(name: str, text: str, device: str = f"{stored} (default: every device)") -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text)
@@ -42,12 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = action(
         "import", "copy a table's entries into the user cache of a device", "cuda:0, h200, sm90 (default: the one here)"
     )
-    one.add_argument("file", help="a table written by export, or a shipped one")
+    one.add_argument(
+        "file", help="a table written by export, a shipped one, or a folder of an earlier liger_hw's cache"
+    )
     one.add_argument("--digest", metavar="HEX", help="refuse a table with another digest (default: any)")
     _takes_yes(one, "import")
-    one = action("clear", "remove stored files")
-    for what in ("entries", "misses", "quarantine", "journal"):
-        one.add_argument(f"--{what}", action="store_true", help=f"the {what} (default: all four)")
+    one = action("clear", "remove stored lines")
+    for what, text in _CLEARS.items():
+        one.add_argument(f"--{what}", action="store_true", help=f"{text} (default: all four)")
     _takes_yes(one, "remove")
 
 
@@ -58,7 +66,7 @@ def _takes_yes(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def _agreed(arguments: argparse.Namespace, action: str, done: str) -> bool:
-    """Whether the user wants `action`, such as "remove 3 files". Raises `UsageError` where nobody can be asked."""
+    """Whether the user wants `action`, such as "remove 3 lines". Raises `UsageError` without a terminal to ask on."""
     if arguments.yes:
         return True
     if not sys.stdin.isatty():
@@ -74,13 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
     return _ACTIONS[arguments.action](arguments)
 
 
-def _folders(arguments: argparse.Namespace) -> list[Path]:
-    """The device folders that --device names; a device or architecture, or part of a folder's name."""
+def _files(arguments: argparse.Namespace) -> list[Path]:
+    """The files of the devices that --device names: a device or architecture, or part of a file's name."""
     from .. import registry
     from ..autotune import store
 
     try:
-        folders = store.device_folders()
+        paths = store.device_files()
     except NotADirectoryError:
         above = (store.root(), *store.root().parents)
         file = next((path for path in above if path.exists()), store.root())
@@ -88,23 +96,36 @@ def _folders(arguments: argparse.Namespace) -> list[Path]:
             f"cache: there is no cache in {store.root()}, since {file} is a file; LIGER_HW_CACHE_DIR names a folder"
         ) from None
     if arguments.device is None:
-        return folders
+        return paths
     if not arguments.device.strip():
         raise UsageError("cache: --device is empty; leave it out to mean every device")
-    wanted = {arguments.device.lower()}
+    names = {arguments.device.lower()}
     try:
         target = registry.target_named(arguments.device)
-        exact = [f for f in folders if f.name == store.fingerprint(target)]
+        exact = [path for path in paths if path.stem == store.fingerprint(target)]
         if exact:
             return exact
-        wanted.add(f"-{store.slug(target.name)}-")
+        names.add(f"-{store.slug(target.name)}-")
     except (ValueError, RuntimeError):
         pass
-    found = [f for f in folders if any(name in f.name for name in wanted)]
-    if not found:
-        here = ", ".join(f.name for f in folders) or "nothing"
+    chosen = [path for path in paths if any(name in path.stem for name in names)]
+    if not chosen:
+        here = ", ".join(path.stem for path in paths) or "nothing"
         raise UsageError(f"cache: nothing is stored for {arguments.device!r}; stored: {here} (in {store.root()})")
-    return found
+    return chosen
+
+
+def _lines(path: Path, problems: list[str]) -> tuple[dict[str, Any], list[tuple]]:
+    """(header, lines) of a file of the user cache, the newest first; none of one that cannot be read."""
+    from ..autotune import store
+
+    try:
+        header, lines, wrong = store.load(path)
+    except ValueError as error:
+        problems.append(f"{path}: {error}")
+        return {}, []
+    problems += [f"{path}: {text}" for text in wrong]
+    return header, lines
 
 
 def _state(name: tuple, entry: Any) -> str:
@@ -132,17 +153,18 @@ def _list(arguments: argparse.Namespace) -> int:
     from ..backends import LaunchConfig
 
     devices = []
-    for folder in _folders(arguments):
+    for path in _files(arguments):
         problems: list[str] = []
+        _, lines = _lines(path, problems)
         entries = [
             {**tables.to_record(name, entry), "state": _state(name, entry), "file": entry.source}
-            for name, entry, _ in store.read_folder(folder, problems)
+            for name, entry in lines
+            if entry.kind in store.ANSWERS
         ]
         entries.sort(key=lambda r: (r["op"], r["variant"], r["key"]))
-        counts = {what: len(list((folder / f"_{what}").glob("*.json"))) for what in ("quarantine", "misses")}
-        devices.append(
-            {"device": folder.name, "folder": str(folder), "entries": entries, **counts, "problems": problems}
-        )
+        kinds = Counter(entry.kind for _, entry in lines)
+        counts = {what: sum(kinds[kind] for kind in store.KINDS[what]) for what in ("quarantine", "misses", "journal")}
+        devices.append({"device": path.stem, "file": str(path), "entries": entries, **counts, "problems": problems})
     if arguments.json:
         print(json_text(devices, indent=2))
         return 0
@@ -151,7 +173,7 @@ def _list(arguments: argparse.Namespace) -> int:
     for device in devices:
         print(
             f"{printable(device['device'])}: {len(device['entries'])} entries, {device['quarantine']} set aside, "
-            f"{device['misses']} lists of misses"
+            f"{device['misses']} misses, {device['journal']} lines of searches"
         )
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
         for r in device["entries"]:
@@ -179,72 +201,69 @@ def _list(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from ..autotune import store
 
-    own, shipped, mine, theirs = health(_folders(arguments))
-    problems = mine + theirs
-    print(
-        fold(f"{own} entries and notes of your own, {shipped} shipped ones, {len(problems)} problems ({store.root()})")
-    )
+    stored, shipped, problems, outdated = health(_files(arguments))
+    problems += outdated
+    print(fold(f"{stored} lines of your own, {shipped} shipped entries, {len(problems)} problems ({store.root()})"))
     for problem in problems:
         print(fold(f"  {printable(problem)}", "    "))
     return 1 if problems else 0
 
 
-def health(folders: list[Path]) -> tuple[int, int, list[str], list[str]]:
-    """(entries and notes in these folders, shipped entries, and of each what cannot be read or is out of date)."""
+def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
+    """(lines in these files, shipped entries, and of each what cannot be read or is out of date)."""
     from ..autotune import store, tables
     from ..backends import VENDORS
 
     problems: list[str] = []
-    theirs: list[str] = []
-    own = shipped = 0
-    for folder in folders:
-        for name, entry, _ in store.read_folder(folder, problems):
-            own += 1
-            if (state := _state(name, entry)) != "current":
+    outdated: list[str] = []
+    stored = shipped = 0
+    for path in paths:
+        for name, entry in _lines(path, problems)[1]:
+            stored += 1
+            if entry.kind in store.ANSWERS and (state := _state(name, entry)) != "current":
                 problems.append(f"{entry.source}: {name[0]}.{name[1]} {name[2]}: {state}")
-        for what in ("_quarantine", "_misses"):
-            own += sum(1 for _ in store.json_files(folder / what, problems))
     for vendor in VENDORS:
         for path in sorted(store.shipped_folder(vendor).glob("*.json")):
             try:
-                _, entries, wrong = tables.load(path)
+                _, lines, wrong = tables.load(path)
             except ValueError as error:
-                theirs.append(f"{path}: {error}")
+                outdated.append(f"{path}: {error}")
                 continue
-            theirs += [f"{path}: {text}" for text in wrong]
-            for name, entry in entries.items():
+            outdated += [f"{path}: {text}" for text in wrong]
+            for name, entry in lines:
                 shipped += 1
                 if (state := _state(name, entry)).startswith(("stale", "unknown")):
-                    theirs.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
-    return own, shipped, problems, theirs
+                    outdated.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
+    return stored, shipped, problems, outdated
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from ..autotune import store, tables
 
-    folders = _folders(arguments)
-    if len(folders) != 1:
-        names = ", ".join(f.name for f in folders) or "nothing"
+    paths = _files(arguments)
+    if len(paths) != 1:
+        names = ", ".join(path.stem for path in paths) or "nothing"
         raise UsageError(f"cache export: choose one device with --device; stored: {names}")
-    problems: list[str] = []
-    found: dict = {}
-    header: dict[str, Any] = {}
+    header, lines = _lines(paths[0], [])
+    table: dict = {}
     skipped = 0
-    for name, entry, about in store.read_folder(folders[0], problems):
+    for name, entry in lines:
+        if entry.kind not in store.ANSWERS:
+            continue
         if not _answers(name, entry):
             skipped += 1
-        elif name not in found:
-            found[name], header = entry, about or header
-    if not found:
-        raise UsageError(f"cache export: no current entry in {folders[0]} ({skipped} out of date)")
+        elif name not in table:
+            table[name] = entry
+    if not table:
+        raise UsageError(f"cache export: no current entry in {paths[0]} ({skipped} out of date)")
     if arguments.merge and arguments.output and Path(arguments.output).exists():
         with told(f"cache export: {arguments.output}"):
-            before, entries, _ = tables.load(Path(arguments.output))
+            before, kept, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             made_for = printable(f"{before.get('vendor')} {before.get('arch')}")
             raise UsageError(f"cache export: {arguments.output} is for {made_for}")
-        found = {**{n: e for n, e in entries.items() if _answers(n, e)}, **found}
-    text = tables.render({**header, "digest": ""}, found)
+        table = {**{name: entry for name, entry in kept if _answers(name, entry)}, **table}
+    text = tables.render({**header, "digest": ""}, table)
     if not arguments.output:
         print(text, end="")
         return 0
@@ -252,7 +271,7 @@ def _export(arguments: argparse.Namespace) -> int:
         raise UsageError(f"cache export: there is no folder {folder}; make it first, or name another with -o")
     files.write_text(arguments.output, text)
     left_out = f", {skipped} out of date left out" if skipped else ""
-    print(f"{arguments.output}: {len(found)} entries{left_out}, digest {tables.digest(found)}")
+    print(f"{arguments.output}: {len(table)} entries{left_out}, digest {tables.digest(table)}")
     return 0
 
 
@@ -262,8 +281,9 @@ def _import(arguments: argparse.Namespace) -> int:
 
     with told("cache import", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
+    path = Path(arguments.file)
     try:
-        header, entries, wrong = tables.load(Path(arguments.file))
+        header, lines, wrong = (store.load_old if path.is_dir() else tables.load)(path)
     except ValueError as error:
         raise UsageError(f"cache import: {arguments.file}: {error}; `liger-hw cache export` writes a table") from None
     made_for = header.get("vendor"), header.get("arch"), header.get("warp_size")
@@ -272,32 +292,36 @@ def _import(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"cache import: {arguments.file} is for {vendor} {arch} with warps of {warp_size}; "
             f"{target.name} is {target.vendor} {target.arch} with warps of {target.warp_size}. Name the device with "
-            "--device"
+            "--device, and a table that `liger-hw cache export` writes"
         )
-    _check_digest(arguments, header, tables.digest(entries))
+    entries = {name: entry for name, entry in lines if entry.kind in store.ANSWERS}
+    _check_digest(arguments, header, tables.digest(dict(lines)))
     offered = len(entries) + len(wrong)
-    wanted, refused = _importable(target, entries)
+    importable, refused = _importable(target, entries)
     for problem in (*wrong, *refused):
         print(f"left out: {printable(problem)}")
-    changes = _changes(target, wanted)
+    changes = _changes(target, importable)
     for line in changes:
         print(line)
-    print(f"digest {tables.digest(entries)}: {len(changes)} of {offered} entries change what answers on {target.name}")
-    if wanted and not _agreed(arguments, f"import {len(wanted)} entries into {store.home(target)}", "imported"):
+    digest = tables.digest(dict(lines))
+    print(f"digest {digest}: {len(changes)} of {offered} entries change what answers on {target.name}")
+    if importable and not _agreed(
+        arguments, f"import {len(importable)} entries into {store.file_of(target)}", "imported"
+    ):
         return 1
-    saved = sum(store.save(target, name, entry) is not None for name, entry in wanted.items())
-    print(f"{saved} of {offered} entries now in {store.home(target)}")
+    saved = len(importable) if store.add(target, importable.items()) else 0
+    print(f"{saved} of {offered} entries now in {store.file_of(target)}")
     return 0 if saved == offered else 1
 
 
-def _check_digest(arguments: argparse.Namespace, header: dict[str, Any], found: str) -> None:
-    if header.get("digest") not in (None, found):
+def _check_digest(arguments: argparse.Namespace, header: dict[str, Any], digest: str) -> None:
+    if header.get("digest") not in (None, digest):
         raise UsageError(
-            f"cache import: {arguments.file} is not as it was exported: its entries have the digest {found}, its "
+            f"cache import: {arguments.file} is not as it was exported: its entries have the digest {digest}, its "
             f"header says {printable(str(header['digest']))}"
         )
-    if arguments.digest is not None and arguments.digest.strip().lower() != found:
-        raise UsageError(f"cache import: {arguments.file} has the digest {found}, not the one that was asked for")
+    if arguments.digest is not None and arguments.digest.strip().lower() != digest:
+        raise UsageError(f"cache import: {arguments.file} has the digest {digest}, not the one that was asked for")
 
 
 def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
@@ -305,20 +329,20 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
     from .. import registry
 
     tunables = registry.tunables()
-    wanted, refused = {}, []
-    for name, entry in sorted(entries.items()):
+    importable, refused = {}, []
+    for name, entry in sorted(entries.items(), key=lambda item: item[0]):
         tunable, state = tunables.get(f"{name[0]}.{name[1]}"), _state(name, entry)
         if tunable is None or state.startswith("stale"):
-            reason = state
+            why_invalid = state
         else:
-            reason = tunable.illegal(target, name[2], entry.config)
-            if not reason and not tunable.serves(target, name[2]):
-                reason = "no tensor has these sizes"
-        if reason:
-            refused.append(f"{name[0]}.{name[1]} {name[2]}: {reason}")
+            why_invalid = tunable.illegal(target, name[2], entry.config)
+            if not why_invalid and not tunable.serves(target, name[2]):
+                why_invalid = "no tensor has these sizes"
+        if why_invalid:
+            refused.append(f"{name[0]}.{name[1]} {name[2]}: {why_invalid}")
         else:
-            wanted[name] = entry
-    return wanted, refused
+            importable[name] = entry
+    return importable, refused
 
 
 def _changes(target: Any, entries: dict) -> list[str]:
@@ -337,28 +361,21 @@ def _changes(target: Any, entries: dict) -> list[str]:
 def _clear(arguments: argparse.Namespace) -> int:
     from ..autotune import store
 
-    chosen = [what for what in ("entries", "misses", "quarantine", "journal") if getattr(arguments, what)]
-    chosen = chosen or ["entries", "misses", "quarantine", "journal"]
-    what = f"({', '.join(chosen)}) from {printable(str(store.root()))}"
-    found: list[Path] = []
-    for folder in _folders(arguments):
-        mine, foreign = store.written_files(folder, chosen)
-        found += mine
-        print(f"{printable(folder.name)}: {len(mine)} files to remove")
-        for path in foreign:
-            print(f"  left: {printable(str(path))}: not written by liger-hw")
-    if found and not _agreed(arguments, f"remove {len(found)} files {what}", "removed"):
+    chosen = [what for what in _CLEARS if getattr(arguments, what)] or list(_CLEARS)
+    kinds = [kind for what in chosen for kind in store.KINDS[what]]
+    where = f"({', '.join(chosen)}) from {printable(str(store.root()))}"
+    counts: dict[Path, int] = {}
+    for path in _files(arguments):
+        problems: list[str] = []
+        counts[path] = sum(entry.kind in kinds for _, entry in _lines(path, problems)[1])
+        print(f"{printable(path.stem)}: {counts[path]} lines to remove")
+        for problem in problems:
+            print(f"  left: {printable(problem)}")
+    total = sum(counts.values())
+    if total and not _agreed(arguments, f"remove {total} lines {where}", "removed"):
         return 1
-    removed = 0
-    for path in found:
-        with contextlib.suppress(FileNotFoundError):  # another process cleared it
-            os.unlink(path)
-            removed += 1
-    for folder in _folders(arguments) if found else ():
-        for path in (*store.sub_folders(folder), folder):
-            with contextlib.suppress(OSError):  # something is left, or was written meanwhile
-                path.rmdir()
-    print(f"removed {removed} files {what}")
+    removed = sum(store.remove(path, kinds) for path, count in counts.items() if count)
+    print(f"removed {removed} lines {where}")
     return 0
 
 

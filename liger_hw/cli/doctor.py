@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     agreeing = len(ops) - len(problems)
     unusable = [unwritable] if (unwritable := store.unwritable()) else []
     try:
-        folders = store.device_folders()
+        stored_files = store.device_files()
     except OSError as error:
-        folders = []
+        stored_files = []
         unusable.append(f"the cache cannot be read: {first_line(error)}")
-    stored, shipped, broken, outdated = health(folders)
+    stored, shipped, broken, outdated = health(stored_files)
     problems += [*broken, *filter(None, [facts["triton"]["warning"]]), *unusable]
     seconds, commit, shim = round(time.monotonic() - began, 1), git_commit(), compat.use()
     if arguments.json:

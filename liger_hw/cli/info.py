@@ -162,8 +162,8 @@ def _tuned(device: dict[str, Any]) -> dict[str, int]:
     from ..autotune import store
     from ..backends import Target
 
-    layers = store.layers(Target.from_json(device["target"]))
-    return Counter(f"{one.provenance['kind']} ({layer})" for layer, entries in layers for one in entries.values())
+    table = store.read(Target.from_json(device["target"]))
+    return Counter(f"{one.kind} ({one.layer})" for entries in table.values() for one in store.answers(entries))
 
 
 def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:

@@ -113,11 +113,11 @@ def _made_for(header: dict[str, Any]) -> Any:
 
 def _check(arguments: argparse.Namespace, target: Any) -> int:
     from .. import env, registry
-    from ..autotune import lock_file
+    from ..autotune import lock
 
     env.ignore("LIGER_HW_LOCK_FILE")  # it is compared with what this machine chooses by itself
     try:
-        header, table = lock_file.read(Path(arguments.check))
+        header, table = lock.read(Path(arguments.check))
     except ValueError as error:
         if arguments.json:
             print(json_text({"file": arguments.check, "error": str(error)}))
@@ -126,7 +126,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         return 1
     if target.vendor == "cpu" and arguments.device is None:  # nothing is launched here: where it was made is meant
         target = _made_for(header) or target
-    illegal, tunables = lock_file.unusable(target, table), registry.tunables()
+    illegal, tunables = lock.unusable(target, table), registry.tunables()
     usable = [(tunables.get(f"{op}.{variant}"), key, entry.config) for (op, variant, key), entry in table.items()]
     usable = [item for item in usable if item[0] is not None and not item[0].illegal(target, *item[1:])]
     usable = [item for item in usable if item[0].serves(target, item[1])]

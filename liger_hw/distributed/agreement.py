@@ -17,11 +17,14 @@ import datetime
 import hashlib
 import json
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 from .. import env, registry
 from ..autotune import tables
-from ..backends import Target
+from ..autotune.store import answers
+from ..backends import LaunchConfig, Target
+from ..registry import Entry
 
 if TYPE_CHECKING:
     import torch
@@ -71,21 +74,26 @@ def _sync(
 
             inline.tune_misses(target)
         failed = [
-            [list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in registry.quarantined(target).items()
+            [name, list(key), config, why]
+            for (arch, name, key, config), why in registry.quarantined(target).items()
+            if arch == target.arch
         ]
-        return {"layers": _as_json(target) if first else [], "failed": failed}
+        return {"table": _as_json(target) if first else [], "failed": failed}
 
     facts: dict[str, Any] = {}
 
     def apply() -> dict[str, Any]:
         target = find_target()
         source = f"rank {ranks[0]} of {len(ranks)}"
-        layers = []
-        for layer, records in everyone[0]["layers"]:
-            layers.append((layer, dict(tables.from_record(record, source) for record in records)))
-        failed = [one for rank in everyone for one in rank["failed"]]
-        marks = {(*names, tuple(key), config): reason for names, key, config, reason in reversed(failed)}
-        registry.set_tables(target, layers, marks)
+        table: registry.Table = {}
+        for layer, record in everyone[0]["table"]:
+            name, entry = tables.from_record(record, source)
+            table.setdefault(name, []).append(replace(entry, layer=layer))
+        for tunable, key, config, why in (one for rank in everyone for one in rank["failed"]):
+            about = {"kind": "failed", "reason": why}
+            entry = Entry(LaunchConfig.from_json(json.loads(config)), about, registry.get_tunable(tunable).version)
+            table.setdefault((*tunable.split("."), tuple(key)), []).append(entry)
+        registry.set_table(target, table)
         facts.update(facts_of(target))
         return {**facts, "configurations": _hash(facts["configurations"]), **more}
 
@@ -155,11 +163,9 @@ def facts_of(target: Target) -> dict[str, Any]:
     tunables = registry.tunables()
     kernels = {name: tunable.version for name, tunable in tunables.items()}
     configurations = [
-        [
-            layer,
-            sorted([op, variant, list(key), e.config.to_json(), e.version] for (op, variant, key), e in table.items()),
-        ]
-        for layer, table in registry.tables(target)
+        [*name, [[one.layer, one.config.to_json(), one.version] for one in answers(entries)]]
+        for name, entries in sorted(registry.table(target).items(), key=lambda item: item[0])
+        if answers(entries)
     ]
     return {
         "target": {k: v for k, v in json.loads(json.dumps(target.to_json())).items() if k != "name"},
@@ -198,9 +204,11 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _as_json(target: Target) -> list[Any]:
+    """[layer, entry] of everything that may answer, in the order of `registry.table`."""
     return [
-        [layer, [tables.to_record(name, entry) for name, entry in sorted(table.items())]]
-        for layer, table in registry.tables(target)
+        [entry.layer, tables.to_record(name, entry)]
+        for name, entries in registry.table(target).items()
+        for entry in answers(entries)
     ]
 
 

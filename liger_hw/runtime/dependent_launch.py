@@ -12,7 +12,7 @@ emits nothing.
 
 from __future__ import annotations
 
-from ..answers import Key
+from ..ops import Key
 from .triton_import import tl, triton
 
 _CAN = hasattr(tl, "target_info")

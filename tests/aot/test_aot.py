@@ -145,7 +145,7 @@ def _appetite(entry) -> int:
 
 
 def _current_entries(table, name):
-    """({tunable: [(key, entry)]} of an op in a shipped table, how many entries are of another kernel source)"""
+    """({tunable: [(key, entry)]} of an op in a shipped table, how many entries are of another version)"""
     op, current, stale = registry.get_op(name), {}, 0
     for (made_for, variant, key), entry in TABLES[table]:
         tunable = next((t for t in op.tunables if t.variant == variant), None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+from dataclasses import replace
 
 import pytest
 
 from liger_hw import registry
-from liger_hw.autotune import lock_file, models, notes, store, tables
+from liger_hw.autotune import lock, models, store, tables
 from liger_hw.backends import LaunchConfig
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, entry, other_config, tunable
@@ -20,8 +20,8 @@ NAME = ("rms_norm", "fwd", KEY)
 @pytest.fixture
 def cache(clean_registry):
     fwd = tunable()
-    store.save(H200, NAME, entry(other_config(fwd, H200, KEY), fwd, median_us=12.5, gain=0.2))
-    return store.home(H200)
+    store.add(H200, [(NAME, entry(other_config(fwd, H200, KEY), fwd, median_us=12.5, gain=0.2))])
+    return store.file_of(H200)
 
 
 def run(capsys, *words: str, code: int = 0) -> str:
@@ -108,10 +108,10 @@ def test_list_names_every_entry_and_its_state(cache, capsys):
     out = run(capsys, "cache", "list")
     assert "rms_norm.fwd" in out and "4096,13,2" in out and "12.50" in out and "20.0%" in out and "current" in out
     data = json.loads(run(capsys, "cache", "list", "--json"))
-    assert data[0]["entries"][0]["state"] == "current" and data[0]["device"] == cache.name
+    assert data[0]["entries"][0]["state"] == "current" and data[0]["device"] == cache.stem
     assert json.loads(run(capsys, "cache", "list", "--json", "--device", "h200")) == data
     assert "nothing is stored for 'h100'" in run(capsys, "cache", "list", "--device", "h100", code=2)
-    (cache.parent / cache.name.replace("h200", "h100-pcie")).mkdir()  # another H100 than the one that is known
+    store.add(replace(H200, name="NVIDIA H100 PCIe"), store.lines_of(H200))  # another H100 than the one that is known
     assert "h100-pcie" in json.loads(run(capsys, "cache", "list", "--json", "--device", "H100"))[0]["device"]
 
 
@@ -119,17 +119,19 @@ def test_verify_lists_what_is_broken_or_old(cache, capsys, monkeypatch, tmp_path
     monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path)  # what ships may be older than a kernel
     assert "0 problems" in run(capsys, "cache", "verify")
     fwd = tunable()
-    (cache / "rms_norm" / "torn.json").write_text("{")
+    cache.with_name("torn.json").write_text("{")
     old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured", "triton": "2.0.0"}, 99)
-    store.save(H200, NAME, old)
+    failed = entry(fwd.safe(H200, KEY), fwd, kind="failed", reason="x")
+    store.add(H200, [(NAME, old), (NAME, failed)])
     out = run(capsys, "cache", "verify", code=1)
+    assert "3 lines of your own" in out
     assert "2 problems" in out and "torn.json" in out and "stale: for version 99" in out
 
 
 def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, monkeypatch):
     path = tmp_path / "sm90.json"
     run(capsys, "cache", "export", "-o", str(path))
-    header, entries, problems = tables.parse(path.read_text(), "x")
+    header, lines, problems = tables.load(path)
     assert header["arch"] == "sm90" and header["warp_size"] == 32 and header["family"] == "hopper" and not problems
     assert run(capsys, "cache", "export") == path.read_text()
     # shipped, it answers
@@ -142,7 +144,7 @@ def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, mo
     assert "1 of 1" in run(capsys, "cache", "import", str(path), "--yes")
     registry.reload()
     chosen = registry.choose(tunable(), H200, KEY)
-    assert chosen.layer == "user" and chosen.config == entries[NAME].config and chosen.provenance["gain"] == 0.2
+    assert chosen.layer == "user" and chosen.config == dict(lines)[NAME].config and chosen.provenance["gain"] == 0.2
 
 
 def test_export_merges_and_leaves_old_kernels_out(cache, capsys, tmp_path):
@@ -151,10 +153,12 @@ def test_export_merges_and_leaves_old_kernels_out(cache, capsys, tmp_path):
     run(capsys, "cache", "export", "-o", str(path))
     run(capsys, "cache", "clear", "--yes")
     other = ("rms_norm", "fwd", (2048, 13, 2))
-    store.save(H200, other, entry(fwd.safe(H200, other[2]), fwd))
-    store.save(H200, ("rms_norm", "fwd", (1024, 13, 2)), store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, 99))
+    old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, 99)
+    timed = entry(fwd.safe(H200, KEY), fwd, kind="timed", us=5.0)
+    lines = [(other, entry(fwd.safe(H200, other[2]), fwd)), (("rms_norm", "fwd", (1024, 13, 2)), old)]
+    store.add(H200, [*lines, (("rms_norm", "fwd", (512, 13, 2)), timed)])
     assert "1 out of date" in run(capsys, "cache", "export", "-o", str(path), "--merge")
-    assert set(tables.parse(path.read_text(), "x")[1]) == {NAME, other}
+    assert {name for name, _ in tables.load(path)[1]} == {NAME, other}
 
 
 def test_import_refuses_another_vendor(cache, capsys, tmp_path):
@@ -170,10 +174,10 @@ def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
     path, fwd = tmp_path / "t.json", tunable()
     answer = registry.choose(fwd, H200, KEY).config
     another = next(c for c in fwd.space(H200, KEY) if c != answer and not fwd.illegal(H200, KEY, c))
-    store.save(H200, NAME, entry(another, fwd))
+    store.add(H200, [(NAME, entry(another, fwd))])
     said = run(capsys, "cache", "export", "-o", str(path))
     digest = said.split("digest ")[1].strip()
-    stored = sorted(cache.rglob("*.json"))
+    stored = cache.read_text()
     run(capsys, "cache", "clear", "--yes")
     registry.reload()
     words = "cache", "import", str(path), "--device", "h200"
@@ -183,7 +187,7 @@ def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
     assert not cache.exists()
     assert "not the one that was asked for" in run(capsys, *words, "--digest", "0" * 64, "--yes", code=2)
     run(capsys, *words, "--digest", digest, "--yes")
-    assert sorted(cache.rglob("*.json")) == stored
+    assert cache.read_text() == stored
     registry.reload()
     assert "0 of 1 entries change" in run(capsys, *words, "--yes")
     changed = json.loads(path.read_text())
@@ -199,7 +203,7 @@ def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
     path.write_text(tables.render(header, wrong))
     said = run(capsys, *words, "--yes", code=1)
     assert said.count("left out: ") == 3 and "0 of 3" in said and "unknown kernel" in said and "stale" in said
-    assert sorted(cache.rglob("*.json")) == stored
+    assert cache.read_text() == stored
 
 
 def test_a_foreign_table_writes_nowhere_else(cache, capsys, tmp_path):
@@ -213,55 +217,36 @@ def test_a_foreign_table_writes_nowhere_else(cache, capsys, tmp_path):
 
 
 def test_clear_takes_what_it_is_told(cache, capsys):
-    notes.save_misses(H200, [NAME])
-    notes.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", 99)
-    run(capsys, "cache", "clear", "--yes", "--quarantine")
-    assert {p.name for p in cache.iterdir()} == {"rms_norm", "_misses"}
+    config, fwd = tunable().safe(H200, KEY), tunable()
+    other = ("rms_norm", "fwd", (1024, 13, 2))
+    notes = [(other, entry(config, fwd, kind=kind)) for kind in ("failed", "missed", "timed")]
+    notes.append((other, entry(other_config(fwd, H200, KEY), fwd, kind="refused")))
+    store.add(H200, notes)
+    seen = []
+    for option in ("--quarantine", "--misses", "--journal", "--entries"):
+        run(capsys, "cache", "clear", "--yes", option)
+        seen.append(sorted(one.kind for _, one in store.lines_of(H200)))
+    assert seen == [["measured", "missed", "refused", "timed"], ["measured", "refused", "timed"], ["measured"], []]
+    assert not cache.exists() and "nothing is stored" in run(capsys, "cache", "list")
+    store.add(H200, notes)
     assert "nothing is stored for 'sm80'" in run(capsys, "cache", "clear", "--device", "sm80", code=2)
-    run(capsys, "cache", "clear", "--yes", "--device", "sm90")
+    assert "removed 4 lines" in run(capsys, "cache", "clear", "--yes", "--device", "sm90")
     assert not cache.exists()
-    assert "nothing is stored" in run(capsys, "cache", "list")
-
-
-def test_clear_goes_on_where_others_write_or_clear(cache, capsys, monkeypatch):
-    """A file that another process removed is gone all the same; a folder that one wrote to again stays."""
-    unlink = os.unlink
-
-    def busy(path, *args, **kwargs):
-        unlink(path, *args, **kwargs)
-        if not (cache / "_misses").exists():
-            notes.save_misses(H200, [NAME])
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "unlink", busy)
-    assert "removed 0 files" in run(capsys, "cache", "clear", "--yes", "--entries")
-    assert [path.name for path in cache.iterdir()] == ["_misses"]
 
 
 def test_clear_asks_first(cache, capsys):
-    path = next((cache / "rms_norm").iterdir())
     assert "add --yes" in run(capsys, "cache", "clear", code=2)
     assert "--device is empty" in run(capsys, "cache", "clear", "--yes", "--device", "", code=2)
-    assert path.exists()
+    assert cache.exists()
 
 
-def test_clear_removes_only_what_the_store_wrote(cache, capsys, tmp_path):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    written = next((cache / "rms_norm").iterdir())
-    for name in ("keep.txt", written.name):
-        (outside / name).write_text(written.read_text())
-    kept = [cache / "rms_norm" / "notes.json", cache / "rms_norm" / f"{'0' * 24}.json", cache / "mine.txt"]
-    for path in kept:
+def test_clear_leaves_what_the_store_did_not_write(cache, capsys):
+    others = [cache.with_name("notes.txt"), cache.with_name("mine.json")]
+    for path in others:
         path.write_text('{"mine": 1}')
-    (cache / "swiglu").symlink_to(outside)
-    (cache / "rms_norm" / f"{'1' * 24}.json").symlink_to(outside / written.name)
-    (cache / "_journal.jsonl").symlink_to(outside / "keep.txt")
-    (cache.parent / "cuda-sm80-a100-108mp").symlink_to(cache)
     out = run(capsys, "cache", "clear", "--yes")
-    assert "removed 1 files" in out and "notes.json: not written by liger-hw" in out
-    assert not written.exists() and all(path.exists() for path in kept)
-    assert sorted(path.name for path in outside.iterdir()) == sorted(["keep.txt", written.name])
+    assert "removed 1 lines" in out and "mine.json" in out
+    assert not cache.exists() and all(path.read_text() == '{"mine": 1}' for path in others)
 
 
 # -- lock ------------------------------------------------------------------------------------------------------------
@@ -271,7 +256,7 @@ def test_lock_pins_a_model(cache, capsys, tmp_path):
     path = tmp_path / "liger-hw.lock"
     words = ("--model", "llama-3-8b", "--ops", "rms_norm,rope", "--seq", "8192", "--device", "sm90", "-o", str(path))
     data = json.loads(run(capsys, "lock", *words, "--json"))
-    header, table = lock_file.read(path)
+    header, table = lock.read(path)
     assert data["digest"] == header["digest"] and data["entries"] == len(table) == 5
     assert run(capsys, "lock", "--check", str(path), "--device", "sm90")
     path.write_text(path.read_text().replace('"num_warps": 8', '"num_warps": 4'))
@@ -285,7 +270,7 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
     launched = {("cross_entropy", "stats", (11,))}
     launched |= {("cross_entropy", "bwd", key) for key in ((4096, 11, 2), (4096, 15, 2))}  # hidden states', the head's
     launched |= {("fused_linear_cross_entropy", "fwd", (32768, 2))}
-    assert set(lock_file.read(path)[1]) == launched
+    assert set(lock.read(path)[1]) == launched
     plan = json.loads(run(capsys, "autotune", "--dry-run", "--json", "--device", "sm90", *words))
     assert {(job["op"], job["variant"], tuple(job["key"])) for job in plan["jobs"]} == launched and not plan["problems"]
     for job in plan["jobs"]:

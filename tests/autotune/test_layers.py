@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import env, registry
+from liger_hw import env, files, registry
 from liger_hw.autotune import compile as aot
-from liger_hw.autotune import inline, lock, lock_file, notes, store, tables
+from liger_hw.autotune import inline, lock, notes, store, tables
 from liger_hw.backends import known_target
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, FakeMeasurer, entry, other_config, tunable
@@ -51,7 +51,7 @@ def put(layer: str, config, monkeypatch, tmp_path: Path) -> None:
         lock.write(tmp_path / "liger-hw.lock", {NAME: made}, {})
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "liger-hw.lock"))
     elif layer == "user":
-        store.save(H200, NAME, made)
+        store.add(H200, [(NAME, made)])
     elif layer.startswith("shipped"):
         stem = {"shipped-device": "sm90-nvidia-h200", "shipped-arch": "sm90", "shipped-family": "sm90-other-device"}[
             layer
@@ -101,7 +101,7 @@ def test_the_machine_is_not_held_against_a_config(h200, error):
     fwd = tunable()
     plan = fwd.plan(DEVICE, KEY)
     assert registry.quarantine(plan, error)
-    assert not (store.home(H200) / "_quarantine").exists()
+    assert not store.lines_of(H200)
 
 
 def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
@@ -122,9 +122,9 @@ def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
 
 def test_misses_are_written_at_exit_not_before(h200):
     tunable().plan(DEVICE, KEY)
-    assert not store.home(H200).exists()
+    assert not store.file_of(H200).exists()
     notes.flush()
-    assert notes.read_misses(H200) == [NAME]
+    assert store.misses(H200) == [NAME]
 
 
 def test_what_is_pretended_leaves_no_trace_in_the_cache(clean_registry):
@@ -134,13 +134,13 @@ def test_what_is_pretended_leaves_no_trace_in_the_cache(clean_registry):
         assert fwd.plan(DEVICE, KEY).layer == "safe"
         notes.flush()
     notes.flush()
-    assert not registry.misses() and not store.home(H200).exists()
+    assert not registry.misses() and not store.file_of(H200).exists()
 
 
 def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path):
     fwd = tunable()
     config = fwd.safe(H200, KEY)
-    store.save(H200, NAME, entry(config, fwd))
+    store.add(H200, [(NAME, entry(config, fwd))])
     monkeypatch.setenv("LIGER_HW_AUTOTUNE", "1")
     registry.reload()
     registry.forced_config(fwd)  # what the first ordinary launch reads
@@ -148,7 +148,7 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     opened: list[str] = []
     monkeypatch.setattr(registry, "is_quiet", lambda: True)
     monkeypatch.setattr(notes, "is_quiet", lambda: True)
-    for module, name in ((os, "open"), (os, "scandir"), (Path, "read_text"), (os, "replace")):
+    for module, name in ((os, "open"), (Path, "open"), (files, "read_text"), (files, "locked"), (os, "replace")):
         monkeypatch.setattr(
             module, name, lambda *a, _n=name, **k: opened.append(_n) or (_ for _ in ()).throw(OSError(_n))
         )
@@ -190,7 +190,7 @@ def test_compiling_and_capturing_are_noticed(monkeypatch):
 
 def test_fork_after_import_works(h200):
     fwd = tunable()
-    store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+    store.add(H200, [(NAME, entry(fwd.safe(H200, KEY), fwd))])
     registry.reload()
     reader, writer = os.pipe()
     child = os.fork()
@@ -207,7 +207,7 @@ def test_two_devices_in_one_process_resolve_by_their_own_target(clean_registry, 
     fwd = tunable()
     devices = {torch.device("cuda", 0): H200, torch.device("cuda", 1): known_target("gfx942")}
     monkeypatch.setattr(registry, "target_of", devices.__getitem__)
-    store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+    store.add(H200, [(NAME, entry(fwd.safe(H200, KEY), fwd))])
     registry.reload()
     nvidia, amd = (fwd.plan(device, KEY) for device in devices)
     assert (nvidia.layer, amd.layer) == ("user", "heuristic")
@@ -244,7 +244,7 @@ def test_deterministic_makes_two_caches_compute_the_same_bits(h200, name):
     registry.set_deterministic(True)
     try:
         for config in list(of.space(H200, key))[::7]:
-            registry.set_tables(H200, [("user", {(of.op, of.variant, key): entry(config, of)})])
+            registry.set_table(H200, {(of.op, of.variant, key): [replace(entry(config, of), layer="user")]})
             chosen = of.plan(DEVICE, key).config
             for knob in ("num_warps", "num_stages", "ctas_per_mp", "hint", "vendor"):
                 if knob not in of.neutral:
@@ -296,7 +296,7 @@ class TestInline:
         monkeypatch.setattr(fwd, "space", lambda target, key: [self.best])
         plan = fwd.plan(DEVICE, KEY)
         assert (plan.layer, plan.config) == ("user", self.best)
-        assert store.read_user(H200, [])[0][1].config == self.best
+        assert store.lines_of(H200)[0][1].config == self.best
         opened = self.made[0].opened
         registry.invalidate()
         assert fwd.plan(DEVICE, KEY).config == self.best and self.made[0].opened == opened
@@ -322,12 +322,12 @@ class TestLock:
         plan = fwd.plan(DEVICE, KEY)
         mark = lock.save(tmp_path / "liger-hw.lock")
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "liger-hw.lock"))
-        store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+        store.add(H200, [(NAME, entry(fwd.safe(H200, KEY), fwd))])
         registry.reload()
         again = fwd.plan(DEVICE, KEY)
         assert (again.layer, again.config) == ("lock", plan.config)
-        header, table = lock_file.read(tmp_path / "liger-hw.lock")
-        assert header["digest"] == mark == lock_file.digest(table)
+        header, table = lock.read(tmp_path / "liger-hw.lock")
+        assert header["digest"] == mark == lock.digest(table)
 
     def test_saving_before_the_first_launch_is_warned_of(self, h200, tmp_path, caplog):
         lock.save(tmp_path / "early.lock")
@@ -374,7 +374,7 @@ class TestLock:
         registry.reload()
         chosen = registry.choose(fwd, H200, KEY)
         assert (chosen.layer, chosen.config) == ("lock", config)
-        notes.save_quarantined(H200, fwd.name, KEY, config, "failed at launch: shared memory", fwd.version)
+        store.add(H200, [(NAME, entry(config, fwd, kind="failed", reason="failed at launch: shared memory"))])
         registry.reload()
         assert registry.choose(fwd, H200, KEY).layer != "lock"
         assert "rms_norm.fwd: lock configuration ignored: failed at launch: shared memory" in caplog.text

@@ -131,7 +131,7 @@ def test_a_stale_entry_is_held_against_the_heuristic(tool, still_good):
     config = other_config(tunable(), TARGET, JOB.key)
     provenance = {"kind": "static", "sizes": list(JOB.sizes), "dtype": JOB.dtype}
     gone = ("rms_norm", "fwd", (1, 2, 3))
-    tool.write(TARGET, {NAME: Entry(config, provenance, "before"), gone: Entry(config, provenance, "before")})
+    tool.write(TARGET, {NAME: Entry(config, provenance, 99), gone: Entry(config, provenance, 99)})
     arch = _arch(tool)
     (job,) = arch.rechecks(["rms_norm"])
     assert (job.name, job.key, job.sizes) == (JOB.name, JOB.key, JOB.sizes) and gone not in arch.entries

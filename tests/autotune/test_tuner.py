@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from liger_hw import registry
 from liger_hw.autotune import space, store
-from liger_hw.autotune.jobs import Result
-from liger_hw.autotune.journal import Journal, Past
 from liger_hw.autotune.record import Rejected
 from liger_hw.autotune.tuner import Effort, Job, Tuner
 from liger_hw.autotune.workers import WorkerDied, WorkerError
@@ -32,19 +28,29 @@ def cost(config: LaunchConfig) -> float:
 
 
 class Kept(dict):
+    """What a run stored: the winners by name, and every line in its order."""
+
+    def __init__(self, winners=()):
+        super().__init__(winners)
+        self.lines = []
+
     def save(self, name, entry):
-        self[name] = entry
+        self.lines.append((name, entry))
+        if entry.kind == "measured":
+            self[name] = entry
+        elif entry.kind == "heuristic":
+            self.pop(name, None)
         return True
 
-    def discard(self, name, entry):
-        self.pop(name, None)
+    def of_kind(self, kind):
+        return [entry for _, entry in self.lines if entry.kind == kind]
 
 
 def tune(measure=cost, jobs=(JOB,), kept=None, measurer=None, **kwargs):
     kept = Kept() if kept is None else kept
     measurer = measurer or FakeMeasurer(START, measure, kwargs.pop("noise", 0.0), kwargs.pop("verify", lambda c: ""))
     budget = kwargs.pop("budget", None)
-    tuner = Tuner(H200, measurer, facts=FACTS, save=kept.save, discard=kept.discard, **kwargs)
+    tuner = Tuner(H200, measurer, facts=kwargs.pop("facts", FACTS), save=kept.save, **kwargs)
     return tuner.run(list(jobs), budget=budget), kept, measurer
 
 
@@ -104,6 +110,8 @@ def test_where_the_heuristic_wins_an_older_entry_goes():
     kept = Kept({("rms_norm", "bwd", KEY): "old"})
     (result,), kept, _ = tune(lambda config: 10.0 if config == START else 20.0, kept=kept)
     assert not result.stored and not kept and result.winner_us == 10.0
+    (end,) = kept.of_kind("heuristic")
+    assert end.config == START and end.provenance["heuristic_us"] == 10.0
 
 
 def test_wrong_candidates_are_not_timed_and_not_stored():
@@ -129,7 +137,7 @@ def test_when_every_candidate_fails_nothing_is_stored():
 
 
 @pytest.mark.parametrize("how", ["crash in prepare", "crash in time", "error in prepare", "rejected here"])
-def test_a_deadly_candidate_costs_itself_only(how, tmp_path):
+def test_a_deadly_candidate_costs_itself_only(how):
     deadly = space.neighbours(SPACE, START)[0]
 
     def measure(config):
@@ -141,11 +149,9 @@ def test_a_deadly_candidate_costs_itself_only(how, tmp_path):
             return Rejected("ValueError: bad")
         return WorkerDied("hung for 90 s") if how == "crash in prepare" else WorkerError("ValueError: bad")
 
-    journal = Journal(tmp_path / "j.jsonl")
-    (result,), kept, measurer = tune(measure, journal=journal)
+    (result,), kept, measurer = tune(measure)
     assert result.stored and kept["rms_norm", "bwd", KEY].config == BEST
-    failed = [line for line in journal.read() if line["stage"] == "failed"]
-    assert [LaunchConfig.from_json(line["config"]) for line in failed] == [deadly]
+    assert [entry.config for entry in kept.of_kind("refused")] == [deadly]
     assert measurer.opened == (
         2 if how in ("error in prepare", "rejected here") else 3 if "prepare" in how else measurer.opened
     )
@@ -167,7 +173,7 @@ def test_a_worker_that_always_dies_ends_the_job_not_the_run():
 
 @pytest.mark.parametrize("stage", ["final", "confirm"])
 @pytest.mark.parametrize("how", [WorkerDied, WorkerError])
-def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage, how, tmp_path):
+def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage, how):
     """It passed the coarse round, then fails: there is nothing to compare with, so nothing is stored."""
     second = Job("rms_norm", "bwd", (4096, 14, 2), (16384, 4096), "bfloat16")
 
@@ -187,12 +193,11 @@ def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage,
             self.opened_key = job.key
             return super().open(job, sizes, context)
 
-    journal = Journal(tmp_path / "j.jsonl")
-    results, kept, _ = tune(jobs=(JOB, second), measurer=Fading(START, cost), journal=journal)
+    results, kept, _ = tune(jobs=(JOB, second), measurer=Fading(START, cost))
     assert "the baseline cannot be timed" in results[0].error and "reported an error" in results[0].error
     assert not results[0].stored and not results[1].error and results[1].stored
     assert set(kept) == {("rms_norm", "bwd", second.key)}
-    assert [line["key"] for line in journal.read() if line["stage"] == "done"] == [list(second.key)]
+    assert not kept.of_kind("heuristic")
 
 
 def test_later_keys_start_from_what_was_best_nearby():
@@ -236,9 +241,8 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_run_resumes_where_it_was(tmp_path):
-    """Whatever the moment, the journal holds every measurement, and the second run takes none of them again."""
-    path = tmp_path / "j.jsonl"
+def test_a_killed_run_resumes_where_it_was(clean_registry):
+    """Whatever the moment, the cache holds every measurement, and the second run takes none of them again."""
 
     class Fragile(FakeMeasurer):
         left = 40
@@ -249,60 +253,68 @@ def test_a_killed_run_resumes_where_it_was(tmp_path):
                 raise Killed
             return super().time(ids, rounds)
 
-    first = Fragile(START, cost)
+    def again(measurer):
+        tuner = Tuner(
+            H200,
+            measurer,
+            facts={**FACTS, "triton": store.triton_version()},
+            save=lambda name, entry: store.add(H200, [(name, entry)]),
+            known=store.lines_of(H200),
+        )
+        return tuner.run([JOB])[0]
+
     with pytest.raises(Killed):
-        tune(measurer=first, journal=Journal(path))
-    measured = [line for line in Journal(path).read() if line["stage"] == "coarse"]
-    assert len(measured) == 40
-    with open(path, "a") as file:
-        file.write('{"op": "rms_norm", "torn')
-    past = Past(Journal(path), FACTS["triton"])
+        again(Fragile(START, cost))
+    assert [entry.kind for _, entry in store.lines_of(H200)] == ["timed"] * 40
     second = FakeMeasurer(START, cost)
-    (result,), kept, _ = tune(measurer=second, journal=Journal(path), past=past)
+    result = again(second)
     assert result.stored and result.config == BEST.to_json()
-    fresh, _, whole = tune()
+    _, _, whole = tune()
     assert second.timed <= whole.timed - 40 + 2
+    ((_, entry),) = store.lines_of(H200)
+    assert entry.kind == "measured" and entry.config == BEST, "the measurements went with the end of the search"
     # a third run has nothing left to do
     third = FakeMeasurer(START, cost)
-    (result,), kept, _ = tune(measurer=third, journal=Journal(path), past=Past(Journal(path), FACTS["triton"]))
+    result = again(third)
     assert third.opened == 0 and result.note == "measured by an earlier run" and result.config == BEST.to_json()
-    assert kept["rms_norm", "bwd", KEY].provenance["gain"] > 0, "stored again: the journal may have outlived the cache"
+    assert result.stored and result.gain == pytest.approx(1 - 10 / cost(START), abs=1e-3)
 
 
-def test_a_broken_journal_costs_its_broken_lines_only(tmp_path):
-    """A line torn by a full disk does not take the next run's first line with it; lines of rubbish are passed over."""
-    path = tmp_path / "j.jsonl"
-    tune(journal=Journal(path))
-    whole = path.read_text()
-    (done,) = (json.loads(text) for text in whole.splitlines() if json.loads(text)["stage"] == "done")
-    bad = [{**done, "result": result} for result in (None, [], {"config": {"num_wraps": 4}})]
-    bad += [{**done, "stage": "coarse", "config": {}, "us": 10**400}]
-    path.write_text("[" * 100_000 + "\n" + "".join(json.dumps(line) + "\n" for line in bad) + '{"op": "torn')
-    journal = Journal(path)
-    journal.write({"first": 1})
-    assert list(journal.read())[-1] == {"first": 1}
-    assert not Past(journal, FACTS["triton"]).finished
-    path.write_text(whole)
-    assert Past(Journal(path), FACTS["triton"]).finished
+def test_a_search_that_the_heuristic_won_is_not_repeated():
+    _, kept, _ = tune(lambda config: 10.0 if config == START else 20.0)
+    (result,), again, measurer = tune(known=kept.lines)
+    assert measurer.opened == 0 and not again.lines and not result.stored and result.config == START.to_json()
 
 
-def test_the_past_of_another_kernel_or_triton_does_not_count(tmp_path):
-    journal = Journal(tmp_path / "j.jsonl")
-    tune(journal=journal)
-    assert Past(journal, FACTS["triton"]).finished
-    assert not Past(journal, "9.9.0").finished
-    lines = [json.loads(text) for text in (tmp_path / "j.jsonl").read_text().splitlines()]
-    changed = tmp_path / "k.jsonl"
-    changed.write_text("".join(json.dumps({**line, "version": 99}) + "\n" for line in lines))
-    _, _, measurer = tune(past=Past(Journal(changed), FACTS["triton"]))
-    assert measurer.opened == 2  # here, and the winner at other sizes of its key
+def test_the_lines_of_another_version_or_triton_do_not_count(monkeypatch):
+    _, kept, _ = tune()
+    opened = 2  # at the job's sizes, and the winner at other sizes of its key
+    _, _, measurer = tune(known=kept.lines)
+    assert measurer.opened == 0
+    _, _, measurer = tune(known=kept.lines, facts={**FACTS, "triton": "9.9.0"})
+    assert measurer.opened == opened
+    monkeypatch.setattr(BWD, "version", 99)
+    _, _, measurer = tune(known=kept.lines)
+    assert measurer.opened == opened
 
 
-def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path, caplog):
-    store.forget_warnings()
-    (tmp_path / "file").write_text("")
-    (result,), kept, _ = tune(journal=Journal(tmp_path / "file" / "j.jsonl"))
-    assert result.stored and "cannot be resumed" in caplog.text
+def test_lines_that_somebody_changed_stop_nothing():
+    _, kept, _ = tune()
+    damaged = [
+        (name, registry.Entry(entry.config, {**entry.provenance, "us": "fast", "reason": 5, "gain": None}))
+        for name, entry in kept.lines
+    ]
+    (result,), _, _ = tune(known=[line for line in damaged if line[1].kind != "measured"])
+    assert result.stored and result.config == BEST.to_json()
+    (result,), _, measurer = tune(known=damaged)
+    assert measurer.opened == 0 and result.gain == 0.0
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing():
+    kept = Kept()
+    kept.save = lambda name, entry: False
+    (result,), _, _ = tune(kept=kept)
+    assert not result.stored and "cannot be written" in result.note and result.config == BEST.to_json()
 
 
 class Pool:
@@ -369,13 +381,6 @@ def test_the_shortlist_leads_with_the_start_and_stays_in_bounds():
         assert chosen[0] == START and len(chosen) == len(set(chosen)) == 20
         assert chosen == space.shortlist(SPACE, START, 20, scores, "seed"), "the same list in every run"
     assert set(space.shortlist(SPACE, START, 10_000, {}, "x")) == set(SPACE)
-
-
-def test_a_journals_results_are_checked_field_by_field():
-    """Who wrote the journal decides neither types nor text: what does not fit has its default."""
-    hostile = {"heuristic_us": "\x1b[31m", "winner_us": float("nan"), "gain": 10**400, "note": 5, "error": ["x"]}
-    found = Result.from_json(JOB, {**hostile, "config": [], "tried": "many", "job": 1, "unknown": 2, "floor_us": 3})
-    assert found == replace(Result(JOB), floor_us=3.0)
 
 
 def test_a_space_leaves_out_what_a_thread_or_a_multiprocessor_cannot_hold():

@@ -96,7 +96,7 @@ def test_no_kernel_changed_without_a_decision_about_its_version():
 
 def test_every_kernel_with_a_shipped_entry_is_recorded():
     paths = [path for vendor in VENDORS for path in store.shipped_folder(vendor).glob("*.json")]
-    stored = {f"{op}.{variant}" for path in paths for op, variant, _ in tables.load(path)[1]}
+    stored = {f"{op}.{variant}" for path in paths for (op, variant, _), _ in tables.load(path)[1]}
     missing = stored - subject.recorded().keys()
     assert not missing, f"record the digests of {sorted(missing)}: {subject.COMMAND}"
 

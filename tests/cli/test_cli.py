@@ -277,8 +277,8 @@ def test_explain_of_a_device_that_is_not_here_reads_its_table(capsys):
     """What ships for the H200 stands in the answer for `--device h200`, and is another device's for `h100`."""
     from liger_hw.autotune import store, tables
 
-    _, entries, _ = tables.load(store.shipped_folder("cuda") / "sm90-nvidia-h200.json")
-    (op, variant, _), entry = next(iter(entries.items()))
+    _, lines, _ = tables.load(store.shipped_folder("cuda") / "sm90-nvidia-h200.json")
+    (op, variant, _), entry = lines[0]
     sizes = "x".join(map(str, entry.provenance["sizes"]))
     for device, layer in (("h200", "shipped-device"), ("h100", "shipped-family")):
         _, out, _ = said(capsys, "explain", op, "--shape", sizes, "--device", device, "--json")

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 import liger_hw
 from liger_hw import distributed, registry
-from liger_hw.autotune import inline, notes, store
+from liger_hw.autotune import inline, store
 from liger_hw.distributed import agreement
 from tests.autotune.fakes import H200, entry, tunable
 
@@ -27,7 +28,7 @@ import os, sys, torch, torch.distributed as dist
 import liger_hw.distributed
 from liger_hw import registry
 from dataclasses import replace
-from liger_hw.autotune import notes, store
+from liger_hw.autotune import store
 from tests.autotune.fakes import H200, entry, tunable
 rank, world, what = int(sys.argv[1]), 2, sys.argv[2]
 backend = None if what == "failed" else "gloo"  # unnamed, torch takes one for each kind of device
@@ -36,13 +37,13 @@ target = replace(H200, multiprocessors=66) if what == "device" and rank else H20
 fwd, bwd = tunable("rms_norm.fwd"), tunable("rms_norm.bwd")
 key = (4096, 13, 2)
 legal = [c for c in fwd.space(target, key) if c != fwd.heuristic(target, key)]
-store.save(target, ("rms_norm", "fwd", key), entry(legal[rank], fwd))  # tuned differently
+store.add(target, [(("rms_norm", "fwd", key), entry(legal[rank], fwd))])  # tuned differently
 if rank:
-    store.save(target, ("rms_norm", "bwd", key), entry(bwd.safe(target, key), bwd))  # and more
+    store.add(target, [(("rms_norm", "bwd", key), entry(bwd.safe(target, key), bwd))])  # and more
 if what == "failed before" and rank:  # noted on this node's disk by an earlier process
-    for made_for, of in ((fwd.version, fwd), (99, bwd)):
-        config = of.heuristic(target, (4096, 9, 2))
-        notes.save_quarantined(target, of.name, (4096, 9, 2), config, "out of shared memory", made_for)
+    for version, of in ((fwd.version, fwd), (99, bwd)):
+        failed = entry(of.heuristic(target, (4096, 9, 2)), of, kind="failed", reason="out of shared memory")
+        store.add(target, [((of.op, of.variant, (4096, 9, 2)), replace(failed, version=version))])
 if what == "lock" and rank:
     os.environ["LIGER_HW_LOCK_FILE"] = "no-such.lock"
 registry.reload()
@@ -256,7 +257,7 @@ import liger_hw.distributed
 rank, folder = int(sys.argv[1]), sys.argv[2]
 def join(number):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=2)
-    print("agreed", liger_hw.distributed.sync(device="cpu", seconds=60 if number == 0 else 5))
+    print("agreed", liger_hw.distributed.sync(device="cpu", seconds=60))
     sys.stdout.flush()
     dist.destroy_process_group()
 if rank == 0 or os.fork() == 0:
@@ -288,14 +289,15 @@ def test_without_a_process_group_it_is_the_digest(clean_registry):
     with registry.pretend(H200):
         bare = distributed.sync()
         assert bare == distributed.digest(H200) == distributed.sync()
-        store.save(H200, NAME, entry(fwd.safe(H200, NAME[2]), fwd))
+        store.add(H200, [(NAME, entry(fwd.safe(H200, NAME[2]), fwd))])
         registry.reload()
         tuned = distributed.sync()
         assert tuned != bare
-        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", 99)
+        failed = entry(fwd.safe(H200, NAME[2]), fwd, kind="failed", reason="failed")
+        store.add(H200, [(NAME, replace(failed, version=99))])
         registry.reload()
-        assert distributed.sync() == tuned, "of another kernel source: it decides nothing"
-        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", fwd.version)
+        assert distributed.sync() == tuned, "of another version of the kernel: it decides nothing"
+        store.add(H200, [(NAME, failed)])
         registry.reload()
         assert distributed.sync() not in (bare, tuned)
 

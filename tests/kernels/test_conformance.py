@@ -26,7 +26,7 @@ def test_heuristic(case, arch, seed, clean_registry, record_property):
     record_property("op", op.name)  # for ci/support.py
     record_property("arch", arch)
     target = known_target(arch)
-    registry.set_tables(target, [])
+    registry.set_table(target, {})
     with registry.pretend(target):
         for sizes in (few_sizes(op), small_sizes(op)[1], wide_sizes(op)):
             verify(op, make(op, sizes, torch.float32, "cpu", seed, options), seed)
@@ -52,7 +52,7 @@ def test_shipped_tables(table, name, seed, clean_registry):
         if made_for == name:
             grid = str(sorted(entry.config.blocks.items())) + str(entry.config.ctas_per_mp)
             tiles.setdefault(variant, {})[grid] = entry.config
-    registry.set_tables(target, [])
+    registry.set_table(target, {})
     for variant, found in tiles.items():
         ordered = sorted(found.values(), key=lambda config: (math.prod(config.blocks.values()), config.to_text()))
         for config in {ordered[0], ordered[len(ordered) // 2], ordered[-1]}:
