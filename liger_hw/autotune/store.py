@@ -201,7 +201,7 @@ def remove(path: Path, kinds: Collection[str]) -> int:
 
 def _records(path: Path) -> list[Any]:
     """The lines of a file as plain JSON data; a file that cannot be read is set aside."""
-    if not path.exists():
+    if not os.path.exists(path):
         return []
     try:
         return _parsed(path)[1]
@@ -294,9 +294,9 @@ def _user_lines(target: Target, problems: list[str]) -> list[Line]:
     path = file_of(target)
     if path is None:
         return []
-    if not path.exists():
+    if not os.path.exists(path):
         old = path.parent.parent / "v1" / path.stem
-        if old.is_dir():
+        if os.path.isdir(old):
             hint = f"`liger-hw cache import {old}` takes them over"
             warn_once("old", f"configurations that an earlier liger_hw stored in {old} are not used; {hint}")
         return []
