@@ -294,16 +294,15 @@ def _user_lines(target: Target, problems: list[str]) -> list[Line]:
     path = file_of(target)
     if path is None:
         return []
-    if not os.path.exists(path):
-        old = path.parent.parent / "v1" / path.stem
-        if os.path.isdir(old):
-            hint = f"`liger-hw cache import {old}` takes them over"
-            warn_once("old", f"configurations that an earlier liger_hw stored in {old} are not used; {hint}")
-        return []
     try:
+        if not path.exists():
+            if (old := path.parent.parent / "v1" / path.stem).is_dir():
+                hint = f"`liger-hw cache import {old}` takes them over"
+                warn_once("old", f"configurations that an earlier liger_hw stored in {old} are not used; {hint}")
+            return []
         _, lines, wrong = load(path)
-    except ValueError as error:
-        problems.append(f"{path}: {error}")
+    except (OSError, ValueError) as error:
+        problems.append(f"{path} cannot be read: {error}")
         return []
     problems += [f"{path}: {text}" for text in wrong]
     return lines
