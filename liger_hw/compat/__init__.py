@@ -13,7 +13,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +23,7 @@ from .. import env
 from ..kernels import home_of
 from . import impls
 from .kernels import MissingKernel
+from .replaced import replacement
 
 NAME = "liger_kernel"
 VERSION = "0.8.5"
@@ -105,41 +105,6 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
 
-REPLACED = {
-    r"(ops|transformers)\.(grpo_loss\.)?GrpoLossFunction": (
-        "call liger_kernel.transformers.grpo_loss.triton_grpo_loss"
-    ),
-    r"transformers\.model\..*": (
-        "call apply_liger_kernel_to_<family> or liger_hw.patch(model); a forward of one's own takes "
-        "LigerForCausalLMLoss of liger_kernel.transformers.model.loss_utils"
-    ),
-    r"transformers\.monkey_patch\..*lce_forward": "it is lce_forward of liger_kernel.transformers.model.<family>",
-    r".*(tiled_mlp|Tiled.*MLP).*|ops\.mlp|.*\.LigerMLPFunction": (
-        "liger_hw.patch(model, activations=...) recomputes MLPs"
-    ),
-    r".*ExpertParallel.*|transformers\.moe(\..*)?": (
-        "expert parallelism is transformers' own (DistributedConfig): patch the model after from_pretrained"
-    ),
-    r".*(neighborhood_attention|NeighborhoodAttention|attn_res|AttnRes|mhc|MHC).*": "liger_hw has no such op",
-    r"transformers\.trainer(\..*)?": "use TRL's trainer with liger_kernel.chunked_loss.LigerFusedLinearORPOLoss",
-    r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "call apply_liger_kernel_to_llama4",
-    r"(ops\.)?backends(\..*)?|ops\.configure(\..*)?": (
-        "liger_hw has one implementation, chosen by the device of a tensor; liger_hw.registry has its configurations"
-    ),
-    r"triton(\..*)?": "liger_hw needs no cache manager of its own",
-    r"ops\.utils\.element_mul_kernel": "multiply in torch",
-    r"ops\.grpo_loss\..*_kernel": "call liger_kernel.transformers.grpo_loss.triton_grpo_loss",
-    r"ops\.\w+\.\w+_(forward|backward|kernel)(_\w+)?": (
-        "it is a part of Liger's own op; the whole op is a function of liger_kernel.transformers.functional, and its "
-        "autograd function is in this module"
-    ),
-    r"env_report(\..*)?": "run `liger-hw doctor`",
-}
-"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use in their place.
-
-Importing one raises, except for a Triton kernel (`*_kernel`), which raises when it is used.
-"""
-
 _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
 
 
@@ -178,24 +143,6 @@ def _family(name: str) -> str:
 
 def _forwards() -> Any:
     return importlib.import_module(_FORWARDS)
-
-
-def replacement(name: str) -> str | None:
-    """What stands in for a module or name of liger_kernel that is not here, or None where there is no advice."""
-    return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
-
-
-def name_of_transformers(name: str) -> Any:
-    """What `liger_kernel.transformers.<name>` is, for liger_hw.transformers, or None where there is no such name.
-
-    Raises `ImportError` where something else is to be used.
-    """
-    value = _lookup(tuple(home for home in MODULES["transformers"] if home not in (_TRANSFORMERS, _CHECKED)), name)
-    if value is not _ABSENT:
-        return value
-    if instead := replacement(f"transformers.{name}"):
-        raise ImportError(f"{name} is not in {_TRANSFORMERS}: {instead}")
-    return None
 
 
 def refuse_to_shadow() -> None:

@@ -9,6 +9,7 @@ print(report); report.revert()
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from ..kernels import EXPORTS
@@ -38,14 +39,16 @@ __all__, _find, __dir__ = lazy(__name__, HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or another that the shim answers as one of `liger_kernel.transformers`.
+    """A public name; or a function of `functional`, or a layer that only the shim has, which Liger has here.
 
     Raises `ImportError` for a name of Liger's that has a replacement: its words reach whoever imports the name, and
     those of an `AttributeError` do not.
     """
     if name in HOME or not name.lower().startswith(("liger", "apply_liger", "autoliger")):
         return _find(name)
-    from .. import compat
-
-    found = compat.name_of_transformers(name)
-    return _find(name) if found is None else found
+    for home in map(importlib.import_module, ("liger_hw.transformers.functional", "liger_hw.compat.modules")):
+        if hasattr(home, name):
+            return getattr(home, name)
+    if instead := importlib.import_module("liger_hw.compat.replaced").replacement(f"transformers.{name}"):
+        raise ImportError(f"{name} is not in {__name__}: {instead}")
+    return _find(name)

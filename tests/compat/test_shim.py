@@ -16,6 +16,7 @@ import pytest
 
 from liger_hw import compat
 from liger_hw.cli import main
+from liger_hw.compat import replaced
 
 pytestmark = pytest.mark.cpu
 NAMES = Path(__file__).with_name("liger_names.json")
@@ -389,7 +390,7 @@ for module, names in json.load(open({str(NAMES)!r})).items():
     assert not [name for name, error in missing.items() if "is not in liger_hw's shim: " not in error]
     idle = [
         pattern
-        for pattern in compat.REPLACED
+        for pattern in replaced.REPLACED
         if not any(re.fullmatch(pattern, name) for name in (*missing, "backends", "triton", *UNLISTED))
     ]
     assert not idle, f"nothing is left out any more for {idle}"

@@ -1,0 +1,45 @@
+"""What to use in the place of modules and names of Liger Kernel that are not here."""
+
+from __future__ import annotations
+
+import re
+
+REPLACED = {
+    r"(ops|transformers)\.(grpo_loss\.)?GrpoLossFunction": (
+        "call liger_kernel.transformers.grpo_loss.triton_grpo_loss"
+    ),
+    r"transformers\.model\..*": (
+        "call apply_liger_kernel_to_<family> or liger_hw.patch(model); a forward of one's own takes "
+        "LigerForCausalLMLoss of liger_kernel.transformers.model.loss_utils"
+    ),
+    r"transformers\.monkey_patch\..*lce_forward": "it is lce_forward of liger_kernel.transformers.model.<family>",
+    r".*(tiled_mlp|Tiled.*MLP).*|ops\.mlp|.*\.LigerMLPFunction": (
+        "liger_hw.patch(model, activations=...) recomputes MLPs"
+    ),
+    r".*ExpertParallel.*|transformers\.moe(\..*)?": (
+        "expert parallelism is transformers' own (DistributedConfig): patch the model after from_pretrained"
+    ),
+    r".*(neighborhood_attention|NeighborhoodAttention|attn_res|AttnRes|mhc|MHC).*": "liger_hw has no such op",
+    r"transformers\.trainer(\..*)?": "use TRL's trainer with liger_kernel.chunked_loss.LigerFusedLinearORPOLoss",
+    r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "call apply_liger_kernel_to_llama4",
+    r"(ops\.)?backends(\..*)?|ops\.configure(\..*)?": (
+        "liger_hw has one implementation, chosen by the device of a tensor; liger_hw.registry has its configurations"
+    ),
+    r"triton(\..*)?": "liger_hw needs no cache manager of its own",
+    r"ops\.utils\.element_mul_kernel": "multiply in torch",
+    r"ops\.grpo_loss\..*_kernel": "call liger_kernel.transformers.grpo_loss.triton_grpo_loss",
+    r"ops\.\w+\.\w+_(forward|backward|kernel)(_\w+)?": (
+        "it is a part of Liger's own op; the whole op is a function of liger_kernel.transformers.functional, and its "
+        "autograd function is in this module"
+    ),
+    r"env_report(\..*)?": "run `liger-hw doctor`",
+}
+"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use in their place.
+
+Importing one raises, except for a Triton kernel (`*_kernel`), which raises when it is used.
+"""
+
+
+def replacement(name: str) -> str | None:
+    """What stands in for a module or name of liger_kernel that is not here, or None where there is no advice."""
+    return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
