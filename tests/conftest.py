@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if _asked_lane(config) == "interpret":
+    if _lane_of_run(config) == "interpret":
         os.environ["LIGER_HW_INTERPRET"] = "1"
     config.addinivalue_line("markers", "lanes(*names): the lanes a test with the fixture `lane` runs in; default all")
     config.addinivalue_line("markers", "daily(*lanes, **values): other values of these parameters are `full`")
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(forget)
 
 
-def _asked_lane(config: pytest.Config) -> str | None:
+def _lane_of_run(config: pytest.Config) -> str | None:
     """The one lane that `-m LANE` or `-m "LANE and ..."` asks for."""
     first = config.getoption("markexpr", "").split(" and ")[0].strip()
     return first if first in LANES else None
@@ -94,10 +94,10 @@ def _asked_lane(config: pytest.Config) -> str | None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file that names neither the lane asked for nor the fixture `lane` has no test of it, and is not imported."""
-    asked = _asked_lane(config)
-    if asked in (None, "cpu") or collection_path.suffix != ".py":
+    lane_of_run = _lane_of_run(config)
+    if lane_of_run in (None, "cpu") or collection_path.suffix != ".py":
         return None
-    words = (asked, "lane") if asked in _DTYPES else (asked,)
+    words = (lane_of_run, "lane") if lane_of_run in _DTYPES else (lane_of_run,)
     return True if not re.search(rf"\b({'|'.join(words)})\b", collection_path.read_text()) else None
 
 
@@ -152,13 +152,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         getattr(metafunc, "_arg2fixturedefs", ())
     )  # a fixture of that name goes first
     for mark in metafunc.definition.iter_markers("parametrize"):
-        given = mark.args[0] if mark.args else mark.kwargs["argnames"]
-        names -= {name.strip() for name in (given.split(",") if isinstance(given, str) else given)}
+        argnames = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names -= {name.strip() for name in (argnames.split(",") if isinstance(argnames, str) else argnames)}
     if "lane" in names:
         device = gpu_device(metafunc.config) or "none"
         chosen = next((mark.args for mark in metafunc.definition.iter_markers("lanes")), tuple(_DTYPES))
-        asked = _asked_lane(metafunc.config)
-        chosen = [name for name in chosen if name == asked] or chosen  # the others would be deselected
+        lane_of_run = _lane_of_run(metafunc.config)
+        chosen = [name for name in chosen if name == lane_of_run] or chosen  # the others would be deselected
         lanes = [Lane(name, device if name == "gpu" else "cpu", _DTYPES[name]) for name in chosen]
         marks = {lane: getattr(pytest.mark, lane.name) for lane in lanes}
         if "dtype" in names:
@@ -239,7 +239,7 @@ def _runs_daily(item: pytest.Item, lane: str) -> bool:
     if unknown := {name for kwargs in chosen for name in kwargs} - values.keys():
         raise pytest.UsageError(f"{item.nodeid}: daily names {sorted(unknown)}, which are no parameters of the test")
     return not chosen or any(
-        all(values[name] in (wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in kwargs.items())
+        all(values[name] in (texts if isinstance(texts, tuple) else (texts,)) for name, texts in kwargs.items())
         for kwargs in chosen
     )
 
@@ -326,7 +326,7 @@ def gpu(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _memory_given_back(request: pytest.FixtureRequest):
+def _memory_released(request: pytest.FixtureRequest):
     """After a test of the gpu lane: torch's cached blocks, which other processes on the device could not use."""
     yield
     if request.node.get_closest_marker("gpu") and (device := gpu_device(request.config)):

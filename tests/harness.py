@@ -113,13 +113,13 @@ def shipped_tables() -> dict[str, list[tuple[Any, Any]]]:
     from liger_hw.autotune import store, tables
     from liger_hw.backends import VENDORS
 
-    found = {}
+    results = {}
     for vendor in VENDORS:
         for path in sorted(store.shipped_folder(vendor).glob("*.json")):
             _, lines, problems = tables.load(path)
             assert not problems, problems
-            found[f"{vendor}/{path.stem}"] = lines
-    return found
+            results[f"{vendor}/{path.stem}"] = lines
+    return results
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -135,10 +135,10 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 @dataclass
 class Result:
-    """One call, as flat lists: outputs, the gradients given to them, inputs and theirs; None where there is none."""
+    """One call, as flat lists: outputs, their incoming gradients, inputs and their gradients; None for one without."""
 
     outputs: list[torch.Tensor]
-    given: list[torch.Tensor | None]
+    incoming: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
 
@@ -146,7 +146,7 @@ class Result:
         return [t for t in (*self.outputs, *self.gradients) if t is not None]
 
 
-def wanted(sample: Sample) -> list[torch.Tensor]:
+def checked_inputs(sample: Sample) -> list[torch.Tensor]:
     """The inputs whose gradient is checked."""
     return list({id(t): t for t in tensors((sample.args, sample.kwargs)) if t.requires_grad}.values())
 
@@ -157,45 +157,45 @@ def forward(function: Callable[..., Any], sample: Sample) -> list[torch.Tensor]:
 
 def output_grads(outputs: Iterable[torch.Tensor], seed: int) -> list[torch.Tensor | None]:
     """Random gradients of the differentiable outputs, representable in the outputs' dtype."""
-    made = []
+    gradients = []
     for number, o in enumerate(outputs):
         generator = torch.Generator(o.device).manual_seed(seed + 1 + number)
         g = torch.randn(o.shape, generator=generator, dtype=torch.float32, device=o.device)
-        made.append(g.to(o.dtype) if o.requires_grad else None)
-    return made
+        gradients.append(g.to(o.dtype) if o.requires_grad else None)
+    return gradients
 
 
 def run(function: Callable[..., Any], sample: Sample, seed: int = 0, grads: list | None = None) -> Result:
     """Forward, then backward with `grads` (default: `output_grads(seed)`)."""
     outputs = forward(function, sample)
     grads = output_grads(outputs, seed) if grads is None else grads
-    inputs = wanted(sample)
+    inputs = checked_inputs(sample)
     pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad and g is not None]
-    found = [None] * len(inputs)
+    gradients = [None] * len(inputs)
     if pairs and inputs:
-        found = list(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
-    return Result([o.detach() for o in outputs], grads, inputs, found)
+        gradients = list(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
+    return Result([o.detach() for o in outputs], grads, inputs, gradients)
 
 
 def reference(
-    op: Op, sample: Sample, given: list[torch.Tensor | None], change: Callable[[torch.Tensor], torch.Tensor]
+    op: Op, sample: Sample, incoming: list[torch.Tensor | None], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Result:
     """What the op's reference gives for the sample and the outputs' gradients, every floating tensor changed."""
 
     def new(t: torch.Tensor) -> torch.Tensor:
         return change(t) if t.is_floating_point() else t.clone()
 
-    return run(op.reference, changed(sample, new), grads=[g if g is None else change(g) for g in given])
+    return run(op.reference, changed(sample, new), grads=[g if g is None else change(g) for g in incoming])
 
 
-def oracle(op: Op, sample: Sample, given: list[torch.Tensor | None]) -> Result:
+def oracle(op: Op, sample: Sample, incoming: list[torch.Tensor | None]) -> Result:
     """The exact result: the reference in fp64, with the roundings at which its definition says that it jumps."""
     stated = dataclasses.replace(sample, kwargs={**sample.kwargs, **sample.exact})
-    return reference(op, stated, given, torch.Tensor.double)
+    return reference(op, stated, incoming, torch.Tensor.double)
 
 
 def sensitivity(
-    op: Op, sample: Sample, given: list[torch.Tensor | None], exact: Result, dtype: torch.dtype
+    op: Op, sample: Sample, incoming: list[torch.Tensor | None], exact: Result, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """How much `exact` (outputs, then gradients) moves when every input moves by the accumulator's rounding error."""
     most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
@@ -208,7 +208,7 @@ def sensitivity(
             sign = torch.randint(2, t.shape, generator=generator, device=t.device) * 2 - 1
             return t.double() * (1 + unit(dtype) * sign)
 
-        moved = reference(op, sample, given, nudged).bits()
+        moved = reference(op, sample, incoming, nudged).bits()
         most = [
             torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m
             for m, a, b in zip(most, moved, exact.bits())
@@ -255,7 +255,7 @@ class _Rounded(TorchDispatchMode):
 
 
 def roundings(
-    op: Op, sample: Sample, given: list[torch.Tensor | None], exact: Result, dtype: torch.dtype
+    op: Op, sample: Sample, incoming: list[torch.Tensor | None], exact: Result, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """How much `exact` moves when every intermediate result of the oracle moves by the accumulator's rounding error.
 
@@ -265,7 +265,7 @@ def roundings(
     most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
     for draw in range(3):
         with _Rounded(unit(dtype), draw):
-            moved = reference(op, sample, given, torch.Tensor.double).bits()
+            moved = reference(op, sample, incoming, torch.Tensor.double).bits()
         most = [
             torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m
             for m, a, b in zip(most, moved, exact.bits())
@@ -276,15 +276,15 @@ def roundings(
 def check(op: Op, sample: Sample, result: Result) -> None:
     """Compare a Result with the reference in fp64, within the bounds of `tolerance`."""
     dtype = next(t.dtype for t in tensors(sample.args) if t.is_floating_point())
-    exact = oracle(op, sample, result.given)
-    spec = reference(op, sample, result.given, torch.clone)
+    exact = oracle(op, sample, result.incoming)
+    spec = reference(op, sample, result.incoming, torch.clone)
     assert len(result.outputs) == len(exact.outputs), f"{len(result.outputs)} outputs, expected {len(exact.outputs)}"
     for i, (a, b) in enumerate(zip(result.gradients, exact.gradients)):
         assert (a is None) == (b is None), f"gradient {i}: {a} against {b}"
     names = [f"output {i}" for i, _ in enumerate(result.outputs)]
     names += [f"gradient {i}" for i, g in enumerate(result.gradients) if g is not None]
-    smooth = reference(op, sample, result.given, torch.Tensor.double) if sample.exact else exact
-    moves = sensitivity(op, sample, result.given, smooth, dtype)
+    smooth = reference(op, sample, result.incoming, torch.Tensor.double) if sample.exact else exact
+    moves = sensitivity(op, sample, result.incoming, smooth, dtype)
     for place, (name, got, expected, plain) in enumerate(zip(names, result.bits(), exact.bits(), spec.bits())):
         assert got.dtype == plain.dtype, f"{name}: {got.dtype}, the reference gives {plain.dtype}"
         n, move = sample.reduction if name.startswith("output") else sample.grad_reduction, moves[place]
@@ -294,7 +294,7 @@ def check(op: Op, sample: Sample, result: Result) -> None:
         except AssertionError:
             if not got.is_floating_point():
                 raise
-        move = torch.maximum(move, roundings(op, sample, result.given, smooth, dtype)[place])
+        move = torch.maximum(move, roundings(op, sample, result.incoming, smooth, dtype)[place])
         try:
             assert_close(name, got, expected, n, dtype, plain, move)
         except AssertionError:
@@ -306,12 +306,12 @@ def check(op: Op, sample: Sample, result: Result) -> None:
 
 def _draws(op: Op, sample: Sample, result: Result) -> dict[float, list[tuple[torch.Tensor, torch.Tensor]]]:
     """factor -> (reference's result, oracle) of every output and gradient, for incoming gradients times the factor."""
-    found = {}
+    results = {}
     for factor in (0.7, 1.3):
-        given = [g if g is None else g * factor for g in result.given]
-        spec, exact = reference(op, sample, given, torch.clone).bits(), oracle(op, sample, given).bits()
-        found[factor] = list(zip(spec, exact))
-    return found
+        incoming = [g if g is None else g * factor for g in result.incoming]
+        spec, exact = reference(op, sample, incoming, torch.clone).bits(), oracle(op, sample, incoming).bits()
+        results[factor] = list(zip(spec, exact))
+    return results
 
 
 def noted(launches: dict) -> Callable[..., None]:

@@ -266,10 +266,10 @@ _OPTIONS = {
     ],
 }
 CASES = {_name(family, o): Case(_MAKERS[family], o) for family, options in _OPTIONS.items() for o in options}
-FEW = [next(name for name in CASES if name.startswith(family)) for family in _OPTIONS]
+ONE_OF_EACH = [next(name for name in CASES if name.startswith(family)) for family in _OPTIONS]
 """One case of each family."""
 KERNEL_CASES = [
-    *FEW,
+    *ONE_OF_EACH,
     "orpo-nll=True-beta=0.5",
     "grpo-ref=logps-loss_type=grpo-temperature=0.7",
     "dpo-bare=True-empty=True",

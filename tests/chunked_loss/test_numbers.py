@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, FEW, KERNEL_CASES, VOCAB
+from cases import CASES, KERNEL_CASES, ONE_OF_EACH, VOCAB
 from harness import changed, check, output_grads, run, tensors
 
 from liger_hw.chunked_loss import log_prob_loss
@@ -36,7 +36,7 @@ def test_the_kernels(lane, dtype, name, generator, seed):
 
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("sizes", [(2, 1, 3), (2, 9, 50), (6, 3, 128)], ids=str)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_sizes(lane, name, sizes, generator, seed):
     _verified(name, sizes, torch.float32, lane, generator, seed)
 
@@ -60,7 +60,7 @@ def test_chunks_change_nothing(lane, name, rows, generator, seed, monkeypatch):
 
 
 @pytest.mark.lanes("interpret")
-@pytest.mark.parametrize("name", [FEW[0], "orpo-nll=True-beta=0.5"])
+@pytest.mark.parametrize("name", [ONE_OF_EACH[0], "orpo-nll=True-beta=0.5"])
 def test_the_kernels_in_chunks(lane, name, generator, seed, monkeypatch):
     _in_chunks(monkeypatch, 5)
     _verified(name, (2, 4, VOCAB), torch.float32, lane, generator, seed)
@@ -70,7 +70,7 @@ def test_the_kernels_in_chunks(lane, name, generator, seed, monkeypatch):
 @pytest.mark.parametrize("rows", [5, 12])
 def test_chunks_summed_in_fp32(lane, rows, generator, seed, monkeypatch):
     _in_chunks(monkeypatch, rows, wide=True)
-    _verified(FEW[0], (6, 6, VOCAB), torch.bfloat16, lane, generator, seed)
+    _verified(ONE_OF_EACH[0], (6, 6, VOCAB), torch.bfloat16, lane, generator, seed)
 
 
 @pytest.mark.lanes("cpu")
@@ -89,7 +89,7 @@ def test_fp64(lane, name, generator):
 
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("sizes", [(0, 3, VOCAB), (2, 0, VOCAB)], ids=str)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_nothing_at_all(lane, name, sizes, generator):
     """No sequences, or none with tokens: what the formulas give, and gradients of the right shape."""
     op, sample = CASES[name](sizes, torch.float32, lane.device, generator)
@@ -102,7 +102,7 @@ def test_nothing_at_all(lane, name, sizes, generator):
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_all_ignored(lane, name, generator):
     """Means over nothing are nan and sums zero, as in the formulas, and gradients are zero where the loss is finite."""
     op, sample = CASES[name]((2, 3, VOCAB), torch.float32, lane.device, generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, FEW, VOCAB
+from cases import CASES, ONE_OF_EACH, VOCAB
 from harness import tensors
 
 import liger_hw.chunked_loss as chunked_loss
@@ -25,7 +25,7 @@ def _step(name, gpu, generator):
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_captured_and_replayed(name, gpu, generator):
     """A training step never waits for the device, and replays on new inputs."""
     step, inputs = _step(name, gpu, generator)

@@ -7,7 +7,7 @@ import inspect
 import cases
 import pytest
 import torch
-from cases import CASES, FEW, VOCAB
+from cases import CASES, ONE_OF_EACH, VOCAB
 from harness import tensors
 
 import liger_hw.chunked_loss as chunked_loss
@@ -100,7 +100,7 @@ def test_soft_and_hard_losses_are_returned_when_asked_for(lane, generator):
 
 def test_a_reference_model_that_is_switched_off_is_not_used(lane, generator):
     """use_ref_model=False ignores a reference head that is given, as Liger's does."""
-    name = next(n for n in FEW if n.startswith("dpo"))
+    name = next(n for n in ONE_OF_EACH if n.startswith("dpo"))
     op, sample = CASES[name]((4, 5, VOCAB), torch.float32, lane.device, generator)
     x, weight, bias, target, ref = sample.args
     loss = chunked_loss.LigerFusedLinearDPOLoss(use_ref_model=False)

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from cases import CASES, FEW, VOCAB
+from cases import CASES, ONE_OF_EACH, VOCAB
 from harness import tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -17,10 +17,10 @@ from liger_hw.chunked_loss import functional, grpo_loss, log_prob_loss
 from liger_hw.kernels.heads import chunk_plan, linear_head
 from liger_hw.kernels.heads.chunk_plan import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
 
-HEADS = [name for name in FEW if not name.startswith("distillation")]
+HEADS = [name for name in ONE_OF_EACH if not name.startswith("distillation")]
 
 
-def _made(name, lane, generator, sizes=(4, 5, VOCAB), dtype=torch.float32):
+def case_of(name, lane, generator, sizes=(4, 5, VOCAB), dtype=torch.float32):
     op, sample = CASES[name](sizes, dtype, lane.device, generator)
     return op, sample, [t for t in tensors(sample.args) if t.requires_grad]
 
@@ -78,7 +78,7 @@ def test_a_long_sample_stays_within_the_budget(name, lane, generator, monkeypatc
     made = []
     original = linear_head.logits_buffer
     monkeypatch.setattr(linear_head, "logits_buffer", lambda rows, *a: made.append(rows) or original(rows, *a))
-    op, sample, inputs = _made(name, lane, generator, (2, 99, VOCAB))
+    op, sample, inputs = case_of(name, lane, generator, (2, 99, VOCAB))
     found = torch.autograd.grad(_loss(op, sample), inputs)
     assert made and max(made) <= 8
     expected = torch.autograd.grad(tensors(op.reference(*sample.args, **sample.kwargs))[0], inputs)
@@ -108,10 +108,10 @@ class _Products:
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_only_what_is_wanted(name, lane, generator, monkeypatch):
     """A frozen weight (LoRA) costs no GEMM, and a tensor without requires_grad gets no gradient."""
-    op, sample, (x, weight, bias) = _made(name, lane, generator, (4, 5, 40))  # words that are multiplied at once
+    op, sample, (x, weight, bias) = case_of(name, lane, generator, (4, 5, 40))  # words that are multiplied at once
     every = torch.autograd.grad(_loss(op, sample), (x, weight, bias))
     counted = []
     for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
@@ -129,9 +129,9 @@ def test_only_what_is_wanted(name, lane, generator, monkeypatch):
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_without_gradients(name, lane, generator):
-    op, sample, inputs = _made(name, lane, generator)
+    op, sample, inputs = case_of(name, lane, generator)
     expected = tensors(op.function(*sample.args, **sample.kwargs))
     with torch.no_grad():
         found = tensors(op.function(*sample.args, **sample.kwargs))
@@ -141,9 +141,9 @@ def test_without_gradients(name, lane, generator):
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_backward_twice_and_nothing_is_overwritten(name, lane, generator):
-    op, sample, inputs = _made(name, lane, generator)
+    op, sample, inputs = case_of(name, lane, generator)
     before = [t.detach().clone() for t in tensors(sample.args)]
     loss = _loss(op, sample)
     first = torch.autograd.grad(3 * loss, inputs, retain_graph=True)
@@ -174,10 +174,10 @@ def test_garbage_where_nothing_counts(generator):
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("name", [n for n in FEW if n.split("-")[0] in ("distillation", "grpo")])
+@pytest.mark.parametrize("name", [n for n in ONE_OF_EACH if n.split("-")[0] in ("distillation", "grpo")])
 def test_fp16_of_many_tokens(name, lane, generator):
     """A token's share of the gradient is below fp16's range; a gradient scaler's factor still brings it back."""
-    op, sample, inputs = _made(name, lane, generator, (32, 1024, VOCAB), torch.float16)
+    op, sample, inputs = case_of(name, lane, generator, (32, 1024, VOCAB), torch.float16)
     scale = 2.0**14
     found = torch.autograd.grad(_loss(op, sample) * scale, inputs)
     wide = [t.detach().double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in sample.args]
@@ -191,16 +191,16 @@ def test_fp16_of_many_tokens(name, lane, generator):
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("name", [n for n in FEW if n.split("-")[0] in ("dpo", "kto", "grpo", "distillation")])
+@pytest.mark.parametrize("name", [n for n in ONE_OF_EACH if n.split("-")[0] in ("dpo", "kto", "grpo", "distillation")])
 def test_compiled(name, lane, generator):
     """No graph break, the same numbers, and a new batch does not recompile."""
     torch._dynamo.reset()
-    op, sample, inputs = _made(name, lane, generator)
+    op, sample, inputs = case_of(name, lane, generator)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(op.function, backend=counter, fullgraph=True, dynamic=True)
     counts = []
     for sizes in ((4, 5, VOCAB), (6, 7, VOCAB), (8, 3, VOCAB)):
-        op, sample, inputs = _made(name, lane, generator, sizes)
+        op, sample, inputs = case_of(name, lane, generator, sizes)
         found, expected = compiled(*sample.args, **sample.kwargs), op.function(*sample.args, **sample.kwargs)
         for a, b in zip(tensors(found), tensors(expected)):
             torch.testing.assert_close(a, b)

@@ -12,6 +12,7 @@ from harness import (
     Result,
     changed,
     check,
+    checked_inputs,
     few_sizes,
     forward,
     leaf,
@@ -20,7 +21,6 @@ from harness import (
     run,
     tensors,
     verify,
-    wanted,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,11 +105,11 @@ def test_input_used_elsewhere(lane, case, seed):
     op, options = case
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
     alone = run(op.function, sample, seed)
-    inputs = wanted(sample)
+    inputs = checked_inputs(sample)
     before = [t * 3 for t in inputs]
     outputs = forward(op.function, sample)
     after = [t * t for t in inputs]
-    pairs = [(o, g) for o, g in zip(outputs, alone.given) if g is not None]
+    pairs = [(o, g) for o, g in zip(outputs, alone.incoming) if g is not None]
     total = sum((o * g).sum() + (o * g).sum() for o, g in pairs) + sum(t.sum() for t in (*before, *after))
     for t, found, expected in zip(inputs, torch.autograd.grad(total, inputs), alone.gradients):
         torch.testing.assert_close(found, 2 * (0 if expected is None else expected) + 3 + 2 * t.detach())
@@ -124,16 +124,16 @@ def test_nothing_is_overwritten(lane, dtype, case, seed):
     outputs = forward(op.function, sample)
     seen = [o.detach().clone() for o in outputs]
     grads = output_grads(outputs, seed)
-    given = [None if g is None else g.clone() for g in grads]
+    grad_copies = [None if g is None else g.clone() for g in grads]
     pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None]
     outs, incoming = [o for o, _ in pairs], [g for _, g in pairs]
-    first = torch.autograd.grad(outs, wanted(sample), incoming, retain_graph=True, allow_unused=True)
+    first = torch.autograd.grad(outs, checked_inputs(sample), incoming, retain_graph=True, allow_unused=True)
     kept = [None if g is None else g.clone() for g in first]
-    second = torch.autograd.grad(outs, wanted(sample), incoming, allow_unused=True)
+    second = torch.autograd.grad(outs, checked_inputs(sample), incoming, allow_unused=True)
     for name, now, then in (
         ("input", inputs, copies),
         ("output", outputs, seen),
-        ("incoming gradient", grads, given),
+        ("incoming gradient", grads, grad_copies),
         ("gradient", first, kept),
         ("gradient of the first backward, by the second,", second, kept),
     ):
@@ -167,9 +167,9 @@ def test_each_gradient_alone(lane, case, seed):
     full = run(op.function, sample, seed)
     for i, t in enumerate(full.inputs):
         alone = changed(sample, torch.clone)
-        for j, other in enumerate(wanted(alone)):
+        for j, other in enumerate(checked_inputs(alone)):
             other.requires_grad_(j == i)
-        found = run(op.function, alone, grads=full.given)
+        found = run(op.function, alone, grads=full.incoming)
         check_same(found, t, full.gradients[i])
 
 
@@ -192,7 +192,7 @@ def test_without_gradients(lane, case, seed):
     with torch.no_grad():
         found = forward(op.function, sample)
     frozen = changed(sample, torch.clone)
-    for t in wanted(frozen):
+    for t in checked_inputs(frozen):
         t.requires_grad_(False)
     for a, b, c in zip(expected, found, forward(op.function, frozen)):
         assert not b.requires_grad and not c.requires_grad
@@ -262,7 +262,7 @@ def test_gradcheck(case, seed):
     op, options = case
     sizes = tuple(min(s, 3 + i) for i, s in enumerate(few_sizes(op)))
     sample = make(op, sizes, torch.float64, "cpu", seed, options)
-    inputs = wanted(sample)
+    inputs = checked_inputs(sample)
 
     def differentiable(function):
         def call(*_):
@@ -280,9 +280,9 @@ def test_forward_mode_is_refused(lane, op, seed):
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     places = [i for i, a in enumerate(sample.args) if isinstance(a, torch.Tensor) and a.requires_grad]
 
-    def function(*given):
+    def function(*inputs):
         args = list(sample.args)
-        for i, t in zip(places, given):
+        for i, t in zip(places, inputs):
             args[i] = t
         return op.function(*args, **sample.kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import changed, few_sizes, forward, make, output_grads, reference, run, tensors, verify, wanted
+from harness import changed, checked_inputs, few_sizes, forward, make, output_grads, reference, run, tensors, verify
 
 LOSSES = {
     "cross_entropy",
@@ -60,7 +60,7 @@ def test_edge(lane, op, edge, seed):
         verify(op, sample, seed)
     else:
         result = run(op.function, sample, seed)
-        exact = reference(op, sample, result.given, torch.Tensor.double)
+        exact = reference(op, sample, result.incoming, torch.Tensor.double)
         for got, expected in zip(result.bits(), exact.bits()):
             # A norm of one element has a gradient of almost zero, as the difference of terms up to 1 / sqrt(eps).
             torch.testing.assert_close(got.double(), expected.double(), rtol=1e-5, atol=1e-4)
@@ -81,7 +81,9 @@ def test_an_output_may_be_changed_in_place(lane, case, seed):
         output.logical_not_() if output.dtype is torch.bool else output.mul_(2)
     pairs = [(o, g / 2) for o, g in zip(outputs, grads) if g is not None]
     try:
-        found = torch.autograd.grad([o for o, _ in pairs], wanted(sample), [g for _, g in pairs], allow_unused=True)
+        found = torch.autograd.grad(
+            [o for o, _ in pairs], checked_inputs(sample), [g for _, g in pairs], allow_unused=True
+        )
     except RuntimeError as error:
         assert op.name in SAVED and "modified by an inplace operation" in str(error), error
     else:

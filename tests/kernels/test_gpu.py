@@ -6,7 +6,19 @@ import math
 
 import pytest
 import torch
-from harness import Result, changed, check, few_sizes, forward, make, output_grads, real_sizes, run, tensors, wanted
+from harness import (
+    Result,
+    changed,
+    check,
+    checked_inputs,
+    few_sizes,
+    forward,
+    make,
+    output_grads,
+    real_sizes,
+    run,
+    tensors,
+)
 
 pytestmark = [pytest.mark.unpoisoned]
 ON_GPU = pytest.mark.lanes("gpu")
@@ -22,7 +34,7 @@ def _cuda(lane) -> str:
 def test_no_host_synchronisation(lane, case, seed):
     op, options = case
     sample = make(op, few_sizes(op), torch.bfloat16, _cuda(lane), seed, options)
-    grads = run(op.function, sample, seed).given  # compiles, and fills every cache
+    grads = run(op.function, sample, seed).incoming  # compiles, and fills every cache
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -64,7 +76,7 @@ def test_other_stream(lane, op, seed):
     stream = module.Stream()
     stream.wait_stream(module.current_stream())
     with module.stream(stream):
-        found = run(op.function, sample, grads=expected.given)
+        found = run(op.function, sample, grads=expected.incoming)
     stream.synchronize()
     for a, b in zip(found.bits(), expected.bits()):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -109,7 +121,7 @@ def test_offsets_past_int32(lane, op, seed):
         pytest.skip("no option set of this op gives results of single rows to look at")
     sample = make(op, (rows, *sizes[1:]), torch.bfloat16, lane.device, seed, options)
     rows = sample.args[0].shape[0]
-    for t in wanted(sample):
+    for t in checked_inputs(sample):
         t.requires_grad_(t.shape[0] == rows)
     result = run(op.function, sample, seed)
 
@@ -118,9 +130,9 @@ def test_offsets_past_int32(lane, op, seed):
         return t if axis is None else t.narrow(axis, rows - 3, 3).clone()
 
     few = changed(sample, last)
-    given = [None if g is None else last(g) for g in result.given]
+    incoming = [None if g is None else last(g) for g in result.incoming]
     gradients = [None if g is None else last(g) for g in result.gradients]
-    found = Result([last(o) for o in result.outputs], given, wanted(few), gradients)
+    found = Result([last(o) for o in result.outputs], incoming, checked_inputs(few), gradients)
     del sample, result
     check(op, few, found)
 
@@ -139,7 +151,7 @@ def test_second_device(op, seed):
     sample = make(op, few_sizes(op), torch.bfloat16, f"{kind}:0", seed)
     expected = run(op.function, sample, seed)
     there = changed(sample, lambda t: t.to(f"{kind}:1"))
-    found = run(op.function, there, grads=[None if g is None else g.to(f"{kind}:1") for g in expected.given])
+    found = run(op.function, there, grads=[None if g is None else g.to(f"{kind}:1") for g in expected.incoming])
     for a, b in zip(found.bits(), expected.bits()):
         assert a.device.index == 1
         torch.testing.assert_close(a.to(b.device), b, rtol=0, atol=0, equal_nan=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import changed, few_sizes, forward, make, wanted
+from harness import changed, checked_inputs, few_sizes, forward, make
 
 from liger_hw.chunked_loss import LigerFusedLinearGRPOLoss, LigerFusedLinearSimPOLoss
 from liger_hw.kernels.embedding.embedding import liger_embedding
@@ -116,7 +116,7 @@ def test_what_counts_for_nothing_stays_zero(lane, dtype, seed, name, options, va
     def gradients(function, sample, value):
         outputs = [o for o in forward(function, sample) if o.requires_grad]
         incoming = [torch.full_like(o, value) for o in outputs]
-        return torch.autograd.grad(outputs, wanted(sample), incoming)
+        return torch.autograd.grad(outputs, checked_inputs(sample), incoming)
 
     ours = gradients(op.function, sample, value)
     plain = changed(sample, torch.Tensor.double)

@@ -30,7 +30,7 @@ def test_float64_is_right_to_float32_or_refused(op, seed):
             forward(op.function, sample)
         return
     result = run(op.function, sample, seed)
-    exact, float32 = oracle(op, sample, result.given), torch.finfo(torch.float32)
+    exact, float32 = oracle(op, sample, result.incoming), torch.finfo(torch.float32)
     n_terms = max(sample.reduction, sample.grad_reduction)
     for place, (found, expected) in enumerate(zip(result.bits(), exact.bits(), strict=True)):
         allowed = (4 * float32.eps + (8 + 4 * n_terms**0.5) * float32.eps / 2) * expected.double().norm()

@@ -29,7 +29,7 @@ def test_all_rows_ignored(lane, reduction, seed):
     sample = make(OP, SIZES, torch.float32, lane.device, seed, {"ignored": 1.1, "reduction": reduction})
     plain = run(OP.function, sample, seed)
     sample.kwargs["compact"] = True
-    found = run(OP.function, changed(sample, torch.clone), grads=plain.given)
+    found = run(OP.function, changed(sample, torch.clone), grads=plain.incoming)
     for a, b in zip(found.bits(), plain.bits()):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -76,12 +76,12 @@ def test_inside_a_captured_graph_every_row_is_computed(gpu, seed):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        run(OP.function, sample, grads=expected.given)
+        run(OP.function, sample, grads=expected.incoming)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     sample.kwargs["compact"] = True
     with torch.cuda.graph(graph):
-        captured = run(OP.function, sample, grads=expected.given)
+        captured = run(OP.function, sample, grads=expected.incoming)
     graph.replay()
     torch.cuda.synchronize()
     for a, b in zip(captured.bits(), expected.bits()):

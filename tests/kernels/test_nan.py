@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import few_sizes, make, reference, run, tensors, wanted
+from harness import checked_inputs, few_sizes, make, reference, run, tensors
 
 
 def _row(sample, rows):
@@ -25,12 +25,12 @@ def test_a_nan_is_never_lost(lane, case, seed):
     """In one element of the first input. The interpreter's maxima drop NaN as devices' do (tests/conftest.py)."""
     op, options = case
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
-    x = wanted(sample)[0]
+    x = checked_inputs(sample)[0]
     before = x.shape[:-1]
     with torch.no_grad():
         x[(*torch.unravel_index(torch.tensor(_row(sample, before.numel())), before), -1)] = float("nan")
     result = run(op.function, sample, seed)
-    exact = reference(op, sample, result.given, torch.clone)
+    exact = reference(op, sample, result.incoming, torch.clone)
     assert any(t.isnan().any() for t in exact.bits() if t.is_floating_point())
     for what, ours, theirs in (
         ("output", result.outputs, exact.outputs),

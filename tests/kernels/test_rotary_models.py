@@ -29,7 +29,7 @@ def _angles(generator, *shape):
 def _same(op: str, sample: Sample, theirs) -> None:
     """Our op and their function on the same tensors; theirs may compute in fp32."""
     ours = run(get_op(op).function, sample, 3)
-    expected = run(theirs, sample, grads=ours.given)
+    expected = run(theirs, sample, grads=ours.incoming)
     for found, wanted in zip(ours.bits(), expected.bits()):
         torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-6, atol=1e-6)
 
@@ -107,7 +107,7 @@ def test_llama4_vision(generator):
     angles = _angles(generator, 5, 1, 4)
     sample = Sample((q, k, torch.polar(torch.ones_like(angles), angles)))
     found = run(ours, sample, 3)
-    expected = run(_model("llama4").vision_apply_rotary_emb, sample, grads=found.given)
+    expected = run(_model("llama4").vision_apply_rotary_emb, sample, grads=found.incoming)
     for a, b in zip(found.bits(), expected.bits()):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-6, atol=1e-6)
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from harness import ONE_OF_A_FAMILY, Result, few_sizes, make, run, small_sizes, tensors, wanted
+from harness import ONE_OF_A_FAMILY, Result, checked_inputs, few_sizes, make, run, small_sizes, tensors
 
 ROWS = "n_rows n_tokens tokens rows batch batch_size seq_len".split()
 COUNTS = (5, 6, 8, 13, 32, 63)
@@ -91,7 +91,7 @@ def test_a_number_that_changes(lane, op, seed):
 def test_inside_a_model(lane, op, seed):
     """Between other operations, so that the compiler may not assume the layout of what comes in."""
     sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
-    first = wanted(sample)[0]
+    first = checked_inputs(sample)[0]
 
     def model(x):
         args = [torch.sin(x).transpose(-1, -2).contiguous().transpose(-1, -2) if a is first else a for a in sample.args]

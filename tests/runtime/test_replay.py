@@ -42,9 +42,9 @@ class Driver:
         self.kernel = lambda *pointers: None
 
     def find(self, plan, kernel, grid, args, flags, key):
-        def run(*given):
-            self.seen.append((kernel, *given))
-            self.kernel(*given[5:])
+        def run(*args):
+            self.seen.append((kernel, *args))
+            self.kernel(*args[5:])
 
         entry = plan.compiled[key] = run, ("head",), (*flags, "tunables")
         return entry
@@ -88,9 +88,9 @@ def inputs(rows=3, columns=64, dtype=torch.float32):
 def last(driver) -> tuple:
     """(grid and stream, pointers, the rest) of the last launch of rms_norm's forward: x, w, y, rstd of x, residual, w,
     b, y, sum, rstd; then numbers, of which the sixth is eps."""
-    _, *given = driver.seen[-1]
-    assert given[4] == "head"
-    return tuple(given[:4]), tuple(given[5:12][i] for i in (0, 2, 4, 6)), tuple(given[12:])
+    _, *args = driver.seen[-1]
+    assert args[4] == "head"
+    return tuple(args[:4]), tuple(args[5:12][i] for i in (0, 2, 4, 6)), tuple(args[12:])
 
 
 def pointers(*tensors) -> tuple:
@@ -103,7 +103,7 @@ def test_every_op_launches_again_what_its_launchers_launched(driver, case, seed,
     op, options = case
     monkeypatch.setattr(torch, "_assert_async", lambda *args: None)
     sample = make(op, few_sizes(op), torch.float32, "cpu", seed, options)
-    grads = run(op.function, sample, seed).given
+    grads = run(op.function, sample, seed).incoming
     own = {t.data_ptr() for t in tensors((sample.args, sample.kwargs, [g for g in grads if g is not None]))}
     registry.invalidate()
     rounds = []
@@ -178,9 +178,9 @@ def test_layouts_that_differ_are_recorded_apart(driver, asked):
         assert len(asked) == 2 * number
     for call in calls:
         y, rstd = norm(*call)
-        given = [None if t is None else t.data_ptr() for t in call[:2]]
+        pointers_in = [None if t is None else t.data_ptr() for t in call[:2]]
         _, found, rest = last(driver)
-        assert found == (*given, *pointers(y, rstd)) and y.dtype is call[0].dtype
+        assert found == (*pointers_in, *pointers(y, rstd)) and y.dtype is call[0].dtype
         assert rest[0] == call[0].stride(0) and rest[5] == (call[2] if len(call) > 2 else 1e-6)
     assert len(asked) == 2 * len(calls)
 
@@ -383,7 +383,7 @@ def test_multi_token_attention_repeats_all_but_its_convolutions(driver, seed):
     """Channels last, as in 16 bits on the device: a softmax, a fill, and their gradients, with the sum for the bias."""
     op = registry.get_op("multi_token_attention")
     sample = make(op, (1, 8, 8), torch.bfloat16, "cpu", seed)
-    grads = run(op.function, sample, seed).given
+    grads = run(op.function, sample, seed).incoming
     for _ in range(2):
         run(op.function, sample, seed, grads)
     assert len(registry.replay_cache) == 5 and {type(kept) for kept in registry.replay_cache.values()} == {tuple}
@@ -645,7 +645,7 @@ def test_recorded_calls_give_the_same_bits(lane, case, seed, clean_registry, mon
     # as many channels as can be last in memory
     sizes = (1, 9, 8) if op.name == "multi_token_attention" else few_sizes(op)
     first = make(op, sizes, torch.bfloat16, lane.device, seed, options)
-    grads = run(op.function, first, seed).given
+    grads = run(op.function, first, seed).incoming
 
     def all_of_them():
         found, stream = [], module.Stream()
