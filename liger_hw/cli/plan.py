@@ -13,7 +13,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..text import fold, json_text, table
-from . import UsageError, told
+from . import told
 from .arguments import A_MODEL, dtype_name, positive, share, tokens
 
 if TYPE_CHECKING:
@@ -49,14 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-MOST_TOKENS = 1 << 31
-"""Of a step: a device that holds so many hidden states has terabytes, and a head is planned chunk by chunk."""
-
-
 def run(arguments: argparse.Namespace) -> int:
-    tokens_a_step = arguments.batch * arguments.seq
-    if tokens_a_step > MOST_TOKENS:
-        raise UsageError(f"plan: --batch x --seq is {tokens_a_step} tokens in a step; at most {MOST_TOKENS}")
     from ..recompute.levels import DEFAULT, level_of_each
 
     with told("plan"):

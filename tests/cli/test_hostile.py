@@ -10,7 +10,7 @@ import pytest
 
 from liger_hw import registry
 from liger_hw.autotune import lock, store, tables
-from liger_hw.cli import check, main
+from liger_hw.cli import main
 from liger_hw.recompute import planner
 from tests.autotune.fakes import H200, entry, tunable
 
@@ -55,12 +55,6 @@ def test_plan_refuses_more_layers_and_more_memory_than_there_are(capsys):
     assert code == 2 and f"at most {planner.MOST_LAYERS}" in err
     code, _, err = said(capsys, *words, "--memory", f"{'9' * 400}GiB")
     assert code == 2 and "is no size" in err
-
-
-def test_check_refuses_so_many_modules_that_it_would_never_end(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 10**9}))
-    code, _, err = said(capsys, "check", str(tmp_path))
-    assert code == 2 and f"at most {check.MOST_MODULES}" in err
 
 
 @pytest.mark.parametrize("architectures", [5, [1, None], ["pipeline"], ["set_seed", "Trainer"]])
