@@ -14,9 +14,7 @@ cpu) calls are timed as they are, to try the script.
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -27,22 +25,13 @@ from liger_hw.bench.floors import floor_words
 from liger_hw.bench.inputs import Inputs, Work
 from liger_hw.bench.ops import SETTLE_MS
 from liger_hw.bench.timing import Calls, Meter, Replay, interleave
-from liger_hw.cli import UsageError
-from liger_hw.cli.arguments import positive, seconds, usable_device
+from liger_hw.cli.arguments import positive, seconds
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
 TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)
 VOCABULARIES = (262144, 151936, 131072, 128256, 128001, 50257, 32768, 32000, 4093, 1000)
 SLOW, BURST = 20.0, 30.0
 """ms: a call whose start from Python does not count; the calls that count after each SETTLE_MS, twice a point"""
-
-
-def part(text: str) -> tuple[int, int]:
-    """argparse type: `0/4` -> (0, 4), the first of four parts."""
-    first, _, count = text.partition("/")
-    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4 for four processes")
-    return int(first), int(count)
 
 
 def work_of(call: Callable[[], Any]) -> Work:
@@ -96,33 +85,14 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, meter: Meter)
     }
 
 
-def write(path: str, data: bytes) -> None:
-    """Into that file. Raises `UsageError` where it cannot be written."""
-    try:
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise UsageError(f"head_sweep.py: cannot write {path}: {error.strerror}") from None
-
-
 def sweep(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    index, parts = options.part
+    index, parts = map(int, options.part.split("/"))
     meter = Meter(options.device)
     device, on_gpu = meter.device, meter.module is not None
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    found: dict[str, Any] = {
-        "hidden": options.hidden,
-        "dtype": str(dtype),
-        "torch": torch.__version__,
-        "points": [],
-        "left_out": [],
-    }
-    found["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
-
-    def store() -> None:
-        write(options.out, (json.dumps(found, indent=1) + "\n").encode())
-
-    store()  # refuses before anything is measured; an older run's points are not taken for this one's
+    run: dict[str, Any] = {"hidden": options.hidden, "dtype": str(dtype), "torch": torch.__version__}
+    run |= {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "points": [], "left_out": []}
     generator = torch.Generator(device).manual_seed(0)
     states = torch.randn(max(options.tokens), options.hidden, generator=generator, device=device, dtype=dtype)
     for vocab in options.vocabularies[index::parts]:
@@ -131,16 +101,16 @@ def sweep(options: argparse.Namespace) -> int:
         )
         for tokens in options.tokens:
             if time.perf_counter() - began > options.seconds:
-                found["left_out"].append([tokens, vocab])
+                run["left_out"].append([tokens, vocab])
                 continue
-            found["points"].append(point(tokens, weight, states, meter))
+            run["points"].append(point(tokens, weight, states, meter))
             meter.forget()
-        row = " ".join(f"{p['tokens']}:{p['share']:.0%}" for p in found["points"] if p["vocab"] == vocab)
+        row = " ".join(f"{p['tokens']}:{p['share']:.0%}" for p in run["points"] if p["vocab"] == vocab)
         print(f"{vocab:7} words, share of the floor by tokens: {row}", flush=True)
-        store()
-    summary(found["points"])
-    if found["left_out"]:
-        print(f"left out after {options.seconds:g} s (tokens, vocabulary): {found['left_out']}")
+        Path(options.out).write_text(json.dumps(run, indent=1) + "\n")
+    summary(run["points"])
+    if run["left_out"]:
+        print(f"left out after {options.seconds:g} s (tokens, vocabulary): {run['left_out']}")
     print(f"{time.perf_counter() - began:.0f} s")
     return 0
 
@@ -164,23 +134,13 @@ def summary(points: list[dict[str, Any]]) -> None:
         )
 
 
-def read(name: str) -> dict[str, Any]:
-    """What a plot takes of a file that --out wrote. Raises `UsageError` for another file."""
-    try:
-        run = json.loads(Path(name).read_text())
-        return {key: run[key] for key in ("hidden", "device", "points")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"head_sweep.py: {name} is not what --out wrote: {error!r}") from None
-
-
 def plot(target: str, files: list[str]) -> int:
-    runs = [read(name) for name in files]
-
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    runs = [json.loads(Path(name).read_text()) for name in files]
     points = [p for run in runs for p in run["points"]]
     figure, (times, shares) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for vocab in sorted({p["vocab"] for p in points}):
@@ -198,8 +158,7 @@ def plot(target: str, files: list[str]) -> int:
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.3)
     figure.suptitle(f"Fused linear cross entropy, hidden size {runs[0]['hidden']}, {runs[0]['device']}", fontsize=10)
-    figure.savefig(png := io.BytesIO(), dpi=100, format="png")
-    write(target, png.getvalue())
+    figure.savefig(target, dpi=100)
     summary(sorted(points, key=lambda p: (p["vocab"], p["tokens"])))
     return 0
 
@@ -209,9 +168,7 @@ def main() -> int:
     parser.add_argument("--out", help="write the points here")
     parser.add_argument("--plot", metavar="PNG", help="draw the files given instead of measuring")
     parser.add_argument("files", nargs="*", help="for --plot: what --out wrote")
-    parser.add_argument(
-        "--part", type=part, default="0/1", metavar="I/N", help="every N-th vocabulary from the I-th on (default all)"
-    )
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th vocabulary from the I-th on (all)")
     parser.add_argument(
         "--seconds", type=seconds, default=100.0, help="no further point is begun after this (default 100)"
     )
@@ -224,18 +181,7 @@ def main() -> int:
     options = parser.parse_args()
     if bool(options.plot) != bool(options.files) or bool(options.plot) == bool(options.out):
         parser.error("--out FILE, or --plot PNG FILE...")
-    if missing := [name for name in options.files if not Path(name).is_file()]:
-        parser.error(f"no such file: {', '.join(missing)}")
-    if options.plot and not options.plot.endswith(".png"):
-        parser.error(f"--plot draws a PNG, and {options.plot} does not end in .png")
-    try:
-        if options.plot:
-            return plot(options.plot, options.files)
-        usable_device("head_sweep.py", options.device)
-        return sweep(options)
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return plot(options.plot, options.files) if options.plot else sweep(options)
 
 
 if __name__ == "__main__":

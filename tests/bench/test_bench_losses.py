@@ -22,8 +22,6 @@ from liger_hw.bench.timing import Meter
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 pytestmark = pytest.mark.cpu
-ONE_POINT = ["--hidden", "8", "--tokens", "1", "--vocabularies", "50", "--device", "cpu"]
-ONE_RUN = {"hidden": 8, "device": "cpu", "points": [{"vocab": 50, "tokens": 1, "ms": 1.0, "share": 0.5}]}
 
 
 @pytest.fixture
@@ -160,75 +158,18 @@ def test_a_first_call_is_timed_in_a_process_of_its_own(tmp_path):
     assert all(one["first_s"] > 0 and one["second_s"] > 0 for one in runs)
 
 
-def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script):
+def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     out, png = tmp_path / "sweep.json", tmp_path / "sweep.png"
     module = script("head_sweep")
     tiny = ["--device", "cpu", "--hidden", "8", "--tokens", "1", "9", "--vocabularies", "50", "77"]
-    text = run(str(BENCHMARKS / "head_sweep.py"), *tiny, "--out", str(out))
+    monkeypatch.setattr(sys, "argv", ["head_sweep.py", *tiny, "--out", str(out)])
+    assert module.main() == 0
+    text = capsys.readouterr().out
     assert "least share" in text and "largest fall" in text
     points = json.loads(out.read_text())["points"]
     assert [(p["vocab"], p["tokens"]) for p in points] == [(50, 1), (50, 9), (77, 1), (77, 9)]
     assert module.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--tokens", "0"], "'0' is not a positive"),
-        (["--tokens=-1"], "'-1' is not a positive"),
-        (["--tokens"], "at least one"),
-        (["--vocabularies", "8", "0"], "'0' is not a positive"),
-        (["--hidden", "0"], "'0' is not a positive"),
-        (["--seconds", "inf"], "'inf' is not a positive"),
-        (["--part", "1/1"], "'1/1' is no part"),
-        (["--device", "foo"], "cannot use --device foo"),
-        (["--out", "nowhere/sweep.json"], "cannot write nowhere/sweep.json"),
-        (["--out", "."], "cannot write .: Is a directory"),
-        (["--out", "/proc/sweep.json"], "cannot write /proc/sweep.json"),
-        (["nothing.json"], "--plot PNG FILE"),
-    ],
-    ids=str,
-)
-def test_the_sweep_refuses_before_it_measures(words, said, script, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    module = script("head_sweep")
-    monkeypatch.setattr(module, "point", lambda *_: pytest.fail("measured"))
-    assert ended(module, monkeypatch, ["--out", "sweep.json", *ONE_POINT, *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-def ended(module, monkeypatch, words):
-    """The status that script ends with."""
-    monkeypatch.setattr(sys, "argv", ["head_sweep.py", *words])
-    try:
-        return module.main()
-    except SystemExit as stop:
-        return stop.code
-
-
-def test_an_empty_part_leaves_no_points_of_an_older_run(script, monkeypatch, tmp_path):
-    (out := tmp_path / "sweep.json").write_text('{"points": ["an older run\'s"]}')
-    assert ended(script("head_sweep"), monkeypatch, ["--out", str(out), *ONE_POINT, "--part", "1/2"]) == 0
-    assert json.loads(out.read_text())["points"] == []
-
-
-@pytest.mark.parametrize(
-    "png, content, said",
-    [
-        ("x.png", "no JSON", "sweep.json is not what --out wrote: JSONDecodeError"),
-        ("x.png", "{}", "sweep.json is not what --out wrote: KeyError"),
-        (".", "{}", ". does not end in .png"),
-        ("folder.png", json.dumps(ONE_RUN), "cannot write folder.png: Is a directory"),
-    ],
-)
-def test_the_plot_refuses(png, content, said, script, monkeypatch, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    Path("folder.png").mkdir()
-    Path("sweep.json").write_text(content)
-    assert ended(script("head_sweep"), monkeypatch, ["--plot", png, "sweep.json"]) == 2
-    assert said in capsys.readouterr().err and not Path("x.png").exists()
 
 
 def test_the_sweep_replays_short_calls_and_runs_slow_ones(monkeypatch, script):
