@@ -16,7 +16,7 @@ from liger_hw.backends import known_target
 
 SECONDS = 60
 OPS = ("rms_norm", "swiglu", "softmax", "cross_entropy")
-PATIENCE = 20
+PATIENCE = 120
 
 
 def attempt(chance: random.Random, folder: Path) -> str:
