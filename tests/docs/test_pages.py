@@ -106,6 +106,7 @@ def test_python_runs(page, tiny, patches_taken_back, request):
 
     namespace = dict(tiny, liger_hw=liger_hw)
     if page.name == "distributed.md":
+        request.getfixturevalue("clean_registry")  # it tunes for what was missed, which is not to be by other tests
         namespace |= given_on_a_rank(tiny, request.getfixturevalue("one_rank"))
     if page.name == "losses.md":
         namespace |= given_to_losses(tiny)

@@ -5,7 +5,9 @@ Not in conftest.py: a run of several folders has several modules of that name, a
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.util
+import sys
 
 import torch
 import transformers
@@ -42,10 +44,18 @@ class Family:
         self.mlp = getattr(self.modeling, f"{prefix}MLP")
         self.attention = getattr(self.modeling, f"{prefix}Attention")
 
-    def model(self, seed=0, **changes):
+    @functools.cached_property
+    def untouched(self):
+        """The causal LM of a second copy of the family's module, which no patch of its classes reaches."""
+        spec = importlib.util.spec_from_file_location(f"{self.modeling.__name__}_untouched", self.modeling.__file__)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, self.causal_lm.__name__)
+
+    def model(self, seed=0, cls=None, **changes):
         """A tiny model in training mode, weights drawn from `seed` and large enough that logits differ clearly."""
         torch.manual_seed(seed)
-        model = self.causal_lm(self.config_class(**{**SIZES, **changes})).train()
+        model = (cls or self.causal_lm)(self.config_class(**{**SIZES, **changes})).train()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)

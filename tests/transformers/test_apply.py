@@ -120,6 +120,7 @@ def test_auto_model(tmp_path):
     torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.daily(name="llama")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_patched_and_unpatched_learn_alike(name):
     spec = specs()[name]

@@ -12,44 +12,17 @@ SCOPES = ("classes", "instance")
 
 @pytest.fixture(params=SCOPES)
 def patched(request, family):
-    """patched(**model changes) -> (patched model, unpatched model) of equal weights. Class scope: the unpatched model's
-    results are taken through `unpatched_arm`, outside the patch."""
+    """patched(**model changes) -> (patched model, unpatched model) of equal weights."""
     reports = []
 
     def make(options=None, **changes):
-        model, reference = family.model(**changes), family.model(**changes)
-        if request.param == "instance":
-            reports.append(family.apply(model=model, **(options or {})))
-            return model, reference
-        return model, _Unpatched(family, reference, options or {}, reports)
+        model = family.model(**changes)
+        reports.append(family.apply(model=model if request.param == "instance" else None, **(options or {})))
+        return model, family.model(cls=family.untouched, **changes)
 
     yield make
     for report in reports:
         report.revert()
-
-
-class _Unpatched:
-    """A model that runs with the class patch taken off, and puts it on again afterwards."""
-
-    def __init__(self, family, model, options, reports):
-        self.family, self.model, self.options, self.reports = family, model, options, reports
-        self.reports.append(family.apply(**options))
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def __call__(self, *args, **kwargs):
-        return self._off(self.model, *args, **kwargs)
-
-    def generate(self, *args, **kwargs):
-        return self._off(self.model.generate, *args, **kwargs)
-
-    def _off(self, function, *args, **kwargs):
-        self.reports.pop().revert()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.reports.append(self.family.apply(**self.options))
 
 
 def test_training_step(patched, batch, calls, same_step):
