@@ -154,7 +154,7 @@ class DeferredLogits:
             return replay(self.materialise())
         derived = DeferredLogits(
             self._head,
-            of_hidden(self.hidden_states()),
+            of_hidden(self._hidden),
             self._surroundings,
             changed.get("dtype", self.dtype),
             scale=changed.get("scale", self._scale),
@@ -178,8 +178,8 @@ class DeferredLogits:
     def materialise(self) -> torch.Tensor:
         """The logits as a plain tensor [..., vocab_size]; computed once.
 
-        Raises `GradientWouldBeLost` inside an autograd.Function's forward, `RuntimeError` once `forget` was called or
-        when what they would be computed from has changed since `leave`.
+        Raises `GradientWouldBeLost` inside an autograd.Function's forward, `RuntimeError` when what they
+        would be computed from has changed since `leave`.
         """
         self._check_gradient()
         if self._logits is None:
@@ -208,14 +208,10 @@ class DeferredLogits:
                 logits.materialise()
 
     def leave(self) -> None:
-        """The forward ends, and from now on a program may change what the logits would be computed from.
-
-        They stay deferred until backward begins.
-        """
+        """The forward ends, and from now on a program may change what the logits would be computed from."""
         root = self._chain()[-1]
         if root._left_with is None:
             root._left_with = [_Held.of(t) for t in self.computed_from()]
-        self._head.kept.append(weakref.ref(self))
 
     def detached_twin(self) -> "DeferredLogits":
         """The same logits, computed on their own, with a graph that begins at `leaves`.
@@ -252,7 +248,6 @@ class DeferredLogits:
 
     def check_unchanged(self) -> None:
         """Refuse to be computed from weights or hidden states that have changed since `leave`."""
-        self.hidden_states()
         before = self._chain()[-1]._left_with
         if before is None:
             return
@@ -264,18 +259,9 @@ class DeferredLogits:
                 "or call the model with skip_logits=False"
             )
 
-    def forget(self) -> None:
-        """Let go of the hidden states: backward has begun, and they are the largest thing that would outlive it."""
-        for item in self._chain():
-            item._hidden = item._given = item._left_with = None
-
-    def hidden_states(self) -> torch.Tensor:
-        """What the head was called with, sliced and reshaped as the logits were; raises once they are forgotten."""
-        if self._hidden is None:
-            raise RuntimeError(
-                "liger_hw: the logits of this step were never computed, and backward has released what they would be "
-                "computed from; read outputs.logits before backward(), or call the model with skip_logits=False"
-            )
+    @property
+    def hidden(self) -> torch.Tensor:
+        """What the head was called with, sliced and reshaped as the logits were."""
         return self._hidden
 
     def _check_gradient(self) -> None:

@@ -109,7 +109,6 @@ class OutputHead:
     `predicted_tokens`, the index of each row's largest logit; `found` has them after the loss
     counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
     products of a loss that has at most `rows` rows, the number of labels
-    kept: deferred logits that outlive the forward in its outputs; when backward begins they let their hidden states go
     called, computed, asked: whether the head was called, whether its logits were computed, and whether a loss was asked
     for that could have taken hidden states
     """
@@ -124,7 +123,6 @@ class OutputHead:
     ) -> None:
         self.module, self.fused, self.wants, self.counted, self.rows = module, fused, wants, counted, rows
         self.access: Access | None = None
-        self.kept: list[weakref.ref[DeferredLogits]] = []
         self.found: dict[str, torch.Tensor] = {}
         self.called = self.computed = self.asked = False
 
@@ -210,9 +208,7 @@ class OutputHead:
         """The same from hidden states and weight, or None where it is not computed so."""
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
-        return self.access.run(
-            lambda x, *weights: self._fused(logits, x, *weights, target, options), logits.hidden_states()
-        )
+        return self.access.run(lambda x, *weights: self._fused(logits, x, *weights, target, options), logits.hidden)
 
     def _is_left_to_torch(self, logits: DeferredLogits) -> bool:
         whole = self.access is None or self.access.mesh is None
@@ -271,9 +267,6 @@ class OutputHead:
                 group = self.access.group
                 result = liger_fused_linear_cross_entropy_tp(hidden, weight, target, group, **settings)
         loss = self._loss_of(result)
-        if loss.requires_grad and not torch.compiler.is_compiling():
-            forget = functools.partial(_forget, self.kept)
-            loss.register_hook(torch.utils.hooks.unserializable_hook(forget))  # nothing that a saved loss lacks
         if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
             return loss
         return loss.to(logits.dtype)
@@ -283,13 +276,6 @@ class OutputHead:
             return result
         self.found = {name: getattr(result, name) for name in self.wants}
         return result.loss
-
-
-def _forget(kept: list[weakref.ref[DeferredLogits]], _: torch.Tensor) -> None:
-    for held in kept:
-        logits = held()
-        if logits is not None:
-            logits.forget()
 
 
 @torch.compiler.assume_constant_result

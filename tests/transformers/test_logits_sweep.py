@@ -64,7 +64,7 @@ def assert_same(models: tuple, program: Callable[[Any], Any]) -> None:
     for tensor, other in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.isfinite(), other.isfinite()) and torch.equal(tensor.isnan(), other.isnan())
         difference = (tensor - other).nan_to_num(0.0, 0.0, 0.0).norm()
-        assert difference <= 1e-6 * other.nan_to_num(0.0, 0.0, 0.0).norm() + 1e-9  # its own loss is computed in fp32
+        assert difference <= 1e-4 * other.nan_to_num(0.0, 0.0, 0.0).norm() + 1e-9  # norms and its loss are fp32 there
 
 
 def backward(value: torch.Tensor) -> torch.Tensor:
@@ -75,14 +75,10 @@ def backward(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _after(loss: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return backward(loss), backward(value)
-
-
 USES: dict[str, Callable[[Any, Callable], Any]] = {
     "alone": lambda out, f: backward(f(out.logits)),
     "added to the loss": lambda out, f: backward(f(out.logits) + out.loss),
-    "after the loss's backward": lambda out, f: _after(out.loss, f(out.logits)),
+    "after the loss's backward": lambda out, f: (backward(out.loss), backward(f(out.logits))),
     "before the loss's backward": lambda out, f: (backward(f(out.logits)), backward(out.loss)),
     "twice": lambda out, f: (backward(f(out.logits)), backward(f(out.logits))),
     "read before": lambda out, f: (out.logits + 0, backward(f(out.logits)))[1],
@@ -312,10 +308,3 @@ def test_programs(models, name):
         if "in place" in name and use in (USES["twice"], USES["before the loss's backward"], USES["read before"]):
             continue  # the second use would see the first one's change
         assert_same(models, lambda out, use=use: use(out, PROGRAMS[name]))
-
-
-def test_logits_that_backward_has_released_say_so(models):
-    outputs = models[1](input_ids=IDS, labels=IDS)
-    outputs.loss.backward()
-    with pytest.raises(RuntimeError, match="read outputs.logits before backward"):
-        outputs.logits + 0
