@@ -366,9 +366,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             agreement.at_first_step(self, patched_parts)
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
-        if labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None:
-            labels = kwargs["labels"] = kwargs["shift_labels"]
-        if labels is None:
+        shifted_alone = labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None
+        if labels is None and not shifted_alone:
             return original(self, *args, **kwargs)
         head_is_at = path_of_head(self)
         if not head_is_at:
@@ -376,6 +375,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         module = _at(self, head_is_at)
         if type(module) is OutputHead:  # called by the patched forward of a subclass or of a model around this one
             return original(self, *args, **kwargs)
+        if shifted_alone:
+            labels = kwargs["labels"] = kwargs["shift_labels"]
         # transformers' pipeline parallelism takes the last stage's logits and sends them to every rank
         trains = self.training and not getattr(self, "_pp_forward_wrapped", False)
         skip = fused and (trains and not inside_a_function() if skip_logits is None else bool(skip_logits))

@@ -199,9 +199,7 @@ def test_logits_that_outlive_a_forward(mistral, batch):
     torch.testing.assert_close(copy.deepcopy(model(**batch, skip_logits=False).logits.detach()), expected.detach())
     later = model(**batch)
     later.loss.backward()
-    with pytest.raises(RuntimeError, match="read outputs.logits before backward"):
-        later.logits.argmax(-1)
-    assert later.logits.shape == expected.shape
+    torch.testing.assert_close(later.logits.detach(), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 # -- models around models, odd forwards ------------------------------------------------------------------------------
