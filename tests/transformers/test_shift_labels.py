@@ -41,13 +41,16 @@ def trained(model, ids, labels):
 def test_both_labels_train_as_they_do_unpatched(class_name):
     if not hasattr(transformers, class_name):
         pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
-    own = {"decoder_start_token_id": 1} if class_name in SEQ2SEQ else {}
-    model = tiny_model(getattr(transformers, class_name), **own)
+    sizes = {"decoder_start_token_id": 1} if class_name in SEQ2SEQ else {}
+    model = tiny_model(getattr(transformers, class_name), **sizes)
     ids = torch.randint(5, 60, (2, 10), generator=torch.Generator().manual_seed(1))
     labels = torch.cat([ids.new_full((2, 3), -100), ids[:, 3:]], dim=1)
     shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
     pairs = {"labels": labels, "shift_labels": shifted}, {"labels": shifted, "shift_labels": labels}
-    expected = [trained(model, ids, both) for both in pairs]
+    try:
+        expected = [trained(model, ids, both) for both in pairs]
+    except (RuntimeError, TypeError) as error:  # transformers 4 passes shift_labels on in few families
+        pytest.skip(f"the unpatched model does not train so: {error}")
     with liger_hw.patch(model, **LOSS_ALONE):
         for both, figures in zip(pairs, expected):
             torch.testing.assert_close(trained(model, ids, both), figures, rtol=1e-3, atol=1e-6)
