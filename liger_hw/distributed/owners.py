@@ -367,6 +367,12 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def head_width(linear: nn.Linear) -> int:
+    """Length of the last dimension of a linear head's logits: its weight's, whatever `out_features` says."""
+    shape = whole_shape(linear.weight)
+    return shape[0] if len(shape) == 2 else linear.out_features  # FSDP1 leaves a part of a flat parameter there
+
+
 def forgotten(module: nn.Module) -> list[str]:
     """Names of parameters that FSDP1 flattened and `learn` did not see, because it was not given the wrapped model.
 

@@ -184,8 +184,7 @@ class DeferredLogits:
         self._check_gradient()
         if self._logits is None:
             if self._parent is None:
-                self.hidden_states()
-                self._check_unchanged()
+                self.check_unchanged()
                 if self._is_detached:
                     self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in self.computed_from()]
                     self._logits = self._head.detached_logits(self._leaves, self._surroundings)
@@ -244,18 +243,21 @@ class DeferredLogits:
         return chain
 
     def computed_from(self) -> list[torch.Tensor]:
-        """The hidden states that the head was called with, and the head's parameters."""
-        return [self._chain()[-1]._given, *self._head.parameters()]
+        """Of a head that is fused: the hidden states that it was called with, and its weights."""
+        return [self._chain()[-1]._given, *self._head.weights()]
 
     def has_gradient(self) -> bool:
         """Whether the logits, once computed, require a gradient."""
         return self._surroundings.grad and self._head.has_gradient(self._hidden)
 
-    def _check_unchanged(self) -> None:
-        if self._left_with is None:
+    def check_unchanged(self) -> None:
+        """Refuse to be computed from weights or hidden states that have changed since `leave`."""
+        self.hidden_states()
+        before = self._chain()[-1]._left_with
+        if before is None:
             return
         now = [_Held.of(t) for t in self.computed_from()]
-        if len(now) != len(self._left_with) or not all(map(_Held.is_as, self._left_with, now)):
+        if len(now) != len(before) or not all(map(_Held.is_as, before, now)):
             raise RuntimeError(
                 "liger_hw: the logits of this step were never computed, and the weights or hidden states that they "
                 "would be computed from have changed since; read outputs.logits before that (before optimizer.step()), "
@@ -304,18 +306,20 @@ class DeferredLogits:
     ) -> torch.Tensor:
         """`torch.nn.functional.cross_entropy` of these logits, arguments as there, by our kernels where they apply."""
         self._check_gradient()
-        rows = len(self._leading) == 1 and isinstance(target, torch.Tensor) and target.dim() == 1
-        if rows and target.dtype == torch.int64 and size_average is None and reduce is None:
-            options = {
-                "weight": weight,
-                "ignore_index": ignore_index,
-                "reduction": reduction,
-                "label_smoothing": label_smoothing,
-            }
+        options = {
+            "weight": weight,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+        }
+        if self.is_rows_for(target) and size_average is None and reduce is None:
             return self._head.cross_entropy(self, target, options)
-        return F.cross_entropy(
-            self.materialise(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
+        return F.cross_entropy(self.materialise(), target, size_average=size_average, reduce=reduce, **options)
+
+    def is_rows_for(self, target: Any) -> bool:
+        """Whether these are [n, vocab], and `target` the number of a class for each row."""
+        is_row = isinstance(target, torch.Tensor) and target.dim() == 1 and target.dtype == torch.int64
+        return is_row and len(self._leading) == 1
 
     # -- recorded ----------------------------------------------------------------------------------------------------
 

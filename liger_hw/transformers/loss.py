@@ -24,7 +24,7 @@ from torch import nn
 
 from ..autotune import compile_ahead
 from ..distributed import agreement
-from ..distributed.owners import Access, find_access, hooks_of
+from ..distributed.owners import Access, find_access, head_width, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
 from ..text import first_line
@@ -148,7 +148,10 @@ class OutputHead:
     @property
     def vocab_size(self) -> int | None:
         """Length of the logits' last dimension, or None when only computing them tells."""
-        return getattr(self.module, "out_features", None)
+        linear = self.module if self.access is None else self.access.linear
+        if self.access is not None or type(linear) is nn.Linear:
+            return head_width(linear)
+        return getattr(linear, "out_features", None)
 
     def is_whole(self) -> bool:
         """Whether one rank alone can compute logits after the forward: the weight is neither gathered nor split."""
@@ -178,27 +181,42 @@ class OutputHead:
         with surroundings.restored():
             return self.module(hidden)
 
+    def weights(self) -> list[nn.Parameter]:
+        """Of a head that is fused: the parameters of the linear layer that was in use when it was called."""
+        return list(self.access.linear.parameters())
+
     def detached_logits(self, leaves: list[torch.Tensor], surroundings: Surroundings) -> torch.Tensor:
-        """Its answer, computed from copies without a graph of the hidden states and of its parameters in order."""
+        """The answer of that layer, computed from copies without a graph of the hidden states and of `weights`."""
         hidden, *weights = leaves
-        names = [name for name, _ in self.module.named_parameters()]
+        linear = self.access.linear
+        names = [name for name, _ in linear.named_parameters()]
         with surroundings.restored():
-            return torch.func.functional_call(self.module, dict(zip(names, weights)), (hidden,))
+            return torch.func.functional_call(linear, dict(zip(names, weights)), (hidden,))
 
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
         self.asked = True
-        whole = self.access is None or self.access.mesh is None
-        if whole and not self.wants and keeps_own_code(logits):
-            return torch.nn.functional.cross_entropy(logits.materialise(), target, **options)
-        if self._can_fuse(logits, options):
-            return self.access.run(
-                lambda x, *weights: self._fused(logits, x, *weights, target, options), logits.hidden_states()
-            )
+        loss = self.fused_loss(logits, target, options)
+        if loss is not None:
+            return loss
+        computed = logits.materialise()
+        if self._is_left_to_torch(logits):
+            return torch.nn.functional.cross_entropy(computed, target, **options)
         from .functional import liger_cross_entropy
 
-        result = liger_cross_entropy(logits.materialise(), target, **self._more(), **options)
-        return self._loss_of(result)
+        return self._loss_of(liger_cross_entropy(computed, target, **self._more(), **options))
+
+    def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
+        """The same from hidden states and weight, or None where it is not computed so."""
+        if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
+            return None
+        return self.access.run(
+            lambda x, *weights: self._fused(logits, x, *weights, target, options), logits.hidden_states()
+        )
+
+    def _is_left_to_torch(self, logits: DeferredLogits) -> bool:
+        whole = self.access is None or self.access.mesh is None
+        return whole and not self.wants and keeps_own_code(logits)
 
     def _more(self) -> dict[str, bool]:
         return {f"return_{name}": True for name in self.wants}
@@ -389,7 +407,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             known_loss = of_transformers and _has_its_own_loss(self)
             if known_loss:  # another loss may count what the labels ignore
                 # before the model runs, so that the copy to the host has arrived when the loss asks for it
-                counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
+                shifted = kwargs.get("shift_labels")  # which some families' forward takes and does not use
+                counted = CountedRows(labels if shifted is None else (labels, shifted))
         head = OutputHead(module, fused and skip, wants, counted, rows)
         try:
             with compile_ahead.during_first_forward(self.config, labels.device) if skip else contextlib.nullcontext():

@@ -140,14 +140,34 @@ class OutputLogits(torch.Tensor):
         return self._plain
 
     @torch.compiler.disable
-    def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`torch.nn.functional.cross_entropy` of these logits; computes them where a hook waits for their gradient."""
-        if not self.is_deferred or self._is_watched():
-            return F.cross_entropy(self.materialise(), *args, **kwargs)
-        needs_grad, _ = self._place()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
-            loss = self._logits.cross_entropy(*args, **kwargs)
-            return _Beside.apply(loss, self) if self._is_moved() else loss
+    def cross_entropy(
+        self,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        """`torch.nn.functional.cross_entropy` of these logits: from the hidden states where the fused loss takes its
+        arguments and no hook waits for the logits' gradient."""
+        options = {
+            "weight": weight,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+        }
+        legacy = {"size_average": size_average, "reduce": reduce}
+        is_default = size_average is None and reduce is None
+        if is_default and self.is_deferred and not self._is_watched() and self._logits.is_rows_for(target):
+            needs_grad, _ = self._place()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
+                self._logits.check_unchanged()
+                loss = self._logits._head.fused_loss(self._logits, target, options)
+                if loss is not None:
+                    return _Beside.apply(loss, self) if self._is_moved() else loss
+        return F.cross_entropy(self.materialise(), target, **legacy, **options)
 
     def _place(self) -> tuple[bool, bool]:
         """(whether it requires a gradient, whether its place in the graph is the one it was made with)

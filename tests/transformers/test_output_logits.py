@@ -242,3 +242,47 @@ def test_a_second_derivative_is_refused(models, batch):
     loss = models[1](**batch).logits.square().sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, models[1].lm_head.weight, create_graph=True)
+
+
+SOFT = torch.linspace(0.0, 1.0, 61).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda rows: F.cross_entropy(rows, SOFT.expand(rows.size(0), -1)),
+        lambda rows: F.cross_entropy(rows[0], torch.tensor(3)),
+        lambda rows: F.cross_entropy(rows, torch.arange(rows.size(0), dtype=torch.uint8)),
+        lambda rows: F.cross_entropy(rows, torch.arange(rows.size(0)), size_average=False),
+        lambda rows: F.cross_entropy(rows, torch.arange(rows.size(0)), reduce=False).sum(),
+    ],
+    ids=["soft targets", "one row", "uint8", "size_average", "reduce"],
+)
+def test_a_loss_that_is_not_fused_keeps_its_gradient(models, batch, loss):
+    gradients = []
+    for model in models:
+        model.zero_grad()
+        loss(model(**batch).logits[:, 1:].reshape(-1, 61)).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for found, expected in zip(*reversed(gradients)):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("read", [lambda o: o.logits + 0, lambda o: F.cross_entropy(o.logits[0], torch.arange(11))])
+def test_weights_that_have_changed_are_refused(models, batch, read):
+    outputs = models[1](**batch)
+    with torch.no_grad():
+        models[1].lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="have changed since"):
+        read(outputs)
+
+
+def test_logits_are_as_wide_as_the_weight(models, batch, calls):
+    for model in models:
+        torch.manual_seed(0)
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32))  # out_features still says 61
+        model.config.vocab_size = model.vocab_size = 96
+    expected, found = (model(**batch) for model in models)
+    assert found.logits.is_deferred and calls["fused"] == 1 and found.logits.shape == expected.logits.shape
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.logits + 0, expected.logits)

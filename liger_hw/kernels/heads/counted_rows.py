@@ -15,6 +15,7 @@ Inside torch.compile and while a graph is captured nothing is counted, and every
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ MAX_SHARE = 31 / 32
 class CountedRows:
     """The number of rows of `labels` (any shape) that are not ignore_index, on its way to the host.
 
+    labels: a tensor, or several of which the loss takes one: the largest of their counts.
     The labels of the loss may be these, or these with some more rows ignored (shifted by one, say): what counts is that
     no other row counts. A loss in which more rows count raises on the device.
     """
@@ -37,8 +39,10 @@ class CountedRows:
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index
         self._count = None
-        if not is_quiet() and type(labels) is torch.Tensor:  # a fake tensor has no number to read
-            self._count = HostCopy((labels.detach() != ignore_index).sum())
+        several = labels if isinstance(labels, tuple) else (labels,)
+        if not is_quiet() and all(type(t) is torch.Tensor for t in several):  # a fake tensor has no number to read
+            counts = [(t.detach() != ignore_index).sum() for t in several]
+            self._count = HostCopy(functools.reduce(torch.maximum, counts))
 
     def most(self) -> int | None:
         """The count, waiting for its copy if it must; None where nothing was counted."""

@@ -1,0 +1,321 @@
+"""Whatever a program computes from a patched model's logits has the value and the gradients of the unpatched model's.
+
+Not a list of programs but their product: every loss of torch.nn.functional, forms of targets, reductions, ways to take
+rows of the logits, and every method of a tensor and function of torch that takes one tensor and has a gradient. Each is
+differentiated alone, beside the model's own loss, and twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+transformers = pytest.importorskip("transformers")
+
+import liger_hw  # noqa: E402
+
+pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
+VOCAB, BATCH, SEQ = 13, 2, 7
+IDS = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) % VOCAB
+
+
+@pytest.fixture(scope="module")
+def models():
+    """(unpatched, patched) with the same weights; references run in the place of kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGER_HW_CPU_REFERENCE", "1")
+        liger_hw.env.clear()
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+        )
+        unpatched = transformers.LlamaForCausalLM(config).double().train()
+        with torch.no_grad():
+            unpatched.lm_head.weight.mul_(30)  # logits that differ from one another
+        patched = copy.deepcopy(unpatched)
+        liger_hw.patch(patched)
+        yield unpatched, patched
+    liger_hw.env.clear()
+
+
+def outcome(model: Any, program: Callable[[Any], Any]) -> tuple[str, list[torch.Tensor]]:
+    """(the error or "", what the program returned and the gradient of every parameter)"""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    outputs = model(input_ids=IDS, labels=IDS)
+    try:
+        result = program(outputs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", []
+    results = [t.detach().clone() for t in (result if isinstance(result, (tuple, list)) else (result,))]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return "", [*results, *gradients]
+
+
+def assert_same(models: tuple, program: Callable[[Any], Any]) -> None:
+    (expected_error, expected), (error, tensors) = (outcome(model, program) for model in models)
+    assert error.partition(":")[0] == expected_error.partition(":")[0], f"{expected_error!r}, patched {error!r}"
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.isfinite(), other.isfinite()) and torch.equal(tensor.isnan(), other.isnan())
+        difference = (tensor - other).nan_to_num(0.0, 0.0, 0.0).norm()
+        assert difference <= 1e-6 * other.nan_to_num(0.0, 0.0, 0.0).norm() + 1e-9  # its own loss is computed in fp32
+
+
+def backward(value: torch.Tensor) -> torch.Tensor:
+    """Differentiate the sum of a result, weighed so that its elements differ."""
+    (value * torch.linspace(0.5, 1.5, max(1, value.numel()), dtype=value.dtype).reshape(value.shape)).sum().backward(
+        retain_graph=True
+    )
+    return value
+
+
+def _after(loss: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return backward(loss), backward(value)
+
+
+USES: dict[str, Callable[[Any, Callable], Any]] = {
+    "alone": lambda out, f: backward(f(out.logits)),
+    "added to the loss": lambda out, f: backward(f(out.logits) + out.loss),
+    "after the loss's backward": lambda out, f: _after(out.loss, f(out.logits)),
+    "before the loss's backward": lambda out, f: (backward(f(out.logits)), backward(out.loss)),
+    "twice": lambda out, f: (backward(f(out.logits)), backward(f(out.logits))),
+    "read before": lambda out, f: (out.logits + 0, backward(f(out.logits)))[1],
+}
+
+ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda x: x.view(-1, VOCAB),
+    "shifted": lambda x: x[:, :-1].reshape(-1, VOCAB),
+    "shifted, contiguous": lambda x: x[..., :-1, :].contiguous().view(-1, VOCAB),
+    "double": lambda x: x.double().flatten(0, 1),
+    "to": lambda x: x.to(torch.float64).reshape(-1, x.size(-1)),
+    "one sequence": lambda x: x[0],
+    "masked": lambda x: x[IDS % 3 == 0],
+    "some columns": lambda x: x[:, 1:, : VOCAB - 1].flatten(0, 1),
+    "scaled": lambda x: (x / 0.7).view(-1, VOCAB),
+    "no row": lambda x: x.view(-1, VOCAB)[:0],
+    "one row": lambda x: x[0, -1:],
+}
+
+
+def _classes(rows: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(rows)) % rows.shape[-1]
+
+
+CLASS_TARGETS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int64": _classes,
+    "uint8": lambda rows: _classes(rows).to(torch.uint8),
+    "int32": lambda rows: _classes(rows).to(torch.int32),
+    "some ignored": lambda rows: _classes(rows).masked_fill(_classes(rows) % 2 == 0, -100),
+    "all ignored": lambda rows: torch.full_like(_classes(rows), -100),
+    "probabilities": lambda rows: torch.linspace(0, 3, rows.numel(), dtype=rows.dtype).reshape(rows.shape).softmax(-1),
+    "another shape": lambda rows: _classes(rows).unsqueeze(-1),
+}
+REDUCTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "size_average": {"size_average": False},
+    "reduce": {"reduce": False},
+}
+
+
+def _like(rows: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0, 1, rows.numel(), dtype=rows.dtype).reshape(rows.shape)
+
+
+def _signs(rows: torch.Tensor) -> torch.Tensor:
+    return torch.arange(rows.numel()).reshape(rows.shape) % 2 * 2.0 - 1
+
+
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "nll_loss": lambda x, **how: F.nll_loss(x.log_softmax(-1), _classes(x), **how),
+    "kl_div": lambda x, **how: F.kl_div(x.log_softmax(-1), _like(x).softmax(-1), **how),
+    "binary_cross_entropy_with_logits": lambda x, **how: F.binary_cross_entropy_with_logits(x, _like(x), **how),
+    "binary_cross_entropy": lambda x, **how: F.binary_cross_entropy(x.sigmoid(), _like(x), **how),
+    "mse_loss": lambda x, **how: F.mse_loss(x, _like(x), **how),
+    "mse_loss, as target": lambda x, **how: F.mse_loss(_like(x), x, **how),
+    "l1_loss": lambda x, **how: F.l1_loss(x, _like(x), **how),
+    "smooth_l1_loss": lambda x, **how: F.smooth_l1_loss(x, _like(x), **how),
+    "huber_loss": lambda x, **how: F.huber_loss(x, _like(x), **how),
+    "multi_margin_loss": lambda x, **how: F.multi_margin_loss(x, _classes(x), **how),
+    "multilabel_margin_loss": lambda x, **how: F.multilabel_margin_loss(x, _classes(x)[:, None].expand_as(x), **how),
+    "multilabel_soft_margin_loss": lambda x, **how: F.multilabel_soft_margin_loss(x, _like(x), **how),
+    "soft_margin_loss": lambda x, **how: F.soft_margin_loss(x, _signs(x), **how),
+    "hinge_embedding_loss": lambda x, **how: F.hinge_embedding_loss(x, _signs(x), **how),
+    "cosine_embedding_loss": lambda x, **how: F.cosine_embedding_loss(x, _like(x), _signs(x)[:, 0], **how),
+    "margin_ranking_loss": lambda x, **how: F.margin_ranking_loss(x, _like(x), _signs(x), **how),
+    "triplet_margin_loss": lambda x, **how: F.triplet_margin_loss(x, _like(x), x.flip(0), **how),
+    "poisson_nll_loss": lambda x, **how: F.poisson_nll_loss(x, _like(x), **how),
+    "gaussian_nll_loss": lambda x, **how: F.gaussian_nll_loss(x, _like(x), x.exp().clamp(max=9), **how),
+}
+ALL_ROWS = [pytest.param(name, marks=[] if name == "shifted" else [pytest.mark.full]) for name in ROWS]
+
+
+ALL_USES = [pytest.param(name, marks=[] if name == "added to the loss" else [pytest.mark.full]) for name in USES]
+
+
+@pytest.mark.parametrize("use", ALL_USES)
+@pytest.mark.parametrize("rows", ALL_ROWS)
+def test_cross_entropy(models, rows, use):
+    for target in CLASS_TARGETS.values():
+        for how in REDUCTIONS.values():
+            for more in (
+                {},
+                {"label_smoothing": 0.1},
+                {"weight": torch.linspace(0.5, 1.5, VOCAB, dtype=torch.float64)},
+            ):
+
+                def loss(logits, target=target, how=how, more=more):
+                    taken = ROWS[rows](logits)
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        return F.cross_entropy(taken, target(taken), **how, **more)
+
+                assert_same(models, lambda out, loss=loss: USES[use](out, loss))
+
+
+@pytest.mark.parametrize(
+    "use", [pytest.param(u, marks=[] if u == "added to the loss" else [pytest.mark.full]) for u in USES]
+)
+@pytest.mark.parametrize("rows", ALL_ROWS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_of_torch(models, name, rows, use):
+    for how in REDUCTIONS.values():
+
+        def loss(logits, how=how):
+            return LOSSES[name](ROWS[rows](logits), **how)
+
+        assert_same(models, lambda out, loss=loss: USES[use](out, loss))
+
+
+def _with_a_gradient(owner: Any) -> list[str]:
+    """Names of `owner`'s functions that take one tensor and return floating tensors with a gradient."""
+    names = []
+    for name in sorted(set(dir(owner))):
+        if name.startswith("_") or name in (
+            "backward",
+            "requires_grad_",
+            "retain_grad",
+            "share_memory_",
+            "cuda",
+            "xpu",
+        ):
+            continue
+        if name.startswith(("rand", "to_", "mkldnn", "is_", "set_", "get_", "hpu", "mtia", "ipu")):
+            continue
+        x = (
+            torch.linspace(-2, 2, BATCH * SEQ * VOCAB, dtype=torch.float64).reshape(BATCH, SEQ, VOCAB)
+        ).requires_grad_()
+        function = getattr(owner, name)
+        if not callable(function) or isinstance(function, type):
+            continue
+        try:
+            torch.manual_seed(1)
+            result = function(x * 1.0)
+        except Exception:
+            continue
+        first = result[0] if isinstance(result, (tuple, list)) and len(result) else result
+        if isinstance(first, torch.Tensor) and first.is_floating_point() and first.requires_grad:
+            names.append(name)
+    return names
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [torch.Tensor, F, pytest.param(torch, marks=pytest.mark.full)],
+    ids=["Tensor", "functional", "torch"],
+)
+def test_every_function_of_one_tensor(models, owner):
+    names = _with_a_gradient(owner)
+    assert len(names) > 30, names
+
+    def first(result):
+        return result[0] if isinstance(result, (tuple, list)) else result
+
+    for name in names:
+        for use in ("added to the loss",):
+
+            def function(logits, name=name):
+                torch.manual_seed(2)
+                return first(getattr(owner, name)(logits))
+
+            try:
+                assert_same(models, lambda out, use=use, function=function: USES[use](out, function))
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {use}") from error
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def _in_place(logits, change):
+    change(logits)
+    return logits.log_softmax(-1)
+
+
+MASK = IDS % 4 == 0
+PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a Function": Squared.apply,
+    "einsum": lambda x: torch.einsum("bsv,bsv->b", x, x),
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "gather": lambda x: x.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)),
+    "index by a mask": lambda x: x[MASK],
+    "index by integers": lambda x: x[:, [0, 2]],
+    "index by None and ...": lambda x: x[None, ..., 2:5],
+    "take_along_dim": lambda x: torch.take_along_dim(x, IDS.unsqueeze(-1), -1),
+    "index_select": lambda x: x.index_select(1, torch.tensor([1, 3])),
+    "scatter_add": lambda x: torch.zeros(BATCH, SEQ, VOCAB, dtype=x.dtype).scatter_add(
+        -1, IDS.unsqueeze(-1), x[..., :1]
+    ),
+    "cat": lambda x: torch.cat([x, x * 2], -1),
+    "stack": lambda x: torch.stack([x, torch.ones_like(x)]),
+    "where": lambda x: torch.where(x > 0, x, x * 0.1),
+    "unbind": lambda x: x.unbind(1)[2],
+    "chunk": lambda x: x.chunk(2, -1)[1],
+    "norm": lambda x: torch.linalg.norm(x, dim=-1),
+    "topk": lambda x: x.topk(3, -1).values,
+    "max": lambda x: x.max(-1).values,
+    "checkpoint": lambda x: checkpoint(lambda y: y.softmax(-1), x, use_reentrant=False),
+    "reentrant checkpoint": lambda x: checkpoint(lambda y: y.softmax(-1), x, use_reentrant=True),
+    "a clone changed in place": lambda x: x.clone().mul_(2).add_(1),
+    "changed in place": lambda x: _in_place(x, lambda y: y.mul_(0.5)),
+    "filled in place": lambda x: _in_place(x, lambda y: y.masked_fill_(MASK.unsqueeze(-1), 0.0)),
+    "assigned in place": lambda x: _in_place(x, lambda y: y.__setitem__((..., 3), -1.0)),
+    "a view changed in place": lambda x: _in_place(x, lambda y: y.view(-1, VOCAB)[0].zero_()),
+    "nll of a temperature": lambda x: F.cross_entropy((x / 2).view(-1, VOCAB), IDS.flatten(), reduction="none"),
+    "softcap": lambda x: F.cross_entropy((torch.tanh(x / 5) * 5).view(-1, VOCAB), IDS.flatten()),
+    "of classes in the middle": lambda x: F.cross_entropy(x.transpose(1, 2), IDS),
+    "of float": lambda x: F.cross_entropy(x.float().view(-1, VOCAB), IDS.flatten()),
+    "a module": lambda x: torch.nn.CrossEntropyLoss(label_smoothing=0.2)(x.view(-1, VOCAB), IDS.flatten()),
+    "a student's divergence": lambda x: F.kl_div(F.log_softmax(x / 2, -1), F.softmax(x.detach(), -1), reduction="sum"),
+    "requires_grad of what is detached": lambda x: x.detach().requires_grad_() + x,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(models, name):
+    for use in USES.values():
+        if "in place" in name and use in (USES["twice"], USES["before the loss's backward"], USES["read before"]):
+            continue  # the second use would see the first one's change
+        assert_same(models, lambda out, use=use: use(out, PROGRAMS[name]))
+
+
+def test_logits_that_backward_has_released_say_so(models):
+    outputs = models[1](input_ids=IDS, labels=IDS)
+    outputs.loss.backward()
+    with pytest.raises(RuntimeError, match="read outputs.logits before backward"):
+        outputs.logits + 0
