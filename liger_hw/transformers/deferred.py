@@ -22,7 +22,14 @@ import torch
 import torch.nn.functional as F
 
 from ..recompute import recipes
+from ..registry import is_quiet
 from ..runtime.checks import autocast_dtype
+
+
+_RELEASED = (
+    "liger_hw: the logits of this step were never computed, and backward has released what they would be computed from; "
+    "read outputs.logits before backward(), or call the model with skip_logits=False"
+)
 
 
 class GradientWouldBeLost(RuntimeError):
@@ -59,26 +66,43 @@ class Surroundings:
         return stack
 
 
-class _Held(NamedTuple):
-    """A tensor as it is now.
+class _State(NamedTuple):
+    """What tells that a tensor has changed.
 
+    tensor: the tensor itself, or None where nothing else can be in its place
     version: how often it was changed in place, or None where torch does not count that. A change in place of its
     `.data` is not counted.
     address: where its memory begins, which assigning to its `.data` changes; None for what has no memory of its own
+    sample: copies of some of its elements, evenly spread, which a change in place of its `.data` changes
     """
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     version: int | None
     address: int | None
+    sample: torch.Tensor | None
 
     @classmethod
-    def of(cls, t: torch.Tensor) -> "_Held":
-        is_wrapper = torch._C._functorch.is_functorch_wrapped_tensor(t)
-        has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_wrapper
-        return cls(t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None)
+    def of(cls, t: torch.Tensor, *, is_weight: bool) -> "_State":
+        has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not _is_transformed(t)
+        sample = None
+        if is_weight and has_memory and not is_quiet():
+            sample = t.detach()[tuple(slice(None, None, max(1, size // 8)) for size in t.shape)].clone()
+        version, address = None if t.is_inference() else t._version, t.data_ptr() if has_memory else None
+        return cls(t if is_weight else None, version, address, sample)
 
-    def is_as(self, now: "_Held") -> bool:
-        return self.tensor is now.tensor and self[1:] == now[1:]
+    def is_of(self, t: torch.Tensor) -> bool:
+        """Whether `t` is that tensor, unchanged."""
+        now = _State.of(t, is_weight=self.tensor is not None)
+        if self.tensor is not now.tensor or self[1:3] != now[1:3]:
+            return False
+        if self.sample is None or now.sample is None:
+            return True
+        return bool(((self.sample == now.sample) | now.sample.isnan()).all())
+
+
+def _is_transformed(t: torch.Tensor) -> bool:
+    """Whether torch.func has wrapped a tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def _hooks_in_force() -> Any:
@@ -133,9 +157,8 @@ class DeferredLogits:
         self._parent, self._replay = parent, replay
         self._derived: list[Any] = []
         self._logits: torch.Tensor | None = None
-        self._left_with: list[_Held] | None = None
-        self._is_detached = False
-        self._leaves: list[torch.Tensor] = []
+        self._left_with: list[_State] | None = None
+        self.saved_in: list[weakref.ref[Any]] = []
         self._leading = hidden.shape[:-1]
         self.dtype = dtype
         self.device, self.is_cpu = hidden.device, hidden.is_cpu
@@ -152,7 +175,7 @@ class DeferredLogits:
         """
         if not self.is_deferred:
             return replay(self.materialise())
-        derived = DeferredLogits(
+        derived = type(self)(
             self._head,
             of_hidden(self.hidden_states()),
             self._surroundings,
@@ -163,9 +186,7 @@ class DeferredLogits:
             parent=self,
             replay=replay,
         )
-        derived._is_detached = self._is_detached
-        if not self._is_detached:  # those that stand in outputs see to it themselves
-            self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
+        self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
         return derived
 
     # -- computing ---------------------------------------------------------------------------------------------------
@@ -185,11 +206,7 @@ class DeferredLogits:
         if self._logits is None:
             if self._parent is None:
                 self.check_unchanged()
-                if self._is_detached:
-                    self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in self.computed_from()]
-                    self._logits = self._head.detached_logits(self._leaves, self._surroundings)
-                else:
-                    self._logits = self._head.logits(self._given, self._surroundings)
+                self._logits = self._head.logits(self._given, self._surroundings)
             else:
                 source = self._parent.materialise()
                 if self._logits is None:
@@ -214,26 +231,25 @@ class DeferredLogits:
         """
         root = self._chain()[-1]
         if root._left_with is None:
-            root._left_with = [_Held.of(t) for t in self.computed_from()]
+            hidden, *weights = self.computed_from()
+            root._left_with = [_State.of(hidden, is_weight=False), *(_State.of(t, is_weight=True) for t in weights)]
         self._head.kept.append(weakref.ref(self))
 
-    def detached_twin(self) -> "DeferredLogits":
-        """The same logits, computed on their own, with a graph that begins at `leaves`.
-
-        What is done to either does not show in the other.
-        """
+    def computed_on(self, leaves: list[torch.Tensor]) -> torch.Tensor:
+        """The same logits, contiguous, computed from other tensors in the place of `computed_from`."""
         *steps, root = self._chain()
-        made = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, given=root._given)
-        made._left_with, made._is_detached = root._left_with, True
-        for step in reversed(steps):
-            changed = {"dtype": step.dtype, "scale": step._scale, "cap": step._cap, "added": step._added}
-            made = made._derive(step._replay, lambda _, hidden=step._hidden: hidden, **changed)
-        return made._derive(lambda x: x if x.is_contiguous() else x.clone())
+        logits = self._head.detached_logits(leaves, self._surroundings)
+        with self._surroundings.restored():
+            for step in reversed(steps):
+                logits = step._replay(logits)
+            return logits if logits.is_contiguous() else logits.clone(memory_format=torch.contiguous_format)
 
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """Of a detached twin that is computed: what its graph begins at, in the order of `computed_from`."""
-        return self._chain()[-1]._leaves
+    def record(self) -> "Record | None":
+        """The same, for what is done to the logits to be recorded and nothing computed; None after `forget`."""
+        if self._hidden is None:
+            return None
+        settings = {"scale": self._scale, "cap": self._cap, "added": self._added}
+        return Record(self._head, self._hidden, self._surroundings, self.dtype, **settings)
 
     def _chain(self) -> list["DeferredLogits"]:
         """Itself, what it was derived from and so on."""
@@ -242,9 +258,30 @@ class DeferredLogits:
             chain.append(chain[-1]._parent)
         return chain
 
+    def steps_since(self, source: "DeferredLogits") -> list[Callable[[torch.Tensor], torch.Tensor]] | None:
+        """How these logits are derived from `source`, in order; None where they are not."""
+        steps = []
+        for logits in self._chain():
+            if logits is source:
+                return steps[::-1]
+            steps.append(logits._replay)
+        return None
+
     def computed_from(self) -> list[torch.Tensor]:
         """Of a head that is fused: the hidden states that it was called with, and its weights."""
-        return [self._chain()[-1]._given, *self._head.weights()]
+        return [self._called_with(), *self._head.weights()]
+
+    def _called_with(self) -> torch.Tensor:
+        """The hidden states that the head was called with; raises once they are released."""
+        root = self._chain()[-1]
+        if root._given is not None:
+            return root._given
+        for reference in self.saved_in:
+            node = reference()
+            with contextlib.suppress(RuntimeError):  # autograd has freed the graph
+                if node is not None:
+                    return node.saved_tensors[0]
+        raise RuntimeError(_RELEASED)
 
     def has_gradient(self) -> bool:
         """Whether the logits, once computed, require a gradient."""
@@ -252,12 +289,12 @@ class DeferredLogits:
 
     def check_unchanged(self) -> None:
         """Refuse to be computed from weights or hidden states that have changed since `leave`."""
-        self.hidden_states()
         before = self._chain()[-1]._left_with
         if before is None:
+            self.hidden_states()
             return
-        now = [_Held.of(t) for t in self.computed_from()]
-        if len(now) != len(before) or not all(map(_Held.is_as, before, now)):
+        now = self.computed_from()
+        if len(now) != len(before) or not all(map(_State.is_of, before, now)):
             raise RuntimeError(
                 "liger_hw: the logits of this step were never computed, and the weights or hidden states that they "
                 "would be computed from have changed since; read outputs.logits before that (before optimizer.step()), "
@@ -267,21 +304,16 @@ class DeferredLogits:
     def forget(self) -> None:
         """Let go of the hidden states: backward has begun, and they are the largest thing that would outlive it."""
         for item in self._chain():
-            item._hidden = item._given = item._left_with = None
+            item._hidden = item._given = None
 
     def hidden_states(self) -> torch.Tensor:
         """What the head was called with, sliced and reshaped as the logits were; raises once they are forgotten."""
         if self._hidden is None:
-            raise RuntimeError(
-                "liger_hw: the logits of this step were never computed, and backward has released what they would be "
-                "computed from; read outputs.logits before backward(), or call the model with skip_logits=False"
-            )
+            raise RuntimeError(_RELEASED)
         return self._hidden
 
     def _check_gradient(self) -> None:
         """Refuse to be read where the result would be cut off from what the logits were computed from."""
-        if self._is_detached:
-            return  # the tensor that stands for them leads there
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or not self._surroundings.grad:
                 return
@@ -460,6 +492,43 @@ class DeferredLogits:
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype}, {state})"
 
     __hash__ = object.__hash__
+
+
+class FusedLoss:
+    """A loss that was computed from hidden states and weight.
+
+    loss: as it was computed; logits, target, options: what `torch.nn.functional.cross_entropy` would have taken
+    steps: how `logits` are derived from those that a program sees
+    is_silent: [whether its own gradient is dropped, in a backward that goes by the logits]
+    """
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        logits: DeferredLogits,
+        target: torch.Tensor,
+        options: dict[str, Any],
+        is_silent: list[bool],
+    ) -> None:
+        self.loss, self.logits, self.target, self.options, self.is_silent = loss, logits, target, options, is_silent
+        self.steps: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def of_logits(self, values: torch.Tensor) -> torch.Tensor:
+        """The loss by torch, of the values of the logits that a program sees."""
+        for step in self.steps:
+            values = step(values)
+        return F.cross_entropy(values, self.target.to(values.device), **self.options)
+
+
+class ValuesNeeded(Exception):
+    """What was done to a `Record` cannot be recorded."""
+
+
+class Record(DeferredLogits):
+    """Deferred logits whose values are not computed: `ValuesNeeded` is raised instead."""
+
+    def materialise(self) -> torch.Tensor:
+        raise ValuesNeeded
 
 
 _RECORDED = {

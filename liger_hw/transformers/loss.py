@@ -28,8 +28,8 @@ from ..distributed.owners import Access, find_access, head_width, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
 from ..text import first_line
-from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings, inside_a_function
-from .output_logits import output_logits
+from .deferred import DeferredLogits, FusedLoss, GradientWouldBeLost, Surroundings, inside_a_function
+from .output_logits import OutputLogits, beside_logits, output_logits
 from .replacing import KERNEL_DTYPES, is_traced, keeps_own_code
 from .report import patched_parts
 
@@ -110,6 +110,7 @@ class OutputHead:
     counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
     products of a loss that has at most `rows` rows, the number of labels
     kept: deferred logits that outlive the forward in its outputs; when backward begins they let their hidden states go
+    losses: the fused losses that the forward has computed
     called, computed, asked: whether the head was called, whether its logits were computed, and whether a loss was asked
     for that could have taken hidden states
     """
@@ -125,6 +126,7 @@ class OutputHead:
         self.module, self.fused, self.wants, self.counted, self.rows = module, fused, wants, counted, rows
         self.access: Access | None = None
         self.kept: list[weakref.ref[DeferredLogits]] = []
+        self.losses: list[FusedLoss] = []
         self.found: dict[str, torch.Tensor] = {}
         self.called = self.computed = self.asked = False
 
@@ -196,9 +198,10 @@ class OutputHead:
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
         self.asked = True
-        loss = self.fused_loss(logits, target, options)
-        if loss is not None:
-            return loss
+        fused = self.fused_loss(logits, target, options)
+        if fused is not None:
+            self.losses.append(fused)
+            return fused.loss
         computed = logits.materialise()
         if self._is_left_to_torch(logits):
             return torch.nn.functional.cross_entropy(computed, target, **options)
@@ -206,13 +209,15 @@ class OutputHead:
 
         return self._loss_of(liger_cross_entropy(computed, target, **self._more(), **options))
 
-    def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
+    def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> FusedLoss | None:
         """The same from hidden states and weight, or None where it is not computed so."""
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
-        return self.access.run(
-            lambda x, *weights: self._fused(logits, x, *weights, target, options), logits.hidden_states()
+        is_silent = [False]
+        loss = self.access.run(
+            lambda x, *weights: self._fused(logits, x, *weights, target, options, is_silent), logits.hidden_states()
         )
+        return FusedLoss(loss, logits, target, options, is_silent)
 
     def _is_left_to_torch(self, logits: DeferredLogits) -> bool:
         whole = self.access is None or self.access.mesh is None
@@ -240,6 +245,7 @@ class OutputHead:
         bias: torch.Tensor | None,
         target: torch.Tensor,
         options: dict[str, Any],
+        is_silent: list[bool],
     ) -> torch.Tensor:
         from .functional import liger_fused_linear_cross_entropy, liger_fused_linear_cross_entropy_tp
 
@@ -272,8 +278,9 @@ class OutputHead:
                 result = liger_fused_linear_cross_entropy_tp(hidden, weight, target, group, **settings)
         loss = self._loss_of(result)
         if loss.requires_grad and not torch.compiler.is_compiling():
-            forget = functools.partial(_forget, self.kept)
-            loss.register_hook(torch.utils.hooks.unserializable_hook(forget))  # nothing that a saved loss lacks
+            silence = functools.partial(_silenced, is_silent)
+            loss.register_hook(torch.utils.hooks.unserializable_hook(silence))  # nothing that a saved loss lacks
+            loss.grad_fn.register_hook(functools.partial(_forget, self.kept))
         if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
             return loss
         return loss.to(logits.dtype)
@@ -285,9 +292,15 @@ class OutputHead:
         return result.loss
 
 
-def _forget(kept: list[weakref.ref[DeferredLogits]], _: torch.Tensor) -> None:
-    for held in kept:
-        logits = held()
+def _silenced(is_silent: list[bool], grad: torch.Tensor) -> torch.Tensor | None:
+    """A hook of a fused loss: its gradient, or zero where that goes by the logits."""
+    return torch.zeros_like(grad) if is_silent[0] else None
+
+
+def _forget(kept: list[weakref.ref[DeferredLogits]], *_: Any) -> None:
+    """A hook that runs after a fused loss's backward, which a checkpoint around the loss computes again before."""
+    for reference in kept:
+        logits = reference()
         if logits is not None:
             logits.forget()
 
@@ -498,11 +511,33 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
         return left[-1][1]
 
     outputs = _replaced(outputs, settled)
+    for logits, stand_in in left:
+        if isinstance(stand_in, OutputLogits):
+            outputs = _with_loss_beside(outputs, logits, stand_in, head.losses)
+    head.losses = []
     for name, value in head.found.items():
         if isinstance(outputs, dict):
             outputs[name] = value
         elif hasattr(outputs, "__dict__") and not isinstance(outputs, torch.Tensor):
             setattr(outputs, name, value)
+    return outputs
+
+
+def _with_loss_beside(outputs: Any, logits: DeferredLogits, stand_in: OutputLogits, losses: list[FusedLoss]) -> Any:
+    """`outputs`, whose loss (the first of a tuple) has the logits beside it in the graph where it is made of them."""
+    fused = []
+    for each in losses:
+        steps = each.logits.steps_since(logits)
+        if steps is not None:
+            each.steps = steps
+            fused.append(each)
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0] if type(outputs) is tuple else None
+    if not fused or not isinstance(loss, torch.Tensor):
+        return outputs
+    loss = beside_logits(loss, stand_in, fused)
+    if type(outputs) is tuple:
+        return (loss, *outputs[1:])
+    outputs["loss"] = loss
     return outputs
 
 
