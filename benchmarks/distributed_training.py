@@ -2,10 +2,10 @@
 
     python benchmarks/distributed_training.py [--gpus 8 --engine fsdp2,zero3 --layers 32 --batch 2 --seq 4096 --out DIR]
 
-One arm is one torchrun of this file: a Llama-3-8B (or as many of its layers as --layers says) with random weights and
-tokens, trained by Hugging Face's Trainer in bf16 with fused AdamW, sharded over all GPUs by FSDP2 or ZeRO-3 (needs
-deepspeed; arm `liger` needs liger-kernel). Speed and peak memory are those of the steps after a warm-up. An arm that
-runs out of memory says so. `--config tiny --device cpu` tries the script without a GPU.
+One arm is one torchrun of this file: Llama-3-8B or Qwen3-30B-A3B (--config; as many layers as --layers says) with
+random weights and tokens, trained by Hugging Face's Trainer in bf16 with fused AdamW, sharded over all GPUs by FSDP2 or
+ZeRO-3 (needs deepspeed; arm `liger` needs liger-kernel). Speed and peak memory are measured over the steps after a
+warm-up. An arm that runs out of memory says so. `--config tiny --device cpu` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +23,57 @@ from typing import Any
 
 ARMS = ("huggingface", "liger", "liger_hw")
 WARMUP = 3
-LLAMA3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-LLAMA3_8B |= {"num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 131072}
-TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-TINY |= {"num_key_value_heads": 2}
+# --config -> transformers' model type and the sizes, as the models' authors published them
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3_8b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "qwen3_30b_a3b": (
+        "qwen3_moe",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+    ),
+    "tiny": (
+        "llama",
+        {
+            "vocab_size": 256,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "tiny_moe": (
+        "qwen3_moe",
+        {
+            "vocab_size": 256,
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
 ZERO3 = {
     "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
     "zero_allow_untested_optimizer": True,
@@ -41,7 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arm", choices=ARMS, help="inside torchrun: the one arm that this process trains")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--engine", default="fsdp2", help="fsdp2, zero3 or both, with a comma")
-    parser.add_argument("--config", choices=("llama3_8b", "tiny"), default="llama3_8b")
+    parser.add_argument("--config", choices=tuple(CONFIGS), default="llama3_8b")
     parser.add_argument("--gpus", type=int, help="processes; default: the GPUs of this machine")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=32)
@@ -58,10 +105,10 @@ def arguments() -> argparse.Namespace:
 
 def make_model(options: argparse.Namespace) -> Any:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = LLAMA3_8B if options.config == "llama3_8b" else TINY
-    config = LlamaConfig(**sizes, num_hidden_layers=options.layers, use_cache=False)
+    model_type, sizes = CONFIGS[options.config]
+    config = AutoConfig.for_model(model_type, **sizes, num_hidden_layers=options.layers, use_cache=False)
     on = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, int(os.environ["LOCAL_RANK"]))
     if on.type != "cpu":
         torch.get_device_module(on).set_device(on)
@@ -70,27 +117,27 @@ def make_model(options: argparse.Namespace) -> Any:
     torch.set_default_dtype(torch.bfloat16 if on.type != "cpu" else before)
     try:
         with on:
-            model = LlamaForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
     if options.arm == "liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        apply_liger_kernel_to_llama(model=model)
+        _apply_liger_kernel_to_instance(model=model)
     if options.arm == "liger_hw":
-        from liger_hw.transformers import apply_liger_kernel_to_llama
+        from liger_hw import transformers
 
-        apply_liger_kernel_to_llama(model=model)
+        transformers.patch(model)
     return model
 
 
 def versions() -> dict[str, str]:
     """Of the packages that an arm is made of, where they are installed."""
-    found = {}
+    installed = {}
     for package in ("transformers", "accelerate", "deepspeed", "liger-kernel"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def train(options: argparse.Namespace) -> None:
@@ -107,7 +154,7 @@ def train(options: argparse.Namespace) -> None:
             return 10**6
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            vocab = (LLAMA3_8B if options.config == "llama3_8b" else TINY)["vocab_size"]
+            vocab = CONFIGS[options.config][1]["vocab_size"]
             ids = torch.randint(vocab, (options.seq,), generator=torch.Generator().manual_seed(index))
             return {"input_ids": ids, "labels": ids}
 
@@ -125,15 +172,16 @@ def train(options: argparse.Namespace) -> None:
                     device.synchronize()
                 self.seconds = time.perf_counter() - self.started
 
+    model = make_model(options)
     engine: dict[str, Any] = {"deepspeed": {**ZERO3, "bf16": {"enabled": on_gpu}}}
     if options.engine == "fsdp2":
         engine = {
             "fsdp": "full_shard auto_wrap",
-            "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": [type(model.model.layers[0]).__name__]},
         }
     watch = Watch()
     trainer = Trainer(
-        model=make_model(options),
+        model=model,
         args=TrainingArguments(
             output_dir=str(options.out / "trainer"),
             per_device_train_batch_size=options.batch,
@@ -179,7 +227,7 @@ def run_all(options: argparse.Namespace) -> None:
     for engine in options.engine.split(","):
         for arm in options.arms.split(","):
             record = run_arm(options, engine, arm, count)
-            record |= {"engine": engine, "arm": arm, "gpus": count, "layers": options.layers}
+            record |= {"engine": engine, "arm": arm, "gpus": count, "config": options.config, "layers": options.layers}
             record |= {"batch": options.batch, "seq": options.seq}
             lines.append(record)
             shown = {key: value for key, value in record.items() if key not in ("losses", "machine", "versions")}
@@ -193,16 +241,16 @@ def run_arm(options: argparse.Namespace, engine: str, arm: str, count: int) -> d
     command += ["--arm", arm, "--engine", engine]
     for name in ("config", "device", "layers", "batch", "seq", "steps", "out"):
         command += [f"--{name}", str(getattr(options, name))]
-    found = options.out / f"{engine}-{arm}.json"
-    found.unlink(missing_ok=True)
+    answer = options.out / f"{engine}-{arm}.json"
+    answer.unlink(missing_ok=True)
     started = time.time()
     with open(options.out / f"{engine}-{arm}.log", "w") as log:
         try:
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=options.seconds)
         except subprocess.TimeoutExpired:
             return {"failed": f"not done after {options.seconds} s"}
-    if found.exists():
-        return {**json.loads(found.read_text()), "seconds": round(time.time() - started)}
+    if answer.exists():
+        return {**json.loads(answer.read_text()), "seconds": round(time.time() - started)}
     text = (options.out / f"{engine}-{arm}.log").read_text()
     reasons = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailed" not in line]
     return {"failed": "out of memory" if "OutOfMemoryError" in text else (reasons or [text])[-1][-300:]}
@@ -220,5 +268,5 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    given = arguments()
-    train(given) if given.arm else run_all(given)
+    options = arguments()
+    train(options) if options.arm else run_all(options)
