@@ -29,12 +29,21 @@ def is_small_launch(key: Key) -> bool:
     return is_small(key[0] << key[1])
 
 
-@triton.jit
-def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Wait until all earlier launches have ended and their writes are visible, then allow the next launch to start.
+if _CAN:
 
-    In this order: a later kernel of somebody else may read early what it knows this launch does not write.
-    """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    @triton.jit
+    def wait_for_previous(DEPENDENT: tl.constexpr):
+        """Wait until all earlier launches have ended and their writes are visible, then allow the next launch to start.
+
+        In this order: a later kernel of other code may read early what it knows this launch does not write.
+        """
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+else:  # older releases have no such functions, and look for them even where DEPENDENT is False
+
+    @triton.jit
+    def wait_for_previous(DEPENDENT: tl.constexpr):
+        """Nothing: no launch is DEPENDENT (see `is_small`)."""
+        tl.static_assert(not DEPENDENT)

@@ -1,7 +1,7 @@
 """The kernels of qk_norm_rope; qk_norm_rope.py says what they compute.
 
 A program works on q or on k: the first n_q_programs on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens,
-whole heads, each as its rotary halves and the tail that does not turn. Heads come first: where a program's threads
+whole heads, each as its rotary halves and the columns that pass through. Heads come first: where a program's threads
 cover its tokens, a thread holds all heads of one column, so that cos, sin, the weight and its gradient are its own and
 nothing passes through shared memory. The forward walks over the heads of its tokens, the backward over tiles, as many
 as a grid of resident programs leaves to each.
@@ -18,29 +18,29 @@ def _load_weight(
     W_ptr,
     offset,
     HALF: tl.constexpr,
-    TAIL: tl.constexpr,
+    PASS_THROUGH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
 ):
-    """offset + w of both halves and the tail, [1, tokens, block] fp32: once a token, as cos and sin lie."""
+    """offset + w of both halves and of what passes through, [1, tokens, block] fp32: once a token, like cos and sin."""
     everywhere = (tl.arange(0, BLOCK_T) * 0)[None, :, None]
     cols = tl.arange(0, BLOCK_HALF)[None, None, :] + everywhere
     w1 = tl.load(W_ptr + cols, mask=cols < HALF, other=0.0).to(tl.float32) + offset
     w2 = tl.load(W_ptr + cols + HALF, mask=cols < HALF, other=0.0).to(tl.float32) + offset
     w3 = w1
-    if TAIL:
-        tail = tl.arange(0, BLOCK_TAIL)[None, None, :] + everywhere
-        w3 = tl.load(W_ptr + tail + 2 * HALF, mask=tail < TAIL, other=0.0).to(tl.float32) + offset
+    if PASS_THROUGH:
+        passing = tl.arange(0, BLOCK_PASS)[None, None, :] + everywhere
+        w3 = tl.load(W_ptr + passing + 2 * HALF, mask=passing < PASS_THROUGH, other=0.0).to(tl.float32) + offset
     return w1, w2, w3
 
 
 @triton.jit
-def _normalised(x1, x2, x3, eps, WIDTH: tl.constexpr, TAIL: tl.constexpr):
+def _normalised(x1, x2, x3, eps, WIDTH: tl.constexpr, PASS_THROUGH: tl.constexpr):
     """rstd [heads, tokens, 1] and the normalised parts, fp32."""
     a, b, c = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     squares = tl.sum(a * a + b * b, axis=2)
-    if TAIL:
+    if PASS_THROUGH:
         squares += tl.sum(c * c, axis=2)
     rstd = tl.rsqrt(squares / WIDTH + eps)[:, :, None]
     return rstd, a * rstd, b * rstd, c * rstd
@@ -55,37 +55,14 @@ def _rounded(h, x, CASTING: tl.constexpr):
 
 
 @triton.jit
-def _gradients(x, dy, w, trig, eps, WIDTH: tl.constexpr, TAIL: tl.constexpr, CASTING: tl.constexpr):
-    """dx and the sums over the heads for dw of one tile; x, dy and w are three parts each."""
-    rstd, h1, h2, h3 = _normalised(x[0], x[1], x[2], eps, WIDTH, TAIL)
-    g1, g2 = rotate(dy[0].to(tl.float32), dy[1].to(tl.float32), *trig, True)
-    m1, m2 = g1 * w[0], g2 * w[1]
-    dot = tl.sum(m1 * h1 + m2 * h2, axis=2)
-    dx3 = h3
-    dw3 = h3
-    if TAIL:
-        g3 = dy[2].to(tl.float32)
-        m3 = g3 * w[2]
-        dot += tl.sum(m3 * h3, axis=2)
-        dw3 = tl.sum(g3 * _rounded(h3, x[2], CASTING), axis=0)
-    dot = (dot / WIDTH)[:, :, None]
-    if TAIL:
-        dx3 = rstd * (m3 - h3 * dot)
-    dx1, dx2 = rstd * (m1 - h1 * dot), rstd * (m2 - h2 * dot)
-    dw1 = tl.sum(g1 * _rounded(h1, x[0], CASTING), axis=0)
-    dw2 = tl.sum(g2 * _rounded(h2, x[1], CASTING), axis=0)
-    return dx1, dx2, dx3, dw1, dw2, dw3
-
-
-@triton.jit
-def _store_dw(DW_ptr, dw1, dw2, dw3, HALF: tl.constexpr, TAIL: tl.constexpr):
+def _store_dw(DW_ptr, dw1, dw2, dw3, HALF: tl.constexpr, PASS_THROUGH: tl.constexpr):
     """A row of partial sums, from the sums of each token."""
     cols = tl.arange(0, dw1.shape[1])
     tl.store(DW_ptr + cols, tl.sum(dw1, axis=0), mask=cols < HALF)
     tl.store(DW_ptr + cols + HALF, tl.sum(dw2, axis=0), mask=cols < HALF)
-    if TAIL:
-        tail = tl.arange(0, dw3.shape[1])
-        tl.store(DW_ptr + tail + 2 * HALF, tl.sum(dw3, axis=0), mask=tail < TAIL)
+    if PASS_THROUGH:
+        passing = tl.arange(0, dw3.shape[1])
+        tl.store(DW_ptr + passing + 2 * HALF, tl.sum(dw3, axis=0), mask=passing < PASS_THROUGH)
 
 
 @triton.jit
@@ -140,9 +117,9 @@ def _qk_norm_rope_fwd_kernel(
     eps,
     offset,
     HALF: tl.constexpr,
-    TAIL: tl.constexpr,
+    PASS_THROUGH: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
     ANGLES: tl.constexpr,
     ALIGN: tl.constexpr,
     CASTING: tl.constexpr,
@@ -183,22 +160,24 @@ def _qk_norm_rope_fwd_kernel(
     batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
     ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
     out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
-    x1, x2, x3 = load_heads(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
-    w1, w2, w3 = _load_weight(_pointer(is_k, WQ_ptr, WK_ptr), offset, HALF, TAIL, BLOCK_T, BLOCK_HALF, BLOCK_TAIL)
+    x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT)
+    w1, w2, w3 = _load_weight(
+        _pointer(is_k, WQ_ptr, WK_ptr), offset, HALF, PASS_THROUGH, BLOCK_T, BLOCK_HALF, BLOCK_PASS
+    )
     angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
     cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
     cos1, cos2, sin1, sin2 = cos1 * w1, cos2 * w2, sin1 * w2, sin2 * w1
-    WIDTH: tl.constexpr = 2 * HALF + TAIL
+    WIDTH: tl.constexpr = 2 * HALF + PASS_THROUGH
     step, out_step = tl.multiple_of(BLOCK_H * x_head, ALIGN), tl.multiple_of(BLOCK_H * out_head, ALIGN)
     for _head in tl.range(0, HEADS, BLOCK_H):
         mask = token_mask & (heads < last)[:, None, None]
         heads += BLOCK_H
         ptrs += step
         coming = token_mask & (heads < last)[:, None, None]
-        n1, n2, n3 = load_heads(ptrs, coming, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
-        _, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, TAIL)
+        n1, n2, n3 = load_heads(ptrs, coming, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT)
+        _, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, PASS_THROUGH)
         y1, y2 = rotate(_rounded(h1, x1, CASTING), _rounded(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
-        store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HALF, TAIL, False)
+        store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HALF, PASS_THROUGH, False)
         out += out_step
         x1, x2, x3 = n1, n2, n3
 
@@ -244,9 +223,9 @@ def _qk_norm_rope_bwd_kernel(
     eps,
     offset,
     HALF: tl.constexpr,
-    TAIL: tl.constexpr,
+    PASS_THROUGH: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
     ANGLES: tl.constexpr,
     ALIGN: tl.constexpr,
     CASTING: tl.constexpr,
@@ -284,11 +263,11 @@ def _qk_norm_rope_bwd_kernel(
     )
     n_head_tiles = tl.cdiv(n_heads, BLOCK_H)
     n_tiles = tl.cdiv(n_tokens, BLOCK_T) * n_head_tiles
-    WIDTH: tl.constexpr = 2 * HALF + TAIL
-    w = _load_weight(W_ptr, offset, HALF, TAIL, BLOCK_T, BLOCK_HALF, BLOCK_TAIL)
+    WIDTH: tl.constexpr = 2 * HALF + PASS_THROUGH
+    w1, w2, w3 = _load_weight(W_ptr, offset, HALF, PASS_THROUGH, BLOCK_T, BLOCK_HALF, BLOCK_PASS)
     total1 = tl.zeros([BLOCK_T, BLOCK_HALF], dtype=tl.float32)
     total2 = tl.zeros([BLOCK_T, BLOCK_HALF], dtype=tl.float32)
-    total3 = tl.zeros([BLOCK_T, BLOCK_TAIL], dtype=tl.float32)
+    total3 = tl.zeros([BLOCK_T, BLOCK_PASS], dtype=tl.float32)
     for tile in tl.range(first, n_tiles, programs, num_stages=STAGES):
         tokens = (tile // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
         heads = (tile % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -296,22 +275,38 @@ def _qk_norm_rope_bwd_kernel(
         mask = token_mask & (heads < n_heads)[:, None, None]
         batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
         ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
-        x = load_heads(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
+        x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT)
         ptrs = DY_ptr + row_offsets(batch, token, heads, dy_batch, dy_head, dy_token, ALIGN)
-        dy = load_heads(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
+        dy1, dy2, dy3 = load_heads(
+            ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT
+        )
         angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
-        trig = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
-        dx1, dx2, dx3, dw1, dw2, dw3 = _gradients(x, dy, w, trig, eps, WIDTH, TAIL, CASTING)
+        cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
+        rstd, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, PASS_THROUGH)
+        g1, g2 = rotate(dy1.to(tl.float32), dy2.to(tl.float32), cos1, cos2, sin1, sin2, True)
+        m1, m2 = g1 * w1, g2 * w2
+        dot = tl.sum(m1 * h1 + m2 * h2, axis=2)
+        dx3, dw3 = h3, h3
+        if PASS_THROUGH:
+            g3 = dy3.to(tl.float32)
+            m3 = g3 * w3
+            dot += tl.sum(m3 * h3, axis=2)
+            dw3 = tl.sum(g3 * _rounded(h3, x3, CASTING), axis=0)
+        dot = (dot / WIDTH)[:, :, None]
+        if PASS_THROUGH:
+            dx3 = rstd * (m3 - h3 * dot)
+        dw1 = tl.sum(g1 * _rounded(h1, x1, CASTING), axis=0)
+        dw2 = tl.sum(g2 * _rounded(h2, x2, CASTING), axis=0)
         out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
-        store_heads(out, dx1, dx2, dx3, mask, HALF, TAIL, False)
+        store_heads(out, rstd * (m1 - h1 * dot), rstd * (m2 - h2 * dot), dx3, mask, HALF, PASS_THROUGH, False)
         if DW_ptr is not None:
             total1 += dw1
             total2 += dw2
-            if TAIL:
+            if PASS_THROUGH:
                 total3 += dw3
     if DW_ptr is not None:
         row = DW_ptr + first.to(tl.int64) * (2 * WIDTH)
-        _store_dw(row + is_k.to(tl.int32) * WIDTH, total1, total2, total3, HALF, TAIL)
+        _store_dw(row + is_k.to(tl.int32) * WIDTH, total1, total2, total3, HALF, PASS_THROUGH)
         if first >= tl.num_programs(0) - programs:
             nothing = row + (1 - is_k.to(tl.int32)) * WIDTH
-            _store_dw(nothing, total1 * 0.0, total2 * 0.0, total3 * 0.0, HALF, TAIL)
+            _store_dw(nothing, total1 * 0.0, total2 * 0.0, total3 * 0.0, HALF, PASS_THROUGH)

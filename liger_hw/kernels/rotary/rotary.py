@@ -208,7 +208,7 @@ class Geometry(NamedTuple):
     axes: tuple[int, int, int]  # the tensor axes that stand for batch, head and token in the kernel
     strides: tuple[int, ...]
     sizes: tuple[int, ...]  # tokens, seq_len, heads of q, heads of k
-    widths: tuple[int, ...]  # HALF, TAIL, BLOCK_HALF, BLOCK_TAIL
+    widths: tuple[int, ...]  # HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS
     q_strides: tuple[int, ...] | None  # of the outputs, where they are not the inputs'
     k_strides: tuple[int, ...] | None
     launches: dict  # what is to be launched, by plan and flags: (kernel, grid, flags, numbers)
@@ -238,14 +238,14 @@ def geometry_of(
     dense_q = _dense_strides(q_shape, head_axis, inside[0])
     dense_k = None if k_shape is None else _dense_strides(k_shape, head_axis, inside[1])
     angles = (cos_strides[1], 0) if swapped else (0 if cos_shape[0] == 1 else cos_strides[0], cos_strides[1])
-    half, tail = rotary_dim // 2, head_dim - rotary_dim
+    half, passing = rotary_dim // 2, head_dim - rotary_dim
     return Geometry(
         batch * seq_len,
         rotary_key(batch, seq_len, n_q_heads, n_k_heads, head_dim, 0)[:-1],
         axes,
         (*(n for strides in (q_strides, k_strides, dense_q, dense_k) for n in kernel_strides(strides)), *angles),
         (batch * seq_len, batch if swapped else seq_len, n_q_heads, n_k_heads),
-        (half, tail, next_power_of_2(half), next_power_of_2(tail)),
+        (half, passing, next_power_of_2(half), next_power_of_2(passing)),
         None if dense_q == q_strides else dense_q,
         None if dense_k == k_strides else dense_k,
         {},
@@ -351,12 +351,13 @@ class Rotary:
         """`_numbers` for `_flat_rotary_kernel`."""
         tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
         _, _, angles, *_, backward = flags
-        half, tail, *_ = geometry.widths
+        half, passing, *_ = geometry.widths
         heads = gcd(n_q_heads, n_k_heads)
         groups = max(n_q_heads, n_k_heads) // heads
-        programs = cdiv(tokens * heads * (2 * half + tail), plan.config.blocks["BLOCK_SIZE"]) * groups
+        programs = cdiv(tokens * heads * (2 * half + passing), plan.config.blocks["BLOCK_SIZE"]) * groups
         align = gcd(8, *geometry.strides)
-        constants = (half, tail, heads, groups, seq_len < tokens, align, angles == COMPLEX, angles == SHARED, backward)
+        flags = seq_len < tokens, align, angles == COMPLEX, angles == SHARED, backward
+        constants = (half, passing, heads, groups, *flags)
         numbers = (*[stride // align for stride in geometry.strides], *geometry.sizes)
         return _flat_rotary_kernel, (programs,), constants, numbers
 

@@ -1,4 +1,8 @@
-"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py says what they compute."""
+"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py says what they compute.
+
+Every tensor may have any strides, and its batch, head and token strides are three arguments: Triton before 3.3 takes no
+tuple. Hence the long argument lists here and in qk_norm_rope_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -73,15 +77,15 @@ def load_heads(
     ptrs,
     mask,
     HALF: tl.constexpr,
-    TAIL: tl.constexpr,
+    PASS_THROUGH: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
     IS_PAIRS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., BLOCK_HALF] each, and the tail that does not
-    turn (x1 again where all of a head turns), as they are stored."""
+    """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., BLOCK_HALF] each, and the columns that pass
+    through (x1 again where all of a head turns), as they are stored."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
         x = load(ptrs + both, mask & (both < 2 * HALF), LOAD_CACHE, LOAD_EVICT)
@@ -91,14 +95,14 @@ def load_heads(
         x1 = load(ptrs + cols, mask & (cols < HALF), LOAD_CACHE, LOAD_EVICT)
         x2 = load(ptrs + cols + HALF, mask & (cols < HALF), LOAD_CACHE, LOAD_EVICT)
     x3 = x1
-    if TAIL:
-        tail = tl.arange(0, BLOCK_TAIL)[None, None, :]
-        x3 = load(ptrs + tail + 2 * HALF, mask & (tail < TAIL), LOAD_CACHE, LOAD_EVICT)
+    if PASS_THROUGH:
+        passing = tl.arange(0, BLOCK_PASS)[None, None, :]
+        x3 = load(ptrs + passing + 2 * HALF, mask & (passing < PASS_THROUGH), LOAD_CACHE, LOAD_EVICT)
     return x1, x2, x3
 
 
 @triton.jit
-def store_heads(ptrs, y1, y2, y3, mask, HALF: tl.constexpr, TAIL: tl.constexpr, IS_PAIRS: tl.constexpr):
+def store_heads(ptrs, y1, y2, y3, mask, HALF: tl.constexpr, PASS_THROUGH: tl.constexpr, IS_PAIRS: tl.constexpr):
     """The opposite of `load_heads`."""
     dtype: tl.constexpr = ptrs.dtype.element_ty
     if IS_PAIRS:
@@ -109,9 +113,9 @@ def store_heads(ptrs, y1, y2, y3, mask, HALF: tl.constexpr, TAIL: tl.constexpr, 
         cols = tl.arange(0, y1.shape[2])[None, None, :]
         tl.store(ptrs + cols, y1.to(dtype), mask=mask & (cols < HALF))
         tl.store(ptrs + cols + HALF, y2.to(dtype), mask=mask & (cols < HALF))
-    if TAIL:
-        tail = tl.arange(0, y3.shape[2])[None, None, :]
-        tl.store(ptrs + tail + 2 * HALF, y3.to(dtype), mask=mask & (tail < TAIL))
+    if PASS_THROUGH:
+        passing = tl.arange(0, y3.shape[2])[None, None, :]
+        tl.store(ptrs + passing + 2 * HALF, y3.to(dtype), mask=mask & (passing < PASS_THROUGH))
 
 
 @triton.jit
@@ -185,9 +189,9 @@ def _rotary_kernel(
     n_q_heads,
     n_k_heads,
     HALF: tl.constexpr,
-    TAIL: tl.constexpr,
+    PASS_THROUGH: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     BATCH_ON_GRID: tl.constexpr,
@@ -231,11 +235,13 @@ def _rotary_kernel(
     k_mask = token_mask & of_heads(k_heads < n_k_heads, HEADS_FIRST)
 
     rows = row_offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN, HEADS_FIRST)
-    q1, q2, q3 = load_heads(Q_ptr + rows, q_mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
+    q1, q2, q3 = load_heads(
+        Q_ptr + rows, q_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_CACHE, LOAD_EVICT
+    )
     if K_ptr is not None:
         rows = row_offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN, HEADS_FIRST)
         k1, k2, k3 = load_heads(
-            K_ptr + rows, k_mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, PAIRS_IN, LOAD_CACHE, LOAD_EVICT
+            K_ptr + rows, k_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_CACHE, LOAD_EVICT
         )
 
     angles = of_tokens(tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN), HEADS_FIRST)
@@ -257,13 +263,13 @@ def _rotary_kernel(
         batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN, HEADS_FIRST
     )
     q1, q2 = rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
-    store_heads(out, q1, q2, q3, q_mask, HALF, TAIL, PAIRS_OUT)
+    store_heads(out, q1, q2, q3, q_mask, HALF, PASS_THROUGH, PAIRS_OUT)
     if K_ptr is not None:
         out = OutK_ptr + row_offsets(
             batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN, HEADS_FIRST
         )
         k1, k2 = rotate(k1, k2, k_cos1, k_cos2, k_sin1, k_sin2, BACKWARD)
-        store_heads(out, k1, k2, k3, k_mask, HALF, TAIL, PAIRS_OUT)
+        store_heads(out, k1, k2, k3, k_mask, HALF, PASS_THROUGH, PAIRS_OUT)
 
 
 @triton.jit
@@ -291,7 +297,7 @@ def _load_partners(
 
 
 @triton.jit
-def _rotate_elements(x, y, cos, sin, turned, IS_PAIRS: tl.constexpr, TAIL: tl.constexpr):
+def _rotate_elements(x, y, cos, sin, turned, IS_PAIRS: tl.constexpr, PASS_THROUGH: tl.constexpr):
     """The elements rotated, in their own dtype; those past the rotary width as they are."""
     if IS_PAIRS:
         x1, x2 = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0] // 2, 2]))
@@ -299,7 +305,7 @@ def _rotate_elements(x, y, cos, sin, turned, IS_PAIRS: tl.constexpr, TAIL: tl.co
     else:
         z = x.to(tl.float32) * cos + y.to(tl.float32) * sin
     z = z.to(x.dtype)
-    if TAIL:
+    if PASS_THROUGH:
         z = tl.where(turned, z, x)
     return z
 
@@ -331,7 +337,7 @@ def _flat_rotary_kernel(
     n_q_heads,
     n_k_heads,
     HALF: tl.constexpr,
-    TAIL: tl.constexpr,
+    PASS_THROUGH: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -356,7 +362,7 @@ def _flat_rotary_kernel(
     SEQUENCES: whether there is more than one.
     """
     wait_for_previous(DEPENDENT)
-    WIDTH: tl.constexpr = 2 * HALF + TAIL
+    WIDTH: tl.constexpr = 2 * HALF + PASS_THROUGH
     pid = tl.program_id(0)
     first = (pid // GROUPS).to(tl.int64) * BLOCK_SIZE
     first_token = first // (HEADS * WIDTH)
@@ -404,9 +410,9 @@ def _flat_rotary_kernel(
     out = OutQ_ptr + _element_offsets(
         batch, token, head, column, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN
     )
-    tl.store(out, _rotate_elements(q, q_partner, cos, sin, turned, IS_PAIRS, TAIL), mask=q_mask)
+    tl.store(out, _rotate_elements(q, q_partner, cos, sin, turned, IS_PAIRS, PASS_THROUGH), mask=q_mask)
     if K_ptr is not None:
         out = OutK_ptr + _element_offsets(
             batch, token, head, column, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN
         )
-        tl.store(out, _rotate_elements(k, k_partner, cos, sin, turned, IS_PAIRS, TAIL), mask=k_mask)
+        tl.store(out, _rotate_elements(k, k_partner, cos, sin, turned, IS_PAIRS, PASS_THROUGH), mask=k_mask)
