@@ -43,6 +43,7 @@ class Shape:
     """One model family at one published size. `family` is the word in `apply_liger_kernel_to_<family>`.
 
     layers: as published, for saying how many of them a schedule has
+    trained: of these, what `liger-hw bench e2e` trains by default: what fits one device with AdamW at 2 x 4096 tokens
     experts: of each layer, `top_k` of them for a token, each `expert_width` wide (0: `intermediate`)
     """
 
@@ -55,6 +56,7 @@ class Shape:
     head_dim: int = 128
     attention: str = "sdpa"
     layers: int = 32
+    trained: int = 8
     experts: int = 0
     top_k: int = 2
     expert_width: int = 0
@@ -79,20 +81,24 @@ MODELS = {
     "mistral": Shape("mistral", 32768, 4096, 14336, 32, 8),
     "llama3": Shape("llama", 128256, 4096, 14336, 32, 8),
     "qwen3": Shape("qwen3", 151936, 4096, 12288, 32, 8, layers=36),
-    "qwen2": Shape("qwen2", 152064, 3584, 18944, 28, 4, layers=28),  # 7B
-    "olmo2": Shape("olmo2", 100352, 4096, 11008, 32, 32),  # 7B
-    "granite": Shape("granite", 49155, 4096, 12800, 32, 8, layers=40),  # 3.x 8B, logits not scaled
-    "gemma2": Shape("gemma2", 256000, 2304, 9216, 8, 4, 256, "eager", layers=26),  # 2B; sdpa has no logit softcap
-    "phi3": Shape("phi3", 32064, 3072, 8192, 32, 32, 96),  # mini
-    "mixtral": Shape("mixtral", 32000, 4096, 14336, 32, 8, experts=8),  # 8x7B; 11.6 GB a layer with AdamW in bf16
+    "qwen2": Shape("qwen2", 152064, 3584, 18944, 28, 4, layers=28, trained=6),  # 7B
+    "olmo2": Shape("olmo2", 100352, 4096, 11008, 32, 32, trained=6),  # 7B
+    "granite": Shape("granite", 49155, 4096, 12800, 32, 8, layers=40, trained=6),  # 3.x 8B, logits not scaled
+    "gemma2": Shape(  # 2B; sdpa has no logit softcap
+        "gemma2", 256000, 2304, 9216, 8, 4, 256, "eager", layers=26, trained=13
+    ),
+    "phi3": Shape("phi3", 32064, 3072, 8192, 32, 32, 96, trained=16),  # mini
+    "mixtral": Shape(  # 8x7B; 11.6 GB a layer with AdamW in bf16
+        "mixtral", 32000, 4096, 14336, 32, 8, trained=4, experts=8
+    ),
     "qwen3_moe": Shape(  # 30B-A3B
-        "qwen3_moe", 151936, 2048, 6144, 32, 4, layers=48, experts=128, top_k=8, expert_width=768
+        "qwen3_moe", 151936, 2048, 6144, 32, 4, layers=48, trained=4, experts=128, top_k=8, expert_width=768
     ),
     "qwen3_next": Shape(  # 80B-A3B; three layers of four have linear attention
-        "qwen3_next", 151936, 2048, 5120, 16, 2, 256, layers=48, experts=512, top_k=10, expert_width=512
+        "qwen3_next", 151936, 2048, 5120, 16, 2, 256, layers=48, trained=4, experts=512, top_k=10, expert_width=512
     ),
     "gpt_oss": Shape(  # 20B; sdpa has no attention sinks, eager keeps every score
-        "gpt_oss", 201088, 2880, 2880, 64, 8, 64, "flex_attention", layers=24, experts=32, top_k=4
+        "gpt_oss", 201088, 2880, 2880, 64, 8, 64, "flex_attention", layers=24, trained=4, experts=32, top_k=4
     ),
 }
 

@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), mixtral, "
         "qwen3_moe (30B-A3B), qwen3_next (80B-A3B), gpt_oss (20B)",
     )
-    e2e.add_argument("--layers", type=positive, default=8, help="of the model's layers (default 8)")
-    e2e.add_argument("--batch", type=positive, default=4, help="sequences of a step (default 4)")
+    e2e.add_argument("--layers", type=positive, help="of the model's layers (default: as README's table has it)")
+    e2e.add_argument("--batch", type=positive, default=2, help="sequences of a step (default 2)")
     e2e.add_argument("--seq", type=tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")
     e2e.add_argument("--steps", type=positive, default=20, help="steps of each arm (default 20)")
     e2e.add_argument("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
@@ -201,13 +201,16 @@ def _where(facts: dict[str, Any]) -> str:
 
 
 def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import e2e, report, timing
+    from ..bench import e2e, report, timing, training
 
     if names:
         raise UsageError(f"bench: e2e takes no op, got {names[0]!r}; --model chooses what is trained")
-    taken = ("model", "layers", "batch", "seq", "steps", "rounds", "checkpointing", "dtype", "hidden", "text")
+    sizes = ("model", "batch", "seq", "steps", "rounds", "checkpointing", "dtype", "hidden", "text")
+    options = {name: getattr(arguments, name) for name in sizes} | {"arms": tuple(arguments.arms)}
+    shape = training.MODELS.get(arguments.model)  # Schedule refuses a model that is not there
+    options["layers"] = arguments.layers or (shape.trained if shape else 1)
     with told("bench"):
-        schedule = e2e.Schedule(arms=tuple(arguments.arms), **{name: getattr(arguments, name) for name in taken})
+        schedule = e2e.Schedule(**options)
     if device.type == "cpu" and not arguments.hidden:
         few = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
         raise UsageError(f"bench: a model of this size is hopeless on a CPU; a small one: liger-hw bench e2e {few}")

@@ -20,8 +20,8 @@ def toy(**more) -> e2e.Schedule:
 
 @pytest.mark.parametrize("model", sorted(training.MODELS))
 def test_every_model_trains(model):
-    found = e2e.measure(toy(model=model, checkpointing=True), CPU)
-    (run,) = found["runs"]
+    results = e2e.measure(toy(model=model, checkpointing=True), CPU)
+    (run,) = results["runs"]
     assert run["status"] == "ok" and run["steps"] == 3 and len(run["losses"]) == 3
     assert run["tokens_per_second"] > 0 and run["peak_gib"] > 0
     assert all(4 < loss < 7 for loss in run["losses"])  # about log 256 from random weights
@@ -41,26 +41,28 @@ def test_experts_are_built_and_layers_are_said():
     experts = [p for n, p in training.build(schedule, CPU).named_parameters() if n.endswith("experts.down_proj")]
     if experts:  # transformers 4 has a module for each expert
         assert [p.shape[0] for p in experts] == [8]
-    found = e2e.measure(toy(model="mixtral", arms=("hf", "liger_hw")), CPU)
-    assert [run["status"] for run in found["runs"]] == ["ok", "ok"], found["runs"]
-    assert found["summary"][1]["largest_loss_difference"] < 1e-4
-    assert e2e.as_text(found).startswith("mixtral, 1 of 32 layers, 32 wide, batch 2 x 16")
+    results = e2e.measure(toy(model="mixtral", arms=("hf", "liger_hw")), CPU)
+    assert [run["status"] for run in results["runs"]] == ["ok", "ok"], results["runs"]
+    assert results["summary"][1]["largest_loss_difference"] < 1e-4
+    assert e2e.as_text(results).startswith("mixtral, 1 of 32 layers, 32 wide, batch 2 x 16")
 
 
 def test_arms_see_the_same_data_and_start_from_the_same_weights():
-    found = e2e.measure(toy(arms=("hf", "liger_hw"), rounds=2), CPU)
-    assert [(run["arm"], run["round"]) for run in found["runs"]] == [
+    results = e2e.measure(toy(arms=("hf", "liger_hw"), rounds=2), CPU)
+    assert [(run["arm"], run["round"]) for run in results["runs"]] == [
         ("hf", 0),
         ("liger_hw", 0),
         ("hf", 1),
         ("liger_hw", 1),
     ]
-    assert {run["status"] for run in found["runs"]} == {"ok"}, found["runs"]
-    first, ours, again, _ = found["runs"]
+    assert {run["status"] for run in results["runs"]} == {"ok"}, results["runs"]
+    first, ours, again, _ = results["runs"]
     assert first["losses"] == again["losses"]
-    ours_summary = found["summary"][1]
+    ours_summary = results["summary"][1]
     assert ours_summary["against"] == "hf" and ours_summary["largest_loss_difference"] < 1e-4
-    assert "liger_hw" in e2e.as_text(found)
+    assert "liger_hw" in e2e.as_text(results)
+    assert "%" not in e2e.as_text(results), "a CPU's speed is no gain: torch's reference path runs there"
+    assert "%" in e2e.as_text({**results, "device": "cuda"})
 
 
 def test_an_arm_that_fails_is_said_and_the_others_go_on(monkeypatch):
@@ -72,14 +74,14 @@ def test_an_arm_that_fails_is_said_and_the_others_go_on(monkeypatch):
 
     monkeypatch.setattr(training, "build", fails_first)
     kept = []
-    found = e2e.measure(toy(rounds=2), CPU, keep=lambda found: kept.append(len(found["runs"])))
-    assert [run["status"] for run in found["runs"]] == ["error", "ok"] and kept[:2] == [1, 2]
-    assert "tried to allocate 9 GiB" in e2e.as_text(found)
+    results = e2e.measure(toy(rounds=2), CPU, keep=lambda results: kept.append(len(results["runs"])))
+    assert [run["status"] for run in results["runs"]] == ["error", "ok"] and kept[:2] == [1, 2]
+    assert "tried to allocate 9 GiB" in e2e.as_text(results)
 
 
 def test_a_spent_budget_is_said():
-    found = e2e.measure(toy(), CPU, Budget(0.0))
-    assert found["runs"][0]["status"] == "skipped" and found["summary"] == [] and found["ended"]
+    results = e2e.measure(toy(), CPU, Budget(0.0))
+    assert results["runs"][0]["status"] == "skipped" and results["summary"] == [] and results["ended"]
 
 
 def test_a_patch_without_a_way_back_is_undone():
