@@ -2,7 +2,7 @@
 
     python benchmarks/speed_table.py OUT.json [--budget 240] [--models mistral,llama3]
 
-Nine models at published widths and the layers, batch and length that `liger-hw bench e2e --model NAME` takes by default,
+Nine models at published widths, layers, batch and length being the defaults of `liger-hw bench e2e --model NAME`;
 three arms each. A row that the budget ends, or whose arm does not fit the device, says so. `readme.py` reads the file.
 """
 
