@@ -1,6 +1,6 @@
 """Post-training losses on a linear head, in chunks: DPO, ORPO, CPO, SimPO, KTO, GRPO, JSD and cosine distillation.
 
-The names, arguments and results are those of `liger_kernel.chunked_loss` 0.8.5. docs/losses.md has the formulas, what
+Names, arguments and results are the same as in `liger_kernel.chunked_loss` 0.8.5. docs/losses.md has the formulas, what
 each returns, and the few differences.
 """
 

@@ -47,8 +47,8 @@ class LossFunction:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = ("preference_loss_fn", "ppo_loss_fn", "distillation_loss_fn", "forward", "backward")
-        if stated := [name for name in own if name in vars(cls)]:
+        hooks = ("preference_loss_fn", "ppo_loss_fn", "distillation_loss_fn", "forward", "backward")
+        if stated := [name for name in hooks if name in vars(cls)]:
             raise TypeError(
                 f"{cls.__name__}: {', '.join(stated)} would never be called: ready losses have their own formulas. "
                 "For a loss of your own subclass LigerFusedLinearPreferenceBase or its like, of "
@@ -70,5 +70,5 @@ class LossModule(OptionsModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         why = "kernels are always compiled, and the chunks follow from LIGER_HW_LOSS_MEMORY_MIB"
-        given = {f.name: getattr(self, f.name) != f.default for f in fields(self) if f.name in self.without_effect}
-        warn_ignored(type(self).__name__, why, **given)
+        changed = {f.name: getattr(self, f.name) != f.default for f in fields(self) if f.name in self.without_effect}
+        warn_ignored(type(self).__name__, why, **changed)

@@ -54,16 +54,8 @@ class LigerFusedLinearCPOFunction(LossFunction):
         average_log_prob: bool = False,
         chunk_size: int = 1,
     ) -> Output:
-        pairs = smoothed_pairs(
-            _NAME,
-            "cpo",
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss,
-            average_log_prob=average_log_prob,
-        )
+        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, average_log_prob
+        pairs = smoothed_pairs(_NAME, "cpo", *numbers)
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
 
 

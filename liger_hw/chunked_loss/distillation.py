@@ -4,7 +4,7 @@
 
 soft: the mean over counted tokens of a distance between the student's and the teacher's logits (JSD, cosine); hard: the
 mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token
-counts. Operator and autograd are those of `kernels/heads/linear_distillation.py`.
+counts. Operator and autograd are in `kernels/heads/linear_distillation.py`.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class DistillationFunction(LossFunction):
         options = Distillation(kind, float(beta), 0.0, float(temperature), ignore_index, *weights)
         with_hard = bool(return_soft_hard_loss) or weight_hard_loss != 0.0
         call = DistillationCall(options, with_hard, per_row=1, wide=False)
-        found = LinearDistillationFunction.apply(x, weight, bias, *teacher, true_labels, OPERATOR, call)
+        result = LinearDistillationFunction.apply(x, weight, bias, *teacher, true_labels, OPERATOR, call)
         if not call.with_hard:
-            return found
-        loss, soft, hard = found
+            return result
+        loss, soft, hard = result
         return (loss, soft * soft_scale, hard) if return_soft_hard_loss else loss
 
 

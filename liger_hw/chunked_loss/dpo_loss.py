@@ -138,25 +138,16 @@ class LigerFusedLinearDPOFunction(LossFunction):
         discopop_tau: float = 0.05,
         alpha: float = 1.0,
     ) -> Output:
-        pairs = dpo_pairs(
-            loss_type,
-            use_ref_model,
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            average_log_prob=average_log_prob,
-            compute_nll_loss=compute_nll_loss,
-            label_smoothing=label_smoothing,
-            discopop_tau=discopop_tau,
-        )
+        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, average_log_prob
+        pairs = dpo_pairs(loss_type, use_ref_model, *numbers, discopop_tau=discopop_tau)
         ref = (ref_input, ref_weight, ref_bias) if use_ref_model else None
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, ref)
 
 
-def dpo_pairs(loss_type: str, use_ref_model: bool, **numbers: float) -> Pairs:
+def dpo_pairs(loss_type: str, use_ref_model: bool, *numbers: float, **named: float) -> Pairs:
     """`checked_pairs` of a loss type, whose numbers must be such that it can be computed."""
     check_flags(_NAME, use_ref_model=use_ref_model)
-    pairs = checked_pairs(_NAME, f"dpo_{loss_type}", **numbers)
+    pairs = checked_pairs(_NAME, f"dpo_{loss_type}", *numbers, **named)
     check_loss_type(loss_type, pairs.label_smoothing, pairs.beta, pairs.extra)
     return pairs
 

@@ -100,8 +100,8 @@ class LigerFusedLinearGRPOFunction(LossFunction):
             warnings.warn(f"{_NAME}: Using ref_per_token_logps; ref_input is given too and not read", stacklevel=2)
         if not use_ref_model:
             ref_per_token_logps = None
-        given = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
-        mask, *tensors = policy_tensors(_NAME, x, attention_mask, *given, loss_type)
+        of_tokens = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
+        mask, *tensors = policy_tensors(_NAME, x, attention_mask, *of_tokens, loss_type)
         share = token_shares(_NAME, mask, loss_type, max_completion_length, num_items_in_batch, tensors[0].dtype)
         extras = [tensors[0], share, *tensors[1:]]
         alone = importance_sampling_level == "token" and loss_type != "vespo"  # each token's slope is its own matter
@@ -183,6 +183,6 @@ class LigerFusedLinearGRPOLoss(LossModule):
         Returns (loss, (KL with beta, share of clipped tokens)), all fp32.
         """
         tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias
-        given = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
+        reference = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
         counts = {"vllm_is_ratio": vllm_is_ratio, "num_items_in_batch": num_items_in_batch}
-        return self.function.apply(*tensors, *given, **counts, **self.options())
+        return self.function.apply(*tensors, *reference, **counts, **self.options())

@@ -27,7 +27,7 @@ from typing import Any, Iterable, NamedTuple, Sequence
 import torch
 
 from ..kernels.heads.chunk_plan import plan_groups
-from ..kernels.heads.linear_head import HeadGradients, Wanted, fake_gradients, scale_wanted, sweep
+from ..kernels.heads.linear_head import HeadGradients, Needs, fake_gradients, scale_gradients, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
 from ..kernels.losses.log_prob_rows import LogProbOptions, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     """What a loss is given, for some groups or for all, in the order of the groups.
 
     logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs); zero where the target is ignored. second are
-        those of the second target, None without one.
+        for the second target, None without one.
     logit_sum: the sum of each token's logits, for metrics
     grouped: the call's own tensors [groups, ...]
     shared: its tensors that do not belong to a group
@@ -74,7 +74,7 @@ class Spec(NamedTuple):
     ignore_index: int = -100
     temperature: float = 1.0
     scale: float = 1.0
-    wanted: Wanted = Wanted()
+    needs: Needs = Needs()
 
     @property
     def loss(self) -> Any:
@@ -135,7 +135,7 @@ class _Rows:
             self.out.logp[rows].masked_fill_(~self.first_counts[rows], 0.0)
 
     def write(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
-        """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef is that of the second target."""
+        """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef belongs to the second target."""
         rows = slice(start, start + logits.shape[0])
         how = {"bias": self.bias, "row_start": start, "plain": self._plain}
         row_log_prob_gradients(logits, self.target, self.out, self.coef, self._options, **how)
@@ -192,7 +192,7 @@ class _Groups(NamedTuple):
 
 @torch.no_grad()
 def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
-    loss, wanted = spec.loss, spec.wanted
+    loss, needs = spec.loss, spec.needs
     (batch, length), (vocab, hidden) = target.shape, weight.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
     n_groups = n_rows if spec.group == TOKEN else batch // spec.group
@@ -205,9 +205,9 @@ def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
         target, second = target[order], None if second is None else second[order]
     rows = _Rows(x, target, second, bias, spec, loss.sums_logits, plain)
     groups = _Groups(n_groups, width, vocab, extras, spec.n_grouped)
-    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted), x.device)
-    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, plain)
-    if not any(wanted):
+    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(needs), x.device)
+    grads = HeadGradients(flat, weight, needs, chunks, rows.target, plain)
+    if not any(needs):
         rows.read_all(sweep(chunks, flat, weight, order=order))
     elif any(start % width for start, _ in chunks.bounds):  # a group does not fit a chunk: two sweeps
         rows.read_all(sweep(chunks, flat, weight, order=order))
@@ -235,7 +235,7 @@ def _fake(x, weight, bias, target, second, extras, spec: Spec):
         n_groups=shape[0],
         vocab=weight.shape[0],
     )
-    return [*spec.loss.results(seen), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.wanted)]
+    return [*spec.loss.results(seen), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.needs)]
 
 
 chunked_loss = define(
@@ -252,8 +252,8 @@ class ChunkedLossFunction(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, *extras):
-        ctx.wanted = Wanted(*ctx.needs_input_grad[:3])
-        spec = spec._replace(wanted=ctx.wanted)
+        ctx.needs = Needs(*ctx.needs_input_grad[:3])
+        spec = spec._replace(needs=ctx.needs)
         *outputs, dx, dweight, dbias = chunked_loss(x, weight, bias, target, second, list(extras), spec)
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.scale, ctx.shape = spec.scale, x.shape
@@ -269,7 +269,7 @@ class ChunkedLossFunction(Function):
             return None, None, None, *others
         if ctx.scale != 1.0:
             grad_loss = grad_loss / ctx.scale
-        dx, dweight, dbias = scale_wanted(ctx.saved_tensors, ctx.wanted, grad_loss, absent(grad_loss))
+        dx, dweight, dbias = scale_gradients(ctx.saved_tensors, ctx.needs, grad_loss, absent(grad_loss))
         return None if dx is None else dx.view(ctx.shape), dweight, dbias, *others
 
 

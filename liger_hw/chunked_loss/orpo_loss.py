@@ -59,8 +59,8 @@ class LigerFusedLinearORPOFunction(LossFunction):
         compiled: bool = True,
         chunk_size: int = 1,
     ) -> Output:
-        options = {"ignore_index": ignore_index, "beta": beta, "compute_nll_loss": compute_nll_loss}
-        pairs = checked_pairs(_NAME, "orpo", average_log_prob=True, **options)
+        flags = {"compute_nll_loss": compute_nll_loss, "average_log_prob": True}
+        pairs = checked_pairs(_NAME, "orpo", ignore_index, beta, **flags)
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
 
 

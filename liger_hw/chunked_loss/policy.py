@@ -45,7 +45,7 @@ def k3_loss_fn(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def clip_coef_fn(coef: torch.Tensor, epsilon_low: float, epsilon_high: float, loss_type: str):
-    """(clipped ratio, where it was below the range, where above); the ratio is None for losses that do not clip."""
+    """(clipped ratio, where it was below the range, where above); losses that do not clip have None for the ratio."""
     if loss_type == "cispo":
         return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
     low, high = 1 - epsilon_low, 1 + epsilon_high
@@ -245,7 +245,8 @@ def make_policy(
 ) -> Policy:
     """The Policy of public options; numbers: the other fields of Policy.
 
-    Raises `TypeError` for a number that is none and `ValueError` for one that makes no sense, or an unknown loss type.
+    Raises `TypeError` for a number of another type and `ValueError` for one that makes no sense, or an unknown loss
+    type.
     """
     numbers["delta"] = math.inf if delta is None else delta
     check_floats(op, temperature=temperature, **numbers)

@@ -1,8 +1,8 @@
 """What the losses over pairs of a chosen and a rejected sequence share: DPO, ORPO, CPO and SimPO.
 
 A batch holds the P chosen sequences, then the P rejected ones in the same order. With l the log-probability of a
-sequence (the sum of its tokens', or their mean), l_ref that of the reference model, c = l_chosen - l_ref_chosen and r
-likewise,
+sequence (the sum of its tokens', or their mean), l_ref the same of the reference model, c = l_chosen - l_ref_chosen and
+r likewise,
 
     loss = mean over pairs of pair_loss(c, r) + alpha * nll
     nll = mean over the chosen sequences' tokens of -log p(token)
@@ -100,13 +100,12 @@ LOSSES["pairs"] = Pairs
 def checked_pairs(
     name: str,
     kind: str,
-    *,
     ignore_index: int,
     beta: float,
     alpha: float = 1.0,
-    average_log_prob: bool = False,
-    compute_nll_loss: bool = False,
     label_smoothing: float = 0.0,
+    compute_nll_loss: bool = False,
+    average_log_prob: bool = False,
     **extra: float,
 ) -> Pairs:
     """The description of a loss. extra: at most one number more, by its public name.
@@ -116,20 +115,16 @@ def checked_pairs(
     check_ignore_index(name, ignore_index)
     check_floats(name, beta=beta, alpha=alpha, label_smoothing=label_smoothing, **extra)
     check_flags(name, average_log_prob=average_log_prob, compute_nll_loss=compute_nll_loss)
-    return Pairs(
-        kind,
-        beta=float(beta),
-        alpha=float(alpha),
-        average=float(bool(average_log_prob)),
-        has_nll=float(bool(compute_nll_loss)),
-        label_smoothing=float(label_smoothing),
-        extra=float(next(iter(extra.values()), 0.0)),
-    )
+    flags = float(bool(average_log_prob)), float(bool(compute_nll_loss))
+    more = float(next(iter(extra.values()), 0.0))
+    return Pairs(kind, float(beta), float(alpha), *flags, float(label_smoothing), more)
 
 
-def smoothed_pairs(name: str, kind: str, *, label_smoothing: float, **numbers: float) -> Pairs:
+def smoothed_pairs(
+    name: str, kind: str, ignore_index: int, beta: float, alpha: float, label_smoothing: float, *flags, **more
+) -> Pairs:
     """`checked_pairs` whose label_smoothing is from 0 to 1."""
-    pairs = checked_pairs(name, kind, label_smoothing=label_smoothing, **numbers)
+    pairs = checked_pairs(name, kind, ignore_index, beta, alpha, label_smoothing, *flags, **more)
     if not 0.0 <= label_smoothing <= 1.0:
         check(False, name, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     return pairs

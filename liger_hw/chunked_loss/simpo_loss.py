@@ -39,17 +39,8 @@ class LigerFusedLinearSimPOFunction(LossFunction):
         gamma: float = 0.5,
         chunk_size: int = 1,
     ) -> Output:
-        pairs = smoothed_pairs(
-            _NAME,
-            "simpo",
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss,
-            average_log_prob=True,
-            gamma=gamma,
-        )
+        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, True
+        pairs = smoothed_pairs(_NAME, "simpo", *numbers, gamma=gamma)
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
 
 

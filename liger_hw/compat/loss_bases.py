@@ -1,7 +1,7 @@
 """Behind `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes, for chunked losses of one's own.
 
 A subclass states its loss as a function of log-probabilities or of logits, and an autograd Function's `forward` and
-`backward`, which call those of its base:
+`backward`, which call the base's:
 
     class HingeFunction(LigerFusedLinearPreferenceBase):
         @staticmethod
@@ -84,11 +84,11 @@ def _sum_of_chunks(
         weight, bias = (None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (weight, bias))
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
         sums: list[torch.Tensor | None] = [None, None]
-        found = []
+        results = []
         for chunk in chunks:
             rows = _rows(x, chunk).detach().requires_grad_(x.requires_grad)
             result, (dx_of_chunk, *of_head) = _loss_and_gradients((rows, weight, bias), chunk_loss, chunk)
-            found.append(result)
+            results.append(result)
             if dx is not None:
                 for rows_of_x, part in zip(chunk, dx_of_chunk.split([len(range(x.shape[0])[s]) for s in chunk])):
                     dx[rows_of_x] = part
@@ -99,7 +99,7 @@ def _sum_of_chunks(
                     sums[i] += gradient
         dweight, dbias = (None if s is None else s.to(t.dtype).contiguous() for s, t in zip(sums, (weight, bias)))
         ctx.save_for_backward(dx, dweight, dbias)
-        return tuple(_joined(values, _wide(x.dtype)) for values in zip(*found))
+        return tuple(_joined(values, _wide(x.dtype)) for values in zip(*results))
 
 
 def _loss_and_gradients(leaves: tuple, chunk_loss: ChunkLoss, chunk: Chunk) -> tuple[tuple, list]:
@@ -107,14 +107,14 @@ def _loss_and_gradients(leaves: tuple, chunk_loss: ChunkLoss, chunk: Chunk) -> t
 
     A loss that does not depend on any of them has gradients of zero.
     """
-    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    trained = [t for t in leaves if t is not None and t.requires_grad]
     with torch.enable_grad():
         loss, metrics = chunk_loss(chunk, *leaves)
-    if wanted and loss.requires_grad:
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True))
+    if trained and loss.requires_grad:
+        computed = iter(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
     else:
-        found = iter([torch.zeros_like(t) for t in wanted])
-    gradients = [next(found) if t is not None and t.requires_grad else None for t in leaves]
+        computed = iter([torch.zeros_like(t) for t in trained])
+    gradients = [next(computed) if t is not None and t.requires_grad else None for t in leaves]
     return tuple(t.detach() for t in (loss, *metrics)), gradients
 
 
@@ -134,8 +134,8 @@ def _scaled(ctx: Any, grad_output: Any) -> Gradients:
     return tuple(scaled)
 
 
-def _loss_and_more(found: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return (found[0], list(found[1:])) if isinstance(found, tuple) else (found, [])
+def _loss_and_more(result: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return (result[0], list(result[1:])) if isinstance(result, tuple) else (result, [])
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -226,13 +226,14 @@ class LigerFusedLinearPreferenceBase(_Base):
         def chunk_loss(chunk, x, weight, bias):
             nll_chunk = None if nll_target is None else _rows(nll_target, chunk[:1])
             options = ignore_index, compute_nll_loss, nll_chunk, average_log_prob
-            found = LigerFusedLinearPreferenceBase.chunk_forward(x, weight, _rows(target, chunk), bias, *options)
-            chosen, rejected, chosen_logits, rejected_logits, nll = found
+            base = LigerFusedLinearPreferenceBase
+            results = base.chunk_forward(x, weight, _rows(target, chunk), bias, *options)
+            chosen, rejected, chosen_logits, rejected_logits, nll = results
             refs = {}
             if ref is not None:
                 refs = {"ref_chosen_logps": ref[chunk[0]], "ref_rejected_logps": ref[chunk[1]]}
-            given = {"beta": beta, **loss_kwargs, **refs}
-            loss, more = _loss_and_more(cls.preference_loss_fn(chosen, rejected, target, **given))
+            loss = cls.preference_loss_fn(chosen, rejected, target, beta=beta, **loss_kwargs, **refs)
+            loss, more = _loss_and_more(loss)
             if compute_nll_loss:
                 nll = nll / n_nll_tokens
                 loss = loss + alpha * nll
@@ -322,8 +323,8 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
             options = bias, ignore_index, average_log_prob
             base = LigerFusedLinearUnpairedPreferenceBase
             logps, *sums = base.chunk_forward(x, weight, _rows(target, chunk), labels, *options)
-            given = loss_kwargs if ref is None else {**loss_kwargs, "ref_log_prob_chunk": _rows(ref, chunk)}
-            loss, more = _loss_and_more(cls.preference_loss_fn(logps, labels, target, **given))
+            refs = {} if ref is None else {"ref_log_prob_chunk": _rows(ref, chunk)}
+            loss, more = _loss_and_more(cls.preference_loss_fn(logps, labels, target, **loss_kwargs, **refs))
             return loss, (*sums, *more)
 
         batch = _input.shape[0]
@@ -405,8 +406,8 @@ class LigerFusedLinearDistillationBase(_Base):
             more = bias, teacher_bias, ignore_index, with_hard
             student, teacher, hard = LigerFusedLinearDistillationBase.chunk_forward(*heads, labels, *more)
             student = F.pad(student / temperature, (0, n_padded))
-            given = {"target": labels, "ignore_index": ignore_index, "beta": beta, **loss_kwargs}
-            soft = cls.distillation_loss_fn(student, teacher / temperature, **given) / n_counted
+            named = {"target": labels, "ignore_index": ignore_index, "beta": beta, **loss_kwargs}
+            soft = cls.distillation_loss_fn(student, teacher / temperature, **named) / n_counted
             loss = weight_soft_loss * soft
             if with_hard:
                 hard = hard / n_counted

@@ -16,7 +16,7 @@ from liger_hw.kernels.heads.fused_linear_log_probs import (
     liger_fused_linear_log_probs,
 )
 from liger_hw.kernels.heads.kept_logits import plan_kept, rest_groups
-from liger_hw.kernels.heads.linear_head import Wanted
+from liger_hw.kernels.heads.linear_head import Needs
 from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
 from liger_hw.kernels.losses.vocab_parts import IGNORED, VocabPart, own_targets
 from liger_hw.registry import get_op
@@ -263,7 +263,7 @@ def test_of_two_parts_of_a_vocabulary(lane, narrow, generator, rest, monkeypatch
     x, weight, target = _tensors(lane, generator)
     target[3] = -100
     slopes = torch.randn(16, generator=generator).to(lane.device)
-    call = LogProbsCall(LogProbOptions(IGNORED, 0.7), wanted=Wanted(True, True))
+    call = LogProbsCall(LogProbOptions(IGNORED, 0.7), needs=Needs(True, True))
     starts, ran = torch.tensor([0, 61], device=lane.device), []
     for start, part in zip(starts, weight.detach().split((61, 40))):
         own = own_targets("test", target, len(part), VocabPart(None, 2, 0, starts, start, starts[1] + 40), -100)

@@ -7,11 +7,11 @@ twice that where every chunk reads and writes an fp32 weight gradient), and at m
 no more memory than the gradient of x. Divergences (`prefer_large`) may have MAX_ROWS_DIVERGENCE rows, and with one head
 as much memory as the weight's gradient.
 
-Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times that of one GEMM
-over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. A running sum alone breaks the promise for
-losses with targets; those have the targets' entries accumulated separately (`head_targets.py`) when there are more than
-MAX_PLAIN_CHUNKS chunks, and have at most MAX_CHUNKS_WITH_TARGETS (benchmarks/rounding.py). Where memory asks for more
-chunks than that, they grow instead, or the gradient is accumulated in an fp32 buffer if that takes less memory.
+Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times the error of one
+GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. A running sum alone breaks the promise
+for losses with targets; those have the targets' entries accumulated separately (`head_targets.py`) when there are more
+than MAX_PLAIN_CHUNKS chunks, and have at most MAX_CHUNKS_WITH_TARGETS (benchmarks/rounding.py). Where memory asks for
+more chunks than that, they grow instead, or the gradient is accumulated in an fp32 buffer if that takes less memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plan_chunks(
     if budget is None:
         share = gradient if prefer_large and heads == 1 else 2 * gradient // 5
         room = max((scale * DEFAULT_MIB << 20) - gradient - sums, 0 if wide else share)
-        # logits of so many rows are no larger than the gradient of x
+        # their logits are no larger than the gradient of x
         free = n_rows * hidden // (vocab * scale * heads) if gradients else 0
         largest = scale * max(smallest, MAX_ROWS_DIVERGENCE if prefer_large else MAX_ROWS, free)
         rows = min(max(room // row_bytes, 3 * MIN_ROWS // (2 * heads)), largest)
@@ -118,7 +118,7 @@ def plan_groups(
     """Chunks of whole groups of `group` rows each, or of any rows where one group is too large.
 
     A chunk's logits take DEFAULT_MIB at most, or what LIGER_HW_LOSS_MEMORY_MIB leaves beside the gradients. The rules
-    for precision are those of `plan_chunks` with targets.
+    for precision are the same as in `plan_chunks` with targets.
     """
     row_bytes = vocab * itemsize
     limit = max(MIN_ROWS, (DEFAULT_MIB << 20) // row_bytes)
@@ -143,7 +143,7 @@ def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: 
 
     All ranks must come to the same chunks, and none knows how many columns another has, so the budget is a share of the
     weight's gradient, in which the columns cancel: a chunk's logits take half its memory, or MIN_ROWS rows'.
-    LIGER_HW_LOSS_MEMORY_MIB is not asked. The rules for precision are those of `plan_chunks` with targets.
+    LIGER_HW_LOSS_MEMORY_MIB is not read. The rules for precision are the same as in `plan_chunks` with targets.
 
     world: a multiple of which every chunk has rows
     """
@@ -202,7 +202,7 @@ def _even_above(device: torch.device | None) -> int | None:
 
 
 def _is_tall(steps: int, even_above: int | None) -> bool:
-    """Whether a chunk of so many steps should have an even number of them."""
+    """Whether the number of steps in a chunk should be even."""
     return even_above is not None and steps > even_above
 
 

@@ -51,7 +51,7 @@ class CountedRows:
 
 
 def among_all(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int, left_out: int = 0) -> Any:
-    """Results [k, ...] of the rows `order` (None: all) among those of n_rows rows; the others have `left_out`."""
+    """Results [k, ...] of the rows `order` (None: all) among n_rows rows; the others have `left_out`."""
     if rows is None or order is None:
         return rows
     return rows.new_full((n_rows, *rows.shape[1:]), left_out).index_copy_(0, order, rows)
@@ -62,8 +62,9 @@ def remaining_rows(
 ) -> torch.Tensor | None:
     """Indices of the rows that count, in their order, or None for all rows.
 
-    compact: True counts now, which waits for the device; a `CountedRows` made early does not. The answer is None where
-    too few rows are ignored, while a graph is captured, inside torch.compile, and for a count of another ignore_index.
+    compact: True counts now, which waits for the device; a `CountedRows` from earlier in the step does not. The answer
+    is None where too few rows are ignored, while a graph is captured, inside torch.compile, and for a count of another
+    ignore_index.
     """
     if not isinstance(compact, (bool, CountedRows)):
         check(False, op, f"compact must be a bool or a CountedRows, got {type(compact).__name__}")

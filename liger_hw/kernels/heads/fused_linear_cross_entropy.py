@@ -1,6 +1,6 @@
 """Cross entropy of a linear head, loss(input @ weight^T + bias, target), without the logits of all rows at once.
 
-The loss of a row is that of cross_entropy.py, whose row kernel runs here on chunks of rows (`linear_head.py`).
+The loss of a row is defined in cross_entropy.py, whose row kernel runs here on chunks of rows (`linear_head.py`).
 use_token_scaling multiplies a row's loss by exp(s[y] - lse), its probability of the target, taken as a constant.
 
 Shapes: input [n_rows, hidden], weight [vocab, hidden], target [n_rows] int64 or int32, bias [vocab], ce_weight [vocab]
@@ -47,7 +47,7 @@ from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .head_targets import TAKE
-from .linear_head import HeadGradients, Wanted, reference_gradients, reference_logits, scale_wanted, sweep
+from .linear_head import HeadGradients, Needs, reference_gradients, reference_logits, scale_gradients, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -83,23 +83,24 @@ class HeadCall(NamedTuple):
     options: Options
     wide: bool
     chunk_mem_const: int
-    wanted: Wanted = Wanted()
+    needs: Needs = Needs()
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator."""
-        return any(self.wanted) and self.options.scales_in_backward(dtype)
+        return any(self.needs) and self.options.scales_in_backward(dtype)
 
 
 @torch.no_grad()
 def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=None):
     """row_grads: the rows' incoming gradients, for the backward of reduction="none"; then the gradients alone."""
+    of_all, row_grads = target, dense(row_grads)
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
     target, bias, ce_weight = dense(target), dense(bias), dense(ce_weight)
     n_rows, (vocab, hidden), itemsize, options = target.shape[0], weight.shape, x.dtype.itemsize, call.options
     chunks = plan_chunks(
         *(n_rows, hidden, vocab, itemsize),
-        gradients=any(call.wanted),
+        gradients=any(call.needs),
         wide=call.wide,
         with_targets=True,
         scale=call.chunk_mem_const,
@@ -107,11 +108,11 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
     )
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device)
-    grads = HeadGradients(x, weight, call.wanted, chunks, target)
+    grads = HeadGradients(x, weight, call.needs, chunks, target)
     plan = FWD.plan(x.device, columns_key(vocab, itemsize))
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order):
         launch_rows(
-            *(plan, logits, target, ce_weight, stats, options, rows, logits if any(call.wanted) else None),
+            *(plan, logits, target, ce_weight, stats, options, rows, logits if any(call.needs) else None),
             bias=bias,
             row_grads=row_grads,
             row_start=start,
@@ -119,9 +120,9 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
         )
     if row_grads is not None:
         return grads.results(bias)
-    left_out = 0, 0, 0, -1  # what an ignored row gets
+    left_out = 0, 0, -1  # what an ignored row gets
     rows = RowResults(*(among_all(t, order, x.shape[0], empty) for t, empty in zip(rows, left_out)))
-    outputs = launch_sum(rows, stats, options.reduction, torch.float32)
+    outputs = launch_sum(rows, stats, options, torch.float32, dense(of_all))
     return *outputs, *grads.results(bias), stats if call.scales_in_backward(x.dtype) else absent(stats)
 
 
@@ -134,10 +135,10 @@ def _bwd(grad_output, *arguments):
 
 def _reference_grads(x, weight, target, bias, ce_weight, call: HeadCall, row_grads=None):
     """What autograd gives: the gradient of the logits is rounded to their dtype before it is summed."""
-    if not any(call.wanted):
-        return reference_gradients(None, x, weight, bias, call.wanted)
+    if not any(call.needs):
+        return reference_gradients(None, x, weight, bias, call.needs)
     dlogits = reference_gradient(reference_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
-    return reference_gradients(dlogits, x, weight, bias, call.wanted)
+    return reference_gradients(dlogits, x, weight, bias, call.needs)
 
 
 @torch.no_grad()
@@ -146,7 +147,7 @@ def _fwd_reference(x, weight, target, bias, ce_weight, order, call: HeadCall):
     outputs = reference_losses(reference_logits(x, weight, bias), target, ce_weight, call.options)
     outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.options)
     grads = _reference_grads(x, weight, target, bias, ce_weight, call)
-    return *outputs, *grads, outputs[0].new_ones(5 if call.scales_in_backward(x.dtype) else 0)
+    return *outputs, *grads, outputs[0].new_ones(8 if call.scales_in_backward(x.dtype) else 0)
 
 
 @torch.no_grad()
@@ -183,8 +184,8 @@ class FusedLinearCrossEntropyFunction(Function):
     def forward(ctx, _input, weight, target, bias, ce_weight, order, call: HeadCall):
         tensors = _input, weight, target, bias, ce_weight, order
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        ctx.wanted = Wanted(dinput, dweight, dbias)
-        with_gradients = call._replace(wanted=ctx.wanted)
+        ctx.needs = Needs(dinput, dweight, dbias)
+        with_gradients = call._replace(needs=ctx.needs)
         ctx.later = with_gradients if call.options.reduction == NONE else None
         outputs = fused_linear_cross_entropy_fwd(*tensors, call if ctx.later else with_gradients)
         loss, z_loss, hits, top, *saved = outputs
@@ -200,10 +201,10 @@ class FusedLinearCrossEntropyFunction(Function):
             return (None,) * 7
         if ctx.later:
             grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, ctx.later)
-            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
+            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.needs))
         else:
             *grads, stats = ctx.saved_tensors
-            dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, stats)
+            dx, dweight, dbias = scale_gradients(grads, ctx.needs, grad_output, stats)
         return dx, dweight, None, dbias, None, None, None
 
 
@@ -237,7 +238,7 @@ def liger_fused_linear_cross_entropy(
     use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient.
     compact leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or
     True to count now, which waits for the device. The results are the same, unless ignored rows hold nan or inf.
-    The other arguments are those of `liger_cross_entropy`.
+    The other arguments are explained at `liger_cross_entropy`.
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
     """

@@ -1,12 +1,12 @@
 """fused_linear_cross_entropy over a vocabulary split between the ranks of a process group, without gathering logits.
 
 Each rank holds its part of the head's weight, in the order of the ranks; parts may be unequal (losses/vocab_parts.py).
-The loss of a row is that of cross_entropy.py, with the log-sum-exp, the target's logit and the sum of the logits taken
-over all ranks. It is the same number, bit for bit, on every rank.
+The loss of a row is defined in cross_entropy.py, with the log-sum-exp, the target's logit and the sum of the logits
+taken over all ranks. It is the same number, bit for bit, on every rank.
 
 A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. What the ranks exchange travels meanwhile:
     logits    the product is made in two halves. The log-sum-exp of the first half's rows travels during the second
-              product, that of the second half's while the gradient of the first half is written
+              product, the second half's while the gradient of the first half is written
     dx        is summed over the ranks while dweight is computed. Under sequence parallelism each rank holds some rows
               of the input; all are gathered first, and dx is summed by a reduce-scatter
 What no gradient waits for, such as the target's score, is exchanged once, after the last chunk.
@@ -55,7 +55,7 @@ from ..losses.vocab_parts import (
 from .chunk_plan import Chunks, plan_shared
 from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import HeadGradients, Wanted, dx_of, fake_gradients, scale_wanted, sweep
+from .linear_head import HeadGradients, Needs, dx_of, fake_gradients, scale_gradients, sweep
 
 _NAME = "liger_fused_linear_cross_entropy_tp"
 _TOP_ROWS = 256
@@ -73,7 +73,7 @@ class _Call(NamedTuple):
     options: Options
     wide: bool
     sequence_parallel: bool
-    wanted: Wanted = Wanted()
+    needs: Needs = Needs()
 
     def part(self, width: int, device: torch.device) -> VocabPart:
         """This rank's part of the vocabulary; collective."""
@@ -85,7 +85,8 @@ class _Call(NamedTuple):
 
 
 class SharedGradients(HeadGradients):
-    """The gradients of one rank. Those of its weight are its own; dx is summed over the ranks while they are computed.
+    """The gradients of one rank. The weight's belong to the rank alone; dx is summed over the ranks while they are
+    computed.
 
     scattered: x [n_rows, hidden] is gathered, the sweep takes equally many rows of every rank at a time, and dx has
     this rank's rows; else dx has all rows.
@@ -95,15 +96,15 @@ class SharedGradients(HeadGradients):
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
-        wanted: Sequence[bool],
+        needs: Sequence[bool],
         chunks: Chunks,
         targets: torch.Tensor,
         part: VocabPart,
         plain: bool,
         scattered: bool = False,
     ) -> None:
-        super().__init__(x, weight, (wanted[0] and not scattered, *wanted[1:]), chunks, targets, plain)
-        if wanted[0] and scattered:
+        super().__init__(x, weight, (needs[0] and not scattered, *needs[1:]), chunks, targets, plain)
+        if needs[0] and scattered:
             self.dx = x.new_empty((x.shape[0] // part.world, x.shape[1]))
         self._part, self._scattered, self._pending = part, scattered, []
 
@@ -147,7 +148,7 @@ class _Rows:
 
     def __init__(
         self,
-        own: OwnTargets,
+        local: OwnTargets,
         part: VocabPart,
         bias: torch.Tensor | None,
         options: Options,
@@ -156,26 +157,26 @@ class _Rows:
         incoming: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        self.own, self.part, self.options, self._sent = own, part, options, []
-        n_rows, smoothing = own.mine.shape[0], options.label_smoothing
-        self._found = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing))
-        self._top = [torch.empty_like(self._found.lse) for _ in range(2)] if seeks_top(options) else []
-        self.lse = torch.empty_like(self._found.lse) if lse is None else lse
+        self.local, self.part, self.options, self._sent = local, part, options, []
+        n_rows, smoothing = local.mine.shape[0], options.label_smoothing
+        self._results = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing))
+        self._top = [torch.empty_like(self._results.lse) for _ in range(2)] if seeks_top(options) else []
+        self.lse = torch.empty_like(self._results.lse) if lse is None else lse
         self._row_options, self._bias, self._plain = LogProbOptions(IGNORED, softcap=options.softcap), bias, plain
         self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
-        self._target_coef = torch.where(own.here, (smoothing - 1.0) * incoming, 0.0)
-        self._softmax_coef = torch.where(own.valid, -incoming, float("nan"))
+        self._target_coef = torch.where(local.here, (smoothing - 1.0) * incoming, 0.0)
+        self._softmax_coef = torch.where(local.valid, -incoming, float("nan"))
         self._smoothing_term = (-self._per_class * incoming).expand(n_rows).contiguous() if smoothing else None
 
     def send(self, start: int, logits: torch.Tensor) -> None:
         """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
         rows = slice(start, start + logits.shape[0])
-        call = partial(row_log_probs, logits, self.own.mine, self._found, self._row_options)
+        call = partial(row_log_probs, logits, self.local.mine, self._results, self._row_options)
         with_fallback(partial(call, bias=self._bias, row_start=start, plain=self._plain))()
         if self._top:
-            for numbers, found in zip(self._top, _largest(logits, self._bias)):
-                numbers[rows] = found
-        self._sent.append((rows, GatheredRows(self._found.lse[None, rows], self.part)))
+            for top, values in zip(self._top, _largest(logits, self._bias)):
+                top[rows] = values
+        self._sent.append((rows, GatheredRows(self._results.lse[None, rows], self.part)))
 
     def receive(self) -> slice:
         """Take in what was sent first; the rows it was about."""
@@ -193,28 +194,28 @@ class _Rows:
 
         When all were received: one more exchange, of what no gradient waits for.
         """
-        own, found, options = self.own, self._found, self.options
-        numbers = [torch.where(own.here, found.lse + found.logp, 0.0)]
-        numbers += [] if found.logit_sum is None else [found.logit_sum]
+        local, results, options = self.local, self._results, self.options
+        numbers = [torch.where(local.here, results.lse + results.logp, 0.0)]
+        numbers += [] if results.logit_sum is None else [results.logit_sum]
         scores, *more = gather_rows([*numbers, *self._top], self.part)
         loss = self.lse - (1.0 - options.label_smoothing) * scores.sum(0)
         if self._per_class is not None:
             loss = loss - self._per_class * more.pop(0).sum(0)
         z = options.lse_square_scale * self.lse.square()
-        loss = torch.where(own.valid, loss + z, float("nan")).masked_fill(~own.counted, 0.0)
+        loss = torch.where(local.valid, loss + z, float("nan")).masked_fill(~local.counted, 0.0)
         top = None
         if seeks_top(options):
             values, columns = more
             winner = values.argmax(0, keepdim=True)
-            top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~own.counted, -1)
-        return loss, z.masked_fill(~own.counted, 0.0), top
+            top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~local.counted, -1)
+        return loss, z.masked_fill(~local.counted, 0.0), top
 
     def gradient(self, start: int, logits: torch.Tensor) -> None:
         """Turn the logits of the rows from `start` on into their gradient, in place."""
         softmax_coef = self._softmax_coef
         if scale := self.options.lse_square_scale:
             softmax_coef = softmax_coef * (1.0 + 2.0 * scale * self.lse)
-        rows = logits, self.own.mine, LogProbs(self.lse, self.lse), self._target_coef, self._row_options
+        rows = logits, self.local.mine, LogProbs(self.lse, self.lse), self._target_coef, self._row_options
         coefs = {"softmax_coef": softmax_coef, "smoothing_term": self._smoothing_term}
         call = partial(row_log_prob_gradients, *rows, bias=self._bias, row_start=start, plain=self._plain)
         with_fallback(partial(call, **coefs))()
@@ -222,12 +223,12 @@ class _Rows:
 
 def _largest(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of each row and its column, the first of equal ones, both in fp32 (fp64 for fp64)."""
-    wide, found = torch.promote_types(logits.dtype, torch.float32), []
+    wide, chunks = torch.promote_types(logits.dtype, torch.float32), []
     for rows in logits.split(_TOP_ROWS):
         rows = rows if bias is None else rows.to(wide) + bias.to(wide)
         column = rows.argmax(1)
-        found.append((rows.gather(1, column[:, None])[:, 0].to(wide), column.to(wide)))
-    values, columns = (torch.cat(t) for t in zip(*found))
+        chunks.append((rows.gather(1, column[:, None])[:, 0].to(wide), column.to(wide)))
+    values, columns = (torch.cat(t) for t in zip(*chunks))
     return values, columns
 
 
@@ -267,21 +268,21 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
         order = _order(chunks, part.world, x.device)
     if order is not None:
         target, lse, row_grads = (None if t is None else t[order] for t in (target, lse, row_grads))
-    own = own_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
-    entries = torch.where(own.here, own.mine, -1)
-    grads = SharedGradients(whole, weight, call.wanted, chunks, entries, part, plain, scattered)
+    local = own_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
+    entries = torch.where(local.here, local.mine, -1)
+    grads = SharedGradients(whole, weight, call.needs, chunks, entries, part, plain, scattered)
     one = x.new_ones((), dtype=torch.promote_types(x.dtype, torch.float32))
-    row_weight = own.counted.sum().to(one.dtype).reciprocal() if options.reduction == MEAN else one
+    row_weight = local.counted.sum().to(one.dtype).reciprocal() if options.reduction == MEAN else one
     incoming = (one if options.scales_in_backward(x.dtype) else row_weight) if row_grads is None else row_grads
-    rows = _Rows(own, part, bias, options, x, plain, incoming, lse)
+    rows = _Rows(local, part, bias, options, x, plain, incoming, lse)
     for start, logits, _ in sweep(
-        chunks, whole, weight, grads if any(call.wanted) else None, order=order, scan=rows.send if lse is None else None
+        chunks, whole, weight, grads if any(call.needs) else None, order=order, scan=rows.send if lse is None else None
     ):
         if lse is not None:
             rows.gradient(start, logits)
         while rows.is_waiting:
             here = rows.receive()
-            if any(call.wanted):
+            if any(call.needs):
                 rows.gradient(here.start, logits[here.start - start : here.stop - start])
     return rows, order, grads.results(bias), row_weight
 
@@ -289,7 +290,7 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
 def _forward(x, weight, target, bias, order, call: _Call, plain=False):
     n_rows, options = len(target), call.options
     rows, order, grads, row_weight = _run(x, weight, target, bias, order, call, plain)
-    counted, (loss, z_loss, top) = rows.own.counted, rows.results()
+    counted, (loss, z_loss, top) = rows.local.counted, rows.results()
 
     def in_order(t: torch.Tensor, left_out: int = 0) -> torch.Tensor:
         return among_all(t, order, n_rows, left_out)
@@ -318,11 +319,11 @@ def _fwd_fake(x, weight, target, bias, order, call: _Call):
     sizes = (size, size if options.return_z_loss else 0, size if options.return_token_accuracy else 0)
     loss, z_loss, hits, lse, row_weight = (x.new_empty(size, dtype=wide) for size in (*sizes, n_rows, ()))
     top = target.new_empty(n_rows if options.return_predicted_tokens else 0, dtype=torch.int64)
-    return loss, z_loss, hits.float(), top, lse, *fake_gradients(x, weight, bias, call.wanted), row_weight
+    return loss, z_loss, hits.float(), top, lse, *fake_gradients(x, weight, bias, call.needs), row_weight
 
 
 def _bwd_fake(grad_output, lse, x, weight, target, bias, order, call: _Call):
-    return fake_gradients(x, weight, bias, call.wanted)
+    return fake_gradients(x, weight, bias, call.needs)
 
 
 _TENSORS = "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? order"
@@ -351,8 +352,8 @@ class FusedLinearCrossEntropyTPFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, target, bias, order, call):
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        ctx.wanted, tensors = Wanted(dinput, dweight, dbias), (x, weight, target, bias, order)
-        with_gradients = call._replace(wanted=ctx.wanted)
+        ctx.needs, tensors = Needs(dinput, dweight, dbias), (x, weight, target, bias, order)
+        with_gradients = call._replace(needs=ctx.needs)
         ctx.later = with_gradients if call.options.reduction == NONE else None
         outputs = fused_linear_cross_entropy_tp_fwd(*tensors, call if ctx.later else with_gradients)
         loss, z_loss, hits, top, lse, *saved = outputs
@@ -369,12 +370,12 @@ class FusedLinearCrossEntropyTPFunction(Function):
             return (None,) * 6
         if ctx.later:
             grads = fused_linear_cross_entropy_tp_bwd(grad_output, *ctx.saved_tensors, ctx.later)
-            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
+            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.needs))
         else:
             *grads, row_weight = ctx.saved_tensors
             if ctx.scale_in_backward:  # 1 / 0 where every row is ignored; the saved gradients are zero then
                 grad_output = grad_output * torch.where(row_weight.isfinite(), row_weight, 0.0)
-            dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, absent(row_weight))
+            dx, dweight, dbias = scale_gradients(grads, ctx.needs, grad_output, absent(row_weight))
         return dx, dweight, None, dbias, None, None
 
 
@@ -405,12 +406,12 @@ def liger_fused_linear_cross_entropy_tp(
     rank. weight: [vocab, hidden] and bias: [vocab], this rank's part, of any width; one dtype, fp32, fp16 or bf16 (fp64
     on the CPU), or any under autocast. target: [n_rows] int64 or int32, of all rows, the same on every rank, in the
     order of the ranks with sequence_parallel; indices of the whole vocabulary. tp_group: a ProcessGroup, or None for a
-    whole vocabulary. compact: as there; not used with sequence_parallel. The other arguments are those of
+    whole vocabulary. compact: as there; not used with sequence_parallel. The other arguments are explained at
     `liger_fused_linear_cross_entropy`.
     Returns the loss of all rows in fp32, the same on every rank, [] or [n_rows] with reduction="none", or a
-    `CrossEntropyOutput` when any return_* is set. The gradient of the input is that of the whole vocabulary, summed
+    `CrossEntropyOutput` when any return_* is set. The gradient of the input is for the whole vocabulary, summed
     over the ranks. Every rank must call it and run backward.
-    Raises as `liger_cross_entropy` does, and `TypeError` for what is no process group.
+    Raises as `liger_cross_entropy` does, and `TypeError` for a tp_group that is not a process group.
     """
     numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
     options = cross_entropy_options(_NAME, *numbers, return_z_loss, return_token_accuracy, return_predicted_tokens)

@@ -7,7 +7,7 @@ teacher_weight [vocab, teacher's hidden], shift_labels [n_rows] -> loss [], the 
 none).
 
 Dtypes: input and weight of a head share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits, the
-divergence and the loss are fp32. Unlike those of other heads the logits are not rounded to 16 bits: the gradient is a
+divergence and the loss are fp32. Unlike in other heads the logits are not rounded to 16 bits: the gradient is a
 difference of two distributions, and where these are near, rounded logits would change much of it. Their gradient is
 rounded to the student's dtype, as any head's.
 

@@ -62,7 +62,7 @@ from .chunk_plan import Chunks, plan_chunks
 from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
-from .linear_head import TILE, HeadGradients, Wanted, fake_gradients, sweep
+from .linear_head import TILE, HeadGradients, Needs, fake_gradients, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class LogProbsCall(NamedTuple):
     top: bool = False
     batch_invariant: bool = False
     wide: bool = False
-    wanted: Wanted = Wanted()
+    needs: Needs = Needs()
 
     def tile(self, plain: bool) -> int:
         """Rows of every product of the forward in batch-invariant mode, else 0."""
@@ -167,7 +167,7 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
     sizes = n_rows, hidden, vocab, x.dtype.itemsize
     chunks = plan_chunks(*sizes, wide=call.wide, with_targets=one_entry_a_row, device=x.device)
     entries = target if here is None else torch.where(here, target, -1)
-    grads = HeadGradients(x, weight, call.wanted, chunks, entries, plain)
+    grads = HeadGradients(x, weight, call.needs, chunks, entries, plain)
     saved = LogProbs(lse, lse, entropy)
     coefs = {"entropy_coef": dentropy, "softmax_coef": softmax_coef}
     for start, logits, _ in sweep(chunks, x, weight, grads):
@@ -230,8 +230,8 @@ def _keep_bwd(
     dentropy = dense(dentropy)
     saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
     target, bias = target.contiguous(), dense(bias)
-    given = x, weight, bias, target, saved, dlogp, dentropy, kept, call.wanted
-    dx, dweight, dbias = keeping_backward(*given, call.options, softmax_coef, plain)
+    rows = x, weight, bias, target, saved, dlogp, dentropy, kept, call.needs
+    dx, dweight, dbias = keeping_backward(*rows, call.options, softmax_coef, plain)
     return (
         absent(x) if dx is None else dx,
         absent(x) if dweight is waiting else dweight,
@@ -248,7 +248,7 @@ def _fwd_fake(x, weight, target, bias, ids, call: LogProbsCall):
 
 
 def _bwd_fake(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, call):
-    return fake_gradients(x, weight, bias, call.wanted)
+    return fake_gradients(x, weight, bias, call.needs)
 
 
 def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogProbsCall):
@@ -258,7 +258,7 @@ def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, call: 
 def _keep_bwd_fake(
     x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, call
 ):
-    return fake_gradients(x, weight, bias, call.wanted._replace(dweight=not slab))
+    return fake_gradients(x, weight, bias, call.needs._replace(dweight=not slab))
 
 
 _INPUTS = "Tensor input, Tensor weight, Tensor target, Tensor? bias"
@@ -327,9 +327,9 @@ class Ran(NamedTuple):
 
 
 def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
-    """The forward of rows [n_rows, hidden], with logits kept where the weight's gradient is wanted and it pays."""
+    """The forward of rows [n_rows, hidden], with logits kept where the weight's gradient is needed and it pays."""
     plan = None
-    if call.wanted.dweight and ids is None and not call.wide and not _is_watched():
+    if call.needs.dweight and ids is None and not call.wide and not _is_watched():
         plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
     if plan is None:
         return Ran(linear_log_probs_fwd(x, weight, target, bias, ids, call), None, ())
@@ -339,24 +339,24 @@ def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
 
 
 def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweight, dbias), None where unwanted.
+    """(dx, dweight, dbias), None where not needed.
 
     saved: (x, weight, target, bias, ids, lse, entropy, selected, *`Ran.memory`), on which everything is computed; of a
-    part of the vocabulary lse and entropy are those of the whole
-    grads: (dlogp, dentropy, dselected, here), None where there is none; here: whether this rank has the row's target
+    part of the vocabulary lse and entropy are still for the whole
+    grads: (dlogp, dentropy, dselected, here), None where absent; here: whether this rank has the row's target
     """
     x, weight, target, bias, ids, lse, entropy, selected, *memory = saved
     dlogp, dentropy, dselected, here = grads
     if plan is None or graph_is_kept() or _are_batched([dlogp, dentropy, dselected]):
-        found = linear_log_probs_bwd(x, weight, target, bias, ids, lse, entropy, selected, *grads, call)
+        gradients = linear_log_probs_bwd(x, weight, target, bias, ids, lse, entropy, selected, *grads, call)
     else:
         for written in memory:  # first, so that a second backward raises, should this one run out of memory
             torch.autograd.graph.increment_version(written)
         kept = KeptLogits(*memory, plan.slab, plan.width)
-        given = lse, entropy, dlogp, dentropy, here, *kept
-        dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *given, call)
-        found = dx, kept.waiting.detach() if kept.slab else dw, db
-    return tuple(g if w else None for g, w in zip(found, call.wanted))
+        rest = lse, entropy, dlogp, dentropy, here, *kept
+        dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *rest, call)
+        gradients = dx, kept.waiting.detach() if kept.slab else dw, db
+    return tuple(g if w else None for g, w in zip(gradients, call.needs))
 
 
 class FusedLinearLogProbsFunction(Function):
@@ -370,7 +370,7 @@ class FusedLinearLogProbsFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, target, bias, ids, call):
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        call = call._replace(wanted=Wanted(dinput, dweight, dbias))
+        call = call._replace(needs=Needs(dinput, dweight, dbias))
         (logp, entropy, top, lse, selected), ctx.plan, memory = forward_rows(x, weight, target, bias, ids, call)
         ctx.save_for_backward(x, weight, target, bias, ids, lse, entropy, selected, *memory)
         ctx.call, ctx.has_selected = call, ids is not None

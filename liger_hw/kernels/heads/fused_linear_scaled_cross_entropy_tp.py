@@ -18,7 +18,7 @@ from ..losses.log_prob_rows import LogProbOptions, log_prob_options
 from ..losses.vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
 from .fused_linear_log_probs import LogProbsCall, backward_rows, forward_rows
 from .head_inputs import checked_head
-from .linear_head import Wanted
+from .linear_head import Needs
 
 _NAME = "liger_fused_linear_scaled_cross_entropy_tp"
 
@@ -29,22 +29,22 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, target, tp_group, options: LogProbOptions, return_entropy):
         part = vocab_part(weight.shape[0], tp_group, x.device)
-        own = own_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
+        local = own_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
         dinput, dweight = ctx.needs_input_grad[:2]
         options = options._replace(ignore_index=IGNORED)
-        call = LogProbsCall(options, return_entropy, wanted=Wanted(dinput, dweight))
-        results, ctx.plan, memory = forward_rows(x, weight, own.mine, None, None, call)
+        call = LogProbsCall(options, return_entropy, needs=Needs(dinput, dweight))
+        results, ctx.plan, memory = forward_rows(x, weight, local.mine, None, None, call)
         logp, entropy, _, own_lse, selected = results
-        s_y = torch.where(own.here, own_lse + logp, 0.0)
+        s_y = torch.where(local.here, own_lse + logp, 0.0)
         means = [own_lse - entropy] if return_entropy else []  # a rank's mean score
         lses, scores, *means = gather_rows([own_lse, s_y, *means], part)
         lse = torch.logsumexp(lses, 0)
-        nll = torch.where(own.valid, lse - scores.sum(0), float("nan")).masked_fill(~own.counted, 0.0)
+        nll = torch.where(local.valid, lse - scores.sum(0), float("nan")).masked_fill(~local.counted, 0.0)
         if return_entropy:
             share = torch.exp(lses - lse)  # of the probability
-            entropy = (lse - torch.where(share == 0, 0.0, share * means[0]).sum(0)).masked_fill(~own.counted, 0.0)
-        ctx.save_for_backward(x, weight, own.mine, None, None, lse, entropy, selected, *memory)
-        ctx.here, ctx.part, ctx.call = own.here, part, call
+            entropy = (lse - torch.where(share == 0, 0.0, share * means[0]).sum(0)).masked_fill(~local.counted, 0.0)
+        ctx.save_for_backward(x, weight, local.mine, None, None, lse, entropy, selected, *memory)
+        ctx.here, ctx.part, ctx.call = local.here, part, call
         ctx.set_materialize_grads(False)
         if not return_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -77,7 +77,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     input: [n_rows, hidden], the same on every rank; weight: [vocab, hidden], this rank's part; target: [n_rows],
     indices of the whole vocabulary; tp_group: a ProcessGroup, or None for a whole vocabulary.
     tiles_per_reduce: accepted for compatibility. Returns nll [n_rows] in fp32, or (nll, entropy), the same on every
-    rank. The gradient of the input is that of the whole vocabulary, summed over the ranks; every rank must run
+    rank. The gradient of the input is for the whole vocabulary, summed over the ranks; every rank must run
     backward.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; a target out of range gives nan.
     """

@@ -24,7 +24,7 @@ def checked_head(
     Under torch.no_grad they are detached, so that a Function's forward computes no gradients.
 
     names: what the caller calls them; rows: names of the leading dimensions of x ("batch, length")
-    Raises `TypeError` for what is no tensor, `ValueError` for shapes, dtypes or devices that do not fit.
+    Raises `TypeError` for an argument that is not a tensor, `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors(op, optional=names[2:], **dict(zip(names, (x, weight, bias))))
     dtype = autocast_dtype(x.device.type)
@@ -38,9 +38,9 @@ def checked_head(
         expected = f"{names[0]} must be [{rows}, hidden] and {names[1]} [vocab, hidden]"
         check(False, op, f"{expected}, got {got}{_misfit(x, weight, dims, names)}")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        given = [(name, str(t.dtype)) for name, t in zip(names, (x, weight, bias)) if t is not None]
-        given_names, dtypes = (", ".join(words) for words in zip(*given))
-        check(False, op, f"{given_names} must share one dtype, got {dtypes}; cast them or use autocast")
+        pairs = [(name, str(t.dtype)) for name, t in zip(names, (x, weight, bias)) if t is not None]
+        present, dtypes = (", ".join(words) for words in zip(*pairs))
+        check(False, op, f"{present} must share one dtype, got {dtypes}; cast them or use autocast")
     if bias is not None and bias.shape != weight.shape[:1]:
         check(False, op, f"{names[2]} must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
     return x, weight, bias

@@ -8,12 +8,12 @@ exact, so one GEMM over all rows rounds once, and every further chunk adds an er
   the target's row of the gradient, summed in fp32 in the order of the rows and rounded once (the embedding's kernels);
 - the row of a frequent target (FREQUENT times or more among the targets) is accumulated in fp32 by a product of its
   own, and replaces the running sum at the end. Its entries must stay in dlogits: in a trained head the sum of p * x
-  over all rows nearly cancels that of the target's entries, and either alone, rounded, has an error as large as itself
-  over their difference.
+  over all rows nearly cancels the sum of the target's entries, and either alone, rounded, has an error as large as
+  itself over their difference.
 
 A launch whose configuration fails is repeated alone, since a head that exchanges between ranks must not begin again.
 Nothing waits for the device, and no order of summation depends on timing. The sums of frequent targets take
-`most_frequent` x hidden fp32, and their columns of a chunk take memory like so many more vocabulary entries;
+`most_frequent` x hidden fp32, and their columns of a chunk take as much memory as that many further vocabulary entries;
 `plan_chunks` counts both. benchmarks/rounding.py has the errors against one GEMM's.
 """
 
@@ -151,7 +151,7 @@ def _take(dlogits: torch.Tensor, targets: torch.Tensor, entries: torch.Tensor, s
 def _frequent(ordered: torch.Tensor, vocab: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """([slots] columns that occur FREQUENT times in the sorted targets, [slots] which slot's sum is whose).
 
-    Slots to spare repeat the first one's column (0 where there is none), and its sum.
+    Slots to spare repeat the first one's column (0 without any), and its sum.
     """
     n = ordered.shape[0] - FREQUENT + 1
     first = ordered[:n]

@@ -34,7 +34,7 @@ from ... import env
 from ...runtime.operator import cdiv, with_fallback
 from ..losses.log_prob_rows import LogProbOptions, LogProbs, row_log_prob_gradients, row_log_probs
 from .chunk_plan import STEP, padded
-from .linear_head import TILE, Wanted, dweight_of, dx_of, logits_buffer, logits_of, tile_logits
+from .linear_head import TILE, Needs, dweight_of, dx_of, logits_buffer, logits_of, tile_logits
 
 MAX_SLICES = 12
 """Of a slab of `hidden` rows; a shorter slab has fewer."""
@@ -43,9 +43,9 @@ SLICE_STEP = 128
 MIN_SLICE_WIDTH = 2048
 SPARE = 9 / 8
 MAX_SLABS = 5
-"""With more rows than so many slabs too few logits would be kept: chunks instead."""
+"""Most slabs of rows; with more rows too few logits would be kept, and chunks are better."""
 _FORWARD_ROWS = 4096
-"""At most so many rows at a time in the forward of those that are not kept."""
+"""Chunk size for rows whose logits are not kept."""
 _IGNORED, _OUTSIDE = -1, -2
 
 
@@ -122,7 +122,7 @@ Slices = list[tuple[int, int]]
 
 
 def _slab_slices(vocab: int, width: int) -> Slices:
-    """Slices of `width` columns, the last of up to twice as many: none is smaller than what is written over it."""
+    """Column slices; the last may be up to twice as wide, so that each can hold the gradient written over it."""
     starts = range(0, vocab // width * width, width)
     return [(start, start + width) for start in starts[:-1]] + [(starts[-1], vocab)]
 
@@ -184,11 +184,11 @@ def keeping_forward(
 ) -> None:
     """Fills `out` with the results of all rows, and `kept`.
 
-    Rows are read whole. Those of the slab, and those that are not kept, pass through the memory of the rest before the
+    Rows are read whole. Rows of the slab and rows that are not kept pass through the memory of the rest before the
     rest is there, or through a buffer; the slab's are copied from it into their slices.
 
-    tile: every product has so many rows (`linear_head.tile_logits`), 0: as many as fit
-    options, bias, plain: those of `row_log_probs`
+    tile: rows of every product (`linear_head.tile_logits`), 0: as many as fit
+    options, bias, plain: as in `row_log_probs`
     """
     n_rows, vocab = x.shape[0], weight.shape[0]
     x, weight, slab = x.detach(), weight.detach(), kept.slab
@@ -232,7 +232,7 @@ def keeping_backward(
     dlogp: torch.Tensor,
     dentropy: torch.Tensor | None,
     kept: KeptLogits,
-    wanted: Wanted,
+    needs: Needs,
     options: LogProbOptions,
     softmax_coef: torch.Tensor | None = None,
     plain: bool = False,
@@ -240,13 +240,13 @@ def keeping_backward(
     """(dx or None, dweight, dbias or None, in fp32) from the incoming gradients of log-probabilities and entropies.
 
     Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. softmax_coef: [n_rows], the
-    factor of the softmax where it is not dlogp; options, plain: those of `row_log_prob_gradients`.
+    factor of the softmax where it is not dlogp; options, plain: as in `row_log_prob_gradients`.
     """
     (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
     x, weight = x.detach(), weight.detach()
-    dx = torch.empty((n_rows, hidden), dtype=x.dtype, device=x.device) if wanted.dinput else None
+    dx = torch.empty((n_rows, hidden), dtype=x.dtype, device=x.device) if needs.dinput else None
     dweight = kept.waiting if slab else torch.empty((vocab, hidden), dtype=weight.dtype, device=x.device)
-    sums = torch.zeros(vocab, dtype=saved.lse.dtype, device=x.device) if wanted.dbias else None
+    sums = torch.zeros(vocab, dtype=saved.lse.dtype, device=x.device) if needs.dbias else None
 
     def take_in(dlogits: torch.Tensor, rows: slice, columns: slice, first: bool) -> None:
         dweight_of(dlogits, x[rows], dweight[columns], first)

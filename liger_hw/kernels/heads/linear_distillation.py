@@ -17,18 +17,18 @@ import torch
 
 from ...registry import Tunable
 from ...runtime.operator import Function, check, check_floats, check_tensors, define, dense, first_order
-from ..losses.cross_entropy_reference import SUM, absent, check_in_range
-from ..losses.cross_entropy_rows import RowResults, launch_sum
+from ..losses.cross_entropy_reference import absent, check_in_range
+from ..losses.cross_entropy_rows import SUMMED, RowResults, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share, share_reference
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
 from .linear_head import (
     HeadGradients,
-    Wanted,
+    Needs,
     reference_gradients,
     reference_logits,
-    scale_wanted,
+    scale_gradients,
     sweep,
     sweep_in_fp32,
     unrounded_logits,
@@ -47,17 +47,17 @@ class DistillationCall(NamedTuple):
     with_hard: bool
     per_row: int
     wide: bool
-    wanted: Wanted = Wanted()
+    needs: Needs = Needs()
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator, which would underflow in fp16 before."""
-        return dtype is torch.float16 and self.per_row != 0 and any(self.wanted)
+        return dtype is torch.float16 and self.per_row != 0 and any(self.needs)
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
     """The specification in plain torch, of a soft loss alone.
 
-    teacher: hidden states, and no logits are rounded; or the probabilities where teacher_weight is None
+    teacher: hidden states, and no logits are rounded; or the probabilities, without teacher_weight
     """
     if teacher_weight is None:
         logits = reference_logits(x, weight), teacher.detach()
@@ -79,7 +79,7 @@ def linear_distillation_operator(
     @torch.no_grad()
     def fwd(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
         (n_rows, hidden), vocab, itemsize, options = x.shape, weight.shape[0], x.dtype.itemsize, call.options
-        gradients, scale_in_backward, second = any(call.wanted), call.scales_in_backward(x.dtype), None
+        gradients, scale_in_backward, second = any(call.needs), call.scales_in_backward(x.dtype), None
         chunks = plan_chunks(
             *(n_rows, hidden, vocab, itemsize),
             gradients=gradients,
@@ -91,7 +91,7 @@ def linear_distillation_operator(
         )
         if teacher_weight is not None:
             second = teacher, teacher_weight
-            if call.wanted.dweight and teacher.dtype == weight.dtype:
+            if call.needs.dweight and teacher.dtype == weight.dtype:
                 chunks = borrow_gradient_memory(chunks, hidden, vocab, x.device)
         elif teacher.stride(-1) != 1:
             teacher = teacher.contiguous()
@@ -101,23 +101,23 @@ def linear_distillation_operator(
         share = label_share(labels, n_rows, call.per_row, options.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         rows = DistillRows(soft, torch.empty_like(soft) if call.with_hard else None)
-        grads = HeadGradients(x, weight, call.wanted, chunks, labels if options.hard_weight else None)
+        grads = HeadGradients(x, weight, call.needs, chunks, labels if options.hard_weight else None)
         plan = tunable.plan(x.device, tunable.key(vocab, itemsize))
         if fp32_logits:
             parts = sweep_in_fp32(chunks, x, weight, second, grads)
         else:  # the gradient is written over the logits
             parts = ((start, s, t, s) for start, s, t in sweep(chunks, x, weight, grads, second=second))
         for start, logits, other, dlogits in parts:
-            given = teacher[start : start + logits.shape[0]] if other is None else other
+            of_teacher = teacher[start : start + logits.shape[0]] if other is None else other
             distill_rows(
-                *(plan, logits, given, labels, share, options, rows),
+                *(plan, logits, of_teacher, labels, share, options, rows),
                 dlogits=dlogits if gradients else None,
                 student_bias=bias,
                 teacher_bias=teacher_bias,
                 row_start=start,
                 scale_in_backward=scale_in_backward,
             )
-        soft, hard, *_ = launch_sum(RowResults(rows.soft, rows.hard), share, SUM, soft.dtype)
+        soft, hard, *_ = launch_sum(RowResults(rows.soft, rows.hard), share, SUMMED, soft.dtype)
         return soft, hard, *grads.results(bias), share if scale_in_backward else absent(share)
 
     @torch.no_grad()
@@ -128,18 +128,18 @@ def linear_distillation_operator(
         if fp32_logits:
             logits = unrounded_logits(x, weight), unrounded_logits(teacher, teacher_weight)
         else:
-            given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
-            logits = reference_logits(x, weight, bias), given
+            of_teacher = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
+            logits = reference_logits(x, weight, bias), of_teacher
         soft, hard = distill_reference(*logits, labels, options)
         share = share_reference(x, labels, call.per_row, options.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None
-        if any(call.wanted):
+        if any(call.needs):
             by_soft, by_hard = distill_slopes(*logits, labels, options)
             dlogits = options.soft_weight * by_soft + options.hard_weight * by_hard
             dlogits = dlogits if scale_in_backward else dlogits * share
         hard = hard.sum() * share if call.with_hard else absent(soft)
         stats = share.repeat(5) if scale_in_backward else absent(share)
-        return soft.sum() * share, hard, *reference_gradients(dlogits, x, weight, bias, call.wanted), stats
+        return soft.sum() * share, hard, *reference_gradients(dlogits, x, weight, bias, call.needs), stats
 
     return define(
         f"{op}_fwd(Tensor input, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, "
@@ -156,8 +156,8 @@ class LinearDistillationFunction(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, teacher, teacher_weight, teacher_bias, labels, operator, call: DistillationCall):
-        ctx.wanted = Wanted(*ctx.needs_input_grad[:3])
-        call = call._replace(wanted=ctx.wanted)
+        ctx.needs = Needs(*ctx.needs_input_grad[:3])
+        call = call._replace(needs=ctx.needs)
         soft, hard, *saved = operator(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call)
         ctx.save_for_backward(*saved)
         soft_weight, hard_weight = call.options.soft_weight, call.options.hard_weight
@@ -173,7 +173,7 @@ class LinearDistillationFunction(Function):
         if grad_loss is None:
             return (None,) * 9
         *grads, stats = ctx.saved_tensors
-        return *scale_wanted(grads, ctx.wanted, grad_loss, stats), *(None,) * 6
+        return *scale_gradients(grads, ctx.needs, grad_loss, stats), *(None,) * 6
 
 
 def linear_distillation(
@@ -214,10 +214,10 @@ def checked_teacher(
     """The teacher's head, without gradients; raises unless it fits the student's x and weight, which were checked."""
     with torch.no_grad():
         head = checked_head(op, teacher, teacher_weight, teacher_bias, TEACHER, rows)
-    given, expected = (head[0].shape[0], head[1].shape[0]), (x.shape[0], weight.shape[0])
-    if given != expected:
+    got, expected = (head[0].shape[0], head[1].shape[0]), (x.shape[0], weight.shape[0])
+    if got != expected:
         unit = rows.removeprefix("n_")
-        shapes = f"{expected[0]} {unit} and vocabulary of {expected[1]}, got {given[0]} and {given[1]}"
+        shapes = f"{expected[0]} {unit} and vocabulary of {expected[1]}, got {got[0]} and {got[1]}"
         check(False, op, f"the teacher must have the student's {shapes}")
     if head[0].device != x.device:
         check(False, op, f"the teacher is on {head[0].device} but the student on {x.device}")

@@ -7,7 +7,7 @@ that all chunks share. A chunk costs three GEMMs, each into its final place, wit
 loss says what happens between them:
 
     chunks = plan_chunks(n_rows, hidden, vocab, x.itemsize, with_targets=True, device=x.device)
-    grads = HeadGradients(x, weight, wanted, chunks, target)
+    grads = HeadGradients(x, weight, needs, chunks, target)
     for start, logits, _ in sweep(chunks, x, weight, grads):
         row_kernel(logits, target, losses, row_start=start)   # turns logits into their own gradient, in place
     dx, dweight, dbias = grads.results(bias)
@@ -49,8 +49,8 @@ _FP32_SLICE = 4096
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-class Wanted(NamedTuple):
-    """Which gradients of a head are wanted: those of its input, weight and bias."""
+class Needs(NamedTuple):
+    """Which gradients of a head are needed: of its input, weight and bias."""
 
     dinput: bool = False
     dweight: bool = False
@@ -58,12 +58,12 @@ class Wanted(NamedTuple):
 
 
 class HeadGradients:
-    """The gradients of one head, filled chunk by chunk by `sweep`; an unwanted one is None.
+    """The gradients of one head, filled chunk by chunk by `sweep`; None for one that is not needed.
 
     dx [n_rows, hidden], zero in rows that no chunk has; dweight [vocab, hidden], in fp32 where the chunks are `wide`;
     dbias [vocab], accumulated in fp32 (fp64 for fp64).
 
-    wanted: which of x, weight and bias have a gradient
+    needs: which of x, weight and bias have a gradient
     targets: [rows of the sweep], in its order: the columns whose entries are accumulated separately
     (`head_targets.py`).
         Any column gives the right sum; a column outside the vocabulary has no entry.
@@ -74,7 +74,7 @@ class HeadGradients:
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
-        wanted: Sequence[bool],
+        needs: Sequence[bool],
         chunks: Chunks,
         targets: torch.Tensor | None = None,
         plain: bool = False,
@@ -82,7 +82,7 @@ class HeadGradients:
         self._like, self.dtype, device = x, weight.dtype, x.device
         vocab, hidden = weight.shape
         sum_dtype = torch.float32 if chunks.wide else weight.dtype
-        dx, dweight, dbias = wanted
+        dx, dweight, dbias = needs
         allocate = torch.empty if chunks.n_rows == x.shape[0] else torch.zeros
         self.dx = allocate(x.shape, dtype=x.dtype, device=device) if dx else None
         allocate = torch.empty if chunks.n_rows else torch.zeros
@@ -123,7 +123,7 @@ class HeadGradients:
 
     def results(self, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dx, dweight, dbias) in the dtypes of x, weight and bias, as an operator returns them: empty where
-        unwanted."""
+        not needed."""
         return (
             absent(self._like) if self.dx is None else self.dx,
             absent(self._like) if self.dweight is None else self.dweight.to(self.dtype),
@@ -154,13 +154,13 @@ def reference_gradients(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    wanted: Sequence[bool],
+    needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`HeadGradients.results` in plain torch, of the gradient of all logits, which is rounded to their dtype first.
 
-    dlogits may be None where nothing is wanted.
+    dlogits may be None where no gradient is needed.
     """
-    dx, dweight, dbias = wanted
+    dx, dweight, dbias = needs
     rounded = dlogits if dlogits is None else dlogits.to(x.dtype)
     return (
         rounded @ weight if dx else absent(x),
@@ -170,19 +170,19 @@ def reference_gradients(
 
 
 def fake_gradients(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
     """Empty tensors of the shapes and dtypes of `HeadGradients.results`, for an operator's fake."""
     likes = x, weight, weight[:, 0] if bias is None else bias
-    return tuple(like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, wanted))
+    return tuple(like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, needs))
 
 
-def scale_wanted(
-    grads: Sequence[torch.Tensor], wanted: Sequence[bool], grad_output: torch.Tensor, stats: torch.Tensor
+def scale_gradients(
+    grads: Sequence[torch.Tensor], needs: Sequence[bool], grad_output: torch.Tensor, stats: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """A whole backward: `scale_gradient` of every gradient that a forward saved; None for those not wanted."""
+    """A whole backward: `scale_gradient` of every gradient that a forward saved; None where not needed."""
     kept = graph_is_kept()
-    scaled = [g if w else None for g, w in zip(grads, wanted)]
+    scaled = [g if w else None for g, w in zip(grads, needs)]
     for i, grad in enumerate(scaled):
         if grad is not None and kept:
             scaled[i] = cross_entropy_bwd(grad, grad_output, stats)
@@ -207,7 +207,7 @@ def sweep(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """Yields (start, logits, second logits or None) of one chunk after the other; see the top of this file.
 
-    tile: every product has so many rows, at least as many as a chunk, filled up with zeros (`tile_logits`); 0: as many
+    tile: rows of every product, at least as many as a chunk has, filled up with zeros (`tile_logits`); 0: as many
     as the chunk
 
     logits [stop - start, vocab] are x[start:stop] @ weight^T, rounded to x's dtype, in a buffer whose rows are padded
@@ -256,7 +256,7 @@ def sweep_in_fp32(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """`sweep` for two heads whose logits are fp32: yields (start, logits, second logits, dlogits) of parts of chunks.
 
-    The body writes the gradient of a part's logits into dlogits, of x's dtype; that of a whole chunk goes into `grads`.
+    The body writes the gradient of a part's logits into dlogits, of x's dtype; a whole chunk's goes into `grads`.
     In 16 bits a chunk's dlogits take half the memory that `sweep` needs for the chunk, and the fp32 logits of a quarter
     of its rows take the other half. So a part is a quarter of a chunk, or MIN_PART rows. Where the chunks are
     `borrowed`, both logits of the first chunk lie in the memory of the weight's gradient, which takes larger parts.
@@ -269,9 +269,9 @@ def sweep_in_fp32(
     rows = max((stop - start for start, stop in chunks.bounds[1 if borrows else 0 :]), default=0)
     part = max(rows * itemsize // 8, min(rows, MIN_PART))
     memory = torch.empty(max(chunks.rows, rows + part * 8 // itemsize) * stride, dtype=x.dtype, device=x.device)
-    buffer, own = logits_in(memory, chunks.rows, vocab), _fp32_logits_in(memory[rows * stride :], vocab)
+    buffer, fp32_part = logits_in(memory, chunks.rows, vocab), _fp32_logits_in(memory[rows * stride :], vocab)
     for start, stop in chunks.bounds:
-        logits, logits2 = lent if borrows and not start else own
+        logits, logits2 = lent if borrows and not start else fp32_part
         dlogits = buffer[: stop - start]
         for first, last in divide(stop - start, len(logits), x.device):
             some, n = slice(start + first, start + last), last - first
@@ -374,8 +374,8 @@ _fp32_result: dict[str, bool] = {}
 
 def _is_unsupported(error: Exception) -> bool:
     """Whether torch refused before anything ran: an older torch, or a device without such a GEMM."""
-    said = "out_dtype", "output type float is not supported"  # the latter with ROCm before torch 2.10
-    return isinstance(error, (TypeError, NotImplementedError)) or any(words in str(error) for words in said)
+    messages = "out_dtype", "output type float is not supported"  # the latter with ROCm before torch 2.10
+    return isinstance(error, (TypeError, NotImplementedError)) or any(words in str(error) for words in messages)
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:

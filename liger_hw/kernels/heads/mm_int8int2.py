@@ -10,7 +10,8 @@ The weights are unpacked to int8 and multiplied by the vendor's integer GEMM (to
 a kernel of ours: at training sizes the product is what costs, while for a handful of rows the 8-bit copy of the weights
 does (4 bytes written and read for each packed one). No gradient, no tuning: so this is no op of the registry.
 
-Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is that of transformers' BitNet integration
+Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is taken from transformers' BitNet
+integration
 """
 
 from __future__ import annotations

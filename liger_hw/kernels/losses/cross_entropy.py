@@ -81,7 +81,7 @@ def cross_entropy_reference(
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:
-    """`row_key`; a last 1 where only the loss is wanted, and a row is read once."""
+    """`row_key`; a last 1 without gradient, where a row is read once."""
     key = row_key(n_rows, n_cols, itemsize)
     return (*key, 1) if loss_only else key
 
@@ -107,7 +107,7 @@ def _fwd(input, target, weight, dtype, grad, options: Options):
     if n_rows:
         plan = FWD.plan(x.device, _key(n_rows, n_cols, x.dtype.itemsize, not grad))
         launch_rows(plan, x, target, weight, stats, options, rows, dx)
-    outputs = launch_sum(rows, stats, options.reduction, dtype)
+    outputs = launch_sum(rows, stats, options, dtype, target)
     later = grad and options.scales_in_backward(x.dtype)
     return *outputs, absent(x) if dx is None else dx, stats if later else absent(stats)
 
@@ -120,7 +120,7 @@ def _fwd_reference(input, target, weight, dtype, grad, options: Options):
     check_in_range("liger_cross_entropy", target, input.shape[1], options.ignore_index)
     outputs = reference_outputs(reference_losses(input, target, weight, options), dtype, options)
     dx = reference_gradient(input, target, weight, options).to(input.dtype) if grad else absent(input)
-    return *outputs, dx, outputs[0].new_ones(5 if grad and options.scales_in_backward(input.dtype) else 0).float()
+    return *outputs, dx, outputs[0].new_ones(8 if grad and options.scales_in_backward(input.dtype) else 0).float()
 
 
 cross_entropy_fwd = define(

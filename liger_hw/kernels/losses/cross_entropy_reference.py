@@ -19,7 +19,7 @@ NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
 
 @dataclass
 class CrossEntropyOutput:
-    """What a cross entropy returns when a return_* option is set; a result whose option is not set is None.
+    """What a cross entropy returns when a return_* option is set; the other results are left None.
 
     z_loss: part of the loss, reduced like it; token_accuracy: share of counted rows whose first largest logit is the
     target (per row with reduction="none"); predicted_tokens: [n_rows] int64, -1 in ignored rows. None has a gradient.

@@ -58,7 +58,7 @@ def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.conste
 def _scale_rows_kernel(
     G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """OUT = G * GO, one factor a row. In place, where OUT is None, the tiles of rows with a factor of 1 are skipped."""
+    """OUT = G * GO, one factor a row. In place, without OUT, the tiles of rows with a factor of 1 are skipped."""
     cols = tl.arange(0, BLOCK_SIZE)
     for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         scale = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
@@ -109,7 +109,7 @@ def _bwd(grad, grad_output, stats):
 
 
 def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
-    """out (or grad itself, where out is None) = grad * grad_output, a scalar or one factor for each row of grad."""
+    """out (or grad itself, without out) = grad * grad_output, a scalar or one factor for each row of grad."""
     n_elements = grad.numel()
     if not n_elements:
         return

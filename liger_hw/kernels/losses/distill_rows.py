@@ -181,8 +181,8 @@ def _scan_pair(
     """The first sweep: (maxima and sums of exponentials of s, the same of t, sums at temperature 1, terms) by lane.
 
     Every lane has its own maximum and sums: no thread waits for another until the row is read. The maximum begins at
-    the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan. The terms are those of
-    KL, KL_LOG and RKL about the maxima. For KL, t are probabilities, and their sums stand for sums of exponentials.
+    the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan. The terms (of KL,
+    KL_LOG and RKL) are about the maxima. For KL, t are probabilities, and their sums stand for sums of exponentials.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LANES_T: tl.constexpr = KIND != 0
@@ -445,7 +445,7 @@ def _distill_kernel(
 
     HARD: 0 no hard loss, 1 one that shares the soft loss's sum of exponentials (T = 1), 2 one with a sum of its own.
     DS has the student's row stride, and may be S: the same thread reads and writes an element. The padding between rows
-    may be accessed, but for that of a teacher's probabilities (KL).
+    may be accessed, except beside a teacher's probabilities (KL).
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
@@ -573,7 +573,7 @@ def distill_tunable(
 
 
 class DistillRows(NamedTuple):
-    """Per-row results, fp32 [n_rows] times the share; hard is None where there is no hard loss."""
+    """Per-row results, fp32 [n_rows] times the share; hard: None without a hard loss."""
 
     soft: torch.Tensor
     hard: torch.Tensor | None = None

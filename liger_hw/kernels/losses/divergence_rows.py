@@ -40,7 +40,7 @@ from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .cross_entropy_reference import MEAN, NONE, SUM, absent
-from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
+from .cross_entropy_rows import STATS, SUMMED, RowResults, launch_sum, stats_key
 from .cross_entropy_scale import scale_gradient
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
@@ -123,7 +123,7 @@ def _per_row(options: Divergence, n_cols: int) -> int:
 
 @triton.jit
 def log2_of(x, FAST_LOG2: tl.constexpr):
-    """log2 of normal numbers; of a denormal it may be that of zero."""
+    """log2 of normal numbers; a denormal may count as zero."""
     if FAST_LOG2:
         y = libdevice.fast_log2f(x)
     else:
@@ -246,8 +246,8 @@ def _divergence_kernel(
     """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
 
     SHARE: what the reduction multiplies by (SCALE_IN_BACKWARD: not the gradient, which waits for backward). GO: the
-    incoming gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted. A row's
-    edges, where VECTOR > 1, belong to part 0.
+    incoming gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; None for a result that is not needed.
+    A row's edges, where VECTOR > 1, belong to part 0.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -379,7 +379,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         if terms is not None:
             return terms, absent(share), absent(share)
         rows = share.new_zeros(1) if rows is None else rows
-        loss = launch_sum(RowResults(rows), share, SUM, dtype)[0]
+        loss = launch_sum(RowResults(rows), share, SUMMED, dtype)[0]
         return (
             loss,
             absent(x) if dx is None else dx,

@@ -6,7 +6,7 @@ Shapes: student_logits, teacher_logits [n_rows, n_cols], target [n_rows] int64 o
 Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so are the results, which are differentiable one
 by one. The teacher has no gradient.
 Saved for backward: the logits and five fp32 numbers a row, so that backward reads each of them once. The
-arithmetic is that of distill_rows.py.
+arithmetic is the same as in distill_rows.py.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
 https://arxiv.org/abs/2307.15190

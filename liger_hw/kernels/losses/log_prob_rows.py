@@ -16,7 +16,7 @@ few torch operations on [n_rows] tensors between the two launches, and never see
 
 A loss that needs every row's logp before any slope (of a sequence that spans chunks) sweeps twice: first without
 gradients, then through `row_log_prob_gradients` alone. Rows whose target is ignore_index have logp, entropy and
-gradient of exactly zero; their lse and logit_sum are those of their logits when logit_sum is asked for, else zero.
+gradient of exactly zero; their lse and logit_sum come from their logits when logit_sum is computed, else they are zero.
 A target out of range gives nan in its row; `launch_stats` of the cross entropies has the assertion.
 
 Everything is computed in fp32. The first launch reads a row once, the second reads it and writes the gradient.
@@ -321,20 +321,18 @@ def _log_prob_gradient_kernel(
     softmax_coef = a
     if SOFTMAX_COEF_ptr is not None:
         softmax_coef = tl.load(SOFTMAX_COEF_ptr + row).to(tl.float32) * inv_temperature
-    smoothing_term = 0.0
+    smoothing_term = None
     if SMOOTHING_ptr is not None:
-        smoothing_term = tl.load(SMOOTHING_ptr + row).to(tl.float32) * inv_temperature
-    b = 0.0
-    entropy = 0.0
+        smoothing_term = -(tl.load(SMOOTHING_ptr + row).to(tl.float32) * inv_temperature)
+    b = None
+    entropy = None
     if B_ptr is not None:
         b = tl.load(B_ptr + row).to(tl.float32) * inv_temperature
         entropy = tl.load(ENTROPY_ptr + row)
-    SMOOTHING: tl.constexpr = SMOOTHING_ptr is not None
-    ENTROPY: tl.constexpr = B_ptr is not None
     write_gradient(
-        X_ptr, DX_ptr, BIAS_ptr, None, 0.0, 0.0, block_cols, head, n_body, n_full, n_cols, n_stored,
-        softcap, inv_temperature, y.to(tl.int32) - head, lse, -softmax_coef, -a, -smoothing_term, b, entropy,
-        SOFTCAP, SMOOTHING, ENTROPY, False, BLOCK_SIZE, STAGES, LOAD_EVICT, VECTOR,
+        X_ptr, DX_ptr, BIAS_ptr, None, None, None, head, n_body, n_full, n_cols, n_stored,
+        softcap if SOFTCAP else None, inv_temperature, y.to(tl.int32) - head, lse, -softmax_coef, -a, smoothing_term,
+        b, entropy, BLOCK_SIZE, STAGES, LOAD_EVICT, VECTOR,
     )  # fmt: skip
 
 
@@ -475,7 +473,7 @@ def row_log_prob_gradients(
     tunable: Tunable | None = None,
     plain: bool = False,
 ) -> None:
-    """d loss / d logits into `dlogits`, or over the logits themselves; the arguments are those of `row_log_probs`.
+    """d loss / d logits into `dlogits`, or over the logits themselves; arguments as in `row_log_probs`.
 
     saved: what that filled; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
     [n_rows] on the device (the latter needs saved.entropy); softmax_coef: the factor of softmax(x), coef where None;
@@ -486,11 +484,11 @@ def row_log_prob_gradients(
         return
     dlogits = logits if dlogits is None else dlogits
     entropy = None if entropy_coef is None else saved.entropy
-    given = saved.lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef
+    saved_and_coefs = saved.lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef
     if plain:
         rows = slice(row_start, row_start + n)
-        given = (t if t is None else t[rows] for t in given)
-        dlogits.copy_(_plain_gradient(logits, target[rows], bias, *given, options))
+        saved_and_coefs = (t if t is None else t[rows] for t in saved_and_coefs)
+        dlogits.copy_(_plain_gradient(logits, target[rows], bias, *saved_and_coefs, options))
         return
     plan = (tunable or LOGP_GRAD).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     strides = logits.stride(0), dlogits.stride(0)
@@ -501,7 +499,7 @@ def row_log_prob_gradients(
         vocab <= plan.config.blocks["BLOCK_SIZE"],
         1 if owned else row_vector(logits, dlogits),
     )
-    launch(plan, _log_prob_gradient_kernel, (n,), (logits, target, bias, *given, dlogits, *numbers), flags)
+    launch(plan, _log_prob_gradient_kernel, (n,), (logits, target, bias, *saved_and_coefs, dlogits, *numbers), flags)
 
 
 def _scaling(options: LogProbOptions) -> tuple[float, float]:

@@ -238,7 +238,7 @@ def rows_and_targets(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
     """(x [..., width] as rows, their targets, the targets' shape); shift: those are the next tokens of `target`.
 
-    Raises `TypeError` for what is no tensor, `ValueError` for shapes that do not fit.
+    Raises `TypeError` for an argument that is not a tensor, `ValueError` for shapes that do not fit.
     """
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")

@@ -67,7 +67,7 @@ def load_logits(
 
 @triton.jit
 def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
-    """The logits on both sides of a row's body, as `edge_columns` has them; -inf where there is none."""
+    """The logits on both sides of a row's body, as `edge_columns` has them; -inf outside the row."""
     if BIAS_ptr is not None:
         BIAS_ptr += head
     n_right = n_cols - head
@@ -87,18 +87,18 @@ def _scan_tile(
     total,
     top,
     argmax,
-    SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr,
     ARGMAX: tl.constexpr,
     MASKED: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ):
-    """Take one tile into the statistics of a row. MASKED: the tile ends past n_cols, where x is -inf.
+    """Take one tile into the statistics of a row. softcap: None for none.
 
+    MASKED: the tile ends past n_cols, where x is -inf.
     IN_ORDER: the tile's columns come after all that were taken before; decides between equal largest logits.
     """
     s = x
-    if SOFTCAP:
+    if softcap is not None:
         s = softcap * tanh(x * (1.0 / softcap))
     if TOTAL:
         ws = s
@@ -107,7 +107,7 @@ def _scan_tile(
         if MASKED:
             ws = tl.where(cols < n_cols, ws, 0.0)
         total += tl.sum(ws)
-    if MASKED and SOFTCAP:
+    if MASKED and softcap is not None:
         s = tl.where(cols < n_cols, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s))
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
@@ -138,27 +138,25 @@ def _gradient_tile(
     smoothing_term,
     b,
     entropy,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    ENTROPY: tl.constexpr,
 ):
-    """The gradient of a tile's logits; the formula is at the top of this file."""
+    """The gradient of a tile's logits; the formula is at the top of this file. softcap, smoothing_term and b: None for
+    none."""
     s = x
-    if SOFTCAP:
+    if softcap is not None:
         t = tanh(x * (1.0 / softcap))
         s = softcap * t
     log_p = s * inv_temperature - lse
     p = tl.exp(log_p)
     g = softmax_coef * p
-    if SMOOTHING:
+    if smoothing_term is not None:
         if W_ptr is not None:
             g -= smoothing_term * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         else:
             g -= smoothing_term
-    if ENTROPY:
+    if b is not None:
         g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
     g = tl.where(cols == y, g - target_coef, g)
-    if SOFTCAP:
+    if softcap is not None:
         g *= 1.0 - t * t
     return g
 
@@ -178,7 +176,6 @@ def scan_row(
     n_cols,
     n_stored,
     softcap,
-    SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr,
     ARGMAX: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -210,18 +207,18 @@ def scan_row(
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
         m, d, total, top, argmax = _scan_tile(
             x, cols, n_body, W_ptr, softcap, m, d, total, top, argmax,
-            SOFTCAP, TOTAL, ARGMAX, MASKED=False, IN_ORDER=True,
+            TOTAL, ARGMAX, MASKED=False, IN_ORDER=True,
         )  # fmt: skip
     tail_cols = n_full * BLOCK_SIZE + block_cols
     x = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
     m, d, total, top, argmax = _scan_tile(
         x, tail_cols, n_body, W_ptr, softcap, m, d, total, top, argmax,
-        SOFTCAP, TOTAL, ARGMAX, MASKED=True, IN_ORDER=True,
+        TOTAL, ARGMAX, MASKED=True, IN_ORDER=True,
     )  # fmt: skip
     if VECTOR > 1:
         m, d, total, top, argmax = _scan_tile(
             x_edge, edge, n_right, W_ptr, softcap, m, d, total, top, argmax,
-            SOFTCAP, TOTAL, ARGMAX, MASKED=True, IN_ORDER=False,
+            TOTAL, ARGMAX, MASKED=True, IN_ORDER=False,
         )  # fmt: skip
     return m, d, total, argmax + head, x, x_edge
 
@@ -234,7 +231,6 @@ def write_gradient(
     W_ptr,
     x_tail,
     x_edge,
-    block_cols,
     head,
     n_body,
     n_full,
@@ -249,10 +245,6 @@ def write_gradient(
     smoothing_term,
     b,
     entropy,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    KEPT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     EVICT: tl.constexpr,
@@ -260,22 +252,23 @@ def write_gradient(
 ):
     """The second sweep. y is counted from the body; DX may be X: each element is read and written by the same thread.
 
-    KEPT: x_tail and x_edge are the last tile and the edges, else they are loaded.
+    x_tail, x_edge: the last tile and the edges, loaded where None. softcap, smoothing_term and b: None for none.
     """
     dx_type = DX_ptr.dtype.element_ty
+    block_cols = tl.arange(0, BLOCK_SIZE)
     if VECTOR > 1:
-        if not KEPT:
+        if x_edge is None:
             x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)
         if BIAS_ptr is not None:
             BIAS_ptr += head
         if W_ptr is not None:
             W_ptr += head
     tail_cols = n_full * BLOCK_SIZE + block_cols
-    if not KEPT:
+    if x_tail is None:
         x_tail = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
     g = _gradient_tile(
         x_tail, tail_cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
-        smoothing_term, b, entropy, SOFTCAP, SMOOTHING, ENTROPY,
+        smoothing_term, b, entropy,
     )  # fmt: skip
     tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=EVICT)
     if VECTOR > 1:
@@ -283,7 +276,7 @@ def write_gradient(
         n_right = n_cols - head
         g_edge = _gradient_tile(
             x_edge, edge, n_right, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
-            smoothing_term, b, entropy, SOFTCAP, SMOOTHING, ENTROPY,
+            smoothing_term, b, entropy,
         )  # fmt: skip
         tl.store(DX_ptr + edge, g_edge.to(dx_type), mask=edge < n_right)
     for done in tl.range(0, n_full, num_stages=STAGES):
@@ -291,7 +284,7 @@ def write_gradient(
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, "", EVICT)
         g = _gradient_tile(
             x, cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
-            smoothing_term, b, entropy, SOFTCAP, SMOOTHING, ENTROPY,
+            smoothing_term, b, entropy,
         )  # fmt: skip
         tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=EVICT)
 

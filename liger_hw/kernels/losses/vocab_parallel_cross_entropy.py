@@ -142,9 +142,9 @@ class VocabParallelCEFunction(Function):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten()
         n_cols, partition = logits.shape[1], label_smoothing_mode == "partition"
         part = vocab_part(n_cols, tp_group, logits.device)
-        own = own_targets(_NAME, y, n_cols, part, ignore_index, masked=True)
-        lse, s_y, total = vocab_parallel_rows(logits, own.mine, label_smoothing != 0.0)
-        s_y = torch.where(own.here, s_y, 0.0)
+        local = own_targets(_NAME, y, n_cols, part, ignore_index, masked=True)
+        lse, s_y, total = vocab_parallel_rows(logits, local.mine, label_smoothing != 0.0)
+        s_y = torch.where(local.here, s_y, 0.0)
         sums = [s_y] if partition or not label_smoothing else [s_y, total]
         gathered = gather_rows([lse, *sums], part)
         lse, (s_y, *summed) = torch.logsumexp(gathered[0], 0), gathered[1:].sum(1)
@@ -156,10 +156,10 @@ class VocabParallelCEFunction(Function):
         loss = lse - (1.0 - smoothing) * s_y
         if label_smoothing:
             loss = loss - per_class * (total if partition else summed[0])
-        loss = loss.masked_fill(~own.counted, 0.0)
-        target_coef = own.here.to(lse.dtype) * (smoothing - 1.0)  # zero where another rank has the target
+        loss = loss.masked_fill(~local.counted, 0.0)
+        target_coef = local.here.to(lse.dtype) * (smoothing - 1.0)  # zero where another rank has the target
         ctx.save_for_backward(
-            vocab_parallel_logits, own.mine, lse, target_coef, *(() if per_class is None else (per_class,))
+            vocab_parallel_logits, local.mine, lse, target_coef, *(() if per_class is None else (per_class,))
         )
         return loss if loss.shape == target.shape else no_view(loss, target.shape)
 

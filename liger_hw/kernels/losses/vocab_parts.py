@@ -7,8 +7,8 @@ exchange is one integer a rank, and the host does not wait for it: first column 
 What a loss needs of the other ranks are some numbers a row: log-sum-exp, the target's score, and sums. `gather_rows`
 sends them in one collective, and every rank combines them in the same order, so that all have the same bits.
 
-A rank's own numbers are those of `row_log_probs`, given `OwnTargets.mine`: where another rank has the target, logp is
-that of column 0 and means nothing. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a coefficient of
+A rank computes its numbers by `row_log_probs` with `OwnTargets.mine`: where another rank has the target, logp belongs
+to column 0 and means nothing. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a coefficient of
 the target that is zero there.
 """
 
@@ -61,7 +61,7 @@ def vocab_part(width: int, group: Any, device: torch.device) -> VocabPart:
 def checked_group(op: str, tp_group: Any) -> dist.ProcessGroup | None:
     """The process group, or None for a group of one rank of any type, with which nothing is exchanged.
 
-    Raises `TypeError` for what is no process group.
+    Raises `TypeError` for an argument that is not a process group.
     """
     if tp_group is None or isinstance(tp_group, dist.ProcessGroup):
         return tp_group
