@@ -24,10 +24,10 @@ def to_flatten(**tensors: torch.Tensor) -> str:
     return f"; flatten the leading dimensions: {', '.join(f'{name}.flatten(0, -2)' for name in tensors)}"
 
 
-def swapped(x: torch.Tensor, weight: torch.Tensor) -> str:
+def swapped(x_name: str, x: torch.Tensor, name: str, weight: torch.Tensor) -> str:
     """`; X and W are swapped` where the input looks like a norm's weight and the weight like its input, or ""."""
     looks = x.dim() == 1 and weight.dim() > 1 and weight.shape[-1] == x.shape[0]
-    return "; X and W are swapped" if looks else ""
+    return f"; {x_name} and {name} are swapped" if looks else ""
 
 
 _warned: set[tuple[str, str]] = set()

@@ -41,19 +41,21 @@ from .checks import (  # noqa: F401  op files take these from here
     remembered,
     row_major,
     rows_of,
-    swapped,
     to_flatten,
     warn_ignored,
 )
 from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
 from .observe import observed, observers
-from .replay import MISSED, NO_TENSORS, TENSORS, Numbers, are_plain, coerced, replay
+from .replay import MISSED, NO_TENSORS, TENSORS, UNSEEN, Numbers, are_plain, coerced, replay
+from .shapes import Shapes
 from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
 from .triton_import import INTERPRET
 
 _library = torch.library.Library("liger_hw", "DEF")
 launchers: dict[str, Callable[..., Any]] = {}
 """Operator name -> launcher, for `LauncherMode`."""
+declared: dict[str, Shapes] = {}
+"""Operator name -> what it asks of its tensors."""
 before_apply: Callable[[type["Function"], tuple], None] | None = None
 """Called with a Function and its arguments before they run; set during a model's first forward alone
 (`autotune/compile_ahead.py`)."""
@@ -64,8 +66,10 @@ def define(
     *,
     launcher: Callable[..., Any],
     reference: Callable[..., Any],
+    shapes: str = "",
     fake: Callable[..., Any] | tuple[str, ...] | None = None,
     numbers: type | None = None,
+    misfit: Callable[..., str] | None = None,
     recorded: bool = True,
 ) -> Any:
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
@@ -73,6 +77,8 @@ def define(
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
     reference: the same results in plain torch
+    shapes: what the tensors must be, in the words of `shapes.py`; checked in every way that the operator is called
+    misfit: what else is wrong with the shapes of arguments that these words allow, or ""
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
     and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by
     calling the reference on fake tensors, which suits a reference that takes no gradient itself.
@@ -89,26 +95,49 @@ def define(
         given, _, results = schema.partition(") ->")
         schema, n_others = f"{given}, {call_numbers.schema}) ->{results}", given.count(",") + 1
         launcher, reference = (call_numbers.taken_by(run, n_others) for run in (launcher, reference))
-        fake = call_numbers.taken_by(fake, n_others) if callable(fake) else fake
-    launchers[name] = with_fallback(launcher)
-    if env.get("LIGER_HW_DISABLE"):
-        launcher, recorded = reference, False
-    on_gpu = with_fallback(launcher)
-    is_compiling = torch.compiler.is_compiling
+        fake, misfit = (call_numbers.taken_by(run, n_others) if callable(run) else run for run in (fake, misfit))
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.liger_hw, name).default
-    for key in ("CUDA", "XPU"):
-        _library.impl(name, on_gpu, key)
-    _library.impl(name, on_gpu if INTERPRET else _without_views(reference), "CPU")
-    if fake is None:
-        fake = _fake_of(reference)
-    elif isinstance(fake, tuple):
-        fake = _fake_like(fake, overload._schema)
-    torch.library.register_fake(f"liger_hw::{name}", fake, lib=_library)
+    expected = declared[name] = Shapes(overload._schema, shapes, misfit)
+    check_args = expected.check
+
+    def checked(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_checked(*args: Any) -> Any:
+            check_args(args)
+            return run(*args)
+
+        return run_checked
+
+    launchers[name] = checked(with_fallback(launcher))
+    if env.get("LIGER_HW_DISABLE"):
+        launcher, recorded = reference, False
+    run_launcher = with_fallback(launcher)
+    is_compiling = torch.compiler.is_compiling
     kinds = [str(argument.real_type) for argument in overload._schema.arguments]
     places = tuple(place for place, kind in enumerate(kinds) if kind in _NUMBERS)
     coercions = Numbers(places, tuple(_NUMBERS[kinds[place]] for place in places))
     tensors_end = 1 + max(place for place, kind in enumerate(kinds) if "Tensor" in kind)
+
+    def below_dispatcher(*args: Any) -> Any:
+        try:
+            result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
+        except LaunchFailed as failure:
+            _quarantine(failure)
+            result = MISSED
+        if result is UNSEEN:
+            check_args(args)
+        elif result is not MISSED:
+            return result
+        return run_launcher(*args)
+
+    for key in ("CUDA", "XPU"):
+        _library.impl(name, below_dispatcher, key)
+    _library.impl(name, checked(run_launcher if INTERPRET else _without_views(reference)), "CPU")
+    if fake is None:
+        fake = _fake_of(reference)
+    elif isinstance(fake, tuple):
+        fake = _fake_like(fake, overload._schema)
+    torch.library.register_fake(f"liger_hw::{name}", checked(fake), lib=_library)
 
     def call(*args: Any) -> Any:
         if not (
@@ -121,20 +150,23 @@ def define(
             or _get_tracing_state() is not None
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
-                result = replay(name, launcher, args, tensors_end, coercions) if recorded else MISSED
-                if result is not MISSED:
+                result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
+                if result is not MISSED and result is not UNSEEN:
                     return result
                 if are_plain(args):
+                    if result is UNSEEN:
+                        check_args(args)
                     run, args = launcher, coerced(args, coercions)
                 else:
                     run = overload
+                    expected.check_types(args)
                     refuse_dtensors(name, args)
                 if observers:
                     return observed("operator", lambda call, args: run(*args), call, args)
                 return run(*args)
             except LaunchFailed as failure:
                 _quarantine(failure)
-                return on_gpu(*coerced(args, coercions))
+                return run_launcher(*coerced(args, coercions))
         elif is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:

@@ -26,7 +26,7 @@ from .. import registry
 from . import launch as _launch
 from .observe import Observer, observers, observing
 
-MISSED = object()
+MISSED, UNSEEN = object(), object()
 _SEEN, _REFUSED = "seen", "refused"
 _MOST = 4096  # layouts that never repeat must not be kept without end
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -65,7 +65,7 @@ def are_plain(args: tuple) -> bool:
     A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
     have no memory of their own.
     """
-    if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
+    if not _PLAIN.issuperset(map(type, args)) or type(args[0]) not in TENSORS or args[0].get_device() < 0:
         return False
     for arg in args:
         kind = type(arg)
@@ -95,26 +95,36 @@ def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(part)
     def call(*args: Any) -> Any:
-        result = replay(name, part, args, len(args), _NO_NUMBERS)
-        return part(*args) if result is MISSED else result
+        result = replay(name, part, _no_check, args, len(args), _NO_NUMBERS)
+        return part(*args) if result is MISSED or result is UNSEEN else result
 
     return call
 
 
-def replay(name: str, launcher: Callable[..., Any], args: tuple, end: int, numbers: Numbers) -> Any:
-    """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`.
+def _no_check(args: tuple) -> None:
+    """Parts of launchers are given what fits."""
 
+
+def replay(
+    name: str, launcher: Callable[..., Any], check: Callable[[tuple], None], args: tuple, end: int, numbers: Numbers
+) -> Any:
+    """The operator's result. MISSED and UNSEEN: its launcher is to be called, where the arguments `are_plain`, and for
+    UNSEEN `check` is to be asked before that. It was for MISSED, and for every layout that is replayed.
+
+    check: raises for arguments that do not fit, by their dtypes, shapes and devices
     end: how many arguments there are up to the last tensor; what follows goes into the key as it stands
     """
     if observers or not _launch.CAN_BE_FAST:
-        return MISSED
+        return UNSEEN
     index = args[0].get_device() if type(args[0]) in TENSORS else -1
     if index < 0 or index != _launch.current_device():  # that raises without a driver: CPU tensors do not ask
-        return MISSED
+        return UNSEEN
     key, pointers, together = [name, args[end:]], [None], 0
     try:
         for arg in args[:end]:
             if type(arg) in TENSORS:
+                if arg.get_device() != index:
+                    return UNSEEN
                 pointer = arg.data_ptr()
                 together |= pointer
                 pointers.append(pointer)
@@ -122,19 +132,23 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple, end: int, numbe
             else:
                 key.append(arg)
     except RuntimeError:  # a tensor without memory of its own, as those of batched gradients
-        return MISSED
+        return UNSEEN
     key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
     key = tuple(key)
     cache = registry.replay_cache
     try:
         found = cache.get(key)
     except TypeError:  # a list among the arguments
-        return MISSED
+        return UNSEEN
     if type(found) is not tuple:
-        if found is _REFUSED or not are_plain(args) or not _PLAIN_NUMBERS.issuperset(map(type, args[end:])):
-            return MISSED  # of a tensor given as a number the key knows nothing but which tensor it is
+        if found is _REFUSED:
+            return MISSED
+        if not are_plain(args) or not _PLAIN_NUMBERS.issuperset(map(type, args[end:])):
+            return UNSEEN  # of a tensor given as a number the key knows nothing but which tensor it is
         if found is _SEEN and not _launch.is_profiled():
             return _record(cache, key, launcher, args, numbers)
+        if found is None:
+            check(args)
         if len(cache) >= _MOST:
             cache.clear()
         cache[key] = _SEEN

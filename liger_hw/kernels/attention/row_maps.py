@@ -253,12 +253,14 @@ def row_map_operators(
     return (
         define(
             f"{fwd.op}_fwd(Tensor x) -> Tensor",
+            shapes="x [*, n]",
             launcher=forward,
             reference=lambda x: reference(x).contiguous(),
             fake=("x",),
         ),
         define(
             f"{bwd.op}_bwd(Tensor dy, Tensor y) -> Tensor",
+            shapes="y, dy [*, n]",
             launcher=backward,
             reference=lambda dy, y: bwd_reference(dy, y).to(y.dtype).contiguous(),
             fake=("y",),

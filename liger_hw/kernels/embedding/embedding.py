@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
-from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch, nested
+from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch
 from ...runtime.triton_import import tl, triton
 from .row_sums import BWD, JOIN, MOST_UNSORTED, UNSORTED, embedding_tunable, sum_rows, sum_unsorted
 from .stable_sort import MERGE, SORT, sort_indices
@@ -113,11 +113,22 @@ def _bwd_reference(dy, indices, n_rows, padding_idx):
     return dw.to(dy.dtype)
 
 
+def _misfit(weight, indices) -> str:
+    if not weight.shape[0] and indices.numel():
+        return f"weight {tuple(weight.shape)} has no rows, and indices {tuple(indices.shape)} take one each"
+    return ""
+
+
 embedding_fwd = define(
-    "embedding_fwd(Tensor weight, Tensor indices) -> Tensor", launcher=_fwd, reference=_fwd_reference
+    "embedding_fwd(Tensor weight, Tensor indices) -> Tensor",
+    shapes="weight [n_rows, n_cols]; int indices",
+    misfit=_misfit,
+    launcher=_fwd,
+    reference=_fwd_reference,
 )
 embedding_bwd = define(
     "embedding_bwd(Tensor dy, Tensor indices, int n_rows, int padding_idx) -> Tensor",
+    shapes="int indices [*]; dy [*, n_cols]",
     launcher=_bwd,
     reference=_bwd_reference,
 )
@@ -128,10 +139,11 @@ class EmbeddingFunction(Function):
 
     @staticmethod
     def forward(ctx, embeddings, indices, padding_idx):
+        y = embedding_fwd(embeddings, indices)
         ctx.n_rows = embeddings.shape[0]
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
         ctx.save_for_backward(indices)
-        return embedding_fwd(embeddings, indices)
+        return y
 
     @staticmethod
     @first_order
@@ -150,30 +162,13 @@ def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: in
     Returns [*indices.shape, n_cols]. On a GPU an index outside the table gives NaN.
     Raises `ValueError` for shapes, dtypes, devices or a padding_idx that do not fit.
     """
-    check_tensors("liger_embedding", weight=weight)
-    if reason := _misfit(weight, indices, padding_idx):
-        check(False, "liger_embedding", reason)
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
+    if padding_idx is not None:
+        check_tensors("liger_embedding", weight=weight)
+        rows = weight.shape[0] if weight.dim() else 0
+        if not (isinstance(padding_idx, int) and -rows <= padding_idx < rows):
+            check(False, "liger_embedding", f"padding_idx must lie in [{-rows}, {rows}), got {padding_idx!r}")
+        padding_idx = padding_idx + rows if padding_idx < 0 else padding_idx
     return EmbeddingFunction.apply(weight, indices, padding_idx)
-
-
-def _misfit(weight, indices, padding_idx) -> str:
-    if weight.dim() != 2:
-        return f"weight must be [n_rows, n_cols], got {tuple(weight.shape)}"
-    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        have = getattr(indices, "dtype", type(indices).__name__)
-        return f"indices must be an int32 or int64 tensor, got {have}"
-    if indices.is_nested:
-        return nested("indices")
-    if indices.device != weight.device:
-        return f"indices is on {indices.device} but weight is on {weight.device}; move them to one device"
-    rows = weight.shape[0]
-    if not rows and indices.numel():
-        return f"weight {tuple(weight.shape)} has no rows, and indices {tuple(indices.shape)} take one each"
-    if padding_idx is not None and not (isinstance(padding_idx, int) and -rows <= padding_idx < rows):
-        return f"padding_idx must lie in [{-rows}, {rows}), got {padding_idx!r}"
-    return ""
 
 
 class LigerEmbedding(torch.nn.Module):

@@ -21,8 +21,6 @@ from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
     cdiv,
-    check,
-    check_tensors,
     define,
     dense,
     empty_like,
@@ -303,6 +301,7 @@ def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
 
 dyt_fwd = define(
     "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor",
+    shapes="x [*, n]; alpha of 1; gamma [n]; beta [n]",
     launcher=_fwd,
     reference=_fwd_reference,
     fake=("x",),
@@ -310,6 +309,7 @@ dyt_fwd = define(
 dyt_bwd = define(
     "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool needs_params)"
     " -> (Tensor, Tensor, Tensor)",
+    shapes="x, dy [*, n]; alpha of 1; gamma [n]; beta [n]",
     launcher=_bwd,
     reference=_bwd_reference,
 )
@@ -347,12 +347,6 @@ def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: t
     too on the CPU). Returns [..., n_cols] in x's dtype.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_tensors("liger_dyt", optional=("beta",), x=x, alpha=alpha, gamma=gamma, beta=beta)
-    check(alpha.numel() == 1, "liger_dyt", f"alpha must have one element, got shape {tuple(alpha.shape)}")
-    for name, parameter in (("gamma", gamma), ("beta", beta)):
-        if parameter is not None and parameter.shape != x.shape[-1:]:
-            want, have = tuple(x.shape[-1:]), tuple(parameter.shape)
-            check(False, "liger_dyt", f"{name} must have shape {want} to match x, got {have}")
     return DyTFunction.apply(x, alpha, gamma, beta)
 
 

@@ -18,7 +18,7 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample, normal
-from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
+from ...runtime.operator import Function, check, check_numbers, define, first_order
 from ...runtime.sharding import RowsRule
 from . import rms_norm
 from .backward import backward_tunables
@@ -63,14 +63,16 @@ def _bwd_reference(dy, ds, s, w, rstd, offset, casting, needs_dw):
 
 
 fused_add_rms_norm_fwd = define(
-    "fused_add_rms_norm_fwd(Tensor x, Tensor r, Tensor w, float eps, float offset, int casting)"
+    "fused_add_rms_norm_fwd(Tensor X, Tensor R, Tensor W, float eps, float offset, int casting)"
     " -> (Tensor, Tensor, Tensor)",
+    shapes="T X, R [*, n]; W [n]",
     launcher=_fwd,
     reference=_fwd_reference,
 )
 fused_add_rms_norm_bwd = define(
-    "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting,"
+    "fused_add_rms_norm_bwd(Tensor dY, Tensor? dS, Tensor S, Tensor W, Tensor rstd, float offset, int casting,"
     " bool needs_dw) -> (Tensor, Tensor)",
+    shapes="S, dY, dS [*, n]; W [n]; rstd of rows",
     launcher=_bwd,
     reference=_bwd_reference,
 )
@@ -128,14 +130,9 @@ def liger_fused_add_rms_norm(
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
     op = "liger_fused_add_rms_norm"
-    check_tensors(op, X=X, R=R, W=W)
     check_numbers(op, eps=eps, offset=offset)
-    if X.shape != R.shape or X.dtype != R.dtype:
-        check(False, op, f"R must be {X.dtype} of shape {tuple(X.shape)} like X, got {R.dtype} of {tuple(R.shape)}")
     if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, op, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    if W.shape != X.shape[-1:]:
-        check(False, op, f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")
     return FusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
 
 

@@ -32,6 +32,7 @@ from ...runtime.operator import (
     cdiv,
     check,
     check_flags,
+    check_integers,
     check_numbers,
     check_tensors,
     define,
@@ -342,18 +343,28 @@ def _bwd_reference(dy, x, gate, w, rstd, sigmoid, norm_first, group_size):
     return dx.to(x.dtype).contiguous(), dg.to(gate.dtype).contiguous(), dw.to(w.dtype)
 
 
+def _misfit(n_cols, group_size) -> str:
+    if not n_cols or group_size < 1 or n_cols % group_size:
+        return f"group_size must be a divisor of n_cols = {n_cols}, got {group_size!r}"
+    return ""
+
+
 gated_rms_norm_fwd = define(
-    "gated_rms_norm_fwd(Tensor x, Tensor gate, Tensor w, float eps, bool sigmoid, bool llama, bool norm_first, "
+    "gated_rms_norm_fwd(Tensor X, Tensor gate, Tensor W, float eps, bool sigmoid, bool llama, bool norm_first, "
     "int group_size) -> (Tensor, Tensor)",
+    shapes="X, gate [*, n]; W [n]",
+    misfit=lambda X, *args: _misfit(X.shape[-1], args[-1]),
     launcher=_fwd,
     reference=_fwd_reference,
 )
 gated_rms_norm_bwd = define(
-    "gated_rms_norm_bwd(Tensor dy, Tensor x, Tensor gate, Tensor w, Tensor rstd, bool sigmoid, bool norm_first, "
+    "gated_rms_norm_bwd(Tensor dY, Tensor X, Tensor gate, Tensor W, Tensor rstd, bool sigmoid, bool norm_first, "
     "int group_size) -> (Tensor, Tensor, Tensor)",
+    shapes="X, gate, dY [*, n]; W [n]; rstd [groups, rows]",
+    misfit=lambda dY, X, *args: _misfit(X.shape[-1], args[-1]),
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=("x", "gate", "w"),
+    fake=("X", "gate", "W"),
 )
 
 
@@ -395,20 +406,16 @@ def liger_gated_rms_norm(
     Returns [..., n_cols] in X's dtype; gate first with llama, in the promoted dtype of X and W.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
-    check_tensors(_NAME, X=X, gate=gate, W=W)
     check_numbers(_NAME, eps=eps)
     check_flags(_NAME, norm_before_gate=norm_before_gate)
-    n_cols = X.shape[-1] if X.dim() else 0
-    if not n_cols or gate.shape != X.shape or W.shape != X.shape[-1:]:
-        shapes = f"{tuple(X.shape)}, {tuple(gate.shape)} and {tuple(W.shape)}"
-        check(False, _NAME, f"X and gate must be [..., n_cols] and W [n_cols], n_cols at least 1, got {shapes}")
-    group_size = n_cols if group_size is None else group_size
-    if type(group_size) is not int or group_size < 1 or n_cols % group_size:
-        check(False, _NAME, f"group_size must be a divisor of n_cols = {n_cols}, got {group_size!r}")
     if activation not in ACTIVATIONS:
         check(False, _NAME, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if casting_mode not in CASTING_MODES:
         check(False, _NAME, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    if group_size is None:
+        check_tensors(_NAME, X=X)
+        group_size = X.shape[-1] if X.dim() else 1
+    check_integers(_NAME, group_size=group_size)
     flags = activation == "sigmoid", casting_mode == "llama", bool(norm_before_gate)
     return GatedRMSNormFunction.apply(X, gate, W, float(eps), *flags, group_size)
 

@@ -292,14 +292,25 @@ def _bwd_reference(dy, x, w, b, stats, num_groups, needs_params):
     return dx.reshape(x.shape).to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
+def _misfit(X, W, B, num_groups) -> str:
+    if num_groups < 1 or X.shape[1] % num_groups:
+        return f"num_channels={X.shape[1]} must be a multiple of num_groups={num_groups}"
+    return "a bias needs a weight; pass ones for a shift alone" if W is None and B is not None else ""
+
+
 group_norm_fwd = define(
-    "group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int num_groups, float eps) -> (Tensor, Tensor)",
+    "group_norm_fwd(Tensor X, Tensor? affine_scaling_weight, Tensor? affine_shifting_bias, int num_groups, float eps)"
+    " -> (Tensor, Tensor)",
+    shapes="X [b, c, *]; affine_scaling_weight [c]; affine_shifting_bias [c]",
+    misfit=lambda X, W, B, num_groups, eps: _misfit(X, W, B, num_groups),
     launcher=_fwd,
     reference=_fwd_reference,
 )
 group_norm_bwd = define(
-    "group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor stats, int num_groups, bool needs_params)"
+    "group_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, int num_groups, bool needs_params)"
     " -> (Tensor, Tensor)",
+    shapes="X, dY [b, c, *]; W [c]; B [c]; stats",
+    misfit=lambda dY, X, W, B, stats, num_groups, needs_params: _misfit(X, W, B, num_groups),
     launcher=_bwd,
     reference=_bwd_reference,
 )
@@ -344,20 +355,12 @@ def liger_group_norm(
     together with the weight. fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like X.
     Raises `ValueError` for shapes, dtypes, devices or a number of groups that do not fit.
     """
-    W, B = affine_scaling_weight, affine_shifting_bias
-    names = ("affine_scaling_weight", "affine_shifting_bias")
-    check_tensors("liger_group_norm", optional=names, X=X, affine_scaling_weight=W, affine_shifting_bias=B)
     check_integers("liger_group_norm", num_channels=num_channels, num_groups=num_groups)
     check_numbers("liger_group_norm", eps=eps)
+    check_tensors("liger_group_norm", X=X)
     if X.dim() < 2 or X.shape[1] != num_channels:
         check(False, "liger_group_norm", f"X must be [batch, {num_channels}, ...], got {tuple(X.shape)}")
-    if num_groups < 1 or num_channels % num_groups:
-        check(False, "liger_group_norm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
-    for name, parameter in zip(names, (W, B)):
-        if parameter is not None and parameter.shape != (num_channels,):
-            check(False, "liger_group_norm", f"{name} must have shape ({num_channels},), got {tuple(parameter.shape)}")
-    check(B is None or W is not None, "liger_group_norm", "a bias needs a weight; pass ones for a shift alone")
-    return GroupNormFunction.apply(X, W, B, num_channels, num_groups, eps)
+    return GroupNormFunction.apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
 
 
 class LigerGroupNorm(torch.nn.Module):

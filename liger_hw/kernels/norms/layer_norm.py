@@ -22,7 +22,7 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Op, Sample, Target, normal
 from ...runtime.cooperative import resident_options
-from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, swapped
+from ...runtime.operator import Function, check, check_numbers, define, first_order
 from ...runtime.sharding import RowsRule
 from ..rows.blocks import most_columns
 from ..rows.reduce import halves, param_parts, params_dtype
@@ -121,13 +121,20 @@ def bwd_reference(dy, x, w, b, stats, needs_params):
     return dx.to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
+def _misfit(X, W, B, eps) -> str:
+    return "B needs W; pass ones as W for a shift alone" if W is None and B is not None else ""
+
+
 layer_norm_fwd = define(
-    "layer_norm_fwd(Tensor x, Tensor? w, Tensor? b, float eps) -> (Tensor, Tensor)",
+    "layer_norm_fwd(Tensor X, Tensor? W, Tensor? B, float eps) -> (Tensor, Tensor)",
+    shapes="X [*, n]; W [n]; B [n]",
+    misfit=_misfit,
     launcher=_fwd,
     reference=_fwd_reference,
 )
 layer_norm_bwd = define(
-    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor stats, bool needs_params) -> (Tensor, Tensor)",
+    "layer_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, bool needs_params) -> (Tensor, Tensor)",
+    shapes="X, dY [*, n]; W [n]; B [n]; stats [2, rows]",
     launcher=_bwd,
     reference=bwd_reference,
 )
@@ -168,16 +175,7 @@ def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | 
     Returns [..., n_cols] in X's dtype.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_tensors("liger_layer_norm", optional=("W", "B"), X=X, W=W, B=B)
     check_numbers("liger_layer_norm", eps=eps)
-    if not X.dim():
-        check(False, "liger_layer_norm", "X must be [..., n_cols], got a scalar")
-    for name, parameter in (("W", W), ("B", B)):
-        if parameter is not None and parameter.shape != X.shape[-1:]:
-            want, have = tuple(X.shape[-1:]), tuple(parameter.shape)
-            hint = swapped(X, parameter) if name == "W" else ""
-            check(False, "liger_layer_norm", f"{name} must have shape {want} to match X, got {have}{hint}")
-    check(B is None or W is not None, "liger_layer_norm", "B needs W; pass ones as W for a shift alone")
     return LayerNormFunction.apply(X, W, B, eps)
 
 

@@ -27,7 +27,6 @@ from ...runtime.operator import (
     cdiv,
     check,
     check_numbers,
-    check_tensors,
     define,
     dense,
     empty_like,
@@ -203,15 +202,39 @@ def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     return dx, dw, (weight * q).reshape(scale.shape).to(scale.dtype), dshift
 
 
+def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether every row of `scale` belongs to a run of consecutive rows of `x`, as the kernel takes them."""
+    rows = math.prod(scale.shape[:-1])
+    if rows == 1 or scale.shape == x.shape:
+        return True
+    if x.dim() <= 2:  # tokens of all examples in one dimension
+        return rows > 0 and x.shape[0] % rows == 0
+    return scale.shape[0] == x.shape[0] == rows
+
+
+def _misfit(X, W, scale, shift, *numbers) -> str:
+    n_cols = X.shape[-1]
+    if not scale.dim() or scale.shape[-1] != n_cols or not _serves(scale, X):
+        expected = f"[{n_cols}], [batch, {n_cols}], [batch, 1, {n_cols}] or X's shape"
+        return f"scale must be {expected}, got {tuple(scale.shape)} for X of {tuple(X.shape)}"
+    if shift is not None and shift.shape != scale.shape:
+        return f"shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}"
+    return ""
+
+
 modulated_rms_norm_fwd = define(
-    "modulated_rms_norm_fwd(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, int casting)"
+    "modulated_rms_norm_fwd(Tensor X, Tensor? W, Tensor scale, Tensor? shift, float eps, float offset, int casting)"
     " -> (Tensor, Tensor)",
+    shapes="X [*, n]; W [n]; scale; shift",
+    misfit=_misfit,
     launcher=_fwd,
     reference=_fwd_reference,
 )
 modulated_rms_norm_bwd = define(
-    "modulated_rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
+    "modulated_rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
     " int casting, bool needs_params) -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes="X, dY [*, n]; W [n]; scale; shift; rstd of rows",
+    misfit=lambda dY, *args: _misfit(*args),
     launcher=_bwd,
     reference=_bwd_reference,
 )
@@ -258,19 +281,9 @@ def liger_modulated_rms_norm(
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
     name = "liger_modulated_rms_norm"
-    check_tensors(name, optional=("W", "shift"), X=X, W=W, scale=scale, shift=shift)
     check_numbers(name, eps=eps, offset=offset)
     if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    check(X.dim() > 0, name, "X must have at least one dimension")
-    n_cols = X.shape[-1:]
-    if W is not None and W.shape != n_cols:
-        check(False, name, f"W must have shape {tuple(n_cols)} to match X, got {tuple(W.shape)}")
-    if scale.shape[-1:] != n_cols or not _serves(scale, X):
-        want = f"[{X.shape[-1]}], [batch, {X.shape[-1]}], [batch, 1, {X.shape[-1]}] or X's shape"
-        check(False, name, f"scale must be {want}, got {tuple(scale.shape)} for X of {tuple(X.shape)}")
-    if shift is not None and shift.shape != scale.shape:
-        check(False, name, f"shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
     return ModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode)
 
 
@@ -309,16 +322,6 @@ WORKLOADS = {
     "rdt_1b": (32, 8192, 2048),
 }
 """Problem sizes (n_mods, n_rows, n_cols) of real models: n_mods examples a batch."""
-
-
-def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether every row of `scale` belongs to a run of consecutive rows of `x`, as the kernel takes them."""
-    rows = math.prod(scale.shape[:-1])
-    if rows == 1 or scale.shape == x.shape:
-        return True
-    if x.dim() <= 2:  # tokens of all examples in one dimension
-        return rows > 0 and x.shape[0] % rows == 0
-    return scale.shape[0] == x.shape[0] == rows
 
 
 def _sample(

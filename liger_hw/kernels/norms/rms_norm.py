@@ -25,11 +25,9 @@ from ...runtime.operator import (
     Function,
     check,
     check_numbers,
-    check_tensors,
     define,
     first_order,
     no_weight,
-    swapped,
     warn_ignored,
 )
 from ...runtime.sharding import RowsRule
@@ -91,13 +89,15 @@ def bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
 
 
 rms_norm_fwd = define(
-    "rms_norm_fwd(Tensor x, Tensor? w, float eps, float offset, int casting) -> (Tensor, Tensor)",
+    "rms_norm_fwd(Tensor X, Tensor? W, float eps, float offset, int casting) -> (Tensor, Tensor)",
+    shapes="X [*, n]; W [n]",
     launcher=partial(norm_forward, FWD),
     reference=fwd_reference,
 )
 rms_norm_bwd = define(
-    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, int casting, bool needs_dw)"
+    "rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, float offset, int casting, bool needs_dw)"
     " -> (Tensor, Tensor)",
+    shapes="X, dY [*, n]; W [n]; rstd of rows",
     launcher=partial(rms_backward, BACKWARD),
     reference=bwd_reference,
 )
@@ -145,15 +145,9 @@ def liger_rms_norm(
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
-    check_tensors("liger_rms_norm", optional=("W",), X=X, W=W)
     check_numbers("liger_rms_norm", eps=eps, offset=offset)
     if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, "liger_rms_norm", f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    if not X.dim():
-        check(False, "liger_rms_norm", "X must be [..., n_cols], got a scalar")
-    if W is not None and W.shape != X.shape[-1:]:
-        want, have = tuple(X.shape[-1:]), tuple(W.shape)
-        check(False, "liger_rms_norm", f"W must have shape {want} to match X, got {have}{swapped(X, W)}")
     return RMSNormFunction.apply(X, W, eps, offset, casting_mode)
 
 

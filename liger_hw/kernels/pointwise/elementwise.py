@@ -19,7 +19,7 @@ from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key, tile_space
 from ...runtime import saved_tensors
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
-from ...runtime.operator import cdiv, check, check_tensors, define, empty_like, launch
+from ...runtime.operator import cdiv, define, empty_like, launch
 from ...runtime.triton_import import tl, triton
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -437,18 +437,21 @@ def gated_operators(
     return ActivationOperators(
         define(
             f"{op}_fwd(Tensor a, Tensor b, {arguments}) -> Tensor",
+            shapes="T a, b [*, n]",
             launcher=fwd,
             reference=lambda a, b, *options: reference(a, b, *options).contiguous(),
             fake=("a",),
         ),
         define(
             f"{op}_bwd(Tensor dc, Tensor a, Tensor b, {arguments}) -> (Tensor, Tensor)",
+            shapes="T a, b [*, n]; dc [*, n]",
             launcher=bwd,
             reference=bwd_reference,
             fake=("a", "b"),
         ),
         define(
             f"{op}_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, {arguments}) -> ()",
+            shapes="T a, b [*, n]; dc [*, n]",
             launcher=bwd_,
             reference=bwd_reference_,
             fake=(),
@@ -456,15 +459,7 @@ def gated_operators(
     )
 
 
-# -- what gated ops check and sample alike ---------------------------------------------------------------------------
-
-
-def check_gated(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise unless a and b are [..., n_cols] of one shape, dtype and device."""
-    check_tensors(op, a=a, b=b)
-    if a.shape != b.shape or a.dtype != b.dtype or not a.dim():
-        have = f"{a.dtype} of shape {tuple(a.shape)} and {b.dtype} of shape {tuple(b.shape)}"
-        check(False, op, f"a and b must be [..., n_cols] of one shape and dtype, got {have}")
+# -- what gated ops sample alike -------------------------------------------------------------------------------------
 
 
 def gated_sample(sizes, dtype, device, generator, *options, strided=False) -> Sample:

@@ -12,7 +12,7 @@ import torch
 from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, check_numbers, check_tensors, define, empty_like, first_order
+from ...runtime.operator import Function, check_numbers, define, empty_like, first_order
 from ...runtime.sharding import RowsRule
 from .elementwise import ActivationOperators, activation_tunables, evenly_spaced, launch_activation
 from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
@@ -67,17 +67,20 @@ def _launch_bwd(dc, y, dy, multipliers):
 operators = ActivationOperators(
     define(
         "fused_gate_up_swiglu_fwd(Tensor y, float gate_multiplier, float down_multiplier) -> Tensor",
+        shapes="y [*, 2n]",
         launcher=_fwd,
         reference=lambda y, *multipliers: fused_gate_up_swiglu_reference(y, *multipliers).contiguous(),
     ),
     define(
         "fused_gate_up_swiglu_bwd(Tensor dc, Tensor y, float gate_multiplier, float down_multiplier) -> Tensor",
+        shapes="y [*, 2n]; dc [*, n]",
         launcher=_bwd,
         reference=_bwd_reference,
         fake=("y",),
     ),
     define(
         "fused_gate_up_swiglu_bwd_(Tensor dc, Tensor(a!) y, float gate_multiplier, float down_multiplier) -> ()",
+        shapes="y [*, 2n]; dc [*, n]",
         launcher=_bwd_in_place,
         reference=_bwd_in_place_reference,
         fake=(),
@@ -111,10 +114,7 @@ def liger_fused_gate_up_swiglu(
     y: [..., 2 * n_cols] in fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
     Raises `ValueError` for an odd last dimension or a dtype that does not fit.
     """
-    check_tensors("liger_fused_gate_up_swiglu", y=y)
     check_numbers("liger_fused_gate_up_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    if not y.dim() or y.shape[-1] % 2:
-        check(False, "liger_fused_gate_up_swiglu", f"y's last dimension must be even, got shape {tuple(y.shape)}")
     return FusedGateUpSiLUMulFunction.apply(y, gate_multiplier, down_multiplier)
 
 

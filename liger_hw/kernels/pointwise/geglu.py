@@ -21,7 +21,7 @@ from ...recompute.recipes import project
 from ...registry import Op
 from ...runtime.operator import Function, check, first_order
 from ...runtime.sharding import RowsRule
-from .elementwise import activation_tunables, check_gated, gated_operators, gated_sample
+from .elementwise import activation_tunables, gated_operators, gated_sample
 
 APPROXIMATIONS = ("tanh", "none")
 
@@ -86,7 +86,6 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
     approximate: `tanh` or `none` (exact), the names of torch.nn.functional.gelu.
     Raises `ValueError` for shapes, dtypes, devices or an approximation that do not fit.
     """
-    check_gated("liger_geglu", a, b)
     if approximate not in APPROXIMATIONS:
         check(False, "liger_geglu", f"approximate must be one of {', '.join(APPROXIMATIONS)}, got {approximate!r}")
     return GELUMulFunction.apply(a, b, approximate)

@@ -14,7 +14,7 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample, normal
-from ...runtime.operator import Function, check_tensors, define, empty_like, first_order
+from ...runtime.operator import Function, define, empty_like, first_order
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
 
@@ -64,9 +64,19 @@ def _bwd_reference(dy, x):
     return torch.where(x <= 0, 0.0, slope * dy.to(wide)).to(x.dtype).contiguous()
 
 
-relu_squared_fwd = define("relu_squared_fwd(Tensor x) -> Tensor", launcher=_fwd, reference=_fwd_reference, fake=("x",))
+relu_squared_fwd = define(
+    "relu_squared_fwd(Tensor x) -> Tensor",
+    shapes="x [*, n]",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=("x",),
+)
 relu_squared_bwd = define(
-    "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor", launcher=_bwd, reference=_bwd_reference, fake=("x",)
+    "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor",
+    shapes="x, dy [*, n]",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=("x",),
 )
 
 
@@ -97,8 +107,7 @@ def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
     x: of any shape, in fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like x.
     Raises `ValueError` for another dtype.
     """
-    check_tensors("liger_relu_squared", x=x)
-    if not x.dim():
+    if isinstance(x, torch.Tensor) and not x.dim():
         return liger_relu_squared(x.view(1)).view(())
     return ReLUSquaredFunction.apply(x)
 

@@ -19,7 +19,7 @@ from ...recompute.recipes import project
 from ...registry import Op
 from ...runtime.operator import Function, check, check_numbers, first_order
 from ...runtime.sharding import RowsRule
-from .elementwise import activation_tunables, check_gated, gated_operators, gated_sample
+from .elementwise import activation_tunables, gated_operators, gated_sample
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,6 @@ def liger_swiglu(
     spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_gated("liger_swiglu", a, b)
     check_numbers("liger_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     return SiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
 
