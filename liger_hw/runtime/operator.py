@@ -66,7 +66,7 @@ def define(
     *,
     launcher: Callable[..., Any],
     reference: Callable[..., Any],
-    shapes: str = "",
+    shapes: str,
     fake: Callable[..., Any] | tuple[str, ...] | None = None,
     numbers: type | None = None,
     misfit: Callable[..., str] | None = None,

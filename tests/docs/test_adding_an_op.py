@@ -28,6 +28,17 @@ for sizes in ((3, 7), (5, 1024)):
 sample = softsign.OP.sample((3, 7), torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
 sample.args[0].data[0] = torch.nan
 assert softsign.liger_softsign(sample.args[0])[0].isnan().all()
+for call in (
+    lambda: softsign.liger_softsign(torch.ones(3, dtype=torch.int64)),
+    lambda: softsign.SoftsignFunction.apply(torch.ones(3, dtype=torch.int64)),
+    lambda: torch.ops.liger_hw.softsign_bwd(torch.ones(1, 8), torch.ones(4, 8)),
+):
+    try:
+        call()
+    except ValueError as error:
+        assert str(error).startswith("liger_softsign"), error
+    else:
+        raise AssertionError("not refused")
 print("agree")
 """
 

@@ -1,38 +1,48 @@
 """Every operator refuses a tensor of another shape, dtype or device, in eager and under torch.compile, before a launch.
 
-The calls are those that the ops' samples make, each with one tensor changed.
+The calls are those that the ops' samples make, each with one tensor changed; so are an op's public function and its
+autograd Function.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
-from harness import few_sizes, make, output_grads, tensors, wanted
+from harness import checked_inputs, few_sizes, make, output_grads, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw import registry
+from liger_hw.kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
+from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
+from liger_hw.runtime import operator
 from liger_hw.runtime.operator import declared
 
 pytestmark = pytest.mark.cpu
 
-OF_SEVERAL_RANKS: set[str] = set()
-"""Operators that no sample calls."""
 OF_ANY_SHAPE = {
     ("embedding_fwd", "indices"): "one row each",
     ("group_norm_bwd", "stats"): "made by the forward, two numbers a group",
+    ("modulated_rms_norm_fwd", "scale"): "one row for several rows of X; tests/kernels/test_misuse.py has its shapes",
+    ("modulated_rms_norm_bwd", "scale"): "the same",
+    ("fused_linear_log_probs_keep", "tail"): "memory that torch's views divide, which raise where it is too short",
+    ("fused_linear_log_probs_keep", "rest"): "the same",
+    ("fused_linear_log_probs_keep_bwd", "tail"): "the same",
+    ("fused_linear_log_probs_keep_bwd", "rest"): "the same",
 }
 """Tensors whose shapes decide how much is computed, or are the package's own."""
 
 
 class _Calls(TorchDispatchMode):
-    """Notes each operator's calls."""
+    """Notes each operator's calls, and each Function's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, list[tuple]] = {}
+        self.applied: dict[type, tuple] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "liger_hw":
@@ -41,50 +51,85 @@ class _Calls(TorchDispatchMode):
 
 
 @functools.cache
-def _calls() -> dict[str, list[tuple]]:
-    with _Calls() as seen:
+def _calls() -> _Calls:
+    with _Calls() as seen, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "before_apply", lambda function, args: seen.applied.setdefault(function, args))
         for op in registry.ops().values():
             for options in op.options or ({},):
                 sample = make(op, few_sizes(op), torch.float32, "cpu", 0, options)
-                outputs = [t for t in tensors(op.function(*sample.args, **sample.kwargs)) if t.requires_grad]
-                torch.autograd.grad(outputs, wanted(sample), output_grads(outputs, 0), allow_unused=True)
-    for name in declared:
-        if name.endswith("_bwd_"):
-            seen.calls.setdefault(name, seen.calls.get(name[:-1], []))
-    return seen.calls
+                _differentiate(op.function(*sample.args, **sample.kwargs), checked_inputs(sample))
+        rows, weight = (torch.randn(n, 6, requires_grad=True) for n in (4, 7))
+        for reduction in ("sum", "none"):
+            loss = liger_fused_linear_cross_entropy_tp(rows, weight, torch.arange(4), None, reduction=reduction)
+            _differentiate(loss, [rows, weight])
+    for name in declared:  # in place and not: a sample's backward calls one of them
+        if name.endswith("_bwd"):
+            both = [*seen.calls.get(name, []), *seen.calls.get(f"{name}_", [])]
+            seen.calls[name] = both
+            if f"{name}_" in declared:
+                seen.calls[f"{name}_"] = both
+    seen.calls["jsd_bwd"] = seen.calls["kl_div_bwd"]  # its loss is always reduced
+    x, w, target = rows.detach(), weight.detach(), torch.arange(4)
+    numbers = *LogProbOptions(-100), False, False, False, False, True, True, True
+    kept = w.new_empty(0), w.new_empty(0), w.new_empty(4, 64), 0, 0  # logits are kept where no mode watches
+    seen.calls["fused_linear_log_probs_keep"] = [(x, w, target, None, *kept, *numbers)]
+    saved = torch.zeros(4), torch.zeros(0), torch.ones(4), None, None
+    seen.calls["fused_linear_log_probs_keep_bwd"] = [(x, w, target, None, *saved, *kept, *numbers)]
+    return seen
 
 
-def _sizes(rule, n_dims: int) -> list[str]:
-    """The name of each dimension of a tensor that is declared to have one shape, `*` for each of several."""
-    (form,) = rule.forms
-    names = [name if name else str(factor) for factor, name in form]
-    if "*" in names:
-        place = names.index("*")
-        names[place : place + 1] = ["*"] * (n_dims - len(names) + 1)
-    return names
+def _differentiate(outputs: Any, inputs: list[torch.Tensor]) -> None:
+    outputs = [t for t in tensors(outputs) if t.requires_grad]
+    torch.autograd.grad(outputs, inputs, output_grads(outputs, 0), allow_unused=True)
 
 
-def _is_free(name: str, args: tuple, tensor: str, axis: int) -> bool:
-    """Whether a dimension may have any size: no other of the call's tensors has its name in the declaration."""
+def _names(rule, n_dims: int) -> list[str]:
+    """The name of each dimension of a tensor with `n_dims`, "" for a number; `.` for all where it has no such form."""
+    for form in rule.forms:
+        names = [name for _, name in form]
+        if "*" in names:
+            place = names.index("*")
+            names[place : place + 1] = ["*"] * (n_dims - len(names) + 1)
+        if len(names) == n_dims:
+            return names
+    return [rule.count[1]] if rule.count is not None else ["."] * n_dims
+
+
+def _is_free(name: str, args: tuple, label: str, axis: int) -> bool:
+    """Whether a dimension may have any size: the declaration has its name in no other place."""
     rules = [rule for rule in declared[name].rules if args[rule.place] is not None]
-    rule = next(rule for rule in rules if rule.name == tensor)
-    if len(rule.forms) != 1:
+    rule = next(rule for rule in rules if rule.name == label)
+    names = _names(rule, args[rule.place].dim())
+    if label in ("q", "k") and "head_axis" in (arguments := _arguments(name)) and "dq" not in arguments:
+        if axis == args[arguments.index("head_axis")]:
+            return True
+    size = names[axis]
+    if size in ("", ".") or names.count(size) > 1 and size != "*":
         return False
-    size = _sizes(rule, args[rule.place].dim())[axis]
     same = {"*", "rows"} if size == "*" else {size}
-    others = [o for o in rules if o is not rule]
-    return not size.isdigit() and not any(
-        n in same for o in others for n in [*(n for form in o.forms for _, n in form), *(o.count or ())[1:]]
-    )
+    return not any(same & {*_names(o, args[o.place].dim())} for o in rules if o is not rule)
 
 
-def _cut(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    return tensor.narrow(axis, 0, size).contiguous()
+def _may_grow(name: str, args: tuple, label: str) -> bool:
+    """Whether a tensor may have a dimension more: it has leading dimensions that no other tensor shares."""
+    rules = [rule for rule in declared[name].rules if args[rule.place] is not None]
+    rule = next(rule for rule in rules if rule.name == label)
+    others = {n for o in rules if o is not rule for n in _names(o, args[o.place].dim())}
+    return any(n == "*" for form in rule.forms for _, n in form) and not others & {"*", "rows"}
 
 
-def _changes(name: str, args: tuple):
+def _arguments(name: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.liger_hw, name).default._schema.arguments]
+
+
+def _retyped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int64 if tensor.is_floating_point() or tensor.is_complex() else torch.float32)
+
+
+def _changes(name: str, args: tuple) -> Iterator[tuple[str, tuple]]:
     """(what is changed, the arguments) of one tensor that does not fit each."""
-    names = [argument.name for argument in getattr(torch.ops.liger_hw, name).default._schema.arguments]
+    kinds = {rule.name: rule.kind for rule in declared[name].rules}
+    names = _arguments(name)
     present = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
     for place in present:
         tensor, label = args[place], names[place]
@@ -92,35 +137,36 @@ def _changes(name: str, args: tuple):
         def changed(value, place=place):
             return args[:place] + (value,) + args[place + 1 :]
 
-        other = torch.int64 if tensor.is_floating_point() else torch.float32
-        yield f"{label} in {other}", changed(tensor.to(other))
+        if kinds[label] != "any":
+            yield f"{label} of another dtype", changed(_retyped(tensor))
         if len(present) > 1:
             yield f"{label} on meta", changed(tensor.to("meta"))
         if len(present) == 1 or (name, label) in OF_ANY_SHAPE:
             continue
         for axis, size in enumerate(tensor.shape):
             if not _is_free(name, args, label, axis):
-                for smaller in sorted({size - 1, 1} - {0, size}):
-                    yield f"{label} with {smaller} of {size} in dimension {axis}", changed(_cut(tensor, axis, smaller))
-        if any(rule.name != label and args[rule.place] is not None for rule in declared[name].rules):
+                for smaller in sorted({size - 1, 1} & set(range(1, size))):
+                    short = tensor.narrow(axis, 0, smaller).contiguous()
+                    yield f"{label} {tuple(tensor.shape)} with {smaller} in dimension {axis}", changed(short)
+        if tensor.numel() and not _may_grow(name, args, label):
             yield f"{label} with one dimension more", changed(tensor[None].expand(2, *tensor.shape))
 
 
 registry.ops()  # loads them
-OPERATORS = sorted(name for name, shapes in declared.items() if shapes.rules)
+OPERATORS = sorted(declared)
 
 
-def test_every_operator_is_called_by_a_sample():
-    assert set(declared) - set(_calls()) == OF_SEVERAL_RANKS
+def test_every_operator_is_called():
+    assert {name for name, calls in _calls().calls.items() if calls} == set(declared)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_what_does_not_fit_is_refused(name):
-    overload, tried = getattr(torch.ops.liger_hw, name).default, 0
+def test_an_operator_refuses_what_does_not_fit(name):
+    overload, n_changes = getattr(torch.ops.liger_hw, name).default, 0
     with torch.no_grad():
-        for call in _calls()[name]:
+        for call in _calls().calls[name]:
             for what, args in _changes(name, call):
-                tried += 1
+                n_changes += 1
                 with pytest.raises((TypeError, ValueError), match="^liger_"):
                     overload(*args)
                     pytest.fail(f"{name}: {what} is not refused")
@@ -129,4 +175,52 @@ def test_what_does_not_fit_is_refused(name):
                 with mode, pytest.raises((TypeError, ValueError, RuntimeError), match="liger_"):
                     overload(*fakes)
                     pytest.fail(f"{name}: {what} is not refused of fake tensors")
-    assert tried
+    assert n_changes
+
+
+def _refused(function: Callable, args: tuple, place: int, value: torch.Tensor) -> bool:
+    try:
+        function(*args[:place], value, *args[place + 1 :])
+    except (TypeError, ValueError) as error:
+        return "liger_" in str(error)
+    except IndexError:  # a table is now too short for one of the indices
+        return True
+    return False
+
+
+@pytest.mark.parametrize("function", sorted(_calls().applied, key=lambda function: function.__name__))
+def test_a_function_refuses_another_dtype_and_device(function):
+    """What a program reaches that calls `apply` itself; Functions that first work with an argument may let torch say
+    that it does not fit."""
+    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in _calls().applied[function])
+    places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
+    with torch.no_grad():
+        for place in places:
+            if not args[place].is_complex():
+                assert _refused(function.apply, args, place, _retyped(args[place])), (place, "dtype")
+            if len(places) > 1:
+                with pytest.raises((TypeError, ValueError, RuntimeError)):
+                    function.apply(*args[:place], args[place].to("meta"), *args[place + 1 :])
+
+
+@pytest.mark.parametrize("op", registry.ops().values(), ids=lambda op: op.name)
+def test_a_public_function_refuses_another_dtype_and_device(op):
+    """A shape that does not fit is refused too, or it broadcasts, and the reference gives the same result."""
+    for options in op.options or ({},):
+        sample = make(op, few_sizes(op), torch.float32, "cpu", 0, options)
+        args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in sample.args)
+        function = functools.partial(op.function, **sample.kwargs)
+        places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        for place in places:
+            assert _refused(function, args, place, _retyped(args[place])), (op.name, place, "dtype")
+            if len(places) > 1:
+                assert _refused(function, args, place, args[place].to("meta")), (op.name, place, "device")
+            for axis, size in enumerate(args[place].shape):
+                if size < 2:
+                    continue
+                short = args[place].narrow(axis, 0, size - 1).contiguous()
+                changed = *args[:place], short, *args[place + 1 :]
+                if not _refused(function, args, place, short):
+                    results, expected = tensors(function(*changed)), tensors(op.reference(*changed, **sample.kwargs))
+                    assert [t.shape for t in results] == [t.shape for t in expected]
+                    torch.testing.assert_close(results, expected, equal_nan=True, rtol=1e-4, atol=1e-4)

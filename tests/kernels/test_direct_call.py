@@ -32,6 +32,7 @@ def call(monkeypatch):
     monkeypatch.setattr(launch, "CAN_BE_FAST", False)  # a torch built for CUDA would ask for the driver
     made = _op.define(
         "direct_call_probe(Tensor x, Tensor? y, float z) -> Tensor",
+        shapes="x; y",
         launcher=lambda x, y, z: "launcher",
         reference=lambda x, y, z: x + z,
         fake=lambda x, y, z: torch.empty_like(x),
@@ -43,6 +44,7 @@ def call(monkeypatch):
 
     yield way
     _op.launchers.pop("direct_call_probe")
+    _op.declared.pop("direct_call_probe")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_hw.runtime.operator import define, launchers
+from liger_hw.runtime.operator import declared, define, launchers
 
 
 class Inner(NamedTuple):
@@ -31,8 +31,9 @@ def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator():
         return x * call.inner.scale + call.last
 
     schema = "numbers_of_a_test(Tensor x, Tensor? y) -> Tensor"
-    operator = define(schema, launcher=reference, reference=reference, numbers=Call)
+    operator = define(schema, shapes="x; y", launcher=reference, reference=reference, numbers=Call)
     launchers.pop("numbers_of_a_test")
+    declared.pop("numbers_of_a_test")
     arguments = "Tensor x, Tensor? y, str name, float scale, bool twice, float[] powers, int last"
     assert str(operator.overload._schema) == f"liger_hw::numbers_of_a_test({arguments}) -> Tensor"
     x = torch.arange(3.0)

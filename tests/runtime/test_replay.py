@@ -311,11 +311,12 @@ def probe(driver, monkeypatch):
         name = f"recorded_probe_{len(made)}"
         made.append(name)
         how |= {"reference": launcher, "fake": launcher}
-        return _op.define(f"{name}(Tensor x, Tensor? y, float z) -> Tensor", launcher=launcher, **how)
+        return _op.define(f"{name}(Tensor x, Tensor? y, float z) -> Tensor", shapes="x; y", launcher=launcher, **how)
 
     yield define
     for name in made:
         _op.launchers.pop(name)
+        _op.declared.pop(name)
     library._destroy()
 
 

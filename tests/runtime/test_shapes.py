@@ -40,6 +40,8 @@ def _t(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> 
         ("x [r, n]; w [] | [r]", (2, 3), (), ""),
         ("x [r, n]; w [] | [r]", (2, 3), (2,), ""),
         ("x [r, n]; w [] | [r]", (2, 3), (3,), r"w must be \[\] or \[2\] to match x, got \(3,\)"),
+        ("x [r, .]; w [r, .]", (2, 3), (2, 4), ""),
+        ("x [r, .]; w [r, .]", (2, 3), (3, 4), r"w must be \[2, .\] to match x, got \(3, 4\)"),
         ("x [r, n]; w [v, n]", (2, 3), (7, 4), r"w must be \[v, 3\] to match x, got \(7, 4\)"),
     ],
 )
@@ -65,6 +67,9 @@ def test_dtypes():
     indices.check((_t(2, 4), None, _t(2, dtype=torch.int32), 1.0))
     with pytest.raises(ValueError, match="i must be int32 or int64, got torch.float32"):
         indices.check((_t(2, 4), None, _t(2), 1.0))
+    _shapes("x; float w").check((_t(4), _t(4, dtype=torch.float64, device="cpu"), 1.0))
+    with pytest.raises(ValueError, match="w must be of a floating-point dtype, got torch.int64"):
+        _shapes("x; float w").check((_t(4), _t(4, dtype=torch.int64), 1.0))
     _shapes("x; any w").check((_t(4), _t(4, dtype=torch.complex64), 1.0))
 
 
@@ -86,7 +91,20 @@ def test_a_backward_says_so_and_a_misfit_is_asked_last():
         shapes.check((_t(4), _t(3), 0.0))
 
 
-@pytest.mark.parametrize("text", ["x [n]", "x [n]; w n", "x [n]; w [n-1]", "x [n]; v [n]"])
+def test_a_layout_is_looked_at_once():
+    calls = []
+    shapes = _shapes("x [n]; w [n]", misfit=lambda x, w, eps: calls.append(eps) or ("eps is zero" if not eps else ""))
+    for eps in (1.0, 1.0, 2.0, 1.0):
+        shapes.check((_t(4), _t(4), eps))
+    assert calls == [1.0, 2.0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="eps is zero"):
+            shapes.check((_t(4), _t(4), 0.0))
+        with pytest.raises(ValueError, match="must have shape"):
+            shapes.check((_t(4), _t(3), 1.0))
+
+
+@pytest.mark.parametrize("text", ["", "x [n]", "x [n]; w n", "x [n]; w [n-1]", "x [n]; v [n]"])
 def test_a_declaration_that_leaves_something_open_is_refused(text):
     with pytest.raises((ValueError, KeyError)):
         _shapes(text)

@@ -30,7 +30,6 @@ from ...runtime.operator import (
     check,
     check_flags,
     check_numbers,
-    check_tensors,
     define,
     dense,
     empty_like,
@@ -338,14 +337,10 @@ def _bwd_reference(dy, p, weight, has_bias, stride, padding, dilation, groups, s
 
 
 def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
-    spatial = (
-        (scores.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1) // stride[i] + 1
-        for i in range(2)
-    )
     last = _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
     p = _empty_channels_last(scores) if last else scores.new_empty(scores.shape)
     saved = _empty_channels_last(weight) if last else no_weight(p)
-    return scores.new_empty((scores.shape[0], weight.shape[0], *spatial)), p, saved
+    return scores.new_empty(_output_shape(scores, weight, stride, padding, dilation)), p, saved
 
 
 def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, needs):
@@ -354,9 +349,41 @@ def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse
     return tuple(p.new_empty(shape) if is_needed else no_weight(p) for shape, is_needed in zip(like, needs))
 
 
+def _misfit(scores, weight, bias, stride, padding, dilation, groups, sparse) -> str:
+    if not (scores.shape[1] and scores.shape[2] and weight.numel()):
+        return f"scores and weight need a channel and a row at least, got {tuple(scores.shape)}, {tuple(weight.shape)}"
+    if weight.shape[1] * groups != scores.shape[1] or weight.shape[0] % groups:
+        have = f"{tuple(weight.shape)} with groups={groups}"
+        return f"weight must be [out_channels, {scores.shape[1]} / groups, kh, kw] to match scores, got {have}"
+    for place, kernel in enumerate(weight.shape[2:]):
+        padded, span = scores.shape[2] + 2 * padding[-place], dilation[-place] * (kernel - 1) + 1
+        if span > padded:
+            shape = tuple(weight.shape[2:])
+            return f"a kernel of {shape} spans {span} of {padded} padded scores; padding={padding} is too small"
+    return ""
+
+
+def _bwd_misfit(dy, p, weight, has_bias, *how) -> str:
+    *how, needs = how
+    if why_invalid := _misfit(p, weight, None, *how):
+        return why_invalid
+    shape = _output_shape(p, weight, *how[:3])
+    return "" if dy.shape == shape else f"dy must have shape {shape} to match p and weight, got {tuple(dy.shape)}"
+
+
+def _output_shape(scores, weight, stride, padding, dilation) -> tuple[int, ...]:
+    spatial = (
+        (scores.shape[2 + i] + 2 * padding[-i] - dilation[-i] * (weight.shape[2 + i] - 1) - 1) // stride[-i] + 1
+        for i in range(2)
+    )
+    return scores.shape[0], weight.shape[0], *spatial
+
+
 _HOW = "int[] stride, int[] padding, int[] dilation, int groups, bool sparse"
 multi_token_attention_fwd = define(
     f"multi_token_attention_fwd(Tensor scores, Tensor weight, Tensor? bias, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    shapes="T scores [batch, ., length, length]; T weight [filters, ., height, width]; T bias [filters]",
+    misfit=_misfit,
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
@@ -365,6 +392,8 @@ multi_token_attention_fwd = define(
 multi_token_attention_bwd = define(
     f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] needs)"
     " -> (Tensor, Tensor, Tensor)",
+    shapes="T p [batch, ., length, length]; T weight [filters, ., height, width]; dy [batch, filters, ., .]",
+    misfit=_bwd_misfit,
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -416,11 +445,9 @@ def liger_multi_token_attention(
     Returns conv2d's shape; where the key's index is larger than the query's it is zero.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_tensors("liger_multi_token_attention", optional=("bias",), scores=scores, weight=weight, bias=bias)
     check_flags("liger_multi_token_attention", sparse=sparse)
-    reason = _numbers_misfit(groups=groups, stride=stride, dilation=dilation, padding=padding)
-    reason = reason or _misfit(scores, weight, bias, groups) or _too_small(scores, weight, padding, dilation)
-    check(not reason, "liger_multi_token_attention", reason)
+    why_invalid = _numbers_misfit(groups=groups, stride=stride, dilation=dilation, padding=padding)
+    check(not why_invalid, "liger_multi_token_attention", why_invalid)
     return MultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
 
 
@@ -433,33 +460,6 @@ def _numbers_misfit(groups=1, **pairs) -> str:
         least = 0 if name == "padding" else 1
         if len(pair) not in (1, 2) or not all(isinstance(n, int) and n >= least for n in pair):
             return f"{name} must be an integer of at least {least}, or a pair of them, got {value!r}"
-    return ""
-
-
-def _misfit(scores, weight, bias, groups) -> str:
-    if scores.dim() != 4 or scores.shape[2] != scores.shape[3]:
-        return f"scores must be [B, in_channels, L, L], got {tuple(scores.shape)}"
-    if not (scores.shape[1] and scores.shape[2] and weight.numel()):
-        return f"scores and weight need a channel and a row at least, got {tuple(scores.shape)}, {tuple(weight.shape)}"
-    if weight.dim() != 4 or weight.shape[1] * groups != scores.shape[1]:
-        have = f"{tuple(weight.shape)} with groups={groups}"
-        return f"weight must be [out_channels, {scores.shape[1]} / groups, kh, kw] to match scores, got {have}"
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return f"bias must have shape {tuple(weight.shape[:1])} to match weight, got {tuple(bias.shape)}"
-    dtypes = {t.dtype for t in (scores, weight, bias) if t is not None}
-    if len(dtypes) > 1:
-        return f"scores, weight and bias must have one dtype, got {', '.join(sorted(map(str, dtypes)))}"
-    return ""
-
-
-def _too_small(scores, weight, padding, dilation) -> str:
-    length, kernel = scores.shape[2], weight.shape[2:]
-    for place in (0, 1):
-        padded, span = length + 2 * _pair(padding)[-place], _pair(dilation)[-place] * (kernel[place] - 1) + 1
-        if span > padded:
-            return (
-                f"a kernel of {tuple(kernel)} spans {span} of {padded} padded scores; padding={padding!r} is too small"
-            )
     return ""
 
 

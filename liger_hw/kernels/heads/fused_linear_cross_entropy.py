@@ -156,8 +156,13 @@ def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, call:
 
 
 _TENSORS = "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order"
+_SHAPES = (
+    "T input [n_rows, hidden]; T weight [vocab, hidden]; int target [n_rows]; T bias [vocab]; float ce_weight [vocab]; "
+    "int order [n_counted]"
+)
 fused_linear_cross_entropy_fwd = define(
     f"fused_linear_cross_entropy_fwd({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    shapes=_SHAPES,
     launcher=_fwd,
     reference=_fwd_reference,
     numbers=HeadCall,
@@ -165,6 +170,7 @@ fused_linear_cross_entropy_fwd = define(
 )
 fused_linear_cross_entropy_bwd = define(
     f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; grad_output [n_rows]",
     launcher=_bwd,
     reference=_bwd_reference,
     numbers=HeadCall,

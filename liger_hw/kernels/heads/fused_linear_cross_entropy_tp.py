@@ -77,8 +77,12 @@ class _Call(NamedTuple):
 
     def part(self, width: int, device: torch.device) -> VocabPart:
         """This rank's part of the vocabulary; collective."""
-        group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
-        return vocab_part(width, group, device)
+        return vocab_part(width, self.process_group, device)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of this name."""
+        return dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -327,9 +331,23 @@ def _bwd_fake(grad_output, lse, x, weight, target, bias, order, call: _Call):
 
 
 _TENSORS = "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? order"
+_SHAPES = (
+    "T input [n_local, hidden]; T weight [vocab, hidden]; int target [n_rows]; T bias [vocab]; int order [n_counted]"
+)
+
+
+def _misfit(x, weight, target, bias, order, call: _Call) -> str:
+    world = dist.get_world_size(call.process_group) if call.sequence_parallel and call.group else 1
+    if target.shape[0] != world * x.shape[0]:
+        return f"target must be [{world * x.shape[0]}] to match input {tuple(x.shape)}, got {tuple(target.shape)}"
+    return ""
+
+
 fused_linear_cross_entropy_tp_fwd = define(
     f"fused_linear_cross_entropy_tp_fwd({_TENSORS}) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    shapes=_SHAPES,
+    misfit=_misfit,
     launcher=_forward,
     reference=partial(_forward, plain=True),
     fake=_fwd_fake,
@@ -338,6 +356,8 @@ fused_linear_cross_entropy_tp_fwd = define(
 )
 fused_linear_cross_entropy_tp_bwd = define(
     f"fused_linear_cross_entropy_tp_bwd(Tensor grad_output, Tensor lse, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; grad_output, lse [n_rows]",
+    misfit=lambda grad_output, lse, *args: _misfit(*args),
     launcher=_backward,
     reference=partial(_backward, plain=True),
     fake=_bwd_fake,

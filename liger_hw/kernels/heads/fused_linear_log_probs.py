@@ -53,12 +53,13 @@ from ..losses.log_prob_rows import (
 )
 from ..losses.log_probs import (
     LogProbsOutput,
+    entropy_misfit,
     next_tokens,
     pack_log_probs,
     results_of,
     rows_and_targets,
 )
-from .chunk_plan import Chunks, plan_chunks
+from .chunk_plan import Chunks, padded, plan_chunks
 from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
@@ -262,9 +263,37 @@ def _keep_bwd_fake(
 
 
 _INPUTS = "Tensor input, Tensor weight, Tensor target, Tensor? bias"
+_SHAPES = "T input [n_rows, hidden]; T weight [vocab, hidden]; int target [n_rows]; T bias [vocab]"
+_SHAPES_BWD = "lse, dlogp, dentropy [n_rows]; any here [n_rows]; saved_entropy [0] | [n_rows]"
+_SHAPES_KEPT = "T waiting [0] | [vocab, hidden]; T tail [n_tail]; T rest [n_kept, n_padded]"
+
+
+def _bwd_misfit(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, call) -> str:
+    if dselected is not None and (ids is None or selected.dim() != 2):
+        return "a gradient of selected tokens needs selected_token_ids and their saved log-probabilities"
+    return entropy_misfit(lse, entropy, dentropy)
+
+
+def _kept_misfit(weight, waiting, rest, slab) -> str:
+    if rest.shape[1] != padded(weight.shape[0]):
+        return f"rest must be [n_kept, {padded(weight.shape[0])}], got {list(rest.shape)}"
+    return "waiting must have weight's shape where a slab waits in it" if slab and waiting.dim() != 2 else ""
+
+
+def _keep_misfit(x, weight, target, bias, waiting, tail, rest, slab, width, call) -> str:
+    return _kept_misfit(weight, waiting, rest, slab)
+
+
+def _keep_bwd_misfit(
+    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, call
+) -> str:
+    return entropy_misfit(lse, entropy, dentropy) or _kept_misfit(weight, waiting, rest, slab)
+
+
 _KEPT = "Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) rest, int slab, int width"
 linear_log_probs_fwd = define(
     f"fused_linear_log_probs_fwd({_INPUTS}, Tensor? selected_token_ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; int selected_token_ids [k]",
     launcher=_fwd,
     reference=partial(_fwd, plain=True),
     fake=_fwd_fake,
@@ -275,6 +304,8 @@ linear_log_probs_bwd = define(
     f"fused_linear_log_probs_bwd({_INPUTS}, Tensor? selected_token_ids, Tensor lse, Tensor saved_entropy, "
     f"Tensor selected, Tensor? dlogp, Tensor? dentropy, Tensor? dselected, Tensor? here)"
     " -> (Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; int selected_token_ids [k]; {_SHAPES_BWD}; selected [0] | [n_rows, k]; dselected [n_rows, k]",
+    misfit=_bwd_misfit,
     launcher=_bwd,
     reference=partial(_bwd, plain=True),
     fake=_bwd_fake,
@@ -283,6 +314,8 @@ linear_log_probs_bwd = define(
 )
 linear_log_probs_keep = define(
     f"fused_linear_log_probs_keep({_INPUTS}, {_KEPT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; {_SHAPES_KEPT}",
+    misfit=_keep_misfit,
     launcher=_keep,
     reference=partial(_keep, plain=True),
     fake=_keep_fake,
@@ -292,6 +325,8 @@ linear_log_probs_keep = define(
 linear_log_probs_keep_bwd = define(
     f"fused_linear_log_probs_keep_bwd({_INPUTS}, Tensor lse, Tensor saved_entropy, Tensor? dlogp, "
     f"Tensor? dentropy, Tensor? here, {_KEPT}) -> (Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; {_SHAPES_BWD}; {_SHAPES_KEPT}",
+    misfit=_keep_bwd_misfit,
     launcher=_keep_bwd,
     reference=partial(_keep_bwd, plain=True),
     fake=_keep_bwd_fake,

@@ -141,9 +141,17 @@ def linear_distillation_operator(
         stats = share.repeat(5) if scale_in_backward else absent(share)
         return soft.sum() * share, hard, *reference_gradients(dlogits, x, weight, bias, call.needs), stats
 
+    def misfit(x, weight, bias, teacher, teacher_weight, *_) -> str:
+        if teacher_weight is None and teacher.shape[1] != weight.shape[0]:
+            return f"teacher must be [{x.shape[0]}, {weight.shape[0]}] without a weight, got {list(teacher.shape)}"
+        return ""
+
     return define(
         f"{op}_fwd(Tensor input, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, "
         "Tensor? teacher_bias, Tensor? labels) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        shapes="T input [n_rows, hidden]; T weight [vocab, hidden]; T bias [vocab]; U teacher [n_rows, width]; "
+        "U teacher_weight [vocab, width]; U teacher_bias [vocab]; int labels [n_rows]",
+        misfit=misfit,
         launcher=fwd,
         reference=reference,
         numbers=DistillationCall,

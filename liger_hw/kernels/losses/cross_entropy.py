@@ -126,6 +126,7 @@ def _fwd_reference(input, target, weight, dtype, grad, options: Options):
 cross_entropy_fwd = define(
     "cross_entropy_fwd(Tensor input, Tensor target, Tensor? weight, ScalarType dtype, bool grad)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    shapes="input [n_rows, n_cols]; int target [n_rows]; float weight [n_cols]",
     launcher=_fwd,
     reference=_fwd_reference,
     numbers=Options,

@@ -139,14 +139,25 @@ def _bwd_in_place_reference(grad, grad_output, stats):
     grad.copy_(_bwd_reference(grad, grad_output, stats))
 
 
+def _misfit(grad, grad_output, stats) -> str:
+    if grad_output.dim() and grad.dim() != 2:
+        return f"grad must be [n_rows, n_cols] for one number a row, got {tuple(grad.shape)}"
+    return ""
+
+
+_SHAPES = "grad [n_rows, *]; grad_output [] | [n_rows]; stats [0] | [5]"
 cross_entropy_bwd = define(
     "cross_entropy_bwd(Tensor grad, Tensor grad_output, Tensor stats) -> Tensor",
+    shapes=_SHAPES,
+    misfit=_misfit,
     launcher=_bwd,
     reference=_bwd_reference,
     fake=("grad",),
 )
 cross_entropy_bwd_ = define(
     "cross_entropy_bwd_(Tensor(a!) grad, Tensor grad_output, Tensor stats) -> ()",
+    shapes=_SHAPES,
+    misfit=_misfit,
     launcher=_bwd_in_place,
     reference=_bwd_in_place_reference,
     fake=(),

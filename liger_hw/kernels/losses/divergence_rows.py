@@ -416,12 +416,14 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
     tensors = "Tensor input, Tensor target, Tensor? labels"
     forward = define(
         f"{op}_fwd({tensors}, ScalarType dtype, bool grad) -> (Tensor, Tensor, Tensor)",
+        shapes="input, target [n_rows, n_cols]; int labels [n_rows]",
         launcher=torch.no_grad()(fwd),
         reference=torch.no_grad()(fwd_reference),
         numbers=Divergence,
     )
     backward = define(
         f"{op}_bwd(Tensor grad_output, {tensors}) -> Tensor",
+        shapes="input, target, grad_output [n_rows, n_cols]; int labels [n_rows]",
         launcher=bwd,
         reference=bwd_reference,
         fake=("input",),

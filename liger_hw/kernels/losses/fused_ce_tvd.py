@@ -307,13 +307,16 @@ def _bwd_reference(student, teacher, target, saved, dce, dtvd, ignore_index):
 
 
 _INPUTS = "Tensor student, Tensor teacher, Tensor target"
+_SHAPES = "student, teacher [n_rows, n_cols]; int target [n_rows]"
 fused_ce_tvd_fwd = define(
     f"fused_ce_tvd_fwd({_INPUTS}, int ignore_index) -> (Tensor, Tensor, Tensor)",
+    shapes=_SHAPES,
     launcher=_fwd,
     reference=_fwd_reference,
 )
 fused_ce_tvd_bwd = define(
     f"fused_ce_tvd_bwd({_INPUTS}, Tensor saved, Tensor dce, Tensor dtvd, int ignore_index) -> Tensor",
+    shapes=f"{_SHAPES}; saved [{SAVED}, n_rows]; dce, dtvd [n_rows]",
     launcher=_bwd,
     reference=_bwd_reference,
     fake=("student",),

@@ -139,14 +139,32 @@ def _bwd_in_place(dlogp, dentropy, logits, *saved, plain=False):
 
 
 _SAVED = "Tensor target, Tensor lse, Tensor saved_entropy"
+_SHAPES = "logits [n_rows, n_cols]; int target [n_rows]"
+_SHAPES_BWD = f"{_SHAPES}; lse, dlogp, dentropy [n_rows]; saved_entropy [0] | [n_rows]"
+
+
+def _misfit(dlogp, dentropy, logits, target, lse, saved_entropy, options) -> str:
+    return entropy_misfit(lse, saved_entropy, dentropy)
+
+
+def entropy_misfit(lse: torch.Tensor, saved_entropy: torch.Tensor, dentropy: torch.Tensor | None) -> str:
+    """What is wrong with the entropies [n_rows] that a forward saved, which only an entropy's gradient needs, or ""."""
+    if dentropy is not None and saved_entropy.shape != lse.shape:
+        return f"saved_entropy must be {list(lse.shape)} for a gradient of the entropy, got {list(saved_entropy.shape)}"
+    return ""
+
+
 log_probs_fwd = define(
     "log_probs_fwd(Tensor logits, Tensor target, bool entropy, bool top) -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes=_SHAPES,
     launcher=_fwd,
     reference=partial(_fwd, plain=True),
     numbers=LogProbOptions,
 )
 log_probs_bwd = define(
     f"log_probs_bwd(Tensor dlogp, Tensor? dentropy, Tensor logits, {_SAVED}) -> Tensor",
+    shapes=_SHAPES_BWD,
+    misfit=_misfit,
     launcher=_bwd,
     reference=partial(_bwd, plain=True),
     fake=("logits",),
@@ -154,6 +172,8 @@ log_probs_bwd = define(
 )
 log_probs_bwd_ = define(
     f"log_probs_bwd_(Tensor dlogp, Tensor? dentropy, Tensor(a!) logits, {_SAVED}) -> ()",
+    shapes=_SHAPES_BWD,
+    misfit=_misfit,
     launcher=_bwd_in_place,
     reference=partial(_bwd_in_place, plain=True),
     fake=(),

@@ -113,12 +113,14 @@ def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term, plain=Fal
 
 vocab_parallel_rows = define(
     "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor mine, bool logit_sum) -> (Tensor, Tensor, Tensor)",
+    shapes="logits [n_rows, n_cols]; int mine [n_rows]",
     launcher=_fwd,
     reference=partial(_fwd, plain=True),
 )
 vocab_parallel_gradient = define(
     "vocab_parallel_cross_entropy_bwd(Tensor logits, Tensor mine, Tensor lse, Tensor target_coef, "
     "Tensor softmax_coef, Tensor? smoothing_term) -> Tensor",
+    shapes="logits [n_rows, n_cols]; int mine [n_rows]; lse, target_coef, softmax_coef, smoothing_term [n_rows]",
     launcher=_bwd,
     reference=partial(_bwd, plain=True),
     fake=("logits",),

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ... import env
+from ...runtime.operator import check
 from .cross_entropy_reference import check_in_range
 
 all_gather_single = (
@@ -95,6 +96,8 @@ def own_targets(
     A target out of range raises as `check_in_range` says; in a compiled graph its row's loss and gradient are nan.
     masked: it is one that no rank has instead, as in Megatron; with LIGER_HW_CHECK_TARGETS=1 it raises all the same
     """
+    if target.is_floating_point():
+        check(False, op, f"target must be int32 or int64, got {target.dtype}")
     y = target.long()
     counted = y != ignore_index
     valid = counted & (y >= 0) & (y < part.whole)

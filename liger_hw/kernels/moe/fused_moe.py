@@ -39,7 +39,6 @@ from ...runtime.operator import (
     define,
     dense,
     first_order,
-    nested,
     row_major,
 )
 from . import gates, products, routing, sums
@@ -171,6 +170,10 @@ def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 _INPUTS = "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights"
+_SHAPES = (
+    "T x [tokens, hidden]; T gate_up_proj, down_proj [experts, ., .]; int top_k_index [tokens, k]; "
+    "top_k_weights [tokens, k]"
+)
 
 
 def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
@@ -190,9 +193,52 @@ def _bwd_fake(
     return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, needed)])
 
 
+def _misfit(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, _, how) -> str:
+    hidden, experts, inner = x.shape[1], down_proj.shape[0], down_proj.shape[1 if how.is_transposed else 2]
+    if not experts:
+        return f"down_proj must have at least one expert, got {tuple(down_proj.shape)}"
+    columns = _columns(down_proj, how)
+    transposed = how.is_transposed
+    shapes = {
+        "down_proj": (down_proj, (experts, inner, hidden) if transposed else (experts, hidden, inner)),
+        "gate_up_proj": (gate_up_proj, (experts, hidden, columns) if transposed else (experts, columns, hidden)),
+        "gate_up_bias": (gate_up_bias, (experts, columns)),
+    }
+    return _first_misfit(shapes, x)
+
+
+def _columns(down_proj, how) -> int:
+    """Columns of the first product: of g and u, or of g alone."""
+    inner = down_proj.shape[1 if how.is_transposed else 2]
+    return 2 * inner if how.has_gate else inner
+
+
+def _first_misfit(shapes: dict[str, tuple], x) -> str:
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tensor.shape != shape:
+            return f"{name} must be {list(shape)} for x {tuple(x.shape)}, got {list(tensor.shape)}"
+    return ""
+
+
+def _bwd_misfit(
+    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
+    order, token, row, offsets, largest, needed, how,
+) -> str:  # fmt: skip
+    inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
+    experts, n_rows = down_proj.shape[0], top_k_index.shape[0] * top_k_index.shape[1]
+    shapes = {
+        "z": (z, (n_rows, _columns(down_proj, how))),
+        "offsets": (offsets, (experts + 1,)),
+        "largest": (largest, (experts,)),
+    }
+    return _misfit(*inputs, None, down_bias, how) or _first_misfit(shapes, x)
+
+
 fused_moe_fwd = define(
     f"fused_moe_fwd({_INPUTS}, Tensor? gate_up_bias, Tensor? down_bias)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; T gate_up_bias [experts, .]; T down_bias [experts, hidden]",
+    misfit=_misfit,
     launcher=_fwd,
     reference=experts_fwd_reference,
     fake=_fwd_fake,
@@ -202,6 +248,9 @@ fused_moe_fwd = define(
 fused_moe_bwd = define(
     f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor? down_bias, Tensor z, Tensor order, Tensor token, Tensor row,"
     " Tensor offsets, Tensor largest, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; T down_bias [experts, hidden]; dout [tokens, hidden]; T z [n_rows, columns]; "
+    "int order, token, row [n_rows]; int offsets; int largest",
+    misfit=_bwd_misfit,
     launcher=_bwd,
     reference=experts_bwd_reference,
     fake=_bwd_fake,
@@ -350,17 +399,11 @@ def liger_fused_moe(
         check(plain, op, "experts of separate weights take no bias, no has_gate=False and no layout; stack the weights")
         return _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused)
     check(not skips_unused, op, "skips_unused is for experts of separate weights; these are stacked")
-    optional = ("gate_up_bias", "down_bias")
-    tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "gate_up_bias": gate_up_bias}
-    check_tensors(op, optional, x=x, **tensors, down_bias=down_bias, top_k_weights=top_k_weights)
+    check_tensors(op, x=x, gate_up_proj=gate_up_proj, down_proj=down_proj)
     own_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
     if dtype is not None and torch.float64 not in (x.dtype, down_proj.dtype):
         x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
         gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
-    if reason := _misfit(
-        x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed
-    ):
-        check(False, op, reason)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
     return FusedMoEFunction.apply(*tensors, How(*gate.numbers(), bool(is_transposed))).to(own_dtype)
 
@@ -375,17 +418,15 @@ def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, 
     fits = len(pairs) == len(downs) > 0 and all(len(pair) == 2 for pair in pairs)
     check(fits, op, f"expected a pair of gate and up, and one down, for each expert, got {len(pairs)} and {len(downs)}")
     weights = (*(w for pair in pairs for w in pair), *downs)
-    check_tensors(op, (), x=x, top_k_weights=top_k_weights, gate=weights[0], down=downs[0])
-    if reason := _separate_misfit(x, weights):
-        check(False, op, reason)
+    check_tensors(op, x=x, gate=weights[0], down=downs[0])
+    if why_invalid := _separate_misfit(x, weights):
+        check(False, op, why_invalid)
     own_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
     if dtype is not None and torch.float64 not in (x.dtype, downs[0].dtype):
         x = x.to(dtype)
     else:
         different = next((w.dtype for w in weights if w.dtype is not x.dtype), None)
         check(different is None, op, f"every weight must have x's dtype {x.dtype}, got {different}")
-    if reason := _misfit_of_routing(x, top_k_index, top_k_weights):
-        check(False, op, reason)
     how = How(*gate.numbers(), is_transposed=False)
     routed = top_k_index, top_k_weights
     return SeparateExpertsFunction.apply(x, *routed, how, bool(skips_unused), *weights).to(own_dtype)
@@ -405,46 +446,6 @@ def _separate_misfit(x, weights) -> str:
             return f"every gate and up must be {list(up)} and every down {list(down)}, got {list(weight.shape)}"
         if weight.device != x.device:
             return f"a weight is on {weight.device} but x is on {x.device}; move them to one device"
-    return ""
-
-
-def _misfit(
-    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed
-) -> str:
-    if x.dim() != 2:
-        return f"x must be [T, H], got {tuple(x.shape)}"
-    if gate_up_proj.dim() != 3 or down_proj.dim() != 3:
-        return f"weights must be [E, ., .], got {tuple(gate_up_proj.shape)} and {tuple(down_proj.shape)}"
-    hidden, experts, inner = x.shape[1], down_proj.shape[0], down_proj.shape[1 if is_transposed else 2]
-    if not experts:
-        return f"down_proj must have at least one expert, got {tuple(down_proj.shape)}"
-    columns = 2 * inner if gate.has_gate else inner
-    shapes = {
-        "down_proj": (down_proj, (experts, inner, hidden) if is_transposed else (experts, hidden, inner)),
-        "gate_up_proj": (gate_up_proj, (experts, hidden, columns) if is_transposed else (experts, columns, hidden)),
-        "gate_up_bias": (gate_up_bias, (experts, columns)),
-        "down_bias": (down_bias, (experts, hidden)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tensor is not None and tensor.shape != shape:
-            return f"{name} must be {list(shape)} for x {tuple(x.shape)}, got {list(tensor.shape)}"
-        if tensor is not None and tensor.dtype is not x.dtype:
-            return f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}"
-    return _misfit_of_routing(x, top_k_index, top_k_weights)
-
-
-def _misfit_of_routing(x, top_k_index, top_k_weights) -> str:
-    if not isinstance(top_k_index, torch.Tensor):
-        raise TypeError(f"liger_fused_moe: top_k_index must be a tensor, got {type(top_k_index).__name__}")
-    if top_k_index.dtype not in (torch.int32, torch.int64):
-        return f"top_k_index must be int32 or int64, got {top_k_index.dtype}"
-    if top_k_index.is_nested:
-        return nested("top_k_index")
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_index.shape != top_k_weights.shape:
-        have = f"{tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
-        return f"top_k_index and top_k_weights must be [{x.shape[0]}, K], got {have}"
-    if top_k_index.device != x.device:
-        return f"top_k_index is on {top_k_index.device} but x is on {x.device}; move them to one device"
     return ""
 
 

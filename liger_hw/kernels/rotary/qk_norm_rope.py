@@ -274,11 +274,32 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, float eps, float offset, int casting,"
     " int rotary_dim, int head_axis, bool q_inside, bool k_inside, int angles"
 )
+_SHAPES = "T q, k [batch, ., ., width]; W wq, wk [width]; cos; sin"
+
+
+def _misfit(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles) -> str:
+    return rotary.turn_misfit(q, k, cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles))
+
+
+def _bwd_misfit(dq, dk, q, k, *others) -> str:
+    for name, gradient, x in (("dq", dq, q), ("dk", dk, k)):
+        if gradient.shape != x.shape:
+            return f"{name} must have shape {tuple(x.shape)}, got {tuple(gradient.shape)}"
+    return _misfit(q, k, *others[:-1])
+
+
 qk_norm_rope_fwd = define(
-    f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor, Tensor)", launcher=_fwd, reference=_fwd_reference, fake=_fwd_fake
+    f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor, Tensor)",
+    shapes=_SHAPES,
+    misfit=_misfit,
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
 )
 qk_norm_rope_bwd = define(
     f"qk_norm_rope_bwd(Tensor dq, Tensor dk, {_INPUTS}, bool needs_dw) -> (Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; dq, dk [batch, ., ., width]",
+    misfit=_bwd_misfit,
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -352,30 +373,17 @@ def liger_qk_norm_rope(
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit, and for angles that require a
     gradient.
     """
-    check_tensors("liger_qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
+    check_tensors("liger_qk_norm_rope", q=q, k=k, cos=cos, sin=sin)
     if not isinstance(casting_mode, str) or casting_mode not in MODES:
         check(False, "liger_qk_norm_rope", f"casting_mode must be one of {', '.join(MODES)}, got {casting_mode!r}")
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
     check_flags("liger_qk_norm_rope", shared_halves=shared_halves)
-    if reason := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) or _dtypes_misfit(
-        q, k, q_weight, k_weight
-    ):
-        check(False, "liger_qk_norm_rope", reason)
+    if why_invalid := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+        check(False, "liger_qk_norm_rope", why_invalid)
     norm = (eps, offset, casting_mode)
     return QKNormRopeFunction.apply(
         q, k, q_weight, k_weight, cos, sin, *norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves
     )
-
-
-def _dtypes_misfit(q, k, q_weight, k_weight) -> str:
-    if q_weight.shape != q.shape[-1:] or k_weight.shape != q.shape[-1:]:
-        have = f"{tuple(q_weight.shape)} and {tuple(k_weight.shape)}"
-        return f"q_weight and k_weight must be [{q.shape[-1]}], the width of a head, got {have}"
-    if q_weight.dtype != k_weight.dtype:
-        return f"q_weight and k_weight must have one dtype, got {q_weight.dtype} and {k_weight.dtype}"
-    if q.dtype != k.dtype:
-        return f"q and k must have one dtype, got {q.dtype} and {k.dtype}"
-    return ""
 
 
 class LigerQKNormRope(torch.nn.Module):

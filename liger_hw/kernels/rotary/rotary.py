@@ -293,6 +293,8 @@ class Rotary:
             f"{op}(Tensor q, Tensor? k, Tensor cos, Tensor? sin, int rotary_dim, int head_axis, bool q_inside,"
             " bool k_inside, bool pairs_in, bool pairs_out, int angles, int section_0, int section_1, bool backward)"
             " -> (Tensor, Tensor)",
+            shapes="q, k [batch, ., ., width]; cos; sin",
+            misfit=_misfit,
             launcher=self._launch,
             reference=_reference,
             fake=_fake,
@@ -379,6 +381,39 @@ class Rotary:
         if alone is not None:
             alone = self.operator(alone, None, cos, sin, rotary_dim, head_axis, inside, inside, *ctx.form, True)[0]
         return (None, alone) if dq is None else (alone, None)
+
+
+def _misfit(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags) -> str:
+    return turn_misfit(q, k, cos, sin, rotary_dim, head_axis, Form(*flags[:-1]))
+
+
+def turn_misfit(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor | None,
+    rotary_dim: int,
+    head_axis: int,
+    form: Form,
+) -> str:
+    """What is wrong with the shapes of an operator's tensors, or ""."""
+    if why_invalid := heads_misfit(q.shape, q.shape if k is None else k.shape, head_axis):
+        return why_invalid
+    batch, seq_len, head_dim = q.shape[0], q.shape[3 - head_axis], q.shape[3]
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+        return f"rotary_dim must be even, from 2 to the head width {head_dim}, got {rotary_dim}"
+    if (sin is None) != (form.angles == COMPLEX):
+        return "sin must be None with complex angles, and a tensor otherwise"
+    half = rotary_dim // 2
+    widths = (half, rotary_dim) if form.angles == SHARED else (rotary_dim,)
+    ends = [(half, 2)] if form.angles == COMPLEX else [(width,) for width in widths]
+    planes = (3,) if form.section_1 else ()
+    expected = [(*planes, n, seq_len, *end) for n in {1, batch} for end in ends]
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles is not None and (angles.shape not in expected or angles.shape != cos.shape):
+            shapes = " or ".join(str(list(shape)) for shape in expected)
+            return f"{name} must be {shapes} to match q, got {list(angles.shape)}"
+    return ""
 
 
 def _empty(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
