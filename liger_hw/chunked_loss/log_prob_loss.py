@@ -238,8 +238,10 @@ def _fake(x, weight, bias, target, second, extras, spec: Spec):
     return [*spec.loss.results(seen), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.needs)]
 
 
+_SHAPES = "T x [batch, length, hidden]; T weight [vocab, hidden]; T bias [vocab]; int target [batch, length]"
 chunked_loss = define(
     "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? second, Tensor?[] extras) -> Tensor[]",
+    shapes=f"{_SHAPES}; int second [batch, length]; any extras",
     launcher=_run,
     reference=partial(_run, plain=True),
     fake=_fake,
@@ -316,6 +318,7 @@ def _logps_fake(x, weight, bias, target, ignore_index, temperature):
 token_logps = define(
     "chunked_token_logps(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float temperature) -> "
     "Tensor",
+    shapes=_SHAPES,
     launcher=_logps,
     reference=partial(_logps, plain=True),
     fake=_logps_fake,

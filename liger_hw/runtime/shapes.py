@@ -4,9 +4,9 @@
 
 Entries are separated by `;` and name tensors of the operator's schema, in the order in which they are looked at. Each
 dimension is a number, a name, or a multiple of a name (`2n`); a name has one size wherever it stands. `*` stands for
-any number of dimensions, the same wherever it stands, and `rows` for their product. `|` separates shapes of which one
-must fit. `.` is a dimension of any size. `of` counts elements, whatever the shape. A tensor without a shape may have any
-shape.
+any number of dimensions, the same wherever it stands, and `rows` for their product; `.` for one dimension of any size.
+`|` separates shapes of which one must fit. `of` counts elements, whatever the shape. A tensor without a shape may have
+any.
 
 Tensors hold numbers that kernels compute with: fp32, fp16 or bf16, on the CPU fp64 too. `int` before the names asks for
 int64 or int32, `float` for any floating-point dtype, and `any` for nothing. A capital letter is a dtype that its
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
@@ -69,7 +69,7 @@ class Shapes:
             forms = tuple(_form(shape) for shape in re.findall(r"\[([^]]*)\]", shapes or ""))
             for name in re.split(", ?", names):
                 place, argument = arguments.pop(name)
-                is_optional = str(argument.type).startswith("Optional")
+                is_optional = "Optional" in str(argument.type)
                 self.rules.append(_Rule(place, name, is_optional, kind or "", count and _size(count), forms))
         left = [name for name, (_, argument) in arguments.items() if "Tensor" in str(argument.type)]
         if left:
@@ -78,12 +78,12 @@ class Shapes:
     def check_types(self, args: tuple[Any, ...]) -> None:
         """Raise `TypeError` for an argument that is no tensor and should be one, `ValueError` for a nested tensor."""
         for rule in self.rules:
-            argument = args[rule.place]
-            if isinstance(argument, torch.Tensor):
-                if argument.is_nested:
-                    raise ValueError(f"{self.op}: {nested(rule.name)}")
-            elif argument is not None or not rule.is_optional:
-                raise TypeError(f"{self.op}: {rule.name} must be a tensor, got {type(argument).__name__}")
+            for argument in _each(args[rule.place]):
+                if isinstance(argument, torch.Tensor):
+                    if argument.is_nested:
+                        raise ValueError(f"{self.op}: {nested(rule.name)}")
+                elif argument is not None or not rule.is_optional:
+                    raise TypeError(f"{self.op}: {rule.name} must be a tensor, got {type(argument).__name__}")
 
     def check(self, args: tuple[Any, ...]) -> None:
         """Raise `TypeError` for what is no tensor, `ValueError` for a tensor of another dtype, device or shape.
@@ -91,16 +91,7 @@ class Shapes:
         A layout that has passed once is not looked at again.
         """
         try:
-            layout = tuple(
-                [
-                    (arg.dtype, arg.shape, arg.device)
-                    if isinstance(arg, torch.Tensor)
-                    else tuple(arg)
-                    if type(arg) is list
-                    else arg
-                    for arg in args
-                ]
-            )
+            layout = _layout(args)
             if layout in self._passed:
                 return
         except (TypeError, RuntimeError):  # symbolic sizes have no hash, and a nested tensor has no shape
@@ -114,8 +105,8 @@ class Shapes:
     def _check(self, args: tuple[Any, ...]) -> None:
         self.check_types(args)
         first, sizes, dtypes = None, {}, {}
-        for rule in self.rules:
-            tensor, name = args[rule.place], rule.name
+        for rule, tensor in ((rule, tensor) for rule in self.rules for tensor in _each(args[rule.place])):
+            name = rule.name
             if tensor is None:
                 continue
             if why_invalid := self._dtype_misfit(rule, tensor, dtypes):
@@ -152,6 +143,25 @@ class Shapes:
             if dtype is not shared:
                 return f"{other} and {rule.name} must have one dtype, got {shared} and {dtype}"
         return ""
+
+
+def _each(argument: Any) -> Sequence[Any]:
+    """The tensors of an argument that is a list of them, or the one that it is."""
+    return argument if isinstance(argument, (list, tuple)) else (argument,)
+
+
+def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
+    """All of an operator's arguments that its declaration speaks of."""
+    return tuple(
+        [
+            (arg.dtype, arg.shape, arg.device)
+            if isinstance(arg, torch.Tensor)
+            else _layout(arg)
+            if isinstance(arg, list)
+            else arg
+            for arg in args
+        ]
+    )
 
 
 def _size(text: str) -> tuple[int, str]:
