@@ -105,10 +105,9 @@ class Shapes:
     def _check(self, args: tuple[Any, ...]) -> None:
         self.check_types(args)
         first, sizes, dtypes = None, {}, {}
-        for rule, tensor in ((rule, tensor) for rule in self.rules for tensor in _each(args[rule.place])):
+        present = [(rule, tensor) for rule in self.rules for tensor in _each(args[rule.place]) if tensor is not None]
+        for rule, tensor in present:
             name = rule.name
-            if tensor is None:
-                continue
             if why_invalid := self._dtype_misfit(rule, tensor, dtypes):
                 raise ValueError(f"{self.op}: {why_invalid}")
             if first is None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw import registry
+from liger_hw.chunked_loss import LigerFusedLinearDPOLoss
 from liger_hw.kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
 from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
 from liger_hw.runtime import operator
@@ -62,6 +63,8 @@ def _calls() -> _Calls:
         for reduction in ("sum", "none"):
             loss = liger_fused_linear_cross_entropy_tp(rows, weight, torch.arange(4), None, reduction=reduction)
             _differentiate(loss, [rows, weight])
+        states, labels = torch.randn(4, 3, 6, requires_grad=True), torch.arange(12).view(4, 3) % 7
+        _differentiate(LigerFusedLinearDPOLoss()(weight, states, labels, None, states, weight)[0], [states, weight])
     for name in declared:  # in place and not: a sample's backward calls one of them
         if name.endswith("_bwd"):
             both = [*seen.calls.get(name, []), *seen.calls.get(f"{name}_", [])]
@@ -97,7 +100,7 @@ def _names(rule, n_dims: int) -> list[str]:
 
 def _is_free(name: str, args: tuple, label: str, axis: int) -> bool:
     """Whether a dimension may have any size: the declaration has its name in no other place."""
-    rules = [rule for rule in declared[name].rules if args[rule.place] is not None]
+    rules = [rule for rule in declared[name].rules if isinstance(args[rule.place], torch.Tensor)]
     rule = next(rule for rule in rules if rule.name == label)
     names = _names(rule, args[rule.place].dim())
     if label in ("q", "k") and "head_axis" in (arguments := _arguments(name)) and "dq" not in arguments:
@@ -112,7 +115,7 @@ def _is_free(name: str, args: tuple, label: str, axis: int) -> bool:
 
 def _may_grow(name: str, args: tuple, label: str) -> bool:
     """Whether a tensor may have a dimension more: it has leading dimensions that no other tensor shares."""
-    rules = [rule for rule in declared[name].rules if args[rule.place] is not None]
+    rules = [rule for rule in declared[name].rules if isinstance(args[rule.place], torch.Tensor)]
     rule = next(rule for rule in rules if rule.name == label)
     others = {n for o in rules if o is not rule for n in _names(o, args[o.place].dim())}
     return any(n == "*" for form in rule.forms for _, n in form) and not others & {"*", "rows"}
