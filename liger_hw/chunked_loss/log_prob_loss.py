@@ -241,7 +241,7 @@ def _fake(x, weight, bias, target, second, extras, spec: Spec):
 _SHAPES = "T x [batch, length, hidden]; T weight [vocab, hidden]; T bias [vocab]; int target [batch, length]"
 chunked_loss = define(
     "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? second, Tensor?[] extras) -> Tensor[]",
-    shapes=f"{_SHAPES}; int second [batch, length]; any extras",
+    shapes=f"{_SHAPES}; int second [batch, length]; extras",
     launcher=_run,
     reference=partial(_run, plain=True),
     fake=_fake,

@@ -137,17 +137,17 @@ def replay(
     key = tuple(key)
     cache = registry.replay_cache
     try:
-        found = cache.get(key)
+        entry = cache.get(key)
     except TypeError:  # a list among the arguments
         return UNSEEN
-    if type(found) is not tuple:
-        if found is _REFUSED:
+    if type(entry) is not tuple:
+        if entry is _REFUSED:
             return MISSED
         if not are_plain(args) or not _PLAIN_NUMBERS.issuperset(map(type, args[end:])):
             return UNSEEN  # of a tensor given as a number the key knows nothing but which tensor it is
-        if found is _SEEN and not _launch.is_profiled():
+        if entry is _SEEN and not _launch.is_profiled():
             return _record(cache, key, launcher, args, numbers)
-        if found is None:
+        if entry is None:
             check(args)
         if len(cache) >= _MOST:
             cache.clear()
@@ -156,20 +156,20 @@ def replay(
     if _launch.is_profiled():
         return MISSED
 
-    device, allocations, steps, give = found
-    made = []
+    device, allocations, steps, give = entry
+    allocated = []
     for like, shape, strides, dtype in allocations:
         if like is None:
             new = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         else:
             new = torch.empty_like(args[like])
-        made.append(new)
+        allocated.append(new)
         pointers.append(new.data_ptr())
     stream = _launch.current_stream(index)
     try:
         for run, grid, head, places, rest in steps:
             if grid is None:
-                run(made[places], *rest)
+                run(allocated[places], *rest)
             else:
                 run(*grid, stream, *head, *places(pointers), *rest)
     except Exception as error:
@@ -177,7 +177,7 @@ def replay(
             raise
         cache.pop(key, None)  # the launcher knows which plan failed
         return MISSED
-    return give(made)
+    return give(allocated)
 
 
 def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple, numbers: Numbers) -> Any:

@@ -6,7 +6,7 @@ Entries are separated by `;` and name tensors of the operator's schema, in the o
 dimension is a number, a name, or a multiple of a name (`2n`); a name has one size wherever it stands. `*` stands for
 any number of dimensions, the same wherever it stands, and `rows` for their product; `.` for one dimension of any size.
 `|` separates shapes of which one must fit. `of` counts elements, whatever the shape. A tensor without a shape may have
-any.
+any, and a list of tensors is not looked into.
 
 Tensors hold numbers that kernels compute with: fp32, fp16 or bf16, on the CPU fp64 too. `int` before the names asks for
 int64 or int32, `float` for any floating-point dtype, and `any` for nothing. A capital letter is a dtype that its
@@ -43,6 +43,7 @@ class _Rule(NamedTuple):
     place: int
     name: str
     is_optional: bool
+    is_list: bool
     kind: str
     count: tuple[int, str] | None
     forms: tuple[Form, ...]
@@ -51,7 +52,8 @@ class _Rule(NamedTuple):
 class Shapes:
     """Raises for arguments that do not fit an operator's declaration.
 
-    schema: the operator's; text: as above; misfit: asked for the arguments that fit it, what is wrong with them, or ""
+    schema: the operator's; text: as above; misfit: of arguments that fit the text, returns
+    what else is wrong with them, or ""
     """
 
     def __init__(self, schema: Any, text: str, misfit: Callable[..., str] | None = None) -> None:
@@ -69,8 +71,8 @@ class Shapes:
             forms = tuple(_form(shape) for shape in re.findall(r"\[([^]]*)\]", shapes or ""))
             for name in re.split(", ?", names):
                 place, argument = arguments.pop(name)
-                is_optional = "Optional" in str(argument.type)
-                self.rules.append(_Rule(place, name, is_optional, kind or "", count and _size(count), forms))
+                flags = "Optional" in str(argument.type), "List" in str(argument.type)
+                self.rules.append(_Rule(place, name, *flags, kind or "", count and _size(count), forms))
         left = [name for name, (_, argument) in arguments.items() if "Tensor" in str(argument.type)]
         if left:
             raise ValueError(f"{schema.name}: shapes says nothing about {', '.join(left)}")
@@ -78,7 +80,7 @@ class Shapes:
     def check_types(self, args: tuple[Any, ...]) -> None:
         """Raise `TypeError` for an argument that is no tensor and should be one, `ValueError` for a nested tensor."""
         for rule in self.rules:
-            for argument in _each(args[rule.place]):
+            for argument in args[rule.place] if rule.is_list else (args[rule.place],):
                 if isinstance(argument, torch.Tensor):
                     if argument.is_nested:
                         raise ValueError(f"{self.op}: {nested(rule.name)}")
@@ -105,9 +107,10 @@ class Shapes:
     def _check(self, args: tuple[Any, ...]) -> None:
         self.check_types(args)
         first, sizes, dtypes = None, {}, {}
-        present = [(rule, tensor) for rule in self.rules for tensor in _each(args[rule.place]) if tensor is not None]
-        for rule, tensor in present:
-            name = rule.name
+        for rule in self.rules:
+            name, tensor = rule.name, args[rule.place]
+            if tensor is None or rule.is_list:
+                continue
             if why_invalid := self._dtype_misfit(rule, tensor, dtypes):
                 raise ValueError(f"{self.op}: {why_invalid}")
             if first is None:
@@ -142,11 +145,6 @@ class Shapes:
             if dtype is not shared:
                 return f"{other} and {rule.name} must have one dtype, got {shared} and {dtype}"
         return ""
-
-
-def _each(argument: Any) -> Sequence[Any]:
-    """The tensors of an argument that is a list of them, or the one that it is."""
-    return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
 def _layout(args: Sequence[Any]) -> tuple[Any, ...]:

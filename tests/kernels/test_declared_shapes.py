@@ -37,6 +37,10 @@ OF_ANY_SHAPE = {
 """Tensors whose shapes decide how much is computed, or are the package's own."""
 
 
+READ_BY_TORCH = {("ChunkedLossFunction", place) for place in range(6, 12)}
+"""(Function, place) of arguments that reach torch's operators alone, which promote dtypes: a loss's own tensors."""
+
+
 class _Calls(TorchDispatchMode):
     """Notes each operator's calls, and each Function's."""
 
@@ -199,7 +203,7 @@ def test_a_function_refuses_another_dtype_and_device(function):
     places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
     with torch.no_grad():
         for place in places:
-            if not args[place].is_complex():
+            if not args[place].is_complex() and (function.__name__, place) not in READ_BY_TORCH:
                 assert _refused(function.apply, args, place, _retyped(args[place])), (place, "dtype")
             if len(places) > 1:
                 with pytest.raises((TypeError, ValueError, RuntimeError)):

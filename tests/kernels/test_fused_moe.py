@@ -480,7 +480,7 @@ def test_what_it_refuses(lane, generator):
     x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["one token"]).args)
     for args, said in (
         ((x[0], up, down, index, weights), "x must be"),
-        ((x, up[0], down, index, weights), "weights must be"),
+        ((x, up[0], down, index, weights), "gate_up_proj must be"),
         ((x, up[:, :-1], down, index, weights), "gate_up_proj must be"),
         ((x, up, down.mT, index, weights), "must be"),
         ((x, up.bfloat16(), down, index, weights), "dtype"),
