@@ -210,9 +210,8 @@ def timed(stage: Any, configs: list[Any], refusal: type) -> tuple[dict[Any, list
 # -- report ----------------------------------------------------------------------------------------------------------
 
 BOUNDS = {
-    **{"start": (20, 500), "chain": (0.5, 7), "barrier": (10, 150), "barrier_per_warp": (0, 10), "shuffle": (0.5, 30)},
-    **{"issue": (1, 2), "access": (0.5, 2), "spill": (2, 20), "ahead": (0, 1.5), "kept": (0.3, 1), "last": (0.3, 1)},
-    **{"overlap": (1.3, 4), "latency": (300, 1000)},
+    **{"chain": (0.5, 7), "barrier": (10, 150), "barrier_per_warp": (0, 10)},
+    **{"issue": (1, 2), "overlap": (1.3, 4), "latency": (300, 1000)},
 }
 
 

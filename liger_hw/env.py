@@ -142,7 +142,7 @@ def _parsed(variable: Variable) -> Any:
 
 
 def launcher_number(name: str, default: int) -> int:
-    """RANK, WORLD_SIZE and the like as torchrun sets them; the default where somebody else's variable has that name."""
+    """RANK, WORLD_SIZE and the like as torchrun sets them; the default where one of them is no number."""
     try:
         return int(os.environ.get(name, default))
     except ValueError:
@@ -198,7 +198,7 @@ def suggestion(name: str) -> str:
 
 
 def _config_names() -> set[str]:
-    """`LIGER_HW_CONFIG_<OP>` of every op file, none of them imported, and of every op registered from elsewhere."""
+    """`LIGER_HW_CONFIG_<OP>` of every op file, imported or not, and of every op registered from elsewhere."""
     names = {module.rpartition(".")[2] for module in EXPORTS} | _registered
     return {CONFIG_PREFIX + name.upper() for name in names}
 

@@ -29,7 +29,7 @@ class Entry:
 
     provenance: at least `{"kind": ...}`, one of those in `autotune/store.py`
     version: of the kernel (`Tunable.version`) it was stored for; for another version the entry is stale
-    source: file it was read from; layer: which of the registry's layers that file is
+    source: file and line it was read from; layer: which of the registry's layers that file is
     """
 
     config: LaunchConfig

@@ -19,22 +19,22 @@ _ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch
 """Largest difference of one element, relative to its size plus the tensor's root mean square."""
 
 
-def disagreement(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Why two tensors are not the same result up to rounding, or `""`. Works in chunks: no full-size copies.
+def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
+    """Why two tensors are not the same up to rounding, or `""`. Works in chunks: no full-size copies.
 
     An element that is NaN in both counts as equal: it belongs to a work buffer that neither wrote.
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"{tuple(found.shape)} {found.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
-    if not found.numel():
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{tuple(result.shape)} {result.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
+    if not result.numel():
         return ""
-    if not found.is_floating_point():
-        return "" if torch.equal(found, expected) else "different integers"
-    a, b = found.detach().reshape(-1), expected.detach().reshape(-1)
+    if not result.is_floating_point():
+        return "" if torch.equal(result, expected) else "different integers"
+    a, b = result.detach().reshape(-1), expected.detach().reshape(-1)
     starts = range(0, a.numel(), CHUNK)
     if a.numel() > SAMPLED:
         starts = [step * (a.numel() - CHUNK) // 7 for step in range(8)]
-    wide = torch.promote_types(found.dtype, torch.float32)
+    wide = torch.promote_types(result.dtype, torch.float32)
     difference = torch.zeros((), dtype=torch.float64, device=a.device)
     size, count = difference.clone(), difference.clone()
     unmatched = torch.zeros((), dtype=torch.int64, device=a.device)
@@ -55,18 +55,18 @@ def disagreement(found: torch.Tensor, expected: torch.Tensor) -> str:
     wrong, relative, single = int(unmatched), float((difference / size.clamp(min=1e-60)).sqrt()), float(worst)
     if wrong:
         return f"{wrong} elements are NaN or infinite on one side only"
-    if relative > _NORM[found.dtype]:
-        return f"relative error {relative:.1e} exceeds {_NORM[found.dtype]:.0e}"
-    if single > _ELEMENT[found.dtype]:
-        return f"an element is off by {single:.1e} of its size, more than {_ELEMENT[found.dtype]:.0e}"
+    if relative > _NORM[result.dtype]:
+        return f"relative error {relative:.1e} exceeds {_NORM[result.dtype]:.0e}"
+    if single > _ELEMENT[result.dtype]:
+        return f"an element is off by {single:.1e} of its size, more than {_ELEMENT[result.dtype]:.0e}"
     return ""
 
 
-def disagreements(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+def disagreements(results: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
     """The first disagreement of two lists of results, with its position, or `""`."""
-    if len(found) != len(expected):
-        return f"{len(found)} results instead of {len(expected)}"
-    for number, pair in enumerate(zip(found, expected)):
+    if len(results) != len(expected):
+        return f"{len(results)} results instead of {len(expected)}"
+    for number, pair in enumerate(zip(results, expected)):
         if reason := disagreement(*pair):
             return f"result {number}: {reason}"
     return ""
@@ -85,9 +85,9 @@ def run(function: Any, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
     leaves = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.requires_grad]
     grads: list[torch.Tensor] = []
     if with_grad and leaves:
-        given = [_gradient(t, seed + i) for i, t in enumerate(with_grad)]
-        found = torch.autograd.grad(with_grad, leaves, given, allow_unused=True)
-        grads = [g for g in found if g is not None]
+        incoming = [_gradient(t, seed + i) for i, t in enumerate(with_grad)]
+        gradients = torch.autograd.grad(with_grad, leaves, incoming, allow_unused=True)
+        grads = [g for g in gradients if g is not None]
     return [t.detach() for t in outputs] + grads
 
 
@@ -109,6 +109,6 @@ def against_reference(op: Op, sizes: tuple[int, ...], dtype: torch.dtype, device
     generator = torch.Generator(device).manual_seed(1)
     sample = op.sample(sizes, dtype, device, generator)
     expected = run(op.reference, sample)
-    found = run(op.function, sample)
-    same_kind = [e.to(f.dtype) if f.is_floating_point() else e for f, e in zip(found, expected)]
-    return disagreements(found, same_kind + expected[len(found) :])
+    results = run(op.function, sample)
+    same_kind = [e.to(f.dtype) if f.is_floating_point() else e for f, e in zip(results, expected)]
+    return disagreements(results, same_kind + expected[len(results) :])

@@ -73,7 +73,7 @@ class Clock:
         return [self.ms(pairs) for pairs in events]
 
     def each(self, times: int, call: Callable[[], Any], before: Callable[[], Any] = nothing) -> list[float]:
-        """Milliseconds of each of so many calls."""
+        """Milliseconds of each of `times` calls."""
         return self.interleaved([(before, call)], times)[0]
 
     def copy_rate(self) -> float:

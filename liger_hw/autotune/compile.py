@@ -169,12 +169,12 @@ def trace(
     *,
     configs: Mapping[str, LaunchConfig] | None = None,
     shipped: bool = True,
-    own: bool = False,
+    user: bool = False,
 ) -> list[Launch]:
     """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order.
 
-    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped, own: whether the
-    shipped tables, and the user's own cache and lock file, are asked before the heuristic. Nothing runs and nothing is
+    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped, user: whether the
+    shipped tables, and the user's cache and lock file, are asked before the heuristic. Nothing runs and nothing is
     compiled.
     """
     import torch
@@ -186,11 +186,11 @@ def trace(
     _triton.require()
     if _triton.INTERPRET:
         raise RuntimeError("kernels are interpreted in this process; compile in one without LIGER_HW_INTERPRET")
-    found: list[Launch] = []
+    launches: list[Launch] = []
 
     def note(plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
-        found.append(
+        launches.append(
             Launch(
                 *(target, plan.tunable.name, plan.key, plan.layer, plan.config),
                 kernel=f"{kernel.fn.__module__}:{kernel.fn.__name__}",
@@ -204,8 +204,8 @@ def trace(
     with contextlib.ExitStack() as stack:
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
-        foresee(op, sizes, dtype, target, note, options, _table_of(target, shipped, own))
-    return found
+        foresee(op, sizes, dtype, target, note, options, _table_of(target, shipped, user))
+    return launches
 
 
 def _stand_in(parameter: Any, value: Any) -> Any:
@@ -224,13 +224,13 @@ def _stand_in(parameter: Any, value: Any) -> Any:
     return "ptr", str(value.dtype).removeprefix("torch."), aligned, value.untyped_storage().nbytes() < _INT32
 
 
-def _table_of(target: Target, shipped: bool, own: bool) -> registry.Table:
-    """What is stored for `target`: by the shipped tables, by the user's own, or both."""
+def _table_of(target: Target, shipped: bool, user: bool) -> registry.Table:
+    """What is stored for `target`: by the shipped tables, by the user, or both."""
     from . import store
 
-    table = store.read(target) if shipped or own else {}
+    table = store.read(target) if shipped or user else {}
     return {
-        name: [one for one in entries if (shipped if one.layer.startswith("shipped") else own)]
+        name: [one for one in entries if (shipped if one.layer.startswith("shipped") else user)]
         for name, entries in table.items()
     }
 

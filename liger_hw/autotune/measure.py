@@ -118,15 +118,15 @@ class Bench:
 
     def tunables(self) -> dict[tuple[str, Key], list[Launch]]:
         """(variant, key) -> launches of everything the op launches at this shape, in order."""
-        found: dict[tuple[str, Key], list[Launch]] = {}
+        by_kernel: dict[tuple[str, Key], list[Launch]] = {}
         for call in self.calls:
             of_call: dict[tuple[str, Key], list[Launch]] = {}
             for one in call.launches:
                 if one.plan.tunable.op == self.op.name:
                     of_call.setdefault((one.plan.tunable.variant, one.plan.key), []).append(one)
             for name, launches in of_call.items():
-                found.setdefault(name, launches)
-        return found
+                by_kernel.setdefault(name, launches)
+        return by_kernel
 
     def stage(self, variant: str, key: Key, context: tuple[tuple[str, Key, LaunchConfig], ...] = ()) -> "Stage":
         """What candidates of one tunable and key are measured with. Raises `Rejected` when it is not launched here.
@@ -206,29 +206,29 @@ class Stage:
         raise Rejected(f"neither the heuristic nor the safe configuration launches: {'; '.join(failed)}")
 
     def _affected(self) -> set[tuple[str, int]]:
-        """The kernels a candidate's time must include: the tunable's own, and any other whose launch depends on it.
+        """The kernels a candidate's time must include: the tunable's, and any other whose launch depends on it.
 
         A persistent backward's grid decides how many partial sums another kernel adds up; a narrow block may need a
-        second kernel. They are found by what the extremes of the space would launch.
+        second kernel. What the extremes of the space would launch tells them.
         """
         legal, _ = space.legal(self.tunable, self.target, self.key)
-        found = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
-        own = {name for launches in found for name, (is_own, _) in launches.items() if is_own}
-        constant = {name for name, looks in found[0].items() if all(other.get(name) == looks for other in found)}
-        return own | {name for launches in found for name in launches if name not in constant}
+        launched = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
+        always = {name for launches in launched for name, (is_own, _) in launches.items() if is_own}
+        constant = {name for name, looks in launched[0].items() if all(other.get(name) == looks for other in launched)}
+        return always | {name for launches in launched for name in launches if name not in constant}
 
     def _would_launch(self, config: LaunchConfig) -> dict[tuple[str, int], tuple[bool, tuple]]:
-        """Kernel -> (whether it is the tunable's own, its grids and arguments) under `config`; nothing runs."""
+        """Kernel -> (whether it is the tunable's, its grids and arguments) under `config`; nothing runs."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
         with torch.no_grad(), unasserted(), self._installed(plan):
             with observing(Recorder(launching=False), every_thread=True) as seen:
                 self.call.again()
-        found: dict[tuple[str, int], tuple[bool, tuple]] = {}
+        kernels: dict[tuple[str, int], tuple[bool, tuple]] = {}
         for one in (one for call in seen.calls for one in call.launches):
             args = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
-            own, looks = found.get(one.name, (False, ()))
-            found[one.name] = (own or one.plan is plan, (*looks, (one.grid, args)))
-        return found
+            is_own, looks = kernels.get(one.name, (False, ()))
+            kernels[one.name] = (is_own or one.plan is plan, (*looks, (one.grid, args)))
+        return kernels
 
     @contextlib.contextmanager
     def _installed(self, plan: Plan) -> Iterator[None]:
@@ -292,21 +292,21 @@ class Stage:
         return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats, resources)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
-        """The launches on set `number` of the shared tensors; a tensor of a shape of its own is copied for each set."""
+        """The launches on set `number` of the shared tensors; one of another shape is copied for each set."""
         steps = []
-        own: dict[tuple, torch.Tensor] = {}
+        copies: dict[tuple, torch.Tensor] = {}
         for one in launches:
             shared = self._sets[number].get(one.name, {})
             args = list(one.args)
             for i in _tensor_indices(one.args):
-                mine, theirs = one.args[i], shared.get(i)
-                if theirs is not None and _layout(mine) == _layout(theirs):
-                    args[i] = theirs
+                tensor, other = one.args[i], shared.get(i)
+                if other is not None and _layout(tensor) == _layout(other):
+                    args[i] = other
                 elif number:
-                    name = mine.data_ptr(), mine.shape
-                    if name not in own:
-                        own[name] = copy_of(mine)
-                    args[i] = own[name]
+                    name = tensor.data_ptr(), tensor.shape
+                    if name not in copies:
+                        copies[name] = copy_of(tensor)
+                    args[i] = copies[name]
             steps.append((one, tuple(args)))
         return steps
 
@@ -344,36 +344,36 @@ def _roles(one: Launch) -> dict[int, str]:
 
 def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
     """Bytes of the tensors among the arguments, each memory once; with `roles`, those overwritten in place twice."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for i in _tensor_indices(args) if roles is None else roles:
         size = args[i].numel() * args[i].element_size() * (2 if roles and roles[i] == "inout" else 1)
-        found[args[i].data_ptr()] = max(found.get(args[i].data_ptr(), 0), size)
-    return sum(found.values())
+        sizes[args[i].data_ptr()] = max(sizes.get(args[i].data_ptr(), 0), size)
+    return sum(sizes.values())
 
 
 def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, torch.Tensor]]:
     """Copies that keep strides, and share memory where the originals did."""
-    made: dict[tuple, torch.Tensor] = {}
+    copies: dict[tuple, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         name = (tensor.data_ptr(), *_layout(tensor))
-        if name not in made:
-            made[name] = copy_of(tensor)
-        return made[name]
+        if name not in copies:
+            copies[name] = copy_of(tensor)
+        return copies[name]
 
     return {name: {i: copied(t) for i, t in tensors.items()} for name, tensors in first.items()}
 
 
 def _resources(launches: list[Launch]) -> dict[str, int]:
     """Registers, spills and shared memory of the compiled kernels, the largest of each, where they can be read."""
-    found: dict[str, int] = {}
+    largest: dict[str, int] = {}
     for one in launches:
         metadata = getattr(one.compiled, "metadata", None)
         values = {"registers": getattr(one.compiled, "n_regs", None), "spills": getattr(one.compiled, "n_spills", None)}
         for name, value in {**values, "shared": getattr(metadata, "shared", None)}.items():
             if isinstance(value, int):
-                found[name] = max(found.get(name, 0), value)
-    return found
+                largest[name] = max(largest.get(name, 0), value)
+    return largest
 
 
 def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:

@@ -138,7 +138,7 @@ def check_name(name: str) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json of somebody's as JSON data. Raises `ValueError`; a FIFO, a device or a huge file is not read."""
+    """A config.json as JSON data. Raises `ValueError`; a huge file is not read."""
     try:
         config = json.loads(files.read_text(path, CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -149,7 +149,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def published(name: str) -> Any:
-    """transformers' configuration of a Hugging Face id, from its cache or the hub. Raises where there is none.
+    """transformers' configuration of a Hugging Face id, from its cache or the hub. Raises where it is in neither.
 
     transformers retries an unreachable hub for a long time; here one request decides. A configuration that is code of
     the repository's own is not run.

@@ -171,22 +171,22 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def unasserted() -> contextlib.AbstractContextManager[None]:
-    """Leaves assertions on the device out: where nothing is launched they would look at memory that nobody wrote."""
+    """Leaves assertions on the device out: where nothing is launched they would read uninitialised memory."""
     return _replaced((torch, "_assert_async", lambda *args: None))
 
 
 def poisoned() -> contextlib.AbstractContextManager[None]:
-    """Fills what `torch.empty` and its kin return with NaN, so that an element nobody wrote is found.
+    """Fills what `torch.empty` and its kin return with NaN, so that an element that no kernel wrote shows.
 
     By replacing the functions: a torch function mode is switched off inside the operators that it intercepts.
     """
 
     def poisoning(make: Any) -> Any:
-        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def poisoned_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
             result = make(*args, **kwargs)
             return result.fill_(float("nan")) if result.is_floating_point() and result.numel() else result
 
-        return made
+        return poisoned_tensor
 
     makers = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
     return _replaced(*((owner, name, poisoning(getattr(owner, name))) for owner, name in makers))

@@ -17,14 +17,14 @@ _ITEMSIZES = {**{dtype: itemsize for itemsize, dtype in DTYPES.items()}, "float1
 def legal(tunable: Tunable, target: Target, key: Key) -> tuple[list[LaunchConfig], Counter]:
     """(the heuristic, then every other legal configuration of the space; how often each reason refused one)."""
     refused: Counter = Counter()
-    found: dict[LaunchConfig, None] = {}
+    configs: dict[LaunchConfig, None] = {}
     for config in (tunable.heuristic(target, key), *tunable.space(target, key)):
         reason = tunable.illegal(target, key, config)
         if reason is None:
-            found[config] = None
+            configs[config] = None
         else:
             refused[reason] += 1
-    return list(found), refused
+    return list(configs), refused
 
 
 def knobs(config: LaunchConfig) -> dict[str, Any]:
@@ -79,14 +79,14 @@ def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> t
     Smaller ones (batches, heads, head widths) stay, since models agree on them.
     """
     itemsize = _ITEMSIZES[dtype]
-    found = tuple(sizes)
+    other = tuple(sizes)
     for position, size in enumerate(sizes):
         for share in (0.625, 0.75, 0.875) if size >= 1024 else ():
-            tried = (*found[:position], int(size * share) // 64 * 64, *found[position + 1 :])
-            if _key(tunable, tried, itemsize) == key:
-                found = tried
+            trial = (*other[:position], int(size * share) // 64 * 64, *other[position + 1 :])
+            if _key(tunable, trial, itemsize) == key:
+                other = trial
                 break
-    return None if found == tuple(sizes) else found
+    return None if other == tuple(sizes) else other
 
 
 def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str] | None:

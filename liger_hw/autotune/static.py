@@ -7,18 +7,18 @@ predicted to beat the heuristic by a margin below which the model cannot be trus
 `modelled` where the stock Triton has no compiler for the target and candidates are only lowered to TTIR.
 benchmarks/static_regret.py publishes how good such choices are where they can be measured.
 
-The model takes four times that a kernel cannot beat, each of which hides part of the others:
+The model takes three times that a kernel cannot beat, each of which hides part of the others:
 
     memory   bytes from device memory over its bandwidth: each tensor once, and again for every further sweep over rows
              that the cache does not hold
     issue    instructions of all warps over what a multiprocessor issues
-    access   memory instructions of all warps, each at most 128 bytes wide, over what a multiprocessor serves
-    chain    the longest way through one program (start, wait for memory, dependent instructions, barriers; a pipelined
-             loop waits less), times the rounds in which the programs fit on the device, the last one in full
+    chain    the longest way through one program (wait for memory, dependent instructions, barriers; a pipelined loop
+             waits less), times the rounds in which the programs fit on the device
 
-    time = (memory^p + issue^p + access^p + chain^p)^(1/p)
+    time = (memory^p + issue^p + chain^p)^(1/p)
 
-p between 1 (nothing overlaps) and infinity (everything does).
+p between 1 (nothing overlaps) and infinity (everything does). Constants for the start of a program, for shuffles, for
+the width of accesses and for a last round that is not full chose the same configurations, and are left out.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class StaticTuner:
 
     def _keep(self, tunable: Tunable, winner: LaunchConfig, certificates: list[Certificate], result: Result) -> None:
         job = result.job
-        own = next(c.resources for c in certificates if c.launch.tunable == job.name)
+        resources = next(c.resources for c in certificates if c.launch.tunable == job.name)
         result.note = "chosen by the model"
         result.provenance = {
             "kind": "static" if all(c.level == "binary" for c in certificates) else "modelled",
@@ -142,10 +142,10 @@ class StaticTuner:
             "sizes": list(job.sizes),
             "dtype": job.dtype,
             "device": self.target.name,
-            "registers": own.registers,
-            "spills": own.spills,
-            "shared": own.shared,
-            "occupancy": round(own.occupancy, 3),
+            "registers": resources.registers,
+            "spills": resources.spills,
+            "shared": resources.shared,
+            "occupancy": round(resources.occupancy, 3),
             "triton": store.triton_version(),
             "date": store.today(),
         }
@@ -170,13 +170,13 @@ class _Candidates:
             if config not in self.traced:
                 self.traced[config] = launches_of(self.job, self.tuner.target, config)
         decided = decided_by(self.job.name, list(self.traced.values()))
-        made = aot.certify([launch for launches in decided for launch in launches], self.tuner.pool)
-        self.certificates = {c: [next(made) for _ in launches] for c, launches in zip(self.traced, decided)}
+        certified = aot.certify([launch for launches in decided for launch in launches], self.tuner.pool)
+        self.certificates = {c: [next(certified) for _ in launches] for c, launches in zip(self.traced, decided)}
         self.times, self.dropped = {}, {}
         for config, certificates in self.certificates.items():
             try:
-                if reason := self._unfit(config, certificates):
-                    self.dropped[config] = reason
+                if why_invalid := self._unfit(config, certificates):
+                    self.dropped[config] = why_invalid
                 else:
                     self.times[config] = time_of(certificates)
             except ValueError as error:
@@ -201,12 +201,12 @@ class _Candidates:
 def launches_of(job: Job, target: Target, config: LaunchConfig) -> list[Launch]:
     """What the job's op launches under a configuration; of a chunked loop, each kernel and key once."""
     dtype = getattr(torch, job.dtype)
-    found = aot.trace(job.op, job.sizes, dtype, target, configs={job.name: config}, shipped=False)
-    return list({(one.tunable, one.kernel, one.key): one for one in reversed(found)}.values())[::-1]
+    launches = aot.trace(job.op, job.sizes, dtype, target, configs={job.name: config}, shipped=False)
+    return list({(one.tunable, one.kernel, one.key): one for one in reversed(launches)}.values())[::-1]
 
 
 def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
-    """Of each candidate's launches, the tunable's own and those of other kernels that differ between candidates.
+    """Of each candidate's launches, the tunable's own and launches of other kernels that differ between candidates.
 
     The grid of a persistent backward, for example, decides how many partial sums another kernel adds up.
     """
@@ -214,8 +214,8 @@ def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
     def looks(launch: Launch) -> tuple:
         return launch.kernel, launch.key, launch.grid, launch.sizes
 
-    everywhere = set.intersection(*({looks(one) for one in found} for found in traced)) if traced else set()
-    return [[one for one in found if one.tunable == name or looks(one) not in everywhere] for found in traced]
+    everywhere = set.intersection(*({looks(one) for one in launches} for launches in traced)) if traced else set()
+    return [[one for one in launches if one.tunable == name or looks(one) not in everywhere] for launches in traced]
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -225,36 +225,24 @@ def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
 class Rates:
     """The model's fitted constants (benchmarks/static_regret.py fit). Cycles are of the multiprocessor's clock.
 
-    start: cycles before a program's first instruction
     chain: cycles between two dependent instructions of a warp, for every instruction in the text
     barrier, barrier_per_warp: cycles of a barrier, and more for each warp that waits there
-    shuffle: cycles of a shuffle
     issue: instructions of a virtual instruction set for each one that is issued
-    access: 128-byte accesses a cycle and multiprocessor
-    spill: instructions a spill costs
-    ahead: stages of a loop pipelined through shared memory that hide no latency (one is read, one is filled)
-    kept: share of the cache that holds rows until their second sweep
-    last: how much of a last, partial round counts as a whole one
     overlap: the exponent p
     launch: microseconds of a launch
     """
 
-    start: float = 60.0
     chain: float = 3.6
     barrier: float = 58.0
     barrier_per_warp: float = 2.4
-    shuffle: float = 1.0
     issue: float = 1.66
-    access: float = 1.0
-    spill: float = 4.0
-    ahead: float = 1.3
-    kept: float = 1.0
-    last: float = 1.0
     overlap: float = 1.7
     launch: float = 0.2
 
 
 RATES = Rates()
+_WEIGHTS = {"shuffle": 2.0, "shared": 2.0, "atomic": 4.0}
+"""Kinds of instructions that count as several."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +252,7 @@ class Work:
     programs, warps: of the grid, of a program; resident: programs that fit a multiprocessor at once
     trips: of a program's loops; stages: of their pipeline; loop_bytes: what one trip loads; shared: bytes a program
     moved: bytes of the whole launch; again: bytes swept once more; row: bytes of one program that are swept again
-    width: mean bytes of one thread's access; once, looped: instructions of a program outside and inside its loops
+    once, looped: instructions of a program outside and inside its loops
     """
 
     programs: int
@@ -276,7 +264,6 @@ class Work:
     row: float
     loop_bytes: int
     stages: int
-    width: float
     once: Mapping[str, int]
     looped: Mapping[str, int]
     shared: int
@@ -304,7 +291,6 @@ def work_of(certificate: Certificate) -> Work:
         row=row,
         loop_bytes=loop_bytes,
         stages=launch.config.num_stages,
-        width=(_width(r.loads) + _width(r.stores)) / 2,
         once={kind: count - r.looped.get(kind, 0) for kind, count in r.instructions.items()},
         looped=r.looped,
         shared=r.shared if certificate.level == "binary" else loop_bytes,
@@ -322,68 +308,50 @@ def _bytes(accesses: Iterable[Access], sizes: tuple[int, ...], programs: int) ->
     by_argument = defaultdict(list)
     for access in accesses:
         by_argument[access.argument, access.kind == "load"].append(access)
-    for (argument, loads), found in by_argument.items():
-        size = sizes[argument]
-        inside = [a.tile for a in found if a.looped]
-        outside = [a.tile for a in found if not a.looped and a.tile < min(inside, default=a.tile + 1)]
-        asked = programs * (whole * sum(inside) + sum(outside))
-        moved += min(size, asked)
-        if loads and len(inside) > 1 and size / (programs * inside[0]) >= trips / 2:
-            again += (len(inside) - 1) * min(size, asked)
-            row += min(size, asked) / programs
+    for (argument, loads), group in by_argument.items():
+        inside = [a.tile for a in group if a.looped]
+        outside = [a.tile for a in group if not a.looped and a.tile < min(inside, default=a.tile + 1)]
+        size = min(sizes[argument], programs * (whole * sum(inside) + sum(outside)))
+        moved += size
+        if loads and len(inside) > 1 and sizes[argument] / (programs * inside[0]) >= trips / 2:
+            again += (len(inside) - 1) * size
+            row += size / programs
     return moved, again, row, whole
-
-
-def _width(widths: Mapping[int, int]) -> float:
-    """Mean bytes of an access of one thread."""
-    return sum(bits * count for bits, count in widths.items()) / 8 / max(1, sum(widths.values()))
 
 
 def microseconds(work: Work, target: Target, pace: Pace, rates: Rates = RATES) -> float:
     """The time of one launch."""
-    busy = min(work.programs, target.multiprocessors)
     slots = work.resident * target.multiprocessors
-    kept = rates.kept * target.l2 / max(1.0, work.row * min(work.programs, slots))
-    memory = (work.moved + work.again * min(1.0, max(0.0, 1.0 - kept))) / (target.bandwidth * 1e3)
+    cached = target.l2 / max(1.0, work.row * min(work.programs, slots))
+    memory = (work.moved + work.again * max(0.0, 1.0 - cached)) / (target.bandwidth * 1e3)
 
-    cycle = 1e-3 / pace.clock  # microseconds
-    outside, inside = _issued(work.once, rates), _issued(work.looped, rates)
-    warps = work.warps * work.programs / busy  # of one multiprocessor
+    cycle, wait = 1e-3 / pace.clock, pace.latency * 1e-3  # microseconds
+    outside, inside = _issued(work.once), _issued(work.looped)
+    warps = work.warps * work.programs / min(work.programs, target.multiprocessors)  # of one multiprocessor
     issue = (outside + inside * work.trips) * warps * cycle / (pace.issue * (rates.issue if pace.virtual else 1.0))
-    accesses = _accesses(work.once) + _accesses(work.looped) * work.trips
-    access = accesses * warps * max(1.0, target.warp_size * work.width / 128) * cycle / rates.access
 
-    wait = pace.latency * 1e-3
     barrier = rates.barrier + rates.barrier_per_warp * work.warps
 
     def chain(counts: Mapping[str, int], issued: float) -> float:
-        waits = counts.get("barrier", 0) * barrier + counts.get("shuffle", 0) * rates.shuffle
-        return (issued * rates.chain + waits) * cycle
+        return (issued * rates.chain + counts.get("barrier", 0) * barrier) * cycle
 
     trip = chain(work.looped, inside)
     if work.looped.get("load"):
-        prefetched = 0.0  # tiles that are loaded while one is computed with
-        if work.stages > 1 and 2 * work.shared > work.loop_bytes:  # through shared memory
-            prefetched = max(0.0, work.stages - 1 - rates.ahead)
-        elif pace.into_registers and work.stages > 1 and work.once.get("load", 0) >= work.looped["load"]:
-            prefetched = work.stages - 1.0  # the first tiles' loads stand before the loop
-        trip = max(trip, (trip + wait) / (1.0 + prefetched))
-    first_wait = wait if work.once.get("load") else 0.0
-    program = rates.start * cycle + first_wait + chain(work.once, outside) + work.trips * trip
-    rounds = work.programs / slots
-    rounds = 1.0 if rounds <= 1 else rounds + rates.last * (math.ceil(rounds) - rounds)
+        ahead = 0  # tiles that are loaded while one is computed with
+        if work.stages > 1 and 2 * work.shared > work.loop_bytes:  # through shared memory: one is read, one is filled
+            ahead = work.stages - 2
+        elif pace.into_registers and work.once.get("load", 0) >= work.looped["load"]:
+            ahead = work.stages - 1  # the first tiles' loads stand before the loop
+        trip = max(trip, (trip + wait) / (1 + ahead))
+    program = (wait if work.once.get("load") else 0.0) + chain(work.once, outside) + work.trips * trip
+    rounds = max(1.0, work.programs / slots)
 
     p = rates.overlap
-    return (memory**p + issue**p + access**p + (rounds * program) ** p) ** (1 / p) + rates.launch
+    return (memory**p + issue**p + (rounds * program) ** p) ** (1 / p) + rates.launch
 
 
-def _issued(counts: Mapping[str, int], rates: Rates) -> float:
-    weights = {"shuffle": 2.0, "shared": 2.0, "spill": rates.spill, "atomic": 4.0}
-    return sum(count * weights.get(kind, 1.0) for kind, count in counts.items())
-
-
-def _accesses(counts: Mapping[str, int]) -> int:
-    return sum(counts.get(kind, 0) for kind in ("load", "store", "atomic", "spill"))
+def _issued(counts: Mapping[str, int]) -> float:
+    return sum(count * _WEIGHTS.get(kind, 1.0) for kind, count in counts.items())
 
 
 def time_of(certificates: Iterable[Certificate], rates: Rates = RATES) -> float:

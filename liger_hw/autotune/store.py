@@ -304,7 +304,7 @@ def _user_lines(target: Target, problems: list[str]) -> list[Line]:
     except (OSError, ValueError) as error:
         problems.append(f"{path} cannot be read: {error}")
         return []
-    problems += [f"{path}: {text}" for text in wrong]
+    problems += [f"{path}, {text}" for text in wrong]
     return lines
 
 
@@ -344,7 +344,7 @@ def read(target: Target) -> Table:
 
 
 def answers(entries: Iterable[Entry]) -> list[Entry]:
-    """Those of a name's lines that answer, the best first."""
+    """The lines among these that answer, the best first."""
     return [entry for entry in entries if entry.layer == "lock" or entry.kind in ANSWERS]
 
 
@@ -399,7 +399,7 @@ def _read_shipped(path: Path, target: Target, problems: list[str]) -> list[Line]
     if about.get("vendor") != target.vendor or about.get("warp_size") != target.warp_size:
         problems.append(f"{path}: made for {about.get('vendor')} with warps of {about.get('warp_size')}")
         return []
-    problems += [f"{path}: {text}" for text in wrong]
+    problems += [f"{path}, {text}" for text in wrong]
     return lines
 
 

@@ -56,7 +56,7 @@ def from_record(record: Any, source: str) -> Line:
         raise ValueError("provenance must be an object with a `kind`")
     version = record.get("version", 1)
     if type(version) is not int or not 0 < version < 2**31:
-        raise ValueError("version must be a positive integer: that of the kernel")
+        raise ValueError("version must be a positive integer, the version of the kernel")
     config = LaunchConfig.from_json(_checked(record["config"]))
     return (op, variant, tuple(key)), Entry(config, _checked(provenance), version, source)
 
@@ -138,13 +138,13 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], list[Line], list[str]
 
 
 def lines_of(records: Iterable[Any], source: str) -> tuple[list[Line], list[str]]:
-    """(lines, what is wrong with single ones) of plain JSON data."""
+    """(lines, what is wrong with single ones) of plain JSON data. Their source has the line in the file as written."""
     lines, problems = [], []
-    for number, record in enumerate(records):
+    for number, record in enumerate(records, 2):
         try:
-            lines.append(from_record(record, source))
+            lines.append(from_record(record, f"{source}:{number}"))
         except (ValueError, TypeError) as error:
-            problems.append(f"entry {number}: {error}")
+            problems.append(f"line {number}: {error}")
     return lines, problems
 
 

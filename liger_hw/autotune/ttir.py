@@ -55,7 +55,7 @@ class _Region:
     """What stands between braces; `other` is what the branch before an `else` accesses."""
 
     loop: bool
-    found: list[Access] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
     other: list[Access] = field(default_factory=list)
 
 
@@ -76,10 +76,10 @@ def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
         if bare.startswith("}") and len(regions) > 1:
             closed = regions.pop()
             if bare.startswith("} else"):
-                regions.append(_Region(False, other=closed.found))
+                regions.append(_Region(False, other=closed.accesses))
                 continue
-            most = max(closed.found, closed.other, key=lambda found: sum(access.tile for access in found))
-            regions[-1].found.extend(most)
+            most = max(closed.accesses, closed.other, key=lambda branch: sum(access.tile for access in branch))
+            regions[-1].accesses.extend(most)
         if "tt.func public" in line:
             names = [name for name, _ in _ARGUMENT.findall(line.split("attributes")[0])]
             if len(names) != len(positions):
@@ -100,10 +100,10 @@ def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
                 raise ValueError(f"cannot tell which argument is accessed by: {line.strip()[:200]}")
             kind = {"tt.load": "load", "tt.store": "store"}.get(accessed[1], "atomic")
             looped = any(region.loop for region in regions)
-            regions[-1].found.append(Access(position[name], kind, _tile(line), looped))
+            regions[-1].accesses.append(Access(position[name], kind, _tile(line), looped))
         if bare.endswith("{"):
             regions.append(_Region(_opens_loop(bare)))
-    return regions[0].found
+    return regions[0].accesses
 
 
 def _tile(line: str) -> int:
@@ -128,16 +128,16 @@ def estimate(
     tiles = [0]  # elements a thread has of each load
     for line, inside in _body(ttir):
         counts = looped if inside else once
-        shape, found = _SHAPE.search(line), _OPERATION.search(line)
+        shape, operation = _SHAPE.search(line), _OPERATION.search(line)
         each = -(-math.prod(int(n) for n in shape[1].split("x")[:-1]) // threads) if shape else 1
         if line.lstrip().startswith("})"):  # the end of a reduction, where its type stands
             counts["other"] += each
             counts["shuffle"] += target.warp_size.bit_length() - 1
             counts["barrier"] += 2 * (config.num_warps > 1)
-        elif found and found[2] == "load":
+        elif operation and operation[2] == "load":
             tiles.append(each)
-        elif found and found[2] not in _FREE:
-            counts["special" if found[2] in _SPECIAL else "other"] += each
+        elif operation and operation[2] not in _FREE:
+            counts["special" if operation[2] in _SPECIAL else "other"] += each
     widths: dict[str, Counter] = {"load": Counter(), "store": Counter()}
     for access in accesses:
         each = max(1, access.tile // threads)

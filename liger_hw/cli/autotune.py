@@ -328,7 +328,7 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     if arguments.json:
         print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
     elif not any(row["stored"] for row in rows):
-        if not screen.interrupted and not screen.left_out:  # else nobody knows
+        if not screen.interrupted and not screen.left_out:  # else it is unknown
             print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
     else:
         print(f"The choices lie in {store.root()}. On the machine with the GPU:", file=sys.stderr)

@@ -124,7 +124,7 @@ def _lines(path: Path, problems: list[str]) -> tuple[dict[str, Any], list[tuple]
     except ValueError as error:
         problems.append(f"{path}: {error}")
         return {}, []
-    problems += [f"{path}: {text}" for text in wrong]
+    problems += [f"{path}, {text}" for text in wrong]
     return header, lines
 
 
@@ -139,8 +139,8 @@ def _state(name: tuple, entry: Any) -> str:
         return "unknown kernel"
     if entry.version != tunable.version:
         return f"stale: for version {entry.version} of the kernel, this is {tunable.version}"
-    made, here = store.minor(str(entry.provenance.get("triton", ""))), store.minor(store.triton_version())
-    return f"demoted: Triton {made}" if made and here and made != here else "current"
+    version, here = store.minor(entry.provenance.get("triton")), store.minor(store.triton_version())
+    return f"demoted: Triton {version}" if version and here and version != here else "current"
 
 
 def _answers(name: tuple, entry: Any) -> bool:
@@ -229,7 +229,7 @@ def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
             except ValueError as error:
                 outdated.append(f"{path}: {error}")
                 continue
-            outdated += [f"{path}: {text}" for text in wrong]
+            outdated += [f"{path}, {text}" for text in wrong]
             for name, entry in lines:
                 shipped += 1
                 if (state := _state(name, entry)).startswith(("stale", "unknown")):
@@ -260,8 +260,8 @@ def _export(arguments: argparse.Namespace) -> int:
         with told(f"cache export: {arguments.output}"):
             before, kept, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
-            made_for = printable(f"{before.get('vendor')} {before.get('arch')}")
-            raise UsageError(f"cache export: {arguments.output} is for {made_for}")
+            table_of = printable(f"{before.get('vendor')} {before.get('arch')}")
+            raise UsageError(f"cache export: {arguments.output} is for {table_of}")
         table = {**{name: entry for name, entry in kept if _answers(name, entry)}, **table}
     text = tables.render({**header, "digest": ""}, table)
     if not arguments.output:
@@ -286,9 +286,9 @@ def _import(arguments: argparse.Namespace) -> int:
         header, lines, wrong = (store.load_old if path.is_dir() else tables.load)(path)
     except ValueError as error:
         raise UsageError(f"cache import: {arguments.file}: {error}; `liger-hw cache export` writes a table") from None
-    made_for = header.get("vendor"), header.get("arch"), header.get("warp_size")
-    if made_for != (target.vendor, target.arch, target.warp_size):
-        vendor, arch, warp_size = (printable(str(part)) for part in made_for)
+    table_of = header.get("vendor"), header.get("arch"), header.get("warp_size")
+    if table_of != (target.vendor, target.arch, target.warp_size):
+        vendor, arch, warp_size = (printable(str(part)) for part in table_of)
         raise UsageError(
             f"cache import: {arguments.file} is for {vendor} {arch} with warps of {warp_size}; "
             f"{target.name} is {target.vendor} {target.arch} with warps of {target.warp_size}. Name the device with "

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         op = registry.get_op(arguments.op)
         target = registry.target_named(arguments.device)
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
-        found = {name: _explained(op, sizes, arguments.dtype, target) for name, sizes in shapes.items()}
+        explained = {name: _explained(op, sizes, arguments.dtype, target) for name, sizes in shapes.items()}
     if arguments.json:
         items = [
             {
@@ -48,38 +48,38 @@ def run(arguments: argparse.Namespace) -> int:
                 **one.to_json(),
                 "launched": launched,
             }
-            for name, explanations in found.items()
+            for name, explanations in explained.items()
             for one, launched in explanations
         ]
         print(json_text(items, indent=2))
         return 0
     runs_reference = target.vendor == "cpu" and not registry.interpreting()
-    for name, explanations in found.items():
+    for name, explanations in explained.items():
         if name:
             print(f"workload {name}: {'x'.join(map(str, shapes[name]))}")
         for one, launched in explanations:
             head, *answers = str(one).splitlines()
             if launched == [] or runs_reference:  # nothing takes its configuration
-                answers = [
-                    f"{line[: -len('taken')]}would be taken" if line.endswith(": taken") else line for line in answers
-                ]
-            print(fold("\n".join([f"{head}{'' if launched is None else f': {_said(launched)}'}", *answers]), " " * 4))
+                answers = [line.replace(": taken", ": would be taken") for line in answers]
+            if launched is not None:
+                head = f"{head}: {_in_words(launched)}"
+            print(fold("\n".join([head, *answers]), " " * 4))
         if explanations[0][1] is None:
             why = _unasked(target) or "which of them this size launches is unknown: its launchers failed, see stderr"
             print(fold(f"These are the op's own kernels; {why}."))
     return 0
 
 
-def _said(launched: list[dict[str, Any]]) -> str:
+def _in_words(launched: list[dict[str, Any]]) -> str:
     """`_rms_norm_fwd_kernel of 8192 programs`, of several launches of a kernel their number and the largest."""
     grids: dict[str, list[int]] = {}
     for one in launched:
         grids.setdefault(one["kernel"], []).append(math.prod(one["grid"]))
-    said = []
+    words = []
     for kernel, sizes in grids.items():
         times, most = f"{len(sizes)} times " * (len(sizes) > 1), "up to " * (len(set(sizes)) > 1)
-        said.append(f"{times}{kernel} of {most}{max(sizes)} programs")
-    return " and ".join(said) or "not launched at this size"
+        words.append(f"{times}{kernel} of {most}{max(sizes)} programs")
+    return " and ".join(words) or "not launched at this size"
 
 
 def _unasked(target: Any) -> str:
@@ -100,15 +100,15 @@ def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list
     """(explanation, launches) of the op's own kernels and of the others that one forward and backward launches."""
     from .. import registry
 
-    found = registry.explain(op.name, sizes, torch_dtype(dtype), target)
+    explanations = registry.explain(op.name, sizes, torch_dtype(dtype), target)
     launched = _launched(op, sizes, dtype, target)
     if launched is None:
-        return [(one, None) for one in found]
-    known = {(one.tunable, one.key) for one in found}
+        return [(one, None) for one in explanations]
+    known = {(one.tunable, one.key) for one in explanations}
     for name, key in launched:
         if (name, key) not in known:
-            found.append(registry.explain_tunable(registry.get_tunable(name), target, key))
-    return [(one, launched.get((one.tunable, one.key), [])) for one in found]
+            explanations.append(registry.explain_tunable(registry.get_tunable(name), target, key))
+    return [(one, launched.get((one.tunable, one.key), [])) for one in explanations]
 
 
 def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[tuple, list[dict[str, Any]]] | None:
@@ -118,12 +118,12 @@ def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[
 
     if _unasked(target):
         return None
-    found: dict[tuple, list[dict[str, Any]]] = {}
+    launches: dict[tuple, list[dict[str, Any]]] = {}
     try:
-        for launch in aot.trace(op.name, sizes, torch_dtype(dtype), target, own=True):
+        for launch in aot.trace(op.name, sizes, torch_dtype(dtype), target, user=True):
             one = {"kernel": launch.kernel.split(":")[1], "grid": list(launch.grid)}
-            found.setdefault((launch.tunable, launch.key), []).append(one)
+            launches.setdefault((launch.tunable, launch.key), []).append(one)
     except Exception as error:  # the op's own kernels are explained all the same
         print(f"liger-hw: explain: what is launched is unknown: {printable(first_line(error))}", file=sys.stderr)
         return None
-    return found
+    return launches

@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     with told("lock", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
     if arguments.check is not None:
-        given = [f"--{name}" for name in _PINS if getattr(arguments, name.replace("-", "_"))]
-        if given:
-            raise UsageError(f"lock: --check looks at a whole lock file, and takes no {', '.join(given)}")
+        not_taken = [f"--{name}" for name in _PINS if getattr(arguments, name.replace("-", "_"))]
+        if not_taken:
+            raise UsageError(f"lock: --check looks at a whole lock file, and takes no {', '.join(not_taken)}")
         return _check(arguments, target)
     if arguments.output is None:
         arguments.output = "liger-hw.lock"
@@ -84,18 +84,18 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
     with told("lock"):
         ops = [registry.get_op(name).name for name in arguments.ops or registry.ops()]
         chosen = [models.find(name) for name in arguments.model]
-    wanted = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, [])
-    found: dict[tuple[str, tuple], None] = {}
+    pairs = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, [])
+    names: dict[tuple[str, tuple], None] = {}
     scan = jobs.scan(target)
     screen = StatusLine()
-    for number, (op, sizes) in enumerate(wanted):
-        screen.progress(number, len(wanted), f"{op}: what it launches")
+    for number, (op, sizes) in enumerate(pairs):
+        screen.progress(number, len(pairs), f"{op}: what it launches")
         try:
-            found.update(dict.fromkeys(scan(op, sizes, arguments.dtype or "bfloat16")))
+            names.update(dict.fromkeys(scan(op, sizes, arguments.dtype or "bfloat16")))
         except Exception as error:
             raise UsageError(f"lock: {op} at {sizes}: {type(error).__name__}: {error}") from None
     screen.end()
-    return [(registry.get_tunable(name), key) for name, key in found]
+    return [(registry.get_tunable(name), key) for name, key in names]
 
 
 def _made_for(header: dict[str, Any]) -> Any:

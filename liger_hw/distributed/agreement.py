@@ -114,10 +114,10 @@ def _sync(
             f"{ranks[0]}. {'; '.join(wrong[:4])}. Run the same liger_hw and environment on the same devices, "
             "or pin with LIGER_HW_LOCK_FILE"
         )
-    found = _hash(facts)
+    agreed = _hash(facts)
     if first:
-        log.info("liger_hw: %d ranks agree on kernel configurations, digest %s", len(reports), found)
-    return found
+        log.info("liger_hw: %d ranks agree on kernel configurations, digest %s", len(reports), agreed)
+    return agreed
 
 
 def at_first_step(model: "torch.nn.Module", parts: Callable[["torch.nn.Module"], dict[str, int]]) -> None:
@@ -186,21 +186,22 @@ def _hash(data: Any) -> str:
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
     """In words what two ranks' facts differ in, or an empty string."""
     names = [name for name in first if first[name] != other.get(name)]
-    said = []
+    differences = []
     for name in names:
         if name == "target":
-            fields = [k for k in first[name] if first[name][k] != other[name].get(k)]
-            said.append(", ".join(f"{k} {other[name].get(k)} instead of {first[name][k]}" for k in fields[:3]))
+            theirs = other[name]
+            fields = [field for field, value in first[name].items() if theirs.get(field) != value]
+            differences += [f"{field} {theirs.get(field)} instead of {first[name][field]}" for field in fields[:3]]
         elif name in ("deterministic", "interpreted", "kernels"):
-            said.append(f"{name} {other[name]} instead of {first[name]}")
+            differences.append(f"{name} {other[name]} instead of {first[name]}")
         elif name == "patched":  # stages of a pipeline have other modules, and so other counts
-            mine, theirs = first[name], other.get(name) or {}
-            kernels = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]
+            expected, counts = first[name], other.get(name) or {}
+            kernels = [k for k in {**expected, **counts} if expected.get(k) != counts.get(k)]
             if "modules" not in kernels:
-                said.append(", ".join(f"{k} on {theirs.get(k, 0)} modules, not {mine.get(k, 0)}" for k in kernels))
+                differences += [f"{k} on {counts.get(k, 0)} modules, not {expected.get(k, 0)}" for k in kernels]
         else:
-            said.append(f"different {name}")
-    return ", ".join(said)
+            differences.append(f"different {name}")
+    return ", ".join(differences)
 
 
 def _as_json(target: Target) -> list[Any]:
@@ -227,7 +228,7 @@ def _turn(store: Any, ranks: Sequence[int]) -> str:
 def _exchange(
     store: Any, where: str, tell: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """`tell()` of every rank, in their order. What one raises is told too, so that no other waits for it.
+    """`tell()` of every rank, in their order. An error of one rank is an answer too, so that no other waits for it.
 
     where: prefix of the keys in the store. A rank whose process holds the store may end as soon as this returns or
     raises, so each waits a little until the others have read as well.
@@ -243,13 +244,13 @@ def _exchange(
     keys = [f"{where}/{rank}" for rank in ranks]
     try:
         store.wait(keys, datetime.timedelta(seconds=seconds))
-        told = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        answers_of_all = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     except Exception as error:  # torch's stores raise each its own
         raise RuntimeError(f"liger_hw.distributed.sync: {_missing(store, ranks, keys)} ({error})") from error
     with contextlib.suppress(Exception):  # the answers are here; a rank that ends meanwhile is no reason to stop
         store.set(f"{where}/{dist.get_rank()}/read", "")
         store.wait([f"{key}/read" for key in keys], datetime.timedelta(seconds=min(seconds, _LINGER)))
-    everyone = [json.loads(one) for one in told]
+    everyone = [json.loads(one) for one in answers_of_all]
     refused = [f"rank {rank}: {one['refused']}" for rank, one in zip(ranks, everyone) if "refused" in one]
     if refused:
         raise RuntimeError(f"liger_hw.distributed.sync: {len(refused)} of {len(ranks)} ranks cannot: {refused[0]}")

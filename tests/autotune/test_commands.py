@@ -213,7 +213,7 @@ def test_a_foreign_table_writes_nowhere_else(cache, capsys, tmp_path):
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "digest": None}))
     out = run(capsys, "cache", "import", str(path), "--device", "sm90", "--yes", code=1)
-    assert "left out: entry 0: op and variant are names" in out and "0 of 1" in out and not outside.exists()
+    assert "left out: line 2: op and variant are names" in out and "0 of 1" in out and not outside.exists()
 
 
 def test_clear_takes_what_it_is_told(cache, capsys):

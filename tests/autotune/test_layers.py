@@ -173,7 +173,7 @@ def test_a_trace_asks_the_tables_it_is_told_to(h200, layer, shipped, own, monkey
     config = other_config(tunable(), H200, KEY)
     put(layer, config, monkeypatch, tmp_path)
     asked = shipped if layer == "shipped-arch" else own
-    launch = aot.trace("rms_norm", (8192, 4096), torch.bfloat16, H200, shipped=shipped, own=own)[0]
+    launch = aot.trace("rms_norm", (8192, 4096), torch.bfloat16, H200, shipped=shipped, user=own)[0]
     assert launch.key == KEY and (launch.config == config) is asked
     assert launch.layer == (layer if asked else "heuristic")
 

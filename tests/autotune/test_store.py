@@ -60,7 +60,7 @@ def changed(path: Path, change) -> None:
 def test_a_saved_entry_answers_before_the_heuristic(stored):
     _, config, path = stored
     chosen = taken()
-    assert (chosen.layer, chosen.config, chosen.source) == ("user", config, str(path))
+    assert (chosen.layer, chosen.config, chosen.source) == ("user", config, f"{path}:2")
     assert chosen.provenance["kind"] == "measured"
     assert path.name == "cuda-sm90-nvidia-h200-132mp.json" and path.parent.name == f"v{store.SCHEMA}"
     header, lines, problems = tables.load(path)
