@@ -160,10 +160,6 @@ class Plan:
         return f"Plan({self.tunable.name} {self.key} on {self.target.arch}: {self.layer} {self.config.to_text()})"
 
 
-_LARGEST_SIZE = 2**16384
-"""More than any size that can be written in a command or a file."""
-
-
 class Tunable:
     """One kernel launch that has a configuration: `op.variant`, as `rms_norm.fwd`.
 
@@ -203,7 +199,6 @@ class Tunable:
         self.heuristic, self.safe, self.space = heuristic, safe, space
         self.neutral, self.valid, self.dependent_launch, self.version = neutral, valid, dependent_launch, version
         self.plans: dict[tuple[Any, Key], Plan] = {}
-        self._largest: Key | None = None
 
     def plan(self, device: "torch.device", key: Key) -> Plan:
         """The resolved launch for a tensor's device and a tuning key."""
@@ -221,30 +216,20 @@ class Tunable:
         """The blocks are what the kernels name them, as in the heuristic or the safe configuration: each is a constexpr
         parameter of a kernel, so one too few would be a KeyError at the launch, and one too many would change nothing.
         """
-        if not self._is_possible(key):
-            return f"{key} is no key of {self.name}"
         try:
             named = [set(choose(target, key).blocks) for choose in (self.heuristic, self.safe)]
-        except (IndexError, TypeError, ValueError, ZeroDivisionError):
+        except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):  # a stored key may be anything
             return f"{key} is no key of {self.name}"
         if set(config.blocks) in named:
             return None
         return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
 
-    def _is_possible(self, key: Key) -> bool:
-        """Whether sizes, however large, can give this key. Some parts of a key are the logarithm of a size, and a
-        heuristic raises 2 to their power: with a stored part that is large itself it would not end.
-        """
-        if self._largest is None:
-            corners = itertools.product((1, 64, _LARGEST_SIZE), repeat=len(self.dims))
-            keys = [self.key(*sizes, 8) for sizes in corners]
-            self._largest = tuple(max(parts) for parts in itertools.zip_longest(*keys, fillvalue=0))
-        bounds = itertools.chain(self._largest, itertools.repeat(0))
-        return all(0 <= part <= max(bound, 64) for part, bound in zip(key, bounds))
-
     def serves(self, target: Target, key: Key) -> bool:
         """Whether anything can be launched for this key: the safe configuration, if nothing else."""
-        return self._is_possible(key) and not self.illegal(target, key, self.safe(target, key))
+        try:
+            return not self.illegal(target, key, self.safe(target, key))
+        except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
+            return False
 
 
 @dataclass(frozen=True)
