@@ -134,8 +134,8 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
             # an illegal entry of a lock file is one that the file itself allows to be left out
             pinned = candidate.layer == "lock" and not tunable.illegal(target, key, candidate.config)
             if candidate.layer == "explicit" or pinned:
-                why_invalid = tunable.name, candidate.layer, candidate.rejected
-                log.warning("liger_hw: %s: %s configuration ignored: %s", *why_invalid)
+                ignored = tunable.name, candidate.layer, candidate.rejected
+                log.warning("liger_hw: %s: %s configuration ignored: %s", *ignored)
     raise RuntimeError(
         f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it"
     )

@@ -152,9 +152,7 @@ def test_a_tables_header_adds_no_line_to_the_refusal(clean_registry, capsys, tmp
     assert code == 2 and "sm90\\nliger-hw" in err and "\nliger-hw: imported" not in err
 
 
-@pytest.mark.parametrize(
-    "key", [(-1, 2, 3), (4096, 2**62, 2), (7, 12, 2, 1, 1, 1), ()]
-)
+@pytest.mark.parametrize("key", [(-1, 2, 3), (4096, 2**62, 2), (7, 12, 2, 1, 1, 1), ()])
 def test_an_entry_for_a_key_that_cannot_be_is_left_out(clean_registry, capsys, tmp_path, key):
     """A heuristic raises 2 to the power of a part of a key, which may take all memory or no end."""
     fwd = tunable()

@@ -16,7 +16,7 @@ TEXTS += ['{"a": 1}', "[" * 3000, "../../x", "~nobody/x", "*", "NUL", "é", "x" 
 
 
 def path(chance: random.Random, folder: Path) -> str:
-    """A path that is no file of its own: a device, a folder, a link, a FIFO, nothing at all, or a fresh file."""
+    """A path that is no file of its own: a device, a folder, a link, nothing at all, or a fresh file."""
     kind = chance.randrange(11)
     own = folder / f"f{chance.randrange(1000)}"
     if kind == 0:
