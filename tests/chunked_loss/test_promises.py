@@ -190,6 +190,7 @@ def test_fp16_of_many_tokens(name, lane, generator):
 # -- torch.compile ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.daily(name=("dpo-ref=True", "distillation-kind=jsd"))  # pairs and rows; all others are cut as these
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("name", [n for n in ONE_OF_EACH if n.split("-")[0] in ("dpo", "kto", "grpo", "distillation")])
 def test_compiled(name, lane, generator):

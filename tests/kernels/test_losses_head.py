@@ -400,6 +400,7 @@ def test_a_launch_of_the_targets_that_fails_is_repeated_alone(lane, generator, m
         registry.release(set(registry.quarantined()) - set(known))
 
 
+@pytest.mark.daily(head="trained")  # what flat heads ask is less
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("head", ["flat", "trained"])
 @pytest.mark.parametrize("count, vocab", [(3, 2048), (8, 2048), (8, 2047)])

@@ -105,6 +105,8 @@ def recomputed(monkeypatch):
     return found
 
 
+@pytest.mark.daily(classes="False")
+@pytest.mark.daily(family="llama")
 @both
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_layer_keeps_less_and_its_gradients_are_the_same(family, classes):
