@@ -271,10 +271,10 @@ def _bwd_fake(
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, float eps, float offset, int casting,"
+    "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset, int casting,"
     " int rotary_dim, int head_axis, bool q_inside, bool k_inside, int angles"
 )
-_SHAPES = "T q, k [batch, ., ., width]; W wq, wk [width]; cos; sin"
+_SHAPES = "T q, k [batch, ., ., width]; W q_weight, k_weight [width]; cos; sin"
 
 
 def _misfit(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles) -> str:
