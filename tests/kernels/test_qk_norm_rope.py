@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused(seed):
     sample = make(op, few_sizes(op), torch.float32, "cpu", seed)
     q, k, wq, wk, *rest = sample.args
     for args, words in [
-        ((q, k, wq[:-1], wk, *rest), r"q_weight must have shape \(8,\)"),
+        ((q, k, wq[:-1], wk, *rest), "q_weight must have shape"),
         ((q, k, wq, wk.bfloat16(), *rest), "one dtype"),
         ((q, k.bfloat16(), wq, wk, *rest), "one dtype"),
         ((q, k, wq, wk, *rest[:-1], "none"), "llama, gemma"),
