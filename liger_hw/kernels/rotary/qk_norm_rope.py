@@ -271,8 +271,8 @@ def _bwd_fake(
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset, int casting,"
-    " int rotary_dim, int head_axis, bool q_inside, bool k_inside, int angles"
+    "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset,"
+    " int casting, int rotary_dim, int head_axis, bool q_inside, bool k_inside, int angles"
 )
 _SHAPES = "T q, k [batch, ., ., width]; W q_weight, k_weight [width]; cos; sin"
 
