@@ -88,7 +88,7 @@ class Shapes:
                     raise TypeError(f"{self.op}: {rule.name} must be a tensor, got {type(argument).__name__}")
 
     def check(self, args: tuple[Any, ...]) -> None:
-        """Raise `TypeError` for what is no tensor, `ValueError` for a tensor of another dtype, device or shape.
+        """Raise `TypeError` for something else than a tensor, `ValueError` for a tensor of another dtype, device or shape.
 
         A layout that has passed once is not looked at again.
         """
@@ -175,7 +175,7 @@ def _form(text: str) -> Form:
 
 
 def _fits(rule: _Rule, tensor: torch.Tensor, sizes: dict[str, Any]) -> dict[str, Any] | None:
-    """The sizes so far with those of a tensor that has the shape it should have, else None."""
+    """The sizes so far and of a tensor that has the shape it should have, else None."""
     if rule.count is None and not rule.forms:
         return sizes
     for form in rule.forms or (None,):
