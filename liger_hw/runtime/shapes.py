@@ -88,7 +88,7 @@ class Shapes:
                     raise TypeError(f"{self.op}: {rule.name} must be a tensor, got {type(argument).__name__}")
 
     def check(self, args: tuple[Any, ...]) -> None:
-        """Raise `TypeError` for something else than a tensor, `ValueError` for a tensor of another dtype, device or shape.
+        """Raise `TypeError` unless these are tensors, `ValueError` for a tensor of another dtype, device or shape.
 
         A layout that has passed once is not looked at again.
         """
