@@ -263,6 +263,26 @@ def test_plain_words():
     assert not wrong, f"words of VAGUE and IDIOM that were not there before: {wrong}"
 
 
+PRIVATE = re.compile(
+    r"torch\._C|torch\._(?!_version)|\b_C\.|sys\.settrace|__code__|getrefcount|\bdis\.|triton\.runtime\.build\._|_load_module"
+)
+"""Interfaces of torch, Triton and Python that are not public."""
+
+
+def test_private_interfaces_stand_in_one_list():
+    """private.py has torch's, each with its reason; `private.ELSEWHERE` names the files that read other ones."""
+    from liger_hw import private
+
+    names = {name for name in vars(private) if not name.startswith("_")} - {"annotations", "torch"}
+    assert names == {*private.REASONS, "REASONS", "ELSEWHERE"}
+    files = {
+        str(p.relative_to(PACKAGE)): len(PRIVATE.findall(p.read_text())) for p in SOURCES if p.name != "private.py"
+    }
+    counts = {file: count for file, count in files.items() if count}
+    wrong = {file: count for file, count in counts.items() if count > private.ELSEWHERE.get(file, (0, ""))[0]}
+    assert not wrong, f"take these from liger_hw/private.py: {wrong}"
+
+
 def test_one_folder_a_vendor():
     folders = {p.parent.name for p in (PACKAGE / "backends").glob("*/__init__.py")}
     assert folders == set(VENDORS)

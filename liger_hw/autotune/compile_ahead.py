@@ -18,24 +18,24 @@ import logging
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import Any, Iterator
+
+import torch
 
 from .. import env, registry
 from ..locks import import_module
+from ..private import FakeTensorMode
 from ..runtime import launch as _launch
 from ..runtime import operator as _operator
 from ..runtime.observe import Foreseen, observing
 from .record import tensors_in
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("liger_hw")
 _seen: dict[int, Any] = {}
 """Configurations of models whose first forward has begun, by id; kept, so that no other object takes the id."""
 
 
-def is_wanted(device: "torch.device") -> bool:
+def is_wanted(device: torch.device) -> bool:
     """Whether to compile ahead for a device: it has the fast launcher, it is not switched off, no graph is captured."""
     if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
         return False
@@ -43,7 +43,7 @@ def is_wanted(device: "torch.device") -> bool:
 
 
 @contextlib.contextmanager
-def during_first_forward(config: Any, device: "torch.device") -> Iterator["FirstForward | None"]:
+def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstForward | None"]:
     """Compile ahead what ops launch inside, once for each model configuration of a process."""
     if id(config) in _seen:
         yield None
@@ -67,7 +67,7 @@ class FirstForward:
     compiling: what tells kernels apart -> the Future of the kernel
     """
 
-    def __init__(self, device: "torch.device") -> None:
+    def __init__(self, device: torch.device) -> None:
         name_launchers_apart()
         self.device = device
         self.compiling: dict[tuple, Future] = {}
@@ -106,8 +106,6 @@ class FirstForward:
     def _compile(self, future: Future, likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple) -> None:
         concurrent.futures.wait(self._ready)
         try:
-            import torch
-
             with torch.get_device_module(self.device).device(self.device):
                 _launch.compile_only(plan, kernel, args, flags)
             future.set_result(None)
@@ -118,8 +116,6 @@ class FirstForward:
 
 def _layout(value: Any) -> Any:
     """Equal for arguments that differ in their tensors' values alone."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() % 16, value.requires_grad
     try:
@@ -134,14 +130,9 @@ def run_on_fakes(function: Any, args: tuple) -> None:
 
     Random state, grad mode and hooks of saved tensors are the caller's again afterwards; nothing is computed.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from ..runtime.operator import LauncherMode
-
     has_graph = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
-        for mode in (FakeTensorMode(), LauncherMode(), torch.autograd.set_multithreading_enabled(False)):
+        for mode in (FakeTensorMode(), _operator.LauncherMode(), torch.autograd.set_multithreading_enabled(False)):
             stack.enter_context(mode)
         # what checkpointing counts, or a level has again, are the tensors of the step alone
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
@@ -156,19 +147,16 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _fake(t: "torch.Tensor") -> "torch.Tensor":
+def _fake(t: torch.Tensor) -> torch.Tensor:
     """A tensor of the same layout that begins as far from a multiple of 16 bytes."""
-    import torch
-
     offset = t.storage_offset() % 16
     extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else offset
     storage = torch.empty(extent, dtype=t.dtype, device=t.device)
     return torch.as_strided(storage, t.shape, t.stride(), offset).requires_grad_(t.requires_grad)
 
 
-def _load_driver(device: "torch.device") -> None:
+def _load_driver(device: torch.device) -> None:
     """What Triton needs to know of a device: with an empty cache it builds a C extension for that."""
-    import torch
     from triton.compiler.compiler import make_backend
 
     with torch.get_device_module(device).device(device):

@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import registry
 from ..backends import LaunchConfig, Target
+from ..private import FakeTensorMode
 from ..registry import Candidate, Key, Op, Plan, Sample, Tunable
 from ..runtime import launch as _launch
 from ..runtime.observe import Foreseen, Observer, observing

@@ -402,7 +402,7 @@ class Backend:
         return False
 
     def has_grouped_gemm(self, target: Target) -> bool:
-        """Whether `torch._grouped_mm` of bf16 is a kernel of its own on `target`, not a loop that waits for sizes."""
+        """Whether torch's grouped product of bf16 is one kernel on `target`, not a loop that waits for sizes."""
         return False
 
     # -- lowering and compiling --------------------------------------------------------------------------------------

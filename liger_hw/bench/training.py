@@ -293,7 +293,7 @@ def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
     if arm not in ("liger", "liger_hw"):
         yield None
         if arm == "compile":
-            torch._dynamo.reset()
+            torch.compiler.reset()
         return
     if arm == "liger" and device.type == "cpu":
         raise Absent("liger-kernel needs a GPU")

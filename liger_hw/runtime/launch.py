@@ -19,6 +19,7 @@ from typing import Any, Callable, NamedTuple, NoReturn
 import torch
 
 from ..locks import fork_safe
+from ..private import current_device, current_stream
 from ..registry import Plan
 from .observe import observed, observers
 from .triton_import import AVAILABLE, INTERPRET, require, triton
@@ -39,8 +40,6 @@ _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat 
 _tensor_counts: dict[int, int] = {}
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 _interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the launch at hand in globals
-current_device = getattr(torch._C, "_cuda_getDevice", None)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
 _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
 CAN_BE_FAST = _runtime is not None and current_device is not None and current_stream is not None

@@ -14,14 +14,12 @@ from itertools import islice
 from typing import Any, Callable, ClassVar, Iterable, Iterator, NoReturn, get_type_hints
 
 import torch
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
-from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import unwrap_if_dead as _unwrap_if_dead
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import env, registry
+from ..private import has_transforms, is_profiling, is_tracing, n_dispatch_modes, unwrap_if_dead
 from .checks import (  # noqa: F401  op files take these from here
     autocast_dtype,
     cdiv,
@@ -143,11 +141,11 @@ def define(
         if not (
             torch.is_grad_enabled()
             or is_compiling()
-            or _len_torch_dispatch_stack()
-            or _are_functorch_transforms_active()
+            or n_dispatch_modes()
+            or has_transforms()
             or forward_ad._current_level >= 0
-            or _profiler_enabled()
-            or _get_tracing_state() is not None
+            or is_profiling()
+            or is_tracing() is not None
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
                 result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
@@ -296,7 +294,7 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func is active."""
-    return _are_functorch_transforms_active()
+    return has_transforms()
 
 
 # what torch.compiler.assume_constant_result does, which would import torch._dynamo
@@ -349,13 +347,13 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        if _are_functorch_transforms_active():
+        if has_transforms():
             _refuse_transforms(_called(cls.__name__))
         if kwargs:
             return super().apply(*args, **kwargs)
         try:
             plain = [
-                a if type(a) in NO_TENSORS else _unwrap_if_dead(a) if type(a) in TENSORS else _unusual(a) for a in args
+                a if type(a) in NO_TENSORS else unwrap_if_dead(a) if type(a) in TENSORS else _unusual(a) for a in args
             ]
         except _DTensorGiven:
             return apply_sharded(cls, args)
@@ -379,7 +377,7 @@ def _unusual(arg: Any) -> Any:
         return arg
     if is_dtensor(arg):
         raise _DTensorGiven
-    return _unwrap_if_dead(arg)
+    return unwrap_if_dead(arg)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,10 +19,10 @@ from operator import itemgetter
 from typing import Any, Callable, NamedTuple
 
 import torch
-from torch._C._functorch import is_legacy_batchedtensor as _is_batched
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
+from ..private import assert_async, is_batched
 from . import launch as _launch
 from .observe import Observer, observers, observing
 
@@ -42,7 +42,7 @@ _ALLOCATIONS = frozenset(
 )
 _SAME_MEMORY = frozenset({_aten.view.default, _aten.detach.default})
 _REPEATED = {
-    _aten._assert_async.msg: torch._assert_async,
+    _aten._assert_async.msg: assert_async,
     _aten.fill_.Scalar: torch.Tensor.fill_,
     _aten.zero_.default: torch.Tensor.zero_,
 }
@@ -71,7 +71,7 @@ def are_plain(args: tuple) -> bool:
         kind = type(arg)
         if kind in NO_TENSORS:
             continue
-        if _is_batched(arg) if kind in TENSORS else not NO_TENSORS.issuperset(map(type, arg)):
+        if is_batched(arg) if kind in TENSORS else not NO_TENSORS.issuperset(map(type, arg)):
             return False
     return True
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from liger_hw import registry
+from liger_hw import private, registry
 from liger_hw.autotune import check, measure
 from liger_hw.autotune.jobs import Job, scan
 from liger_hw.autotune.measure import LocalMeasurer
@@ -166,8 +166,8 @@ def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
     from liger_hw.kernels.moe import products
 
     sizes, grouped, library = (24, 16, 8, 3, 2), [], products.LIBRARY
-    original = torch._grouped_mm
-    monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **more: grouped.append(1) or original(*args, **more))
+    original = private.grouped_matmul
+    monkeypatch.setattr(private, "grouped_matmul", lambda *args, **more: grouped.append(1) or original(*args, **more))
     monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == library)
     jobs = {job.variant: job for job in launched(measurer, "fused_moe", sizes)}
     for variant in ("down", "up_weights"):

@@ -14,7 +14,7 @@ import torch
 from harness import make, verify
 from torch.torch_version import TorchVersion
 
-from liger_hw import env
+from liger_hw import env, private
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products, routing
 from liger_hw.kernels.moe.fused_moe import (
@@ -357,13 +357,13 @@ def test_the_tuner_is_offered_both_engines():
 def test_the_library(lane, monkeypatch, seed, options):
     """Products by torch._grouped_mm: on a GPU where the target has it, here by torch's own loop."""
     op, called = get_op("fused_moe"), []
-    original = torch._grouped_mm
+    original = private.grouped_matmul
 
     def counted(*args, **kwargs):
         called.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "_grouped_mm", counted)
+    monkeypatch.setattr(private, "grouped_matmul", counted)
     dtype, target = torch.bfloat16, known_target("h200")
     if lane.device == "cpu":
         dtype = torch.float32
@@ -389,7 +389,7 @@ def test_a_library_that_fails_is_quarantined(lane, monkeypatch, generator, seed,
         called.append(args)
         raise RuntimeError("torch._grouped_mm is only supported on CUDA devices with compute capability = 9.0")
 
-    monkeypatch.setattr(torch, "_grouped_mm", refused)
+    monkeypatch.setattr(private, "grouped_matmul", refused)
     by_library = products._tile(16, 16, 16, 1, 1, products.LIBRARY)
     monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == products.LIBRARY)
     with caplog.at_level("WARNING", "liger_hw"), override("fused_moe", by_library):
@@ -405,7 +405,7 @@ def test_what_is_not_the_library_s_fault_is_raised(lane, monkeypatch, generator,
     def failing(*args, **kwargs):
         raise error("CUDA out of memory")
 
-    monkeypatch.setattr(torch, "_grouped_mm", failing)
+    monkeypatch.setattr(private, "grouped_matmul", failing)
     monkeypatch.setattr(products, "_library_takes", lambda plan, *operands: True)
     with pytest.raises(error, match="out of memory"):
         liger_fused_moe(*sample(lane, generator, ROUTES["one token"]).args)

@@ -64,7 +64,7 @@ def _torch(op: Op) -> Callable[..., Any]:
 
 
 def _compile(op: Op) -> Callable[..., Any]:
-    torch._dynamo.reset()  # every case gets a fresh compile, none is refused for too many recompiles
+    torch.compiler.reset()  # every case gets a fresh compile, none is refused for too many recompiles
     return torch.compile(_torch(op), dynamic=False)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...private import assert_async
 from ...registry import is_quiet
 from ...runtime.host_copy import HostCopy
 from ...runtime.operator import check
@@ -78,5 +79,5 @@ def remaining_rows(
     order = torch.argsort(ignored.to(torch.uint8), stable=True)  # the rows that count first, each part in order
     if compact is not True:
         fits = (target.shape[0] - ignored.sum()) <= most
-        torch._assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
+        assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
     return order[:most]

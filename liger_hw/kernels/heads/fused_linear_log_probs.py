@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from ... import registry
+from ...private import innermost_transform, is_batched, n_dispatch_modes
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order
 from ...runtime.saved_tensors import graph_is_kept
@@ -340,14 +341,12 @@ def _is_watched() -> bool:
 
     Selective checkpointing may keep an operator's results, and not the memory that it wrote.
     """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or n_dispatch_modes() > 0
 
 
 def _are_batched(grads: list[torch.Tensor | None]) -> bool:
     """Whether they are torch.func.vmap's or is_grads_batched's: torch batches no operator that writes its inputs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or any(
-        torch._C._functorch.is_legacy_batchedtensor(g) for g in grads if g is not None
-    )
+    return innermost_transform() is not None or any(is_batched(g) for g in grads if g is not None)
 
 
 class Ran(NamedTuple):

@@ -6,9 +6,9 @@ Packing, four weights a byte: with K = 4 P, byte p of a column holds w[p], w[P +
 plus one, from its low bits to its high ones. A K that is no multiple of four is filled up with zero bits (which unpack
 to -1).
 
-The weights are unpacked to int8 and multiplied by the vendor's integer GEMM (torch._int_mm where there is one), not by
-a kernel of ours: at training sizes the product is what costs, while for a handful of rows the 8-bit copy of the weights
-does (4 bytes written and read for each packed one). No gradient, no tuning: so this is no op of the registry.
+The weights are unpacked to int8 and multiplied by the vendor's integer GEMM where torch has one, not by a kernel of
+ours: at training sizes the product is what costs, while for a handful of rows the 8-bit copy of the weights does (4
+bytes written and read for each packed one). No gradient, no tuning: so this is no op of the registry.
 
 Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is taken from transformers' BitNet
 integration
@@ -16,10 +16,9 @@ integration
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
+from ...private import has_integer_matmul, integer_matmul
 from ...runtime.operator import cdiv, check
 
 _PER_BYTE = 4
@@ -66,21 +65,15 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     weights = _unpacked(b)
     if a.device.type == "cpu":
         return a.to(torch.int32) @ weights.to(torch.int32)
-    if _has_integer_gemm(a.device.type) and min(a.shape[1], b.shape[1]) > 0:
+    if has_integer_matmul(a.device.type) and min(a.shape[1], b.shape[1]) > 0:
         return _by_vendor(a, weights)
     return sum((x.float() @ w.float()).to(torch.int32) for x, w in zip(a.split(_EXACT, 1), weights.split(_EXACT)))
 
 
-@lru_cache(maxsize=None)
-def _has_integer_gemm(kind: str) -> bool:
-    """Whether torch multiplies int8 matrices on a device type."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", torch._C._dispatch_key_for_device(kind))
-
-
 def _by_vendor(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """torch._int_mm, which wants more than 16 rows and multiples of 8: filled up with zeros, cut off again."""
+    """The vendor's product, which wants more than 16 rows and multiples of 8: filled up with zeros, cut off again."""
     rows, columns = a.shape[0], weights.shape[1]
     k = 8 * cdiv(a.shape[1], 8)
     a = torch.nn.functional.pad(a, (0, k - a.shape[1], 0, max(0, 32 - rows)))
     weights = torch.nn.functional.pad(weights, (0, 8 * cdiv(columns, 8) - columns, 0, k - weights.shape[0]))
-    return torch._int_mm(a, weights)[:rows, :columns]
+    return integer_matmul(a, weights)[:rows, :columns]

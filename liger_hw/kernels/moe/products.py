@@ -4,9 +4,9 @@
     weights   dweight[expert] = p^T @ q over the expert's rows, one of p and q gathered
 
 Two engines compute them, and the plan says which: ENGINE is KERNELS, the kernels of this file, or LIBRARY,
-`torch._grouped_mm`. The library takes no indices, so what is to be gathered is copied first. It is chosen only where it
-is one launch without a synchronisation and takes the operands as they are (`_library_takes`); else the kernels compute
-the product with the plan's tiles.
+torch's grouped product. The library takes no indices, so what is to be gathered is copied first. It is chosen only
+where it is one launch without a synchronisation and takes the operands as they are (`_library_takes`); else the kernels
+compute the product with the plan's tiles.
 
 The kernels work on tiles whose place `routing.py` knows. Weights are addressed by strides: transposed ones need no
 copy. A tile's last rows may belong to the next expert, or lie past the end: they are computed from some row of this
@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from ... import private
 from ...registry import Key, LaunchConfig, Plan, Target, Tunable, backend, next_power_of_2
 from ...runtime.operator import Routine, call_routine, cdiv, launch
 from ...runtime.triton_import import tl, triton
@@ -373,12 +374,12 @@ def _is_aligned(t: torch.Tensor) -> bool:
 
 def _library_rows(a, weight, token, offsets, inner_axis: int, gathered: bool) -> torch.Tensor:
     a = a.index_select(0, token) if gathered else a
-    return torch._grouped_mm(a, weight.mT if inner_axis == 2 else weight, offs=offsets[1:])
+    return private.grouped_matmul(a, weight.mT if inner_axis == 2 else weight, offs=offsets[1:])
 
 
 def _library_weights(p, q, token, offsets, gathered: tuple[bool, bool]) -> torch.Tensor:
     p, q = (t.index_select(0, token) if is_gathered else t for t, is_gathered in zip((p, q), gathered))
-    return torch._grouped_mm(p.mT, q, offs=offsets[1:])
+    return private.grouped_matmul(p.mT, q, offs=offsets[1:])
 
 
 _ROWS = Routine(

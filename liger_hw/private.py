@@ -1,0 +1,88 @@
+"""Every interface of torch that is not public, each with the reason why nothing public does; the code takes them from
+here alone (`tests/test_structure.py`).
+
+Where a version of torch lacks one, it is None here, and who takes it does without.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import _C
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401  launches are learnt without memory; see `REASONS`
+
+REASONS = {
+    "FakeTensorMode": "tensors without memory that give each operator's result its shape, strides and device; torch "
+    "documents it for compilers and has no public name for it",
+    "has_transforms": "whether a transform of torch.func is active: such a call must be refused, once per call",
+    "is_tracing": "whether torch.jit.trace records; torch.jit.is_tracing costs three times as much, once per call",
+    "n_dispatch_modes": "how many torch modes see operators: with none, the dispatcher would only pass a call on",
+    "is_profiling": "whether torch's profiler wants to see operators",
+    "unwrap_if_dead": "what torch's own Function.apply does with tensors that a finished transform left",
+    "is_batched": "whether a tensor is one of is_grads_batched, which has no memory of its own",
+    "is_functorch_wrapped": "whether a tensor is a transform's, which has no memory of its own",
+    "innermost_transform": "the transform that a backward runs under",
+    "keeps_graph": "whether this backward may run again over the same saved tensors (retain_graph)",
+    "graph_task": "whether autograd runs a backward now",
+    "has_forward_gradients": "whether forward-mode gradients are on: off inside an autograd.Function alone",
+    "hooks_on_top": "the innermost saved-tensor hooks of this thread: ours, or another program's; since torch 2.8",
+    "allows_saved_tensor_hooks": "whether saved-tensor hooks are forbidden here",
+    "without_torch_function": "a subclass's own work must not come back to it; the public form stops modes too",
+    "refuses_data_ptr": "a tensor without memory must raise when asked for its address, as FakeTensor does",
+    "assert_async": "an assertion on the device without waiting for it",
+    "integer_matmul": "int8 times int8 to int32 by the vendor's library",
+    "has_integer_matmul": "whether a device type has it",
+    "grouped_matmul": "several matrix products in one launch by the vendor's library",
+    "current_device": "the index of the present GPU, 1 us faster than torch.cuda.current_device, at every launch",
+    "current_stream": "the present stream's handle, without a Stream object, at every launch",
+}
+"""Name in this module -> why it is needed."""
+
+_FORWARDS = (
+    "a model's forward is recognised by what its code names and changed by another name: there is no other way in"
+)
+ELSEWHERE = {
+    "autotune/compile.py": (1, "PTX's word for a pointer, no interface"),
+    "autotune/compile_ahead.py": (2, "up to Triton 3.6 launchers of several threads take each other's place in Python"),
+    "bench/inputs.py": (1, "torch._foreach_copy_: one launch writes back what a timed call overwrote"),
+    "distributed/owners.py": (5, "torch.nn.modules.module's hooks on every module; whose hook a function is"),
+    "recompute/recipes.py": (2, "hooks of saved tensors"),
+    "runtime/operator.py": (1, "torch._dynamo in a comment"),
+    "runtime/saved_tensors.py": (9, "whether a saved tensor is held by another program"),
+    "transformers/copies.py": (1, "whether copy.deepcopy asks for a state"),
+    "transformers/deferred.py": (5, "autograd's state, which says whether logits may be deferred"),
+    "transformers/output_logits.py": (4, "a tensor subclass without memory"),
+    "transformers/probing/coverage.py": (21, _FORWARDS),
+    "transformers/probing/guards.py": (2, _FORWARDS),
+    "transformers/probing/norms.py": (1, _FORWARDS),
+    "transformers/probing/probe.py": (1, "whether a torch mode is active"),
+    "transformers/probing/rotary.py": (4, _FORWARDS),
+    "transformers/rebind.py": (5, _FORWARDS),
+    "transformers/replacing.py": (3, _FORWARDS),
+}
+"""File -> how often it names a private interface of torch, Triton or Python, and why."""
+
+has_transforms = _C._are_functorch_transforms_active
+is_tracing = _C._get_tracing_state
+n_dispatch_modes = _C._len_torch_dispatch_stack
+is_profiling = _C._autograd._profiler_enabled
+unwrap_if_dead = _C._functorch.unwrap_if_dead
+is_batched = _C._functorch.is_legacy_batchedtensor
+is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
+innermost_transform = _C._functorch.peek_interpreter_stack
+keeps_graph = getattr(_C._autograd, "_get_current_graph_task_keep_graph", None)
+graph_task = _C._current_graph_task_id
+has_forward_gradients = _C._is_fwd_grad_enabled
+hooks_on_top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
+allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled
+without_torch_function = _C.DisableTorchFunctionSubclass
+refuses_data_ptr = _C._set_throw_on_mutable_data_ptr
+assert_async = torch._assert_async
+integer_matmul = torch._int_mm
+grouped_matmul = getattr(torch, "_grouped_mm", None)
+current_device = getattr(_C, "_cuda_getDevice", None)
+current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)
+
+
+def has_integer_matmul(device_type: str) -> bool:
+    """Whether torch multiplies int8 matrices on a device type."""
+    return _C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", _C._dispatch_key_for_device(device_type))
