@@ -264,7 +264,7 @@ def test_plain_words():
 
 
 PRIVATE = re.compile(
-    r"torch\._C|torch\._(?!_version)|\b_C\.|sys\.settrace|__code__|getrefcount|\bdis\.|triton\.runtime\.build\._|_load_module"
+    r"torch\._C|torch\._(?!_version)|\b_C\.|sys\.settrace|__code__|getrefcount|\bdis\.|_load_module"
 )
 """Interfaces of torch, Triton and Python that are not public."""
 
