@@ -32,7 +32,6 @@ VENDOR_CODE = {
         "pip install 'liger_hw[cuda]', 'liger_hw[rocm]' or 'liger_hw[xpu]'"
     ],  # the extras' names, in an error
     "dependent_launch.py": ["tl.extra.cuda.gdc"],  # Triton's names; nothing is emitted for others
-    "launch.py": ["_cuda_getDevice", "_cuda_getCurrentRawStream"],  # torch's names for the fast launcher's two calls
 }
 SYNCS = re.compile(
     r"\.item\(\)|torch\.equal\(|\.nonzero\(|torch\.nonzero|\.tolist\(\)|\.cpu\(\)|synchronize\(|masked_select\("
@@ -263,9 +262,7 @@ def test_plain_words():
     assert not wrong, f"words of VAGUE and IDIOM that were not there before: {wrong}"
 
 
-PRIVATE = re.compile(
-    r"torch\._C|torch\._(?!_version)|\b_C\.|sys\.settrace|__code__|getrefcount|\bdis\.|_load_module"
-)
+PRIVATE = re.compile(r"torch\._C|torch\._(?!_version)|\b_C\.|sys\.settrace|__code__|getrefcount|\bdis\.|_load_module")
 """Interfaces of torch, Triton and Python that are not public."""
 
 
@@ -364,7 +361,7 @@ def test_no_import_circles():
 
 
 FLOORS = (
-    "__init__ text locks files lazy runtime/__init__ runtime/sharding autotune/__init__",
+    "__init__ private text locks files lazy runtime/__init__ runtime/sharding autotune/__init__",
     "kernels/__init__ env",  # the names of the ops, of each of which a variable is made
     "backends",
     "ops",

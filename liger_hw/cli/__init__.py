@@ -59,7 +59,7 @@ class UsageError(Exception):
 
 
 @contextlib.contextmanager
-def told(command: str, kinds: type | tuple[type, ...] = ValueError) -> Iterator[None]:
+def user_errors(command: str, kinds: type | tuple[type, ...] = ValueError) -> Iterator[None]:
     """Errors of these kinds are the user's to put right: raised in a `with` block, they become `UsageError`."""
     try:
         yield

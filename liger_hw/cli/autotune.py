@@ -23,7 +23,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..text import StatusLine, fold, json_text, table, time_left
-from . import UsageError, needs, told
+from . import UsageError, needs, user_errors
 from .arguments import SEQS, add_model_sizes, dtype_name, listed, positive, seconds, shape
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
     if arguments.from_misses and (arguments.model or arguments.shapes or arguments.first):
         raise UsageError("autotune: --from-misses says what to tune: --model, --shapes and --first do not go with it")
     names = arguments.ops or list(registry.ops())
-    with told("autotune"):
+    with user_errors("autotune"):
         kernels = {name: registry.get_tunable(name) for name in names if "." in name}
         ops = list(dict.fromkeys(registry.get_op(name.partition(".")[0]).name for name in names))
         chosen = [models.find(name) for name in arguments.model]

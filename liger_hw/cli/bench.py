@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from ..text import fold, json_text, time_left
-from . import UsageError, parser_of, told
+from . import UsageError, parser_of, user_errors
 from .arguments import dtype_name, listed, positive, seconds, tokens, torch_dtype, usable_device
 
 MODES = ("fwd", "bwd", "full")
@@ -132,7 +132,7 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: 
     if experts and names:
         raise UsageError(f"bench: moe takes no op, got {names[0]!r}; --sizes chooses layers")
     sizes, dtype = arguments.sizes or (["small"] if device.type == "cpu" else []), torch_dtype(arguments.dtype)
-    with told("bench"):
+    with user_errors("bench"):
         if experts:
             todo = moe.layers(sizes, arguments.tokens, arguments.routing, dtype)
         else:
@@ -209,7 +209,7 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     options = {name: getattr(arguments, name) for name in sizes} | {"arms": tuple(arguments.arms)}
     shape = training.MODELS.get(arguments.model)  # Schedule refuses a model that is not there
     options["layers"] = arguments.layers or (shape.trained if shape else 1)
-    with told("bench"):
+    with user_errors("bench"):
         schedule = e2e.Schedule(**options)
     if device.type == "cpu" and not arguments.hidden:
         few = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
@@ -220,7 +220,7 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
         if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, **results})
 
-    with told("bench"):  # a text that cannot be read, or is too short
+    with user_errors("bench"):  # a text that cannot be read, or is too short
         results = e2e.measure(schedule, device, timing.Budget(arguments.budget), keep, _progress)
     if arguments.json == "-":
         print(json_text({"machine": facts, **results}, indent=1))

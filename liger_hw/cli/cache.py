@@ -18,7 +18,7 @@ from typing import Any
 from .. import files
 from ..text import fold, json_text, printable
 from ..text import table as text_table
-from . import UsageError, told
+from . import UsageError, user_errors
 
 _CLEARS = {
     "entries": "configurations that answer",
@@ -257,7 +257,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if not table:
         raise UsageError(f"cache export: no current entry in {paths[0]} ({skipped} out of date)")
     if arguments.merge and arguments.output and Path(arguments.output).exists():
-        with told(f"cache export: {arguments.output}"):
+        with user_errors(f"cache export: {arguments.output}"):
             before, kept, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             table_of = printable(f"{before.get('vendor')} {before.get('arch')}")
@@ -279,7 +279,7 @@ def _import(arguments: argparse.Namespace) -> int:
     from .. import registry
     from ..autotune import store, tables
 
-    with told("cache import", (ValueError, RuntimeError)):
+    with user_errors("cache import", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
     path = Path(arguments.file)
     try:

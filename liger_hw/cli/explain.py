@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from ..text import first_line, fold, json_text, printable
-from . import told
+from . import user_errors
 from .arguments import dtype_name, shape, torch_dtype
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from .. import registry
 
-    with told("explain", (ValueError, RuntimeError)):
+    with user_errors("explain", (ValueError, RuntimeError)):
         op = registry.get_op(arguments.op)
         target = registry.target_named(arguments.device)
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..text import StatusLine, json_text, printable
-from . import UsageError, told
+from . import UsageError, user_errors
 from .arguments import SEQS, add_model_sizes, dtype_name
 
 _PINS = ("model", "batch", "seq", "ops", "dtype", "output", "force", "allow-other-device")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from .. import env, registry
 
-    with told("lock", (ValueError, RuntimeError)):
+    with user_errors("lock", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
     if arguments.check is not None:
         not_taken = [f"--{name}" for name in _PINS if getattr(arguments, name.replace("-", "_"))]
@@ -81,7 +81,7 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
     from .. import registry
     from ..autotune import jobs, models
 
-    with told("lock"):
+    with user_errors("lock"):
         ops = [registry.get_op(name).name for name in arguments.ops or registry.ops()]
         chosen = [models.find(name) for name in arguments.model]
     pairs = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, [])

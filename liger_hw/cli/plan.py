@@ -13,7 +13,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..text import fold, json_text, table
-from . import told
+from . import user_errors
 from .arguments import A_MODEL, dtype_name, positive, share, tokens
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..recompute.levels import DEFAULT, level_of_each
 
-    with told("plan"):
+    with user_errors("plan"):
         planner = _planner(arguments)
         budgets = _budgets(arguments.memory)
         rows: list[tuple[str, Any]] = [("default", planner.predict(level_of_each(DEFAULT, planner.model.layers)))]

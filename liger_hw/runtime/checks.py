@@ -35,8 +35,8 @@ _warned: set[tuple[str, str]] = set()
 
 def warn_ignored(op: str, why: str, **arguments: bool) -> None:
     """Warn, once for each, of arguments that were given (true) and change nothing."""
-    for name, given in arguments.items():
-        if given and (op, name) not in _warned:
+    for name, is_used in arguments.items():
+        if is_used and (op, name) not in _warned:
             _warned.add((op, name))
             warnings.warn(f"{op}: {name} is accepted and changes nothing: {why}", stacklevel=3)
 
@@ -133,13 +133,13 @@ def remembered(misfit: Callable[..., str]) -> Callable[..., str]:
     """
     known = functools.lru_cache(maxsize=1024, typed=True)(misfit)
 
-    def ask(*asked: Any) -> str:
+    def ask(*arguments: Any) -> str:
         if torch.compiler.is_compiling():
-            return misfit(*asked)
+            return misfit(*arguments)
         try:
-            return known(*asked)
+            return known(*arguments)
         except TypeError:  # what cannot be hashed, as symbolic sizes
-            return misfit(*asked)
+            return misfit(*arguments)
 
     return ask
 

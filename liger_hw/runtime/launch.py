@@ -38,6 +38,8 @@ _DEVICE_ERRORS = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError")
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
 _tensor_counts: dict[int, int] = {}
+_kernels: list[Any] = []
+"""Kernels that are known by their id, so that no other object takes it."""
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 _interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the launch at hand in globals
 _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
@@ -117,23 +119,23 @@ def launch(
             dtypes.append(tensor.dtype)
     aligned = 0 if together & 15 == 0 else tuple([None if p is None else p & 15 for p in pointers])
     key = (name, flags, numbers, aligned, *dtypes)
-    found = compiled.get(key)
+    entry = compiled.get(key)
     index = args[0].get_device()
-    if found is None:
-        found = _find_or_compile(plan, kernel, grid, args, flags, key)
-        if found is None:
+    if entry is None:
+        entry = _find_or_compile(plan, kernel, grid, args, flags, key)
+        if entry is None:
             return None
     if current_device() != index or is_profiled():
         launch_ordinary(plan, kernel, grid, args, flags)
         return None
-    run, head, constants = found
+    run, head, constants = entry
     size = len(grid)
     y, z = (1, 1) if size == 1 else (grid[1], grid[2] if size > 2 else 1)
     try:
         run(grid[0], y, z, current_stream(index), *head, *pointers, *numbers, *constants)
     except Exception as error:
         _raise(plan, error)
-    return found
+    return entry
 
 
 def _launch_observed(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
@@ -146,6 +148,7 @@ def tensor_count(kernel: Any, args: tuple) -> int:
     if count is None:
         count = next((i for i, a in enumerate(args) if isinstance(a, (int, float))), len(args))
         _tensor_counts[id(kernel)] = count
+        _kernels.append(kernel)
     return count
 
 
@@ -175,13 +178,13 @@ def _class_of(number: int, is_unspecialised: bool) -> int | tuple[bool, bool]:
 
 def _unspecialised(kernel: Any) -> tuple[frozenset[int], frozenset[int]]:
     """The places of the arguments whose values Triton does not look at, and of those whose alignment it does not."""
-    found = _unspecialised_of.get(id(kernel))
-    if found is None:
+    entry = _unspecialised_of.get(id(kernel))
+    if entry is None:
         parameters = list(enumerate(getattr(kernel, "params", ())))
         values = frozenset(i for i, p in parameters if p.do_not_specialize)
         alignments = frozenset(i for i, p in parameters if p.do_not_specialize_on_alignment)
-        found = _unspecialised_of[id(kernel)] = values, values | alignments
-    return found
+        entry = _unspecialised_of[id(kernel)] = values, values | alignments
+    return entry
 
 
 def likeness(kernel: Any, args: tuple, flags: tuple) -> tuple:
@@ -197,11 +200,11 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
     _, _, numbers, *rest = key
     compiled = plan.compiled
     alike = _likeness(kernel, flags, numbers, tuple(rest))
-    found = compiled.get(alike)
-    if isinstance(found, Future):  # another thread compiles it, or has: wait, and Triton will find it
-        found.exception()
-        found = None
-    if found is None:
+    entry = compiled.get(alike)
+    if isinstance(entry, Future):  # another thread compiles it, or has: wait, and Triton will find it
+        entry.exception()
+        entry = None
+    if entry is None:
         run, head = _entry(launch_ordinary(plan, kernel, grid, args, flags))
         compiled[alike] = compiled[key] = run, head, flags + tuned_values(plan, kernel, args, flags)
         return None
@@ -209,8 +212,8 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
         kept = {k: v for k, v in list(compiled.items()) if k[0] == "alike"}
         compiled.clear()
         compiled.update(kept)
-    compiled[key] = found
-    return found
+    compiled[key] = entry
+    return entry
 
 
 def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:

@@ -90,8 +90,8 @@ def define(
     name = schema.split("(", 1)[0].strip()
     call_numbers = None if numbers is None else _Numbers(numbers)
     if call_numbers is not None:
-        given, _, results = schema.partition(") ->")
-        schema, n_others = f"{given}, {call_numbers.schema}) ->{results}", given.count(",") + 1
+        arguments, _, results = schema.partition(") ->")
+        schema, n_others = f"{arguments}, {call_numbers.schema}) ->{results}", arguments.count(",") + 1
         launcher, reference = (call_numbers.taken_by(run, n_others) for run in (launcher, reference))
         fake, misfit = (call_numbers.taken_by(run, n_others) if callable(run) else run for run in (fake, misfit))
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -248,12 +248,12 @@ class LauncherMode(TorchDispatchMode):
 def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference, whose results a caller may change in place although a reshape made them."""
 
-    def own(result: Any) -> Any:
+    def without_view(result: Any) -> Any:
         return no_view(result) if isinstance(result, torch.Tensor) and result._is_view() else result
 
     def run(*args: Any) -> Any:
         results = reference(*args)
-        return tuple(map(own, results)) if isinstance(results, (tuple, list)) else own(results)
+        return tuple(map(without_view, results)) if isinstance(results, (tuple, list)) else without_view(results)
 
     return run
 
@@ -284,8 +284,8 @@ def _fake_like(names: tuple[str, ...], schema: Any) -> Callable[..., Any]:
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
     """An operator without a forward-mode derivative would drop a tangent in silence: a derivative of zero."""
-    given = (t for arg in args for t in (arg if isinstance(arg, (tuple, list)) else (arg,)))
-    if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in given):
+    arguments = (t for arg in args for t in (arg if isinstance(arg, (tuple, list)) else (arg,)))
+    if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in arguments):
         raise NotImplementedError(
             f"liger_hw::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad); "
             "take the gradient backwards, or use the unpatched model for it"
