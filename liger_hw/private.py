@@ -1,7 +1,7 @@
 """Every interface of torch that is not public, each with the reason why nothing public does; the code takes them from
 here alone (`tests/test_structure.py`).
 
-Where a version of torch lacks one, it is None here, and who takes it does without.
+A name that a version of torch lacks has None in its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ REASONS = {
     "FakeTensorMode": "tensors without memory that give each operator's result its shape, strides and device; torch "
     "documents it for compilers and has no public name for it",
     "has_transforms": "whether a transform of torch.func is active: such a call must be refused, once per call",
-    "is_tracing": "whether torch.jit.trace records; torch.jit.is_tracing costs three times as much, once per call",
     "n_dispatch_modes": "how many torch modes see operators: with none, the dispatcher would only pass a call on",
     "is_profiling": "whether torch's profiler wants to see operators",
     "unwrap_if_dead": "what torch's own Function.apply does with tensors that a finished transform left",
@@ -32,7 +31,7 @@ REASONS = {
     "integer_matmul": "int8 times int8 to int32 by the vendor's library",
     "has_integer_matmul": "whether a device type has it",
     "grouped_matmul": "several matrix products in one launch by the vendor's library",
-    "current_device": "the index of the present GPU, 1 us faster than torch.cuda.current_device, at every launch",
+    "current_device": "the index of the present GPU, without asking whether torch.cuda is initialised, at every launch",
     "current_stream": "the present stream's handle, without a Stream object, at every launch",
 }
 """Name in this module -> why it is needed."""
@@ -62,7 +61,6 @@ ELSEWHERE = {
 """File -> how often it names a private interface of torch, Triton or Python, and why."""
 
 has_transforms = _C._are_functorch_transforms_active
-is_tracing = _C._get_tracing_state
 n_dispatch_modes = _C._len_torch_dispatch_stack
 is_profiling = _C._autograd._profiler_enabled
 unwrap_if_dead = _C._functorch.unwrap_if_dead

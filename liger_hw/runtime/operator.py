@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import env, registry
-from ..private import has_transforms, is_profiling, is_tracing, n_dispatch_modes, unwrap_if_dead
+from ..private import has_transforms, is_profiling, n_dispatch_modes, unwrap_if_dead
 from .checks import (  # noqa: F401  op files take these from here
     autocast_dtype,
     cdiv,
@@ -145,7 +145,7 @@ def define(
             or has_transforms()
             or forward_ad._current_level >= 0
             or is_profiling()
-            or is_tracing() is not None
+            or torch.jit.is_tracing()
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
                 result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
