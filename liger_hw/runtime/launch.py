@@ -38,8 +38,6 @@ _DEVICE_ERRORS = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError")
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
 _tensor_counts: dict[int, int] = {}
-_kernels: list[Any] = []
-"""Kernels that are known by their id, so that no other object takes it."""
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 _interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the launch at hand in globals
 _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
@@ -148,7 +146,6 @@ def tensor_count(kernel: Any, args: tuple) -> int:
     if count is None:
         count = next((i for i, a in enumerate(args) if isinstance(a, (int, float))), len(args))
         _tensor_counts[id(kernel)] = count
-        _kernels.append(kernel)
     return count
 
 
