@@ -89,18 +89,15 @@ def launch(
     args: tuple[Any, ...],
     flags: tuple[Any, ...] = (),
     was_observed: bool = False,
-) -> tuple | None:
-    """Launch `kernel` over `grid` on the current stream of the first tensor's device.
-
-    Returns what it launched, `(run, head, constants)`: the launching function, what it takes between the stream and the
-    kernel's arguments, and what it takes after them. None where Triton or an observer made the launch.
-    """
+) -> None:
+    """Launch `kernel` over `grid` on the current stream of the first tensor's device."""
     if observers and not was_observed:
-        return observed("launch", _launch_observed, plan, kernel, grid, args, flags)
+        observed("launch", _launch_observed, plan, kernel, grid, args, flags)
+        return
     compiled = plan.compiled
     if compiled is None or not CAN_BE_FAST:
         launch_ordinary(plan, kernel, grid, args, flags)
-        return None
+        return
     name = id(kernel)
     count = _tensor_counts.get(name)
     if count is None:
@@ -122,10 +119,10 @@ def launch(
     if entry is None:
         entry = _find_or_compile(plan, kernel, grid, args, flags, key)
         if entry is None:
-            return None
+            return
     if current_device() != index or is_profiled():
         launch_ordinary(plan, kernel, grid, args, flags)
-        return None
+        return
     run, head, constants = entry
     size = len(grid)
     y, z = (1, 1) if size == 1 else (grid[1], grid[2] if size > 2 else 1)
@@ -133,11 +130,10 @@ def launch(
         run(grid[0], y, z, current_stream(index), *head, *pointers, *numbers, *constants)
     except Exception as error:
         _raise(plan, error)
-    return entry
 
 
-def _launch_observed(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
-    return launch(plan, kernel, grid, args, flags, was_observed=True)
+def _launch_observed(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+    launch(plan, kernel, grid, args, flags, was_observed=True)
 
 
 def tensor_count(kernel: Any, args: tuple) -> int:

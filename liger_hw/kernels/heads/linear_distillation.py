@@ -155,7 +155,6 @@ def linear_distillation_operator(
         launcher=fwd,
         reference=reference,
         numbers=DistillationCall,
-        recorded=False,
     )
 
 
