@@ -120,6 +120,16 @@ def define(
         fake = _fake_like(fake, overload._schema)
     torch.library.register_fake(f"liger_hw::{name}", checked(fake), lib=_library)
 
+    passed: dict[tuple, bool] = {}
+
+    def look_at(layout: tuple, args: tuple) -> bool:
+        """Check the first arguments of a layout; whether its numbers are as the schema has them."""
+        check_args(args)
+        if len(passed) >= _MOST_LAYOUTS:
+            passed.clear()
+        passed[layout] = coerced(args, coercions) is args
+        return passed[layout]
+
     def call(*args: Any) -> Any:
         if not (
             torch.is_grad_enabled()
@@ -130,9 +140,12 @@ def define(
             or is_profiling()
             or torch.jit.is_tracing()
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
-            if are_plain(args):
-                check_args(args)
-                run, args = run_launcher, coerced(args, coercions)
+            layout = plain_layout(args)
+            if layout is not None:
+                is_coerced = passed.get(layout)
+                if is_coerced is None:
+                    is_coerced = look_at(layout, args)
+                run, args = run_launcher, args if is_coerced else coerced(args, coercions)
             else:
                 run = overload
                 expected.check_types(args)
@@ -209,7 +222,7 @@ class _Numbers:
 _NUMBERS = {"float": float, "int": int, "bool": bool}
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
-_PLAIN = _TENSORS | _NO_TENSORS | {tuple}
+_MOST_LAYOUTS = 4096  # layouts that never repeat must not be kept without end
 
 
 class _NumberTypes(NamedTuple):
@@ -219,21 +232,26 @@ class _NumberTypes(NamedTuple):
     kinds: tuple[type, ...]
 
 
-def are_plain(args: tuple) -> bool:
-    """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
+def plain_layout(args: tuple) -> tuple | None:
+    """What tells apart calls with plain tensors, the first on a GPU, numbers, and tuples of numbers; None for others.
 
     A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
     have no memory of their own.
     """
-    if not _PLAIN.issuperset(map(type, args)) or type(args[0]) not in _TENSORS or args[0].get_device() < 0:
-        return False
+    if type(args[0]) not in _TENSORS or args[0].get_device() < 0:
+        return None
+    layout: list[Any] = []
     for arg in args:
         kind = type(arg)
-        if kind in _NO_TENSORS:
-            continue
-        if is_batched(arg) if kind in _TENSORS else not _NO_TENSORS.issuperset(map(type, arg)):
-            return False
-    return True
+        if kind in _TENSORS:
+            if is_batched(arg):
+                return None
+            layout += arg.dtype, arg.shape, arg.get_device()
+        elif kind in _NO_TENSORS or kind is tuple and _NO_TENSORS.issuperset(map(type, arg)):
+            layout += kind, arg
+        else:
+            return None
+    return tuple(layout)
 
 
 def coerced(args: tuple, numbers: _NumberTypes) -> tuple:

@@ -138,8 +138,8 @@ def _launched(x, y, out, z=0.0):
 
 def test_tuples_of_numbers_are_plain_and_lists_are_not(driver):
     x = torch.randn(3)
-    assert _op.are_plain((x, None, (1, 2), ())) and not _op.are_plain((x, [1, 2]))
-    assert not _op.are_plain((x, (1, x))) and not _op.are_plain((x, ((1, 2),)))
+    assert _op.plain_layout((x, None, (1, 2), ())) and _op.plain_layout((x, [1, 2])) is None
+    assert _op.plain_layout((x, (1, x))) is None and _op.plain_layout((x, ((1, 2),))) is None
 
 
 @pytest.mark.parametrize("calls", range(2))
