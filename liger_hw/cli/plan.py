@@ -2,6 +2,7 @@
 
     liger-hw plan --model mistral-7b --batch 4 --seq 4096              every level, and what fits the device here
     liger-hw plan --model my/config.json --batch 1 --seq 32768 --memory 80GiB 140GiB
+    liger-hw plan --model llama-3-8b --seq max --memory 140GiB --gpus 4   the longest sequence, and how to launch it
 
 Predicted from the model's shape alone, without a device; what was taken for granted is printed underneath. The same
 planner answers `activations="fit"` and `activations="80GiB"` of a patched model.
@@ -10,6 +11,8 @@ planner answers `activations="fit"` and `activations="80GiB"` of a patched model
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 from ..text import fold, json_text, table
@@ -19,17 +22,26 @@ from .arguments import A_MODEL, dtype_name, positive, share, tokens
 if TYPE_CHECKING:
     from ..recompute.planner import Planner, Prediction
 
+MAX = 0
+"""The value of `--seq max`."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=A_MODEL)
-    parser.add_argument("--batch", type=positive, required=True, help="sequences a device takes at a time")
-    parser.add_argument("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences a device takes at a time (default 1)")
+    parser.add_argument("--seq", type=_length, required=True, help="tokens of a sequence, as 8192 or 8k, or max")
     parser.add_argument(
         "--memory",
         nargs="+",
         default=[],
         metavar="80GiB",
         help="what a step may use (default: the device here, if any)",
+    )
+    parser.add_argument(
+        "--host-memory",
+        metavar="100GiB",
+        help="host memory that a device may pin for level offload (default: four fifths of what is free here, or no "
+        "limit with --memory)",
     )
     parser.add_argument("--layers", type=positive, help="other than the model has (default: the model's)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
@@ -45,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)"
     )
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        default=1,
+        help="devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)",
+    )
     parser.add_argument("--no-window", action="store_true", help="attention without the config's sliding window")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -53,27 +71,45 @@ def run(arguments: argparse.Namespace) -> int:
     from ..recompute.levels import DEFAULT, level_of_each
 
     with user_errors("plan"):
-        planner = _planner(arguments)
-        budgets = _budgets(arguments.memory)
+        budgets, host = _budgets(arguments.memory), _host(arguments)
+        planner = _planner(arguments, budgets, host)
         rows: list[tuple[str, Any]] = [("default", planner.predict(level_of_each(DEFAULT, planner.model.layers)))]
         rows += [(one.levels[0], one) for one in planner.pure()]
         for name, budget in budgets:
             try:
-                rows.append((name, planner.best(budget)))
+                rows.append((name, planner.best(budget, host)))
             except ValueError as error:
                 rows.append((name, str(error)))
     if arguments.json:
         print(json_text([_as_json(name, answer) for name, answer in rows], indent=2))
     else:
         _print(planner, rows)
+        if arguments.seq == MAX:
+            print(_launch(planner, planner.best(budgets[0][1], host)))
     return 1 if any(isinstance(answer, str) for _, answer in rows) else 0
 
 
-def _planner(arguments: argparse.Namespace) -> "Planner":
+def _length(text: str) -> int:
+    return MAX if text == "max" else tokens(text)
+
+
+def _host(arguments: argparse.Namespace) -> float:
+    """Bytes of host memory that one device may pin."""
+    from ..recompute.levels import parse_size
+    from ..recompute.offload import SHARE, free_host_memory
+
+    if arguments.host_memory is None:
+        return math.inf if arguments.memory else SHARE * free_host_memory() / arguments.gpus
+    if (size := parse_size(arguments.host_memory)) is None:
+        raise ValueError(f"--host-memory {arguments.host_memory!r} is no size; write it as 100GiB")
+    return size
+
+
+def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host: float) -> "Planner":
     from dataclasses import replace
 
     from ..autotune import models
-    from ..recompute.planner import Assumptions, Planner
+    from ..recompute.planner import Assumptions, Planner, longest
 
     model = models.find(arguments.model)
     model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
@@ -83,9 +119,32 @@ def _planner(arguments: argparse.Namespace) -> "Planner":
         compute_bytes=size[arguments.autocast or arguments.dtype],
         optimizer=arguments.optimizer,
         trainable=arguments.trainable,
-        shards=arguments.shards,
+        shards=max(arguments.shards, arguments.gpus),
+        sequence=arguments.gpus,
     )
-    return Planner(model, arguments.batch, arguments.seq, assumptions)
+
+    def planner_at(seq: int) -> Planner:
+        return Planner(model, arguments.batch, seq, assumptions)
+
+    if arguments.seq != MAX:
+        return planner_at(arguments.seq)
+    if len(budgets) != 1:
+        raise ValueError("--seq max takes one --memory; there is no device here whose memory to take")
+    return longest(planner_at, budgets[0][1], host)
+
+
+def _launch(planner: "Planner", prediction: "Prediction") -> str:
+    """How to start a training of the longest sequence."""
+    runs = ((level, len(list(run))) for level, run in itertools.groupby(prediction.levels))
+    levels = " + ".join(f'["{level}"] * {count}' for level, count in runs)
+    count = planner.assumptions.sequence
+    several = (
+        f"accelerate launch --num_processes {count} --mixed_precision bf16 --use_fsdp --fsdp_version 2 "
+        "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --use_parallelism_config "
+        f"--parallelism_config_cp_size {count}"
+    )
+    command = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {several if count > 1 else 'python'} train.py"
+    return f"In train.py:  liger_hw.patch(model, activations={levels})\nLaunch:       {command}"
 
 
 def _budgets(texts: list[str]) -> list[tuple[str, int]]:
@@ -106,7 +165,13 @@ def _budgets(texts: list[str]) -> list[tuple[str, int]]:
 def _as_json(name: str, answer: "Prediction | str") -> dict[str, Any]:
     if isinstance(answer, str):
         return {"setting": name, "error": answer}
-    return {"setting": name, "levels": list(answer.levels), "peak_bytes": answer.peak, "speed": round(answer.speed, 4)}
+    return {
+        "setting": name,
+        "levels": list(answer.levels),
+        "peak_bytes": answer.peak,
+        "host_bytes": answer.host,
+        "speed": round(answer.speed, 4),
+    }
 
 
 def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
@@ -114,11 +179,12 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
 
     model = planner.model
     print(f"{model.name}, {model.layers} layers, batch {planner.batch} x {planner.seq}")
-    lines = [("activations=", "levels, first layer first", "peak GiB", "speed")]
+    lines = [("activations=", "levels, first layer first", "peak GiB", "speed", "host GiB")]
     notes = [f"{name}: {answer}" for name, answer in rows if isinstance(answer, str)]
     for name, answer in rows:
         if not isinstance(answer, str):
-            lines.append((name, in_words(answer.levels), f"{answer.peak / 2**30:.1f}", f"{100 * answer.speed:.1f}%"))
+            cells = f"{answer.peak / 2**30:.1f}", f"{100 * answer.speed:.1f}%", f"{answer.host / 2**30:.1f}"
+            lines.append((name, in_words(answer.levels), *cells))
     print(table(lines))
     kinds = {"masked": "attention with a mask (a sliding window)", "eager": "eager attention (its scores in memory)"}
     attention = kinds.get(planner.attention, "flash attention")
@@ -127,11 +193,11 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
             f"{model.name} was made for sequences of at most {model.positions} tokens. Memory is predicted for --seq "
             f"{planner.seq} all the same; the position embeddings have to be extended first."
         )
-    if planner.given.shards > 1:
+    if planner.assumptions.shards > 1:
         notes.append(
-            f"--shards {planner.given.shards} divides parameters, gradients and optimizer states evenly, as FSDP or "
-            "ZeRO-3 do. Not in it: a layer's gathered parameters and gradients, communication, activations split over "
-            "devices (tensor, sequence or pipeline parallelism)."
+            f"--shards {planner.assumptions.shards} divides parameters, gradients and optimizer states evenly, as "
+            "FSDP or ZeRO-3 do; two layers, embedding and head are counted whole beside them, as gathered. Not in it: "
+            "buffers of communication, activations split over devices by tensor or pipeline parallelism."
         )
     meaning = "Speed is against `keep`; `default` is a patch without activations=."
-    print(fold("\n".join([*notes, f"Assumed: {planner.given}; {attention}. {meaning}"])))
+    print(fold("\n".join([*notes, f"Assumed: {planner.assumptions}; {attention}. {meaning}"])))

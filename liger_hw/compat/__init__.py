@@ -39,6 +39,7 @@ _FUNCTIONS = "liger_hw.compat.functions"
 _CHECKED = "liger_hw.compat.checked"
 _GRPO = "liger_hw.compat.grpo"
 _BASES = "liger_hw.compat.loss_bases"
+_TILED = "liger_hw.kernels.pointwise.tiled_mlp"
 _FORWARDS = "liger_hw.compat.forwards"
 _LOSS_UTILS = "liger_hw.compat.loss_utils"
 _OUTPUTS = "liger_hw.compat.output_classes"
@@ -72,13 +73,16 @@ MODULES: dict[str, tuple[str, ...]] = {
         "liger_hw.compat.fsdp",
     ),  # where Axolotl takes `_FSDPForwardRedirection` from
     "transformers.mlp": (_MODULES,),
+    "transformers.tiled_mlp": (_TRANSFORMERS,),
     "transformers.auto_model": (_TRANSFORMERS,),
     "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss", _GRPO, _LOSSES + ".grpo_loss"),
     "transformers.experimental": ("liger_hw.kernels.embedding.embedding",),
     "transformers.model": (),
     "transformers.model.loss_utils": (_LOSS_UTILS,),
     "transformers.model.output_classes": (_OUTPUTS,),
-    "ops": (_FUNCTIONS, "liger_hw.kernels"),
+    "ops": (_FUNCTIONS, "liger_hw.kernels", _TILED),
+    "ops.mlp": (_FUNCTIONS,),
+    "ops.tiled_mlp": (_FUNCTIONS, _TILED),
     "ops.swiglu": (
         _FUNCTIONS,
         "liger_hw.kernels.pointwise.swiglu",

@@ -14,6 +14,7 @@ from typing import Any, Callable
 
 import torch
 
+from ..kernels.pointwise.tiled_mlp import apply_tiled_mlp
 from ..transformers.functional import (
     liger_dyt,
     liger_embedding,
@@ -113,6 +114,37 @@ class LigerTVDLossFunction:
         ignore_index: int = -100,
     ) -> torch.Tensor:
         return liger_tvd(p, q, shift_labels, reduction, ignore_index)
+
+
+class LigerTiledMLPFunction:
+    """`apply_tiled_mlp` in `shards` tiles; compute_params change nothing."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        mlp_module: torch.nn.Module,
+        x: torch.Tensor,
+        shards: int,
+        compute_params: Any = None,
+    ) -> torch.Tensor:
+        return apply_tiled_mlp(fn, mlp_module, x, shards)
+
+
+class LigerMLPFunction:
+    """down(silu(gate_multiplier * gate(x)) * up(x)) * down_multiplier of three linear layers without a bias."""
+
+    @staticmethod
+    def apply(
+        input: torch.Tensor,
+        gate_weight: torch.Tensor,
+        up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+    ) -> torch.Tensor:
+        gate, up = (torch.nn.functional.linear(input, weight) for weight in (gate_weight, up_weight))
+        y = torch.nn.functional.linear(liger_swiglu(gate, up, gate_multiplier), down_weight)
+        return y if down_multiplier == 1.0 else y * down_multiplier
 
 
 __all__ = sorted(name for name in globals() if name.startswith("Liger"))

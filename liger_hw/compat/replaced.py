@@ -13,9 +13,6 @@ REPLACED = {
         "LigerForCausalLMLoss of liger_kernel.transformers.model.loss_utils"
     ),
     r"transformers\.monkey_patch\..*lce_forward": "it is lce_forward of liger_kernel.transformers.model.<family>",
-    r".*(tiled_mlp|Tiled.*MLP).*|ops\.mlp|.*\.LigerMLPFunction": (
-        "liger_hw.patch(model, activations=...) recomputes MLPs"
-    ),
     r".*ExpertParallel.*|transformers\.moe(\..*)?": (
         "expert parallelism is transformers' own (DistributedConfig): patch the model after from_pretrained"
     ),

@@ -11,19 +11,23 @@ is at the loss, where the head's logits stand on top of all that was kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import types
 import weakref
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
+from ..kernels.pointwise.tiled_mlp import Tiles
 from ..transformers.marks import PATCH_MARK, SWITCH, mark
 from ..transformers.replacing import keeps_own_code
 from ..transformers.report import PATCH_LOCK, Patch, PatchReport, PatchRow, forward_slot
 from . import recipes
-from .levels import FIT, LEVELS, Levels, check_level, in_words, is_budget, level_of_each, parse_size
+from .levels import CHECKPOINTED, FIT, LEVELS, Levels, check_level, in_words, is_budget, level_of_each, parse_size
+from .offload import SHARE, free_host_memory, host_memory
 from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
@@ -57,16 +61,17 @@ def _is_layer(module: torch.nn.Module) -> bool:
 def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
     """A context in which activations are kept or recomputed as `setting` says; with a model, put onto its layers.
 
-    setting: `keep`, `cheap`, `mlp` or `full` (levels.py says what each recomputes). With a model also one level for
-    each layer as a sequence, a mapping from layer index to level, `fit` (the fastest mix that fits the device's memory)
-    or a size such as `80GiB`.
+    setting: `keep`, `cheap`, `mlp`, `full`, `tiled` or `offload` (levels.py says what each recomputes). With a model
+    also one level for each layer as a sequence, a mapping from layer index to level, `fit` (the fastest mix that fits
+    the device's memory) or a size such as `80GiB`.
     model: a live model with a list of layers. The levels hold from now until `revert()` or the end of the `with` block.
 
-    Gradients are bit-identical to keeping everything. Raises `ValueError` for a setting that means nothing here.
+    Gradients are bit-identical to keeping everything. In the tiles of `tiled` and `offload` an MLP's weights have
+    gradients that are fp32 sums, rounded once. Raises `ValueError` for a setting that means nothing here.
     """
     if model is not None:
         return Dial(model, setting)
-    if is_budget(setting) or not isinstance(setting, str) or setting == "full":
+    if is_budget(setting) or not isinstance(setting, str) or setting in CHECKPOINTED:
         raise ValueError(
             f"activations({setting!r}) needs to know the layers: pass the model too, activations({setting!r}, model), "
             "or activations= of its apply_liger_kernel_to_* function; keep, cheap and mlp work without"
@@ -81,7 +86,7 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
     """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if level != "full":
+    if level not in CHECKPOINTED:
         aside = recipes.inside_foreign_hooks()
         with recipes.Scope(_SCOPES[level]) as scope:
             returned = forward(*args, **kwargs)
@@ -95,7 +100,22 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
             "a layer that is recomputed cannot fill a cache: past_key_values is None there, as transformers has it"
         )
         kwargs = {**kwargs, "past_key_values": None}
-    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    options = {} if level == "full" else {"context_fn": _in_tiles}
+    with _kept_inputs(level, args):
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _in_tiles() -> tuple[Tiles, Tiles]:
+    """What a checkpoint's forward and its recomputation run in."""
+    return Tiles(), Tiles()
+
+
+def _kept_inputs(level: str, args: tuple) -> Any:
+    """A context in which a checkpoint's inputs are saved where the level has them."""
+    devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
+    if level != "offload" or not devices or devices[0].type == "cpu":
+        return contextlib.nullcontext()
+    return host_memory(devices[0]).hooks()
 
 
 def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -> None:
@@ -125,8 +145,8 @@ class Choice:
     def __init__(self, setting: Any, count: int) -> None:
         self.setting, self.planning = setting, is_budget(setting)
         self.levels = ("keep",) * count if self.planning else level_of_each(setting, count)
-        if not recipes.supported() and setting == "full":
-            self.levels = ("full",) * count
+        if not recipes.supported() and setting in CHECKPOINTED:
+            self.levels = (setting,) * count
         elif not recipes.supported() and {"cheap", "mlp"} & set(self.levels):
             recipes.Scope(recipes.CHEAP)  # raises, saying why
         self.prediction: Prediction | None = None
@@ -149,12 +169,16 @@ class Choice:
         if planned is not None and shape[0] * shape[1] <= planned[0] * planned[1]:
             return
         device = hidden.device
-        compute = torch.get_autocast_dtype(device.type).itemsize if torch.is_autocast_enabled(device.type) else None
+        autocast = torch.is_autocast_enabled(device.type)
+        compute = torch.get_autocast_dtype(device.type).itemsize if autocast else hidden.element_size()
         planner = of_module(source, config, *shape, compute)
         budget = usable(device) if self.setting == FIT else parse_size(self.setting)
-        self.prediction, self.planned_for = planner.best(budget), shape
+        host = SHARE * free_host_memory() if device.type != "cpu" else math.inf
+        self.prediction, self.planned_for = planner.best(budget, host), shape
         self.levels = self.prediction.levels
-        log.info("liger_hw: activations=%r at %d x %d: %s (%s)", self.setting, *shape, self.prediction, planner.given)
+        log.info(
+            "liger_hw: activations=%r at %d x %d: %s (%s)", self.setting, *shape, self.prediction, planner.assumptions
+        )
         self.end()
         if device.type != "cpu":
             self._check = _Check(self.prediction, device)
@@ -251,7 +275,7 @@ class Dial:
         return self._choice.prediction
 
     def revert(self) -> bool:
-        """Put every layer's forward back; false while somebody else has replaced one. Twice does nothing more."""
+        """Put every layer's forward back; false while other code has replaced one. Twice does nothing more."""
         with PATCH_LOCK:
             self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
         self._choice.end()
@@ -372,9 +396,9 @@ def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Seq
     """
     if not recipes.supported():
         return
-    for found in samples if model is None else (model,):
+    for sample in samples if model is None else (model,):
         try:
-            layer = layers_of(found)[-1]
+            layer = layers_of(sample)[-1]
         except ValueError:
             continue
         slot, cls, switch = forward_slot(layer), type(layer), [True]

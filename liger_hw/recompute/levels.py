@@ -4,9 +4,12 @@ keep    nothing is recomputed: as torch has it
 cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py), in little time
 mlp     the gate and up projections are recomputed too
 full    the whole layer is recomputed from its input, as transformers' gradient checkpointing
+tiled   as full, and the MLP of a long sequence runs in tiles: its wide intermediates never exist for all tokens
+offload as tiled, and the layer's input waits in host memory
 
 Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, so what it would recompute is needed
-before anything is freed, and the peak is the same.
+before anything is freed, and the peak is the same. Under `tiled` and `offload` the last layer is at `tiled`: its MLP is
+what would be largest, and its input is needed at once.
 """
 
 from __future__ import annotations
@@ -18,8 +21,12 @@ from typing import Any, Mapping, Sequence, Union
 
 Levels = Union[str, Sequence[str], Mapping[int, str]]
 """A word, `fit`, a size such as `80GiB`, one level for each layer, or a mapping from layer index to level."""
-LEVELS = ("keep", "cheap", "mlp", "full")
+LEVELS = ("keep", "cheap", "mlp", "full", "tiled", "offload")
 """From most memory to least, and from fastest to slowest."""
+CHECKPOINTED = ("full", "tiled", "offload")
+"""Levels at which a layer is computed again from its input."""
+LAST = {"mlp": "cheap", "full": "cheap", "offload": "tiled"}
+"""Level of a whole model -> that of its last layer, where it is another."""
 DEFAULT: Levels = {-1: "cheap"}
 """What a patch with the fused loss has where no levels are named."""
 FIT = "fit"
@@ -29,8 +36,8 @@ _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 def parse_size(text: str) -> int | None:
     """Bytes of "80GiB" or "80000MB"; None for anything else, as for more than any machine has."""
-    found = _SIZE.fullmatch(text.strip())
-    size = float(found[1]) * _UNITS[found[2].lower()] if found else math.inf
+    match = _SIZE.fullmatch(text.strip())
+    size = float(match[1]) * _UNITS[match[2].lower()] if match else math.inf
     return int(size) if size < 2**63 else None
 
 
@@ -55,15 +62,14 @@ def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
     In a mapping a negative index counts from the end and what is not named is kept. Raises `ValueError`.
     """
     if isinstance(setting, str):
-        last = "cheap" if check_level(setting) in ("mlp", "full") else setting
-        return (setting,) * (layers - 1) + (last,)
+        return (setting,) * (layers - 1) + (LAST.get(check_level(setting), setting),)
     if isinstance(setting, Mapping):
-        found = ["keep"] * layers
+        levels = ["keep"] * layers
         for index, level in setting.items():
             if type(index) is not int or not -layers <= index < layers:
                 raise ValueError(f"activations: {index!r} is no layer of {layers}; use 0 to {layers - 1}")
-            found[index] = check_level(level)
-        return tuple(found)
+            levels[index] = check_level(level)
+        return tuple(levels)
     if isinstance(setting, Sequence):
         if len(setting) != layers:
             raise ValueError(f"activations: {len(setting)} levels for {layers} layers; give one for each, or a mapping")

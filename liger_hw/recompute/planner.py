@@ -8,10 +8,11 @@ weighed by one ratio that accelerators share roughly, so it is good for comparin
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
-from .levels import LEVELS, in_words, level_of_each
+from .levels import CHECKPOINTED, LAST, LEVELS, in_words, level_of_each
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,10 @@ EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over what the bytes it moves would take."""
 EAGER_MARGIN = 0.02
 """Share of a budget left free where attention is eager: its temporaries are large, and differ between versions."""
+FLOPS_PER_HOST_BYTE = 160 * FLOPS_PER_BYTE
+"""bf16 GEMM rate over the rate of copies to and from pinned host memory: 25 GB/s beside 640 TFLOP/s."""
+STEP = 1024
+"""Tokens between the lengths that `longest` considers."""
 WORKSPACE = 100 << 20
 """Matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
@@ -43,7 +48,8 @@ class Assumptions:
 
     dtype: of the parameters; compute: itemsize of activations (autocast's); optimizer: a name of `STATE_BYTES`
     trainable: share of the layers' parameters that train (1 without LoRA); shards: devices that share parameters,
-    gradients and optimizer state (FSDP); fused_loss: the logits never exist
+    gradients and optimizer state (FSDP, ZeRO-3); sequence: devices that share a sequence (Ulysses, context parallel),
+    of which each has the same part of the tokens, and of attention's work; fused_loss: the logits never exist
     attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what
     transformers does with a model that names none: eager for softcapped scores, masked for a window that the sequence
     reaches
@@ -54,6 +60,7 @@ class Assumptions:
     optimizer: str = "adamw"
     trainable: float = 1.0
     shards: int = 1
+    sequence: int = 1
     fused_loss: bool = True
     attention: str = ""
 
@@ -73,6 +80,7 @@ class Assumptions:
         ]
         parts += [f"{self.trainable:.1%} of the parameters train"] if self.trainable < 1 else []
         parts += [f"sharded over {self.shards} devices"] if self.shards > 1 else []
+        parts += [f"each sequence split over {self.sequence} devices"] if self.sequence > 1 else []
         return ", ".join(parts)
 
 
@@ -93,15 +101,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with `levels`: peak bytes, peak of the first step (no optimizer state before it), speed against keep."""
+    """A step with `levels`: peak bytes, peak of the first step (no optimizer state before it), speed against keep.
+
+    host: bytes of pinned host memory
+    """
 
     levels: tuple[str, ...]
     peak: int
     first_peak: int
     speed: float
+    host: int = 0
 
     def __str__(self) -> str:
-        return f"{in_words(self.levels)}: {self.peak / 2**30:.1f} GiB, {100 * self.speed:.1f}% of keep's speed"
+        host = f" and {self.host / 2**30:.1f} of the host" if self.host else ""
+        return f"{in_words(self.levels)}: {self.peak / 2**30:.1f} GiB{host}, {100 * self.speed:.1f}% of keep's speed"
 
 
 class Planner:
@@ -117,19 +130,19 @@ class Planner:
             raise ValueError(
                 f"{model.name}: the planner does not know layers with experts; name a level (cheap, mlp, full) instead"
             )
-        self.model, self.batch, self.seq, self.given = model, batch, seq, assumptions
-        self.tokens = batch * seq
+        self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions
+        self.tokens = -(-batch * seq // assumptions.sequence)
         self.layer = self._layer()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 
     def _layer(self) -> Layer:
-        m, given, tokens = self.model, self.given, self.tokens
-        unit = tokens * given.compute_bytes
-        stream = tokens * max(given.dtype_bytes, given.compute_bytes)  # the residual stream is fp32 under autocast
+        m, assumed, tokens = self.model, self.assumptions, self.tokens
+        unit = tokens * assumed.compute_bytes
+        stream = tokens * max(assumed.dtype_bytes, assumed.compute_bytes)  # the residual stream is fp32 under autocast
         q, kv, wide = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.intermediate
-        autocast = given.dtype_bytes > given.compute_bytes
-        capped = given.compute_bytes if m.softcap else 0
+        autocast = assumed.dtype_bytes > assumed.compute_bytes
+        capped = assumed.compute_bytes if m.softcap else 0
         linear = m.hidden * (2 * q + 2 * kv) + 3 * m.hidden * wide
         norms = 2 * m.hidden * (2 if m.sandwich else 1) + (2 * m.head_dim if m.qk_norm else 0)
         parameters = linear + norms
@@ -139,40 +152,64 @@ class Planner:
         residuals = stream * 2 * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
         keep = residuals + normed + 3 * unit * wide + rotated  # rotated: what the norms of q and k took
         if self.attention == "eager":  # k and v for every head, scores as tanh, softmax in fp32 and its cast
-            keep += unit * 4 * q + self._scores * (4 + (given.compute_bytes if given.compute_bytes < 4 else 0) + capped)
+            keep += unit * 4 * q + self._scores * (
+                4 + (assumed.compute_bytes if assumed.compute_bytes < 4 else 0) + capped
+            )
         elif self.attention == "masked":  # memory-efficient: k and v for every head, its output in two layouts
             keep += unit * 5 * q
         else:
             keep += unit * (2 * q + 2 * kv)  # q, k, v and the output
         keep += tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
-        keep += linear * given.compute_bytes if autocast else 0  # autocast's copies of the weights
+        keep += linear * assumed.compute_bytes if autocast else 0  # autocast's copies of the weights
         copied = m.qk_norm and kv < q and self.attention != "flash"  # k for every head has no recipe
         cheap = keep - normed - unit * wide - rotated + (unit * kv if copied else 0)
-        kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide, "full": stream * m.hidden}
+        kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide}
+        kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
-        gradients = unit * wide + stream * m.hidden + int(given.trainable * m.hidden * wide * given.dtype_bytes)
+        gradients = unit * wide + stream * m.hidden + int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
         transient = {
             "keep": gradients,
             "cheap": gradients + unit * wide,
             "mlp": gradients + unit * (3 * wide + m.hidden),
             "full": gradients + keep - kept["full"],
+            "tiled": self._tiled(keep - kept["full"] - 3 * unit * wide, unit, stream),
         }
+        # this layer's input, and the next layer's that is on its way
+        transient["offload"] = transient["tiled"] + 2 * kept["full"]
         if self.attention == "eager":
             # or the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
             # beside them the layer's input, q and k, and gradients of the stream, of v and of the later weights
             scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + tokens * 4 * (2 + m.heads)
-            scores += int(given.trainable * m.hidden * (3 * wide + q) * given.dtype_bytes)
+            scores += int(assumed.trainable * m.hidden * (3 * wide + q) * assumed.dtype_bytes)
             for level in kept:
-                again = unit * m.hidden + rotated if level in ("keep", "full") else 0  # the norm's output
+                again = unit * m.hidden + rotated if level not in ("cheap", "mlp") else 0  # the norm's output
                 transient[level] = max(transient[level], scores + again - kept[level])
         return Layer(kept, transient, *self._times(linear, q, kv), parameters)
 
+    def _tiled(self, without_mlp: int, unit: int, stream: int) -> int:
+        """Bytes beside a layer's input while it goes back with its MLP in tiles: at a tile, or in attention.
+
+        without_mlp: what backward keeps but for the MLP's wide tensors, less the layer's input
+        """
+        from ..kernels.pointwise.tiled_mlp import TILE_ROWS
+
+        m, assumed = self.model, self.assumptions
+        q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+        gradient = stream * m.hidden
+        rows = min(TILE_ROWS, self.tokens)
+        sums = int(assumed.trainable * 3 * m.hidden * m.intermediate * max(4, assumed.dtype_bytes))
+        tile = rows * assumed.compute_bytes * (5 * m.intermediate + 3 * m.hidden) + sums
+        # attention: beside gradients of its output, of q, k and v an fp32 one of q, and k's and v's for every head
+        grouped = 2 * unit * q if kv < q else 0
+        attention = unit * (2 * q + 2 * kv) + self.tokens * 4 * q + grouped - 2 * unit * m.hidden
+        return without_mlp + gradient + max(unit * m.hidden + tile, attention)
+
     @property
     def attention(self) -> str:
-        """`eager`, `masked` or `flash`: what is given, or what transformers does with such a model."""
+        """`eager`, `masked` or `flash`: what is assumed, or what transformers does with such a model."""
         windowed = bool(self.model.window) and self.seq >= self.model.window
-        return self.given.attention or ("eager" if self.model.softcap else "masked" if windowed else "flash")
+        return self.assumptions.attention or ("eager" if self.model.softcap else "masked" if windowed else "flash")
 
     @property
     def _scores(self) -> int:
@@ -182,10 +219,10 @@ class Planner:
     def _masks(self) -> int:
         """Bytes of eager attention's masks, which checkpointed layers hold until backward; Gemma's have one of two."""
         kinds = 2 if self.model.window and self.model.sandwich else 1
-        return kinds * self.batch * self.seq**2 * self.given.compute_bytes if self.attention == "eager" else 0
+        return kinds * self.batch * self.seq**2 * self.assumptions.compute_bytes if self.attention == "eager" else 0
 
     def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float]:
-        m, tokens, size = self.model, self.tokens, self.given.compute_bytes
+        m, tokens, size = self.model, self.tokens, self.assumptions.compute_bytes
 
         def moved(columns: int) -> float:
             return tokens * columns * size * FLOPS_PER_BYTE
@@ -195,13 +232,18 @@ class Planner:
         norm, gate, rotation = moved(4 * m.hidden), moved(3 * m.intermediate), moved(2 * (q + kv))
         small = norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + moved(6 * m.hidden)
         forward = gemm + forward_scores + small
-        backward = 2 * gemm * (1 + self.given.trainable) / 2 + backward_scores + 2 * small
+        backward = 2 * gemm * (1 + self.assumptions.trainable) / 2 + backward_scores + 2 * small
         cheap = norm + gate + (2 * rotation if m.qk_norm else 0)
+        full = forward - 2 * tokens * m.hidden * m.intermediate  # checkpointing stops before the last product
+        copy = tokens * m.hidden * size * FLOPS_PER_HOST_BYTE
+        exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
         extra = {
             "keep": 0.0,
             "cheap": cheap,
             "mlp": cheap + 4 * tokens * m.hidden * m.intermediate,
-            "full": forward - 2 * tokens * m.hidden * m.intermediate,  # checkpointing stops before the last product
+            "full": full,
+            "tiled": forward,
+            "offload": forward + exposed,
         }
         return extra, forward + backward
 
@@ -212,7 +254,7 @@ class Planner:
             rates = ATTENTION_MASKED if self.attention == "masked" else ATTENTION
             return products / rates[0], 2.5 * products / rates[1]
         # reads and writes a score: two products, scale, mask, tanh and its two factors, cast, softmax in fp32, cast
-        c, capped = self.given.compute_bytes, self.model.softcap
+        c, capped = self.assumptions.compute_bytes, self.model.softcap
         casts = 2 * (4 + c) if c < 4 else 0
         there, back = 6 * c + 6 * c * capped + casts + 8, 6 * c + 7 * c * capped + casts + 24
         moved = self._scores * FLOPS_PER_BYTE
@@ -229,24 +271,37 @@ class Planner:
         levels = tuple(levels)
         if len(levels) != self.model.layers:
             raise ValueError(f"{self.model.name} has {self.model.layers} layers, got {len(levels)} levels")
-        given, layer = self.given, self.layer
-        size = given.dtype_bytes / given.shards
-        weights = (len(levels) * layer.parameters + self.head_parameters * (1 if self.model.tied else 2)) * size
-        state = weights * given.trainable * STATE_BYTES[given.optimizer]
-        first = self._peak(levels, weights)
-        after_step = weights * (1 + given.trainable) + state
-        peak = max(self._peak(levels, weights + state), after_step)
+        assumed, layer = self.assumptions, self.layer
+        size = assumed.dtype_bytes / assumed.shards
+        heads = self.head_parameters * (1 if self.model.tied else 2)
+        weights = (len(levels) * layer.parameters + heads) * size
+        gathered = self._gathered(heads)
+        state = weights * assumed.trainable * STATE_BYTES[assumed.optimizer]
+        first = self._peak(levels, weights + gathered)
+        after_step = weights * (1 + assumed.trainable) + state
+        peak = max(self._peak(levels, weights + gathered + state), after_step)
         kept = len(levels) * layer.time + self._rest()
         speed = kept / (kept + sum(layer.extra[level] for level in levels))
-        return Prediction(levels, int(peak) + WORKSPACE, int(max(first, after_step)) + WORKSPACE, speed)
+        host = levels.count("offload") * layer.kept["full"]
+        first = int(max(first, after_step)) + WORKSPACE
+        return Prediction(levels, int(peak) + WORKSPACE, first, speed, host)
+
+    def _gathered(self, heads: int) -> int:
+        """Bytes of whole parameters where they are sharded: embedding and head, and two layers with one's gradients."""
+        if self.assumptions.shards == 1:
+            return 0
+        layers = self.layer.parameters * (2 + self.assumptions.trainable)
+        return int((heads + layers) * self.assumptions.compute_bytes)
 
     def _peak(self, levels: tuple[str, ...], resident: float) -> float:
         """The most that is alive at a time from the loss to the end of backward."""
-        given, layer, m = self.given, self.layer, self.model
-        size = given.dtype_bytes / given.shards * given.trainable
-        stream = self.tokens * m.hidden * given.compute_bytes
-        head_grad = self.head_parameters * (size if given.trainable == 1 else 0)
-        alive = resident + sum(layer.kept[level] for level in levels) + (self._masks if "full" in levels else 0)
+        assumed, layer, m = self.assumptions, self.layer, self.model
+        size = assumed.dtype_bytes / assumed.shards * assumed.trainable
+        stream = self.tokens * m.hidden * assumed.compute_bytes
+        head_grad = self.head_parameters * (size if assumed.trainable == 1 else 0)
+        alive = (
+            resident + sum(layer.kept[level] for level in levels) + (self._masks if {*CHECKPOINTED} & {*levels} else 0)
+        )
         most = alive + 2 * stream + self._head()  # the last norm's input and output
         alive += head_grad
         for level in reversed(levels):
@@ -256,22 +311,22 @@ class Planner:
 
     def _head(self) -> int:
         """Bytes the loss takes beside its gradient's: a chunk of logits, or all of them with softmax's copies."""
-        m, given = self.model, self.given
-        if not given.fused_loss:
-            return self.tokens * m.vocab * (2 * given.compute_bytes + 4)
+        m, assumed = self.model, self.assumptions
+        if not assumed.fused_loss:
+            return self.tokens * m.vocab * (2 * assumed.compute_bytes + 4)
         from ..kernels.heads.chunk_plan import plan_chunks
 
-        trains = given.trainable == 1
-        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains, with_targets=True)
-        weight = m.vocab * m.hidden * (4 if chunks.wide else given.compute_bytes) if trains else 0
-        return chunks.rows * m.vocab * given.compute_bytes + weight + self.tokens * m.hidden * given.compute_bytes
+        trains = assumed.trainable == 1
+        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, assumed.compute_bytes, gradients=trains, with_targets=True)
+        weight = m.vocab * m.hidden * (4 if chunks.wide else assumed.compute_bytes) if trains else 0
+        return chunks.rows * m.vocab * assumed.compute_bytes + weight + self.tokens * m.hidden * assumed.compute_bytes
 
     def _rest(self) -> float:
-        """Time of what is no layer: the loss head and the optimizer."""
-        given = self.given
+        """Time outside the decoder layers: the loss head and the optimizer."""
+        assumed = self.assumptions
         parameters = self.model.layers * self.layer.parameters + 2 * self.head_parameters
-        update = parameters * given.trainable * given.dtype_bytes * (3 + 2 * STATE_BYTES[given.optimizer])
-        return 6 * self.tokens * self.head_parameters + update / given.shards * FLOPS_PER_BYTE
+        update = parameters * assumed.trainable * assumed.dtype_bytes * (3 + 2 * STATE_BYTES[assumed.optimizer])
+        return 6 * self.tokens * self.head_parameters + update / assumed.shards * FLOPS_PER_BYTE
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -279,8 +334,10 @@ class Planner:
         """Each level by its name."""
         return [self.predict(level_of_each(level, self.model.layers)) for level in LEVELS]
 
-    def best(self, budget: int) -> Prediction:
-        """The fastest mix whose peak is at most `budget` bytes. Raises `ValueError` when even `full` needs more.
+    def best(self, budget: int, host: float = math.inf) -> Prediction:
+        """The fastest mix whose peak is at most `budget` bytes, with at most `host` bytes of host memory.
+
+        Raises `ValueError` when even the one that needs least needs more.
 
         With eager attention it leaves EAGER_MARGIN free, where one mix needs so little. Mixes of two levels suffice:
         each step down the list costs more time per byte than the one before. The level that keeps less goes into the
@@ -289,11 +346,11 @@ class Planner:
         count = self.model.layers
         pairs = [(low, high) for i, high in enumerate(LEVELS) for low in LEVELS[i + 1 :]]
         mixes = {(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)}
-        mixes |= {(*mix[:-1], "cheap") for mix in mixes if mix[-1] in ("mlp", "full")}
-        found = [self.predict(mix) for mix in mixes]
+        mixes |= {(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST}
+        predictions = [one for mix in mixes if (one := self.predict(mix)).host <= host]
         room = budget * (1 - EAGER_MARGIN) if self.attention == "eager" else budget
-        least = min(found, key=lambda one: one.peak)
-        fitting = [one for one in found if one.peak <= room] or ([least] if least.peak <= budget else [])
+        least = min(predictions, key=lambda one: one.peak)
+        fitting = [one for one in predictions if one.peak <= room] or ([least] if least.peak <= budget else [])
         if not fitting:
             raise ValueError(
                 f"{self.model.name} at {self.batch} x {self.seq} needs {least.peak / 2**30:.1f} GiB even with "
@@ -301,6 +358,30 @@ class Planner:
                 "sequence smaller, shard the model, or train fewer of its parameters"
             )
         return max(fitting, key=lambda one: (one.speed, -one.peak))
+
+
+def longest(planner_at: Callable[[int], Planner], budget: int, host: float = math.inf) -> Planner:
+    """The planner of the longest sequence, in steps of `STEP` tokens, for which `best` has a mix.
+
+    planner_at: the planner of a sequence length. Raises `ValueError` where not even `STEP` tokens fit.
+    """
+
+    def fits(seq: int) -> bool:
+        try:
+            planner_at(seq).best(budget, host)
+        except ValueError:
+            return False
+        return True
+
+    if not fits(STEP):
+        planner_at(STEP).best(budget, host)  # raises, and says what is needed
+    low, high = 1, 2
+    while high < 1 << 14 and fits(high * STEP):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+    return planner_at(low * STEP)
 
 
 def usable(device: "torch.device") -> int:
@@ -317,15 +398,15 @@ def of_module(
 ) -> Planner:
     """A Planner for a live transformers model: its shape from the config, dtype and what trains from `source`.
 
-    Raises `ValueError` for a model without a config, and for one whose parameters are sharded: what is gathered when,
-    and in which dtype, is the engine's matter, and not modelled.
+    Raises `ValueError` for a model without a config, and for one whose parameters are sharded by another engine than
+    FSDP2: what is gathered when, and in which dtype, is the engine's matter, and not modelled.
     """
     from ..autotune import models
-    from ..distributed.owners import sharded_by
+    from ..distributed.owners import FSDP2, is_dtensor, sharded_by
 
     if config is None:
         raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")
-    if owner := sharded_by(source):
+    if (owner := sharded_by(source)) not in ("", FSDP2):
         raise ValueError(
             f"activations: 'fit' and sizes count a whole model's bytes, and this one is sharded ({owner}); name a "
             "level (cheap, mlp, full), or one for each layer"
@@ -334,6 +415,7 @@ def of_module(
     parameters = list(source.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad) / max(1, sum(p.numel() for p in parameters))
     size = max(parameters, key=lambda p: p.numel()).element_size()
+    shards = max((p.device_mesh.size() for p in parameters if is_dtensor(p)), default=1)
     windowed = bool(shape.window) and seq >= shape.window
     implementation = str(getattr(config.get_text_config(), "_attn_implementation", None) or "")
     attention = "eager" if implementation == "eager" else ""
@@ -341,4 +423,5 @@ def of_module(
         attention = "masked" if windowed else "flash"  # transformers passes no softcap to it
     elif "flash" in implementation or "flex" in implementation:
         attention = "flash"
-    return Planner(shape, batch, seq, Assumptions(size, compute_bytes or size, trainable=trained, attention=attention))
+    sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards}
+    return Planner(shape, batch, seq, Assumptions(**sizes, trainable=trained, attention=attention))

@@ -22,6 +22,8 @@ HOME = {
     "PatchReport": "liger_hw.transformers.report",
     "AutoLigerKernelForCausalLM": "liger_hw.transformers.auto_model",
     "register_experts": "liger_hw.transformers.experts",
+    "apply_tiled_mlp": "liger_hw.kernels.pointwise.tiled_mlp",
+    "packing_leaks": "liger_hw.transformers.packing",
     "functional": "liger_hw.transformers.functional",
     **{
         name: f"liger_hw.kernels.{module}"

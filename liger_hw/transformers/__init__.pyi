@@ -27,8 +27,11 @@ from liger_hw.kernels.norms.poly_norm import LigerPolyNorm as LigerPolyNorm
 from liger_hw.kernels.norms.rms_norm import LigerRMSNorm as LigerRMSNorm
 from liger_hw.kernels.pointwise.fused_gate_up_swiglu import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP
 from liger_hw.kernels.pointwise.geglu import LigerGEGLUMLP as LigerGEGLUMLP
+from liger_hw.kernels.pointwise.geglu import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
 from liger_hw.kernels.pointwise.relu_squared import LigerReLUSquared as LigerReLUSquared
 from liger_hw.kernels.pointwise.swiglu import LigerSwiGLUMLP as LigerSwiGLUMLP
+from liger_hw.kernels.pointwise.swiglu import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
+from liger_hw.kernels.pointwise.tiled_mlp import apply_tiled_mlp as apply_tiled_mlp
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb
 from liger_hw.kernels.rotary.qk_norm_rope import LigerQKNormRope as LigerQKNormRope
@@ -41,6 +44,7 @@ from liger_hw.transformers.apply import Model
 from liger_hw.transformers.apply import patch as patch
 from liger_hw.transformers.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
 from liger_hw.transformers.experts import register_experts as register_experts
+from liger_hw.transformers.packing import packing_leaks as packing_leaks
 from liger_hw.transformers.report import PatchReport as PatchReport
 from liger_hw.transformers.report import revert as revert
 

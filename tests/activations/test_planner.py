@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import liger_hw
 from liger_hw.autotune import models
 from liger_hw.bench import e2e, training
 from liger_hw.cli import main
-from liger_hw.recompute.levels import LEVELS
-from liger_hw.recompute.planner import Assumptions, Planner, of_module
+from liger_hw.recompute.levels import LEVELS, level_of_each
+from liger_hw.recompute.planner import Assumptions, Planner, longest, of_module
 
 pytestmark = pytest.mark.cpu
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -98,6 +99,28 @@ def test_the_attention_is_the_one_that_the_model_uses(implementation, window, at
     model = torch.nn.Linear(4, 4)
     config._attn_implementation = implementation
     assert of_module(model, config, 2, 16).attention == attention
+
+
+def test_a_model_sharded_by_fsdp2_is_planned():
+    """Parameters, gradients and states are divided, what is gathered is counted; the shape is the whole model's."""
+    transformers = pytest.importorskip("transformers")
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    config = transformers.LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    model = transformers.LlamaForCausalLM(config)
+    whole = of_module(model, config, 2, 16)
+    dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        sharded = of_module(model, config, 2, 16)
+    finally:
+        dist.destroy_process_group()
+    assert sharded.assumptions.shards == 4 and replace(sharded.model, name=whole.model.name) == whole.model
+    assert sharded.assumptions.trainable == 1 and sharded.layer == whole.layer
 
 
 def test_a_sharded_model_is_not_planned():
@@ -200,6 +223,58 @@ def test_assumptions_move_what_they_should():
         Planner(replace(model, experts=8), 1, 4096)
     with pytest.raises(ValueError, match="has 32 layers, got 3"):
         Planner(model, 1, 4096).predict(("keep",) * 3)
+
+
+def test_tiles_and_host_memory_at_long_sequences():
+    """The MLP's part of the peak does not grow with the sequence, a layer's input is on the host, and `best` uses both
+    within the host's memory."""
+    model = models.find("llama-3-8b")
+    short, long = Planner(model, 1, 1 << 18), Planner(model, 1, 1 << 19)
+    unit = (1 << 18) * 4096 * 2  # bytes of 256k tokens
+    wide = replace(model, intermediate=2 * model.intermediate)
+    wider = [Planner(wide, 1, seq).layer.transient["tiled"] for seq in (1 << 18, 1 << 19)]
+    assert wider[1] - wider[0] == long.layer.transient["tiled"] - short.layer.transient["tiled"]
+    tiled, offload = (long.predict(level_of_each(level, 32)) for level in ("tiled", "offload"))
+    assert offload.host == 31 * 2 * unit and tiled.host == 0
+    gradients = 2 * 32 * long.layer.parameters  # are all there when the first layer's input is back
+    assert tiled.peak - offload.peak == pytest.approx(30 * 2 * unit - gradients, rel=0.05)
+    assert offload.speed > 0.99 * tiled.speed
+    assert short.best(137 * GIB, host=10 * GIB).host <= 10 * GIB
+    with pytest.raises(ValueError, match="even with"):
+        long.best(offload.peak, host=GIB)
+
+
+def test_the_longest_sequence():
+    def planner_at(seq):
+        return Planner(models.find("llama-3-8b"), 1, seq)
+
+    planner = longest(planner_at, 137 * GIB)
+    assert planner.seq % 1024 == 0 and planner.best(137 * GIB).peak <= 137 * GIB
+    with pytest.raises(ValueError, match="even with"):
+        planner_at(planner.seq + 1024).best(137 * GIB)
+    assert longest(planner_at, 137 * GIB, host=0).seq < planner.seq / 1.5
+    with pytest.raises(ValueError, match="needs .* GiB even with"):
+        longest(planner_at, 20 * GIB)
+
+
+def test_plan_command_of_the_longest(capsys):
+    arguments = ["plan", "--model", "llama-3-8b", "--seq", "max", "--memory", "137GiB", "--host-memory", "100GiB"]
+    assert main(arguments) == 0
+    alone = capsys.readouterr().out
+    assert re.search(r'activations=\["offload"\] \* \d+ \+ \["tiled"\] \* \d+\)', alone)
+    assert "expandable_segments:True python train.py" in alone and "accelerate" not in alone
+    assert main([*arguments, "--gpus", "4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[-1]["peak_bytes"] <= 137 * GIB and 0 < rows[-1]["host_bytes"] <= 100 * GIB
+    assert main([*arguments, "--gpus", "4"]) == 0
+    several = capsys.readouterr().out
+    assert "--num_processes 4" in several and "--parallelism_config_cp_size 4 train.py" in several
+    tokens = [int(re.search(r"batch 1 x (\d+)", text)[1]) for text in (alone, several)]
+    assert tokens[1] > 4 * tokens[0], "parameters are shared too"
+    assert main([*arguments[:5], "--memory", "80GiB", "140GiB"]) == 2
+    assert "--seq max takes one --memory" in capsys.readouterr().err
+    assert main([*arguments[:-1], "much"]) == 2
+    assert "--host-memory 'much' is no size" in capsys.readouterr().err
 
 
 def test_plan_command(capsys):

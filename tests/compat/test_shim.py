@@ -196,9 +196,9 @@ from liger_hw.compat import modules
 assert modules.LigerBlockSparseTop2MLP is LigerBlockSparseTop2MLP
 assert liger_hw.transformers.functional.liger_rope is liger_rope
 try:
-    from liger_hw.transformers import LigerTiledGEGLUMLP
+    from liger_hw.transformers import LigerExpertParallelFusedMoe
 except ImportError as error:
-    assert "activations=" in str(error), error
+    assert "from_pretrained" in str(error), error
 else:
     raise AssertionError
 assert not hasattr(liger_hw.transformers, "LigerNothing") and not hasattr(liger_hw.transformers, "nothing")
@@ -413,8 +413,6 @@ for code, said in {
     "import liger_kernel.backends.registry": "liger_hw.registry",
     "from liger_kernel.transformers.trainer.orpo_trainer import LigerORPOTrainer": "LigerFusedLinearORPOLoss",
     "from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe": "DistributedConfig",
-    "from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP": "activations",
-    "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
     "from liger_kernel.ops.rms_norm import rms_norm_forward": "liger_kernel.transformers.functional",
     "from liger_kernel.env_report import print_env_report": "liger-hw doctor",
 }.items():
@@ -425,12 +423,6 @@ for code, said in {
     else:
         raise AssertionError(code)
 assert not hasattr(layers, "LigerMHC")
-try:
-    layers.LigerTiledSwiGLUMLP
-except AttributeError as error:
-    assert "activations" in str(error)
-else:
-    raise AssertionError("LigerTiledSwiGLUMLP")
 """)
 
 

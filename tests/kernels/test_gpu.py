@@ -20,6 +20,8 @@ from harness import (
     tensors,
 )
 
+from liger_hw import registry
+
 pytestmark = [pytest.mark.unpoisoned]
 ON_GPU = pytest.mark.lanes("gpu")
 
@@ -132,6 +134,29 @@ def test_offsets_past_int32(lane, op, seed):
     few = changed(sample, last)
     incoming = [None if g is None else last(g) for g in result.incoming]
     gradients = [None if g is None else last(g) for g in result.gradients]
+    found = Result([last(o) for o in result.outputs], incoming, checked_inputs(few), gradients)
+    del sample, result
+    check(op, few, found)
+
+
+@pytest.mark.memory(64)
+@pytest.mark.parametrize("name", ["rope", "interleaved_rope", "qk_norm_rope", "llama4_rope", "qwen2vl_mrope"])
+@ON_GPU
+def test_positions_past_a_million(lane, name, seed):
+    """One sequence of more than 2^20 positions and 2^31 elements: its last tokens are right."""
+    op, tokens = registry.ops()[name], 2**20 + 5
+    sample = make(op, (1, tokens, 17, 1, 128), torch.bfloat16, lane.device, seed)
+    for t in checked_inputs(sample):
+        t.requires_grad_(tokens in t.shape)  # weights have gradients of all tokens
+    result = run(op.function, sample, seed)
+
+    def last(t: torch.Tensor) -> torch.Tensor:
+        return t.narrow(t.shape.index(tokens), tokens - 3, 3).clone() if tokens in t.shape else t
+
+    few = changed(sample, last)
+    incoming, gradients = (
+        [None if g is None else last(g) for g in grads] for grads in (result.incoming, result.gradients)
+    )
     found = Result([last(o) for o in result.outputs], incoming, checked_inputs(few), gradients)
     del sample, result
     check(op, few, found)

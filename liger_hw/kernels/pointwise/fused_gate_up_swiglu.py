@@ -16,6 +16,7 @@ from ...runtime.operator import Function, check_numbers, define, empty_like, fir
 from ...runtime.sharding import RowsRule
 from .elementwise import ActivationOperators, activation_tunables, evenly_spaced, launch_activation
 from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
+from .tiled_mlp import tileable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -132,6 +133,7 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
         self.gate_up_proj = torch.nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
+    @tileable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; returns the same shape."""
         return self.down_proj(liger_fused_gate_up_swiglu(project(self.gate_up_proj, x)))

@@ -20,6 +20,7 @@ from ...registry import Op
 from ...runtime.operator import Function, check, check_numbers, first_order
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
+from .tiled_mlp import apply_tiled_mlp, tileable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -111,9 +112,22 @@ class LigerSwiGLUMLP(torch.nn.Module):
         self.up_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
+    @tileable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; returns the same shape."""
         return self.down_proj(liger_swiglu(project(self.gate_proj, x), project(self.up_proj, x)))
+
+
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` in tiles of the sequence (tiled_mlp.py): num_shards of them, default ceil(seq / hidden_size)."""
+
+    def __init__(self, config, num_shards: int | None = None) -> None:
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., seq, hidden_size]; returns the same shape."""
+        return apply_tiled_mlp(LigerSwiGLUMLP.forward, self, x, self.num_shards)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import nn
 from ...kernels.pointwise.geglu import geglu_reference
 from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
+from ...kernels.pointwise.tiled_mlp import tileable
 from ...recompute.recipes import project
 from ..choice import NAME
 from .coverage import Coverage
@@ -75,6 +76,7 @@ def gated_replacement(
     """
     kernel = _gate_kernel(act)
 
+    @tileable
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
         if up_first:
             u = project(getattr(self, up), x)
@@ -107,6 +109,7 @@ def halves_replacement(act: str, gate_first: bool) -> Callable:
 def one_projection_replacement(activation: Callable, up: str, down: str, out_scale: str, cast: "Cast") -> Callable:
     """down(activation(module, up(x))) of (module, x); cast as above."""
 
+    @tileable
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = _projected(getattr(self, down), activation(self, project(getattr(self, up), x)), cast)
         return y * getattr(self, out_scale) if out_scale else y

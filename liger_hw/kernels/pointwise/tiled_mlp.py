@@ -1,0 +1,302 @@
+"""An MLP over a long sequence, one tile of rows at a time: its wide intermediates never exist for all tokens at once.
+
+Forward runs the MLP on each tile without a graph and saves its input alone. Backward runs each tile again, with a
+graph, and takes that tile's gradients. Peak memory is the input, the output and one tile, however long the sequence is.
+
+Gradients: a row's gradient of the input is what the MLP without tiles computes for that row. A weight's gradient is one
+sum over all tiles in fp32 (or the weight's wider dtype), rounded once. For linear layers the products themselves are
+added in fp32. Weights that are no plain parameters (DTensors, ZeRO-3's partitions, FSDP1's views) take torch's
+checkpoint a tile instead, whose sums autograd rounds a tile.
+
+Source: ALST, https://arxiv.org/abs/2506.13996 (section 3.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from ...runtime.operator import check, check_tensors, first_order
+from ..heads.linear_head import add_product
+
+TILE_ROWS = 8192
+"""Rows of a tile where the caller names no number of tiles: long enough for the matrix products' full speed."""
+
+Run = Callable[[Any, torch.Tensor], torch.Tensor]
+"""An MLP as a function of (module, x [..., rows, hidden]) that treats every row alike."""
+
+
+# -- which MLPs run in tiles -----------------------------------------------------------------------------------------
+
+
+class _Local(threading.local):
+    depth = 0
+
+
+_local = _Local()
+
+
+class Tiles:
+    """While open, this thread's MLPs with a `tileable` forward run in tiles of `TILE_ROWS` rows. Scopes nest."""
+
+    def __enter__(self) -> "Tiles":
+        _local.depth += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _local.depth -= 1
+
+
+def tileable(forward: Run) -> Run:
+    """Let a module's `forward(self, x)` run in tiles inside a `Tiles` scope, where gradients are on and x is long."""
+
+    @functools.wraps(forward)
+    def in_tiles(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or not _local.depth:
+            return forward(self, x)
+        rows = x.numel() // max(1, x.shape[-1])
+        if rows <= TILE_ROWS or not torch.is_grad_enabled():
+            return forward(self, x)
+        y = _run_in_tiles(forward, self, x.reshape(rows, x.shape[-1]), -(-rows // TILE_ROWS))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    return in_tiles
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def apply_tiled_mlp(
+    fn: Run,
+    mlp_module: torch.nn.Module,
+    x: torch.Tensor,
+    num_shards: int | None = None,
+    compute_params: Sequence[torch.nn.Parameter] | None = None,
+) -> torch.Tensor:
+    """fn(mlp_module, x), computed in `num_shards` tiles of the sequence, in forward and again in backward.
+
+    fn: takes (module, a tile of x) and returns as many rows; its weights are mlp_module's parameters.
+    x: [..., seq, hidden]. num_shards: default ceil(seq / hidden), at most seq.
+    compute_params: Liger's argument for DeepSpeed; not needed here, where the module's parameters are looked up.
+    Random numbers that fn draws are drawn again in backward. Under torch.compile it is fn(mlp_module, x).
+    Raises `ValueError` for an x without a sequence dimension or a num_shards below 1.
+    """
+    if torch.compiler.is_compiling():
+        return fn(mlp_module, x)
+    check_tensors("apply_tiled_mlp", x=x)
+    if x.dim() < 2:
+        check(False, "apply_tiled_mlp", f"x must be [..., seq, hidden], got shape {tuple(x.shape)}")
+    rows, hidden = x.shape[-2:]
+    count = -(-rows // max(1, hidden)) if num_shards is None else num_shards
+    if num_shards is not None and num_shards < 1:
+        check(False, "apply_tiled_mlp", f"num_shards must be 1 or more, got {num_shards}")
+    return _run_in_tiles(fn, mlp_module, x, max(1, min(count, rows)))
+
+
+# -- the computation -------------------------------------------------------------------------------------------------
+
+
+def _run_in_tiles(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
+    weights = _trainable(module)
+    if not torch.is_grad_enabled() or not (x.requires_grad or weights):
+        return _joined(run, module, x, count)
+    if not _are_plain(module, weights):
+        again = functools.partial(checkpoint.checkpoint, run, module, use_reentrant=False)
+        return torch.cat([again(tile) for tile in _tiles(x, count)], -2)
+    x = _SavedInput.apply(x)
+    return _TiledMLP.apply(x, run, module, count, *weights)
+
+
+def _tiles(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    return x.tensor_split(count, -2)
+
+
+def _joined(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
+    """The tiles' results in one tensor, each written where it belongs as soon as it is computed."""
+    y, at = None, 0
+    for tile in _tiles(x, count):
+        part = run(module, tile)
+        if part.shape[:-1] != tile.shape[:-1]:
+            raise ValueError(
+                f"apply_tiled_mlp: fn must return as many rows as it takes, got {tuple(part.shape)} for a tile of "
+                f"{tuple(tile.shape)}"
+            )
+        if y is None:
+            y = part.new_empty((*x.shape[:-1], part.shape[-1]))
+        y.narrow(-2, at, tile.shape[-2]).copy_(part)
+        at += tile.shape[-2]
+    return y
+
+
+def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _are_plain(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether all that trains in the module are whole parameters that belong to it."""
+    views = (t for part in module.modules() for t in vars(part).values() if isinstance(t, torch.Tensor))
+    return not any(t.requires_grad for t in views) and all(
+        type(p) is torch.nn.Parameter and not hasattr(p, "ds_id") for p in weights
+    )
+
+
+class _SavedInput(torch.autograd.Function):
+    """x itself; saves x for the node behind it.
+
+    It is a separate node, so that a checkpoint around both, which stops computing once all that was saved is there
+    again, stops before the MLP.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+        return dx
+
+
+class _TiledMLP(torch.autograd.Function):
+    """run(module, x) in tiles. `weights` are the module's, so that their gradients go the usual way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Run, module: Any, count: int, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.module, ctx.count = run, module, count
+        ctx.saver = x.grad_fn  # _SavedInput's node, or None for an x that needs no gradient
+        if ctx.saver is None:
+            ctx.save_for_backward(x)
+        kind = x.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.random = torch.get_rng_state(), *checkpoint.get_device_states(x)
+        with _autocast(ctx.autocast):
+            return _joined(run, module, x, count)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+        (x,) = (ctx if ctx.saver is None else ctx.saver).saved_tensors
+        weights = _trainable(ctx.module)
+        sums = {id(weight): _Sum(weight) for weight in weights}
+        needs_dx = ctx.needs_input_grad[0]
+        dx = torch.empty_like(x) if needs_dx else None
+        with _random_again(ctx.random, x.device.type):
+            for at, tile, dtile in zip(_starts(x, ctx.count), _tiles(x, ctx.count), _tiles(dy, ctx.count)):
+                tile = tile.detach().requires_grad_(needs_dx)
+                with torch.enable_grad(), _autocast(ctx.autocast), _SummedLinears(sums, ctx.autocast):
+                    y = ctx.run(ctx.module, tile)
+                gradients = torch.autograd.grad(y, [tile] * needs_dx + weights, dtile, allow_unused=True)
+                if needs_dx and gradients[0] is not None:
+                    dx.narrow(-2, at, tile.shape[-2]).copy_(gradients[0])
+                elif needs_dx:
+                    dx.narrow(-2, at, tile.shape[-2]).zero_()
+                for weight, gradient in zip(weights, gradients[needs_dx:]):
+                    if gradient is not None:
+                        sums[id(weight)].add(gradient)
+                del y, gradients
+        return dx, None, None, None, *(sums.pop(id(weight)).rounded() for weight in weights)
+
+
+def _starts(x: torch.Tensor, count: int) -> Iterator[int]:
+    at = 0
+    for tile in _tiles(x, count):
+        yield at
+        at += tile.shape[-2]
+
+
+def _autocast(state: tuple) -> torch.autocast:
+    """The autocast state of the forward; without its cache, which must not keep a copy without a graph."""
+    kind, dtype, enabled = state
+    return torch.autocast(kind, dtype, enabled, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def _random_again(state: tuple, kind: str) -> Iterator[None]:
+    """The random numbers of the forward, and afterwards the caller's as they were."""
+    cpu, devices, states = state
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        torch.set_rng_state(cpu)
+        if devices:
+            checkpoint.set_device_states(devices, states, device_type=kind)
+        yield
+
+
+# -- gradients of weights --------------------------------------------------------------------------------------------
+
+
+class _Sum:
+    """A weight's gradient over all tiles, in fp32 or wider."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.total = weight, None
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        if self.total is None:
+            self.total = gradient.to(self.dtype, copy=True)
+        else:
+            self.total += gradient
+
+    def add_product(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Add dy^T @ x: dy [rows, out], x [rows, in]."""
+        first = self.total is None
+        if first:
+            self.total = dy.new_empty((dy.shape[1], x.shape[1]), dtype=self.dtype)
+        add_product(self.total, dy.t(), x, first)
+
+    def rounded(self) -> torch.Tensor | None:
+        return None if self.total is None else self.total.to(self.weight.dtype)
+
+
+class _SummedLinears(TorchFunctionMode):
+    """While open, linear layers add their weights' gradients to `sums` (id of a weight -> its `_Sum`) in backward."""
+
+    def __init__(self, sums: dict[int, _Sum], autocast: tuple) -> None:
+        super().__init__()
+        self.sums, self.autocast = sums, autocast
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.linear:
+            return func(*args, **kwargs)
+        return self._linear(*args, **kwargs)
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        kind, dtype, enabled = self.autocast
+        total = self.sums.get(id(weight))
+        if total is None or type(input) is not torch.Tensor or not (enabled or input.dtype is weight.dtype):
+            return torch.nn.functional.linear(input, weight, bias)
+        if enabled and input.dtype is not torch.float64:
+            input = input.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return _Linear.apply(input, weight, bias, total, self.sums.get(id(bias)))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward adds the gradients of weight and bias to their sums, and hands autograd none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *sums: _Sum | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums = sums
+        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        of_weight, of_bias = ctx.sums
+        rows = dy.reshape(-1, dy.shape[-1])
+        of_weight.add_product(rows, x.reshape(-1, x.shape[-1]))
+        if of_bias is not None:
+            of_bias.add(rows.sum(0, dtype=of_bias.dtype))
+        return (dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None), None, None, None, None

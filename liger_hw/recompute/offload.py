@@ -1,0 +1,189 @@
+"""Level `offload`: a checkpointed layer's input waits for backward in pinned host memory instead of on the device.
+
+    with host_memory(device).hooks():
+        y = checkpoint(layer, x)              # x is copied to the host on a side stream while the layer computes
+
+Forward copies layer i's input while layer i computes, and keeps it on the device until layer i + 1 begins. Backward
+needs the last layer's first; whenever one is needed, the copy of the one before it starts. So at most two layers'
+inputs are on the device, and copies are hidden where a layer's computation takes longer than the copy of its input.
+
+torch's `save_on_cpu`, which transformers' `offload=True` uses, copies on the computing stream and allocates pinned
+memory for every tensor; docs/guides/long-context.md compares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+
+from .recipes import say_once
+
+CHUNK = 64 << 20
+"""Bytes of one piece of pinned memory. torch rounds each allocation of it up to a power of two, which this is."""
+SMALLEST = 1 << 20
+"""Tensors of fewer bytes stay on the device."""
+SHARE = 0.8
+"""Share of the host memory free at first use that may be pinned."""
+
+
+class HostMemory:
+    """Pinned memory for tensors of one device, and the stream that copies. Memory is used again, step after step.
+
+    limit: bytes that may be pinned; pinned: bytes that are. A tensor that would need more stays on the device, and the
+    log has one warning.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self.device = device
+        self.limit = int(SHARE * free_host_memory()) if limit is None else limit
+        self.pinned = 0
+        self._free: list[torch.Tensor] = []
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._latest: Any = _nothing
+        self._leaving: tuple[torch.Tensor, Any] | None = None  # a tensor being copied, and the end of its copy
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """While open, what autograd saves of this device is kept on the host."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def release(self) -> None:
+        """Give back pinned memory that no tensor uses."""
+        self.pinned -= CHUNK * len(self._free)
+        self._free.clear()
+
+    # -- to the host -------------------------------------------------------------------------------------------------
+
+    def _pack(self, t: torch.Tensor) -> "torch.Tensor | _OnHost":
+        if t.device != self.device or t.nbytes < SMALLEST or type(t) is not torch.Tensor:
+            return t
+        chunks = self._take(t.nbytes)
+        if chunks is None:
+            return t.detach()
+        self._finish_leaving()
+        source = t.detach().contiguous()
+        self._stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._stream):
+            for chunk, part in zip(chunks, _parts(source)):
+                chunk[: part.numel()].copy_(part, non_blocking=True)
+            end = self._stream.record_event()
+        self._leaving = source, end
+        entry = _OnHost(self, chunks, source, self._latest)
+        self._latest = weakref.ref(entry)
+        return entry
+
+    def _finish_leaving(self) -> None:
+        """Let the computing stream wait for the copy under way; then its tensor's memory can be used again."""
+        if self._leaving is not None:
+            self._module.current_stream(self.device).wait_event(self._leaving[1])
+            self._leaving = None
+
+    def _take(self, nbytes: int) -> list[torch.Tensor] | None:
+        """Chunks for `nbytes`, or None where that would pin more than the limit."""
+        count = -(-nbytes // CHUNK)
+        missing = count - len(self._free)
+        if self.pinned + missing * CHUNK > self.limit:
+            say_once(
+                f"activations: level offload keeps a layer's input of {nbytes / 2**30:.2f} GiB on the device: "
+                f"{self.pinned / 2**30:.1f} GiB of host memory are pinned, of at most {self.limit / 2**30:.1f} "
+                f"({SHARE:.0%} of what was free). Give fewer layers the level offload, or the host more memory",
+                logging.WARNING,
+            )
+            return None
+        for _ in range(missing):
+            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
+            self.pinned += CHUNK
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, chunks: list[torch.Tensor]) -> None:
+        """Chunks that are used again; copies to and from them are on one stream, in order."""
+        self._free += chunks
+
+    # -- and back ----------------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: "torch.Tensor | _OnHost") -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self._finish_leaving()
+        value = packed.arrive()
+        before = packed.before()
+        if before is not None:
+            before.start()
+        return value
+
+    def copy_back(self, chunks: list[torch.Tensor], like: "_OnHost") -> tuple[torch.Tensor, Any]:
+        """A tensor of the device that is being filled, and the end of its copy."""
+        value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        self._stream.wait_stream(self._module.current_stream(self.device))  # its memory may be in use until then
+        with self._module.stream(self._stream):
+            for chunk, part in zip(chunks, _parts(value)):
+                part.copy_(chunk[: part.numel()], non_blocking=True)
+            return value, self._stream.record_event()
+
+    def wait(self, end: Any) -> None:
+        """Let the computing stream wait for the end of a copy."""
+        self._module.current_stream(self.device).wait_event(end)
+
+
+class _OnHost:
+    """A tensor on the host. before: a weak reference to the one that was saved before it, and is needed after it."""
+
+    def __init__(self, memory: HostMemory, chunks: list[torch.Tensor], t: torch.Tensor, before: Any) -> None:
+        self.memory, self.chunks, self.before = memory, chunks, before
+        self.shape, self.dtype = t.shape, t.dtype
+        self._coming: tuple[torch.Tensor, Any] | None = None
+
+    def start(self) -> None:
+        """Begin the copy to the device."""
+        if self._coming is None:
+            self._coming = self.memory.copy_back(self.chunks, self)
+
+    def arrive(self) -> torch.Tensor:
+        """The tensor on the device."""
+        self.start()
+        (value, end), self._coming = self._coming, None
+        self.memory.wait(end)
+        return value
+
+    def __del__(self) -> None:
+        if self._coming is not None:  # copied for a backward that did not come
+            self.memory.wait(self._coming[1])
+        self.memory.give_back(self.chunks)
+
+
+def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a contiguous tensor in pieces of CHUNK."""
+    return iter(t.view(-1).view(torch.uint8).split(CHUNK))
+
+
+def _nothing() -> None:
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def host_memory(device: torch.device) -> HostMemory:
+    """The pinned memory of this process for a device."""
+    return HostMemory(device)
+
+
+def free_host_memory() -> int:
+    """Bytes of host memory that this process could still use: what is available, within the container's limit."""
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free[0] = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # without a limit memory.max says `max`
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free.append(limit - used + int(kinds.get("file", 0)))  # cached files make room
+    return max(0, min(free))

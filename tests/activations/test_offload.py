@@ -1,0 +1,118 @@
+"""Level offload: tensors come back from host memory bit for bit, in order, and pinned memory is bounded and reused.
+
+On a CPU the copies are ordinary ones; test_activations_gpu.py has the streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from small_decoder import Decoder, gradients, identical, some_input
+
+import liger_hw
+from liger_hw.kernels.pointwise import tiled_mlp
+from liger_hw.recompute import dial, offload, recipes
+from liger_hw.recompute.offload import HostMemory, free_host_memory
+
+pytestmark = [pytest.mark.lanes("cpu")]
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Host memory for the CPU, in small pieces, that small tensors use."""
+    monkeypatch.setattr(offload, "CHUNK", 256)
+    monkeypatch.setattr(offload, "SMALLEST", 64)
+    return HostMemory(torch.device("cpu"), limit=1 << 20)
+
+
+@pytest.fixture
+def offloading(memory, monkeypatch):
+    """The dial's level offload, here with that memory."""
+
+    def kept_inputs(level, args):
+        return memory.hooks() if level == "offload" else contextlib.nullcontext()
+
+    monkeypatch.setattr(dial, "_kept_inputs", kept_inputs)
+    return memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64,), (3, 65), (2, 5, 32), (300,)])
+def test_back_bit_for_bit(memory, shape, dtype):
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    y = (x * 1).t() if len(shape) == 2 else x * 1  # a strided one too
+    with memory.hooks():
+        z = y.pow(3)
+    saved = z.grad_fn._saved_self
+    assert torch.equal(saved, y) and saved.data_ptr() != y.data_ptr()
+    z.sum().backward()
+    torch.testing.assert_close(x.grad, 3 * x.detach() ** 2)
+
+
+def test_gradients_are_those_of_tiled(offloading, monkeypatch):
+    monkeypatch.setattr(tiled_mlp, "TILE_ROWS", 4)
+    model = Decoder(count=4, dtype=torch.float64)
+    expected = gradients(model, liger_hw.activations("tiled", model))
+    found = gradients(model, liger_hw.activations("offload", model))
+    assert identical(found, expected)
+    for a, b in zip(found, gradients(model, contextlib.nullcontext()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert offloading.pinned > 0
+
+
+def test_pinned_memory_is_used_again(offloading):
+    model = Decoder(count=4)
+    with liger_hw.activations("offload", model):
+        gradients(model, contextlib.nullcontext())
+        once = offloading.pinned
+        gradients(model, contextlib.nullcontext())
+        assert offloading.pinned == once == 3 * 1280  # three layers' inputs of 2 x 5 x 32 floats
+        abandoned = model(some_input()).sum()
+        del abandoned
+        gradients(model, contextlib.nullcontext())
+        assert offloading.pinned == once
+    offloading.release()
+    assert offloading.pinned == 0
+
+
+def test_the_next_one_is_fetched_before_it_is_needed(memory):
+    values = [torch.randn(100, requires_grad=True) * 1 for _ in range(3)]
+    with memory.hooks():
+        graphs = [value.pow(2) for value in values]
+    started = []
+    copy_back = memory.copy_back
+    memory.copy_back = lambda chunks, like: started.append(like) or copy_back(chunks, like)
+    assert torch.equal(graphs[2].grad_fn._saved_self, values[2]) and len(started) == 2
+    assert torch.equal(graphs[1].grad_fn._saved_self, values[1]) and len(started) == 3
+    assert torch.equal(graphs[0].grad_fn._saved_self, values[0]) and len(started) == 3
+    assert torch.equal(graphs[2].grad_fn._saved_self, values[2]) and len(started) == 5, "again, with retain_graph"
+
+
+def test_what_is_too_much_stays_on_the_device(memory, caplog):
+    memory.limit = 512
+    recipes._said.discard(next((words for words in recipes._said if "level offload keeps" in words), ""))
+    values = [torch.randn(100, requires_grad=True) * 1 for _ in range(3)]
+    with caplog.at_level(logging.WARNING, logger="liger_hw"), memory.hooks():
+        graphs = [value.pow(2) for value in values]
+    assert memory.pinned == 512
+    assert graphs[0].grad_fn._saved_self.data_ptr() != values[0].data_ptr()
+    assert graphs[1].grad_fn._saved_self.data_ptr() == values[1].data_ptr()
+    assert [record.message.count("Give fewer layers the level offload") for record in caplog.records] == [1]
+
+
+def test_small_tensors_and_parameters_stay():
+    memory = HostMemory(torch.device("cpu"), limit=1 << 30)
+    weight = torch.nn.Parameter(torch.randn(1 << 19))
+    with memory.hooks():
+        y = weight * (torch.randn(4, requires_grad=True) * 1).sum()
+        y.sum().backward()
+    assert memory.pinned == 0
+
+
+def test_free_host_memory():
+    with open("/proc/meminfo") as file:
+        total = int(next(line for line in file if line.startswith("MemTotal")).split()[1]) * 1024
+    assert 0 < free_host_memory() <= total
