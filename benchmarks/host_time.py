@@ -18,7 +18,7 @@ on the same device.
     registry      Tunable.plan on a hit                  launch        the fast path, the driver's launch included
     alloc         one torch.empty_like                   ordinary      the same launch through Triton's own launcher
     bare          that compiled kernel's launch alone    operator      the launcher through torch.library, under compile
-    launcher      allocate, resolve and launch, or a recorded call that repeats it
+    launcher      allocate, resolve and launch
     dispatch      operator minus launcher                autograd      forward minus launcher: checks and the Function
     bwd_launcher  the backward's launchers               engine        the rest of full: autograd's own backward
 
@@ -196,7 +196,7 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
         found["registry"] = us(lambda: plan.tunable.plan(device, plan.key), 1000)
         found["launch"] = us(lambda: _launch.launch(*arguments))
         found["ordinary"] = us(lambda: _launch.launch_ordinary(*arguments))
-        found["bare"] = _bare(us, _launch.launch(*arguments), *arguments[2:4])
+        found["bare"] = _bare(us, *arguments)
     found["allocs_full"] = _allocations(op, inputs, meter)
     first = inputs.tensors[0]
     found["alloc"] = us(lambda: torch.empty_like(first))
@@ -212,11 +212,14 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
     return found
 
 
-def _bare(us: Callable[..., float], found: tuple | None, grid: tuple, args: tuple) -> float | None:
+def _bare(
+    us: Callable[..., float], plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple
+) -> float | None:
     """The launch of a compiled kernel, arguments ready; None where Triton launches."""
-    if found is None:
+    launchers = (plan.compiled or {}).values() if _launch.CAN_BE_FAST else ()
+    run, head, constants = next((one for one in launchers if one[2][: len(flags)] == flags), (None, (), ()))
+    if run is None:
         return None
-    run, head, constants = found
     passed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     index = args[0].get_device()
     given = (*(*grid, 1, 1)[:3], _launch.current_stream(index), *head, *passed, *constants)
@@ -252,9 +255,9 @@ class _Watch(Observer):
         self.launches: list[tuple] = []
         self.operators: list[tuple[Any, tuple]] = []
 
-    def launch(self, proceed: Any, plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
+    def launch(self, proceed: Any, plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         self.launches.append((plan, kernel, grid, args, flags))
-        return proceed(plan, kernel, grid, args, flags)
+        proceed(plan, kernel, grid, args, flags)
 
     def operator(self, proceed: Any, call: Any, args: tuple) -> Any:
         self.operators.append((call, args))

@@ -223,7 +223,7 @@ def chained(request, gpu, seed):
 @pytest.mark.gpu
 def test_chains_without_waiting(chained):
     x, expected = chained
-    for _ in range(3):  # the third is replayed, see runtime/replay.py
+    for _ in range(3):
         _same(_chain(x), expected)
 
 
