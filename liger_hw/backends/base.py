@@ -26,7 +26,7 @@ class Target:
 
     Sizes are in bytes. `multiprocessors` counts SMs, CUs or Xe-cores and `registers` the 32-bit registers of one of
     them. `bandwidth` is the data sheet's GB/s of device memory, 0 when unknown. `cooperative` says that the driver
-    starts all programs of a cooperative launch together or refuses it.
+    starts all programs of a cooperative launch together or refuses it. `float8` is as in `Arch`.
     """
 
     vendor: str
@@ -43,6 +43,7 @@ class Target:
     family: str = ""
     max_threads_per_multiprocessor: int = 2048
     cooperative: bool = False
+    float8: str = ""
 
     @property
     def max_warps(self) -> int:
@@ -69,7 +70,8 @@ class Arch:
     """What the devices of one architecture have in common: a row of a vendor's `archs`.
 
     shared_memory: bytes a block may use; registers, max_threads: of a multiprocessor; clock: GHz under load. Where an
-    architecture has several warp sizes, kernels use the largest.
+    architecture has several warp sizes, kernels use the largest. float8: which FP8 its matrix units multiply, `fn`
+    (float8_e4m3fn, float8_e5m2) or `fnuz` (float8_e4m3fnuz, float8_e5m2fnuz); "" for none.
     """
 
     family: str
@@ -78,6 +80,7 @@ class Arch:
     registers: int
     max_threads: int
     clock: float = 2.0
+    float8: str = ""
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,7 @@ class Backend:
             "family": arch.family,
             "max_threads_per_multiprocessor": arch.max_threads,
             "cooperative": self.cooperative,
+            "float8": arch.float8,
         }
         if device is not None:
             facts |= {name: getattr(device, name) for name in ("name", "multiprocessors", "l2", "bandwidth")}

@@ -49,6 +49,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "attention.sparsemax": ("liger_sparsemax", "LigerSparsemax"),
     "attention.multi_token_attention": ("liger_multi_token_attention", "LigerMultiTokenAttention"),
     "moe.fused_moe": ("liger_fused_moe", "LigerExperts"),
+    "float8.float8_linear": ("liger_float8_linear",),
+    "float8.quantize_float8": ("liger_quantize_float8", "Float8Rows"),
     "embedding.embedding": ("liger_embedding", "LigerEmbedding"),
 }
 """`family.op`, the module below this package -> the public names that it defines."""

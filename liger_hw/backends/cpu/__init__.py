@@ -10,7 +10,7 @@ from ..base import KIB, MIB, Arch, Backend, Device, Target
 class CpuBackend(Backend):
     vendor = "cpu"
     device_type = "cpu"
-    archs = {"cpu": Arch("cpu", (32,), 64 * KIB, 65536, 2048)}
+    archs = {"cpu": Arch("cpu", (32,), 64 * KIB, 65536, 2048, float8="fn")}
     devices = {"cpu": Device("cpu", "cpu", 2, 32 * MIB, 0)}  # two multiprocessors keep the interpreter's grids small
 
     def present(self) -> bool:

@@ -26,10 +26,10 @@ class CudaBackend(Backend):
     archs = {  # shared memory a block may opt in to; the data sheets' boost clock, for sm90 the clock under load
         "sm80": Arch("ampere", (32,), 163 * KIB, 65536, 2048, clock=1.41),
         "sm86": Arch("ampere", (32,), 99 * KIB, 65536, 1536, clock=1.80),
-        "sm89": Arch("ada", (32,), 99 * KIB, 65536, 1536, clock=2.52),
-        "sm90": Arch("hopper", (32,), 227 * KIB, 65536, 2048, clock=1.755),
-        "sm100": Arch("blackwell", (32,), 227 * KIB, 65536, 2048, clock=1.85),
-        "sm120": Arch("blackwell-consumer", (32,), 99 * KIB, 65536, 1536, clock=2.41),
+        "sm89": Arch("ada", (32,), 99 * KIB, 65536, 1536, clock=2.52, float8="fn"),
+        "sm90": Arch("hopper", (32,), 227 * KIB, 65536, 2048, clock=1.755, float8="fn"),
+        "sm100": Arch("blackwell", (32,), 227 * KIB, 65536, 2048, clock=1.85, float8="fn"),
+        "sm120": Arch("blackwell-consumer", (32,), 99 * KIB, 65536, 1536, clock=2.41, float8="fn"),
     }
     devices = {
         "A100": Device("NVIDIA A100-SXM4-80GB", "sm80", 108, 40 * MIB, 2039),

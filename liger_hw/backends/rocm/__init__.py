@@ -25,8 +25,8 @@ _LATENCY = {64: 800.0, 32: 600.0}
 """Nanoseconds until memory answers, by wavefront. Assumed: chiplets answer later."""
 
 
-def _arch(family: str, wavefront: int, lds: int = 64 * KIB, clock: float = 2.1) -> Arch:
-    return Arch(family, (wavefront,), lds, _REGISTERS[wavefront], 2048, clock)
+def _arch(family: str, wavefront: int, lds: int = 64 * KIB, clock: float = 2.1, float8: str = "") -> Arch:
+    return Arch(family, (wavefront,), lds, _REGISTERS[wavefront], 2048, clock, float8)
 
 
 def arch_of(gcn_arch_name: str) -> str:
@@ -41,8 +41,8 @@ class RocmBackend(Backend):
     compiler = "amd"
     archs = {  # clocks are the data sheets' engine clocks
         "gfx90a": _arch("cdna2", 64, clock=1.7),
-        "gfx942": _arch("cdna3", 64, clock=2.1),
-        "gfx950": _arch("cdna4", 64, lds=160 * KIB, clock=2.4),
+        "gfx942": _arch("cdna3", 64, clock=2.1, float8="fnuz"),
+        "gfx950": _arch("cdna4", 64, lds=160 * KIB, clock=2.4, float8="fn"),
         "gfx1100": _arch("rdna3", 32, clock=2.5),
         "gfx1151": _arch("rdna3.5", 32, clock=2.9),
         "gfx1201": _arch("rdna4", 32, clock=2.97),

@@ -1,0 +1,259 @@
+"""A linear layer whose three products are in FP8: y = x W^T + b.
+
+Shapes: x [..., n_in], weight [n_out, n_in], bias [n_out] or None -> y [..., n_out]; fastest where n_in and n_out are
+multiples of 16.
+Dtypes: x, weight, bias in fp32, fp16 or bf16; y like x, or autocast's. Products sum in fp32 and are rounded to bf16.
+
+Recipe `rowwise`, for tokens t, inputs i and outputs o; every tensor is read once for its amax and its FP8:
+    y[t, o] = s[t] w[o] sum_i x8[t, i] W8[o, i]         x8 and W8 with a scale for each row
+    dx[t, i] = g[t] m sum_o dy8[t, o] W8'[o, i]         dy8 with a scale for each row, W8' with m, the largest of w
+    dW[o, i] = c sum_t (dy8[t, o] g[t] s[t] / c) x8[t, i]       with c the largest g[t] s[t]
+The last product sums over tokens, whose scales must leave the sum: all of them go to dy8. They are powers of two, so
+that dy8 g s / c is dy8 with another exponent: no wide tensor is read again and nothing is rounded twice. Tokens whose
+gradient is small beside the largest underflow, as in any product with one scale.
+
+Recipe `tensorwise`: every tensor has one scale, from a read of its own.
+
+Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again.
+
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433; scales of rows as in
+torchao.float8 and, of gradients, in DeepSeek-AI, "DeepSeek-V3 Technical Report", https://arxiv.org/abs/2412.19437
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from ... import registry
+from ...registry import Op, Sample, normal
+from ...runtime.operator import Function, autocast_dtype, check, check_tensors, first_order, no_view
+from .formats import E4M3, E5M2, Float8Rows, aligned, float8_dtype
+from .quantize_float8 import (
+    QUANTIZED,
+    TRANSPOSED,
+    float8_transposed,
+    quantized,
+    scales_reference,
+    wide,
+)
+
+
+class Recipe(NamedTuple):
+    """How a linear is computed. rowwise: a scale for each row, or one for all; gradients: the format of dy."""
+
+    rowwise: bool
+    gradients: int
+
+
+RECIPES = {"rowwise": Recipe(True, E4M3), "tensorwise": Recipe(False, E5M2)}
+
+
+def product(a, b, scale_a, scale_b, fast: bool = False) -> torch.Tensor:
+    """a [m, k] times the transpose of b [n, k], both FP8; scales [m] or [1] and [n] or [1]. bf16 [m, n].
+
+    On the CPU fp32, and of fp64 fp64. fast: sums may have fewer bits than fp32.
+    """
+    if a.device.type == "cpu":
+        return (wide(a) @ wide(b).t()) * scale_a[:, None] * scale_b
+    if not a.numel() or not b.numel():
+        return a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
+    n, width = b.shape[0], aligned(b.shape[0])
+    if width > n:
+        b = pad(b.view(torch.uint8), (0, 0, 0, width - n)).view(b.dtype)
+        scale_b = pad(scale_b, (0, width - n), value=1.0) if scale_b.numel() > 1 else scale_b
+    if scale_a.numel() == scale_b.numel() == 1:
+        scale_a, scale_b = scale_a.view(()), scale_b.view(())
+    else:
+        scale_a = scale_a.expand(a.shape[0]).contiguous()[:, None]
+        scale_b = scale_b.expand(width).contiguous()[None, :]
+    y = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return y if width == n else y[:, :n]
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+class _ReferenceFunction(torch.autograd.Function):
+    """The formulas above, of numbers rounded to FP8 but computed in fp32, or in fp64."""
+
+    @staticmethod
+    def forward(ctx, x, weight, recipe):
+        rows, weights = (_reference_rows(t, E4M3, recipe.rowwise) for t in (x, weight))
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        return (rows.data @ weights.data.t()) * rows.scale[:, None] * weights.scale
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, weight), recipe = ctx.saved_tensors, ctx.recipe
+        if not x.shape[0]:
+            return torch.zeros_like(x), torch.zeros_like(weight), None
+        rows, gradients = (
+            _reference_rows(x, E4M3, recipe.rowwise),
+            _reference_rows(dy, recipe.gradients, recipe.rowwise),
+        )
+        weights = _reference_rows(weight, E4M3, False)
+        token_scales = gradients.scale * rows.scale
+        largest = token_scales.amax()
+        dx = (gradients.data @ weights.data) * gradients.scale[:, None] * weights.scale
+        factors = torch.where(largest > 0, token_scales / largest, 0.0)
+        dw = (_round(gradients.data * factors[:, None], recipe.gradients).t() @ rows.data) * largest
+        return dx, dw, None
+
+
+def _round(x: torch.Tensor, format: int) -> torch.Tensor:
+    return x.to(float8_dtype(x.device, format)).to(x.dtype)
+
+
+def _reference_rows(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
+    scale = scales_reference(x, format)
+    if not rowwise and x.shape[0]:
+        scale = scale.amax(0, keepdim=True)
+    return Float8Rows(_round(x / scale[:, None], format), scale)
+
+
+def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None):
+    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64.
+
+    rounds: whether numbers are rounded to FP8; by default unless `x` is fp64, where the result is smooth.
+    """
+    if rounds is None:
+        rounds = x.dtype is not torch.float64
+    rows, w = wide(x).reshape(-1, x.shape[-1]), wide(weight)
+    y = _ReferenceFunction.apply(rows, w, RECIPES[recipe]) if rounds else rows @ w.t()
+    y = y if bias is None else y + wide(bias)
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+# -- autograd --------------------------------------------------------------------------------------------------------
+
+
+class Float8LinearFunction(Function):
+    """Autograd for the linear: saves x in FP8, its scales, the weight and its largest scale.
+
+    rows: x in FP8, where another linear of the same input has it; or None
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, rows, recipe, dtype):
+        if rows is None:
+            rows = quantized(x.flatten(0, -2) if x.dim() > 1 else x[None], E4M3, recipe.rowwise)
+        weights = quantized(weight, E4M3, recipe.rowwise)
+        y = product(rows.data, weights.data, rows.scale, weights.scale, fast=True)
+        if bias is not None:
+            y = y + bias
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        saved = rows if needs_dw else (None, None)
+        ctx.save_for_backward(*saved, *((weight, weights.scale.amax(0, keepdim=True)) if needs_dx else (None, None)))
+        ctx.recipe, ctx.shape = recipe, x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return no_view(y.to(dtype), (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        data, scale, weight, largest_scale = ctx.saved_tensors
+        recipe, (x_dtype, w_dtype, b_dtype) = ctx.recipe, ctx.dtypes
+        dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
+        dx = dw = db = None
+        if ctx.needs_input_grad[2]:
+            db = wide(dy).sum(0).to(b_dtype)
+        if not dy.shape[0]:
+            dx = dy.new_zeros(ctx.shape, dtype=x_dtype) if weight is not None else None
+            dw = dy.new_zeros((dy.shape[1], ctx.shape[-1]), dtype=w_dtype) if data is not None else None
+            return dx, dw, db, None, None, None
+        gradients = quantized(dy, recipe.gradients, recipe.rowwise)
+        if weight is not None:
+            turned = float8_transposed(weight, largest_scale.reciprocal(), E4M3)
+            dx = product(gradients.data, turned, gradients.scale, largest_scale).to(x_dtype).reshape(ctx.shape)
+        if data is not None:
+            turned, largest = _by_outputs(gradients, scale, recipe)
+            dw = product(turned, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest))
+            dw = dw[: dy.shape[1], : ctx.shape[-1]].to(w_dtype).contiguous()
+        return dx, dw, db, None, None, None
+
+
+def _by_outputs(gradients: Float8Rows, scale: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dy g s / c in FP8, transposed; c [1]), as in the formula of dW."""
+    token_scales = gradients.scale * scale
+    if not recipe.rowwise:
+        return float8_transposed(gradients.data, None, recipe.gradients), token_scales
+    largest = token_scales.amax(0, keepdim=True)
+    factors = token_scales / largest.clamp_min(torch.finfo(torch.float32).tiny)
+    return float8_transposed(gradients.data, factors, recipe.gradients), largest
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_float8_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, recipe: str = "rowwise"
+) -> torch.Tensor:
+    """x weight^T + bias with x, weight and the gradient in FP8, in the forward and in both products of the backward.
+
+    x: [..., n_in]; weight: [n_out, n_in]; bias: [n_out] or None, of one dtype (unless autocast is on): fp32, fp16 or
+    bf16. On the CPU fp64 too, where nothing is rounded. n_in and n_out should be
+    multiples of 16: others are copied.
+    recipe: `rowwise` (a scale for each row, gradients in E4M3) or `tensorwise` (one scale, gradients in E5M2)
+    Returns [..., n_out] in x's dtype or autocast's.
+    Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.
+    """
+    name = "liger_float8_linear"
+    check_tensors(name, optional=("bias",), x=x, weight=weight, bias=bias)
+    check(
+        isinstance(recipe, str) and recipe in RECIPES,
+        name,
+        f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}",
+    )
+    fits = weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1]
+    check(fits, name, f"x [..., n_in] and weight [n_out, n_in] do not fit: {tuple(x.shape)}, {tuple(weight.shape)}")
+    if bias is not None:
+        check(bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    dtype = autocast_dtype(x.device.type)
+    if dtype is None:
+        dtype = x.dtype
+        same = weight.dtype is dtype and (bias is None or bias.dtype is dtype)
+        check(same, name, f"x is {x.dtype}, weight {weight.dtype}; they must be of one dtype unless autocast is on")
+    return Float8LinearFunction.apply(x, weight, bias, None, RECIPES[recipe], dtype)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "deepseek_v3_kv_a": (4096, 7168, 576),
+    "llama3_8b_qo": (8192, 4096, 4096),
+    "llama3_8b_gate_up": (8192, 4096, 14336),
+    "llama3_8b_down": (8192, 14336, 4096),
+    "llama3_70b_gate_up": (4096, 8192, 28672),
+}
+"""Problem sizes (n_rows, n_in, n_out) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, recipe="rowwise", bias=False) -> Sample:
+    n_rows, n_in, n_out = sizes
+    drawn = normal(dtype, device, generator)
+    x, weight = drawn(n_rows, n_in), drawn(n_out, n_in)
+    return Sample(
+        args=(x, weight, drawn(n_out) if bias else None, recipe),
+        reduction=n_in,
+        grad_reduction=max(n_rows, n_out),
+        moved=5 * (n_rows * n_in + n_rows * n_out) + 6 * n_in * n_out,
+        exact={"rounds": True},
+    )
+
+
+OP = registry.register(
+    Op(
+        name="float8_linear",
+        function=liger_float8_linear,
+        reference=float8_linear_reference,
+        tunables=(QUANTIZED, TRANSPOSED),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=({}, {"recipe": "tensorwise"}, {"bias": True}),
+        small=((37, 32, 48), (1, 16, 32), (24, 48, 16)),
+    )
+)

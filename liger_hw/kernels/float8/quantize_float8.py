@@ -1,0 +1,315 @@
+"""Quantisation to FP8, and the transposed copy that the products of a backward want.
+
+Three operators on matrices [n_rows, n_cols], each of which reads its input once:
+    rows        data and scale of every row, from one read; data has its columns rounded up to 16
+    cast        data with one scale that is known, or scales alone (for one scale of a whole matrix)
+    transposed  [n_cols, n_rows rounded up to 16]: of FP8 as it is or times a factor of each row, or of a wider matrix
+                times one factor
+What is rounded up is filled with zeros, which add nothing to a product.
+FP8 times a power of two that is at most 1 is exact unless it underflows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...runtime.operator import cdiv, check, check_tensors, define, is_interpreted, launch, row_major
+from ...runtime.triton_import import tl, triton
+from ..rows.blocks import load_tile, store_tile, tile_mask
+from ..rows.tuning import row_tunable
+from .formats import FORMATS, Float8Rows, aligned, float8_dtype, largest_bits, scale_of
+
+OP_NAME = "float8_linear"
+"""The op under whose name the kernels are tuned."""
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as the bits of an fp32: integers that order like the numbers, infinity and NaN above all others."""
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def scale_bits(largest, LARGEST: tl.constexpr):
+    """The scale, as bits, for magnitudes of at most `largest` (bits); LARGEST: the format's largest number, as bits."""
+    UP: tl.constexpr = 0x7FFFFF - (LARGEST & 0x7FFFFF)  # carries into the exponent what is beyond LARGEST's mantissa
+    EXPONENT: tl.constexpr = (LARGEST & 0x7F800000) - 0x3F800000
+    scale = ((largest + UP) & 0x7F800000) - EXPONENT
+    scale = tl.maximum(scale, 0x0D800000)  # 2^-100
+    return tl.where(largest >= 0x7F800000, 0x7FC00000, scale)
+
+
+@triton.jit
+def inverse_scale(scale):
+    """1 / scale in fp32, of bits of a power of two or NaN."""
+    return tl.where(scale >= 0x7F800000, scale, 0x7F000000 - scale).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_float8(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """fp32 rounded to FP8. ROUND_FIRST: for Triton's interpreter, which truncates what it should round."""
+    if ROUND_FIRST:
+        BITS: tl.constexpr = 20 if LARGEST < 0x44000000 else 21  # of fp32's mantissa that the format lacks
+        STEP: tl.constexpr = 24576.0 if LARGEST < 0x44000000 else 192.0  # 1.5 * 2^23 * the smallest number
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) >> BITS << BITS
+        LEAST: tl.constexpr = 0.015625 if LARGEST < 0x44000000 else 0.00006103515625
+        x = tl.where(tl.abs(x) < LEAST, (x + STEP) - STEP, tl.where(x == x, bits.to(tl.float32, bitcast=True), x))
+    return x.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _float8_rows_kernel(
+    X_ptr,
+    SCALE_ptr,
+    Q_ptr,
+    S_ptr,
+    X_row_stride,
+    Q_row_stride,
+    n_rows,
+    n_cols,
+    LARGEST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """ROWS rows a program. SCALE_ptr: [1], the scale of all rows; or None, and each row's own goes to S_ptr.
+
+    Q_ptr None: the scales alone. WHOLE_ROW: BLOCK_SIZE holds a row of Q; others are read twice.
+    """
+    wait_for_previous(DEPENDENT)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < n_rows
+    cols = tl.arange(0, BLOCK_SIZE)
+    if WHOLE_ROW:
+        mask = tile_mask(row_mask, cols < n_cols)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+    if SCALE_ptr is not None:
+        scale = tl.load(SCALE_ptr).to(tl.int32, bitcast=True)
+        inverse = inverse_scale(scale)
+    else:
+        if WHOLE_ROW:
+            largest = tl.max(magnitude_bits(x), axis=1)
+        else:
+            most = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.int32)
+            for start in range(0, n_cols, BLOCK_SIZE):
+                mask = tile_mask(row_mask, start + cols < n_cols)
+                x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "", "")
+                most = tl.maximum(most, magnitude_bits(x))
+            largest = tl.max(most, axis=1)
+        scale = scale_bits(largest, LARGEST)
+        tl.store(S_ptr + rows, scale.to(tl.float32, bitcast=True), mask=row_mask)
+        inverse = inverse_scale(scale)[:, None]
+    if Q_ptr is not None:
+        if WHOLE_ROW:
+            q = to_float8(x.to(tl.float32) * inverse, Q_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
+            store_tile(Q_ptr, rows, Q_row_stride, cols, q, tile_mask(row_mask, cols < Q_row_stride))
+        else:
+            for start in range(0, Q_row_stride, BLOCK_SIZE):
+                mask = tile_mask(row_mask, start + cols < n_cols)
+                x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "", "")
+                q = to_float8(x.to(tl.float32) * inverse, Q_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
+                store_tile(Q_ptr, rows, Q_row_stride, start + cols, q, tile_mask(row_mask, start + cols < Q_row_stride))
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _float8_transposed_kernel(
+    X_ptr,
+    FACTOR_ptr,
+    Y_ptr,
+    X_row_stride,
+    Y_row_stride,
+    n_rows,
+    n_cols,
+    LARGEST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    FACTOR_OF_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One tile of ROWS rows and BLOCK_SIZE columns a program. FACTOR_ptr: [n_rows] or [1], or None for bytes as they
+    are."""
+    wait_for_previous(DEPENDENT)
+    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+    pid = tl.program_id(0).to(tl.int64)
+    rows = pid // tiles * ROWS + tl.arange(0, ROWS)
+    cols = pid % tiles * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    row_mask = rows < n_rows
+    x = load_tile(X_ptr, rows, X_row_stride, cols, tile_mask(row_mask, cols < n_cols), LOAD_CACHE, LOAD_EVICT)
+    if FACTOR_ptr is not None:
+        if FACTOR_OF_ROW:
+            factor = tl.load(FACTOR_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        else:
+            factor = tl.load(FACTOR_ptr)
+        x = to_float8(x.to(tl.float32) * factor, Y_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
+    there = (rows < Y_row_stride)[:, None] & (cols < n_cols)[None, :]
+    tl.store(Y_ptr + cols[None, :] * Y_row_stride + rows[:, None], x, mask=there)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _tile_heuristic(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"ROWS": 128, "BLOCK_SIZE": 64}, target.warps(128 * 64, 64, 8))
+
+
+def _tile_safe(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"ROWS": 32, "BLOCK_SIZE": 32}, target.warps(1024, 8, 4))
+
+
+def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
+    tiles = [{"ROWS": rows, "BLOCK_SIZE": block} for rows in (32, 64, 128, 256) for block in (32, 64, 128, 256)]
+    return tile_space(target, tiles, (2, 4, 8, 16), per_thread=(16, 128), hints=("none", "stream"))
+
+
+def _key(n_rows: int, n_in: int, n_out: int, itemsize: int) -> Key:
+    """The key of x among what a linear quantises; of weights and gradients the launchers take `row_key` too."""
+    return row_key(n_rows, n_in, itemsize)
+
+
+_NEUTRAL = frozenset({"num_stages", "hint", "num_warps", "ROWS", "BLOCK_SIZE"})
+DIMS = ("n_rows", "n_in", "n_out")
+QUANTIZED = row_tunable(OP_NAME, "rows", _float8_rows_kernel, key=_key, dims=DIMS, neutral=_NEUTRAL)
+TRANSPOSED = Tunable(
+    OP_NAME,
+    "transposed",
+    kernels=(_float8_transposed_kernel,),
+    key=_key,
+    dims=DIMS,
+    heuristic=_tile_heuristic,
+    safe=_tile_safe,
+    space=_tile_space,
+    neutral=_NEUTRAL,
+    dependent_launch=is_small_launch,
+)
+
+# -- launchers and references ----------------------------------------------------------------------------------------
+
+
+def _launch_rows(x, scale, has_data, has_scales, format):
+    """[data, scale], of which a caller may leave one out."""
+    x, dtype = row_major(x), float8_dtype(x.device, format)
+    n_rows, n_cols = x.shape
+    width = aligned(n_cols)
+    data = torch.empty((n_rows, width), dtype=dtype, device=x.device) if has_data else None
+    scales = x.new_empty(n_rows, dtype=torch.float32) if has_scales else None
+    if n_rows:
+        plan = QUANTIZED.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        flags = largest_bits(dtype), is_interpreted(), width <= blocks["BLOCK_SIZE"]
+        numbers = x.stride(0), width, n_rows, n_cols
+        launch(plan, _float8_rows_kernel, (cdiv(n_rows, blocks["ROWS"]),), (x, scale, data, scales, *numbers), flags)
+    return data, scales
+
+
+def _rows(x, format):
+    return _launch_rows(x, None, True, True, format)
+
+
+def _cast(x, scale, format):
+    return _launch_rows(x, scale, True, False, format)[0]
+
+
+def _scales(x, format):
+    return _launch_rows(x, None, False, True, format)[1]
+
+
+def _transposed(x, factor, format):
+    x, dtype = row_major(x), float8_dtype(x.device, format)
+    n_rows, n_cols = x.shape
+    y = torch.empty((n_cols, aligned(n_rows)), dtype=dtype, device=x.device)
+    if y.numel():
+        plan = TRANSPOSED.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        tiles = cdiv(y.shape[1], blocks["ROWS"]) * cdiv(n_cols, blocks["BLOCK_SIZE"])
+        numbers = x.stride(0), y.shape[1], n_rows, n_cols
+        flags = largest_bits(dtype), is_interpreted(), factor is not None and factor.numel() > 1
+        launch(plan, _float8_transposed_kernel, (tiles,), (x, factor, y, *numbers), flags)
+    return y
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32; fp64 stays, which the references round nowhere."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.dtype.itemsize > 1 else x.float()
+
+
+def _rounded(x: torch.Tensor, format: int) -> torch.Tensor:
+    return x if x.dtype is torch.float64 else x.to(float8_dtype(x.device, format))
+
+
+def scales_reference(x, format):
+    x = wide(x)
+    amax = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
+    return scale_of(amax, float8_dtype(x.device, format))
+
+
+def cast_reference(x, scale, format):
+    return _rounded(pad(wide(x) / scale[:, None], (0, aligned(x.shape[1]) - x.shape[1])), format)
+
+
+def rows_reference(x, format):
+    scale = scales_reference(x, format)
+    return cast_reference(x, scale, format), scale
+
+
+def transposed_reference(x, factor, format):
+    if factor is not None:
+        x = _rounded(wide(x) * factor[:, None], format)
+    y = x.new_zeros((x.shape[1], aligned(x.shape[0])))
+    y[:, : x.shape[0]] = x.t()
+    return y
+
+
+float8_rows = define("float8_rows(Tensor x, int format) -> (Tensor, Tensor)", launcher=_rows, reference=rows_reference)
+float8_cast = define(
+    "float8_cast(Tensor x, Tensor scale, int format) -> Tensor", launcher=_cast, reference=cast_reference
+)
+float8_scales = define("float8_scales(Tensor x, int format) -> Tensor", launcher=_scales, reference=scales_reference)
+float8_transposed = define(
+    "float8_transposed(Tensor x, Tensor? factor, int format) -> Tensor",
+    launcher=_transposed,
+    reference=transposed_reference,
+)
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def quantized(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
+    """A matrix in FP8, with a scale of each row or one of all."""
+    if rowwise or not x.shape[0]:
+        return Float8Rows(*float8_rows(x, format))
+    scale = float8_scales(x, format).amax(0, keepdim=True)
+    return Float8Rows(float8_cast(x, scale, format), scale)
+
+
+def liger_quantize_float8(
+    X: torch.Tensor, scaling: str = "row", format: str = "e4m3", transposed: bool = False
+) -> Float8Rows | tuple[Float8Rows, torch.Tensor]:
+    """X in FP8, with scales that are powers of two. It has no gradient.
+
+    X: [n_rows, n_cols] in fp32, fp16 or bf16. scaling: `row`, a scale for each row from one read of X, or `tensor`, one
+    for all from two reads. format: `e4m3` or `e5m2`, in the dtype that X's device has for it.
+    transposed: also return data transposed, [n_cols rounded up to 16, n_rows rounded up to 16], as products that sum
+    over rows want it; it has the same scales.
+    Returns `Float8Rows(data, scale)`. A row with an infinity or NaN has the scale NaN.
+    Raises `ValueError` for other arguments, and where the device has no FP8.
+    """
+    check_tensors("liger_quantize_float8", X=X)
+    check(X.dim() == 2, "liger_quantize_float8", f"X must be [n_rows, n_cols], got shape {tuple(X.shape)}")
+    check(scaling in ("row", "tensor"), "liger_quantize_float8", f"scaling must be row or tensor, got {scaling!r}")
+    check(format in FORMATS, "liger_quantize_float8", f"format must be e4m3 or e5m2, got {format!r}")
+    with torch.no_grad():
+        rows = quantized(X, FORMATS[format], scaling == "row")
+        return (rows, float8_transposed(rows.data, None, FORMATS[format])) if transposed else rows
