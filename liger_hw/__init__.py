@@ -33,6 +33,7 @@ HOME = {
     "patch": "liger_hw.transformers.apply",
     "revert": "liger_hw.transformers.report",
     "activations": "liger_hw.recompute.dial",
+    "float8": "liger_hw.transformers.float8_linears",
     "kernel_config": "liger_hw.hub",
     "explain": "liger_hw.registry",
     "override": "liger_hw.registry",

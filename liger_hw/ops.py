@@ -251,6 +251,8 @@ class Op:
     """Option sets the shared tests run; the first is the default."""
     small: tuple[tuple[int, ...], ...] = ()
     """Small problem sizes for tests, odd ones among them; empty: the first workload shrunk."""
+    why_not: Callable[[Target], str] = lambda target: ""
+    """Why a target cannot run the op, or "" where it can."""
 
     @property
     def small_sizes(self) -> tuple[int, ...]:

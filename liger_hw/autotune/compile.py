@@ -149,8 +149,11 @@ def cases(op: registry.Op, depth: str, dtypes: Sequence[str] | None = None) -> I
 def trace_cases(
     op: registry.Op, target: Target, depth: str, dtypes: Sequence[str] | None = None, shipped: bool = True
 ) -> Iterator[tuple[Case, Launch]]:
-    """Each case of the op with each launch it makes."""
+    """Each case of the op with each launch it makes; none where the target cannot run the op."""
     import torch
+
+    if op.why_not(target):
+        return
 
     for case in cases(op, depth, dtypes):
         for launch in trace(op.name, case.sizes, getattr(torch, case.dtype), target, case.options, shipped=shipped):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -100,8 +101,19 @@ def test_every_option_compiles(op, arch, workers, record_property):
     _compiles(op, arch, "deep", workers, record_property)
 
 
+def _refuses(op, target):
+    """Whether a target cannot run an op, which then says why."""
+    why_not = op.why_not(target)
+    if why_not:
+        with pytest.raises(ValueError, match=re.escape(why_not)):
+            aot.trace(op.name, small_sizes(op)[0], torch.bfloat16, target)
+    return bool(why_not)
+
+
 def _compiles(op, arch, depth, workers, record_property):
     target = known_target(arch)
+    if _refuses(op, target):
+        return
     launches = [launch for _, launch in aot.trace_cases(op, target, depth, shipped=False)]
     reached = {launch.tunable for launch in launches}
     certificates = list(aot.certify(launches, workers))
@@ -202,6 +214,9 @@ def test_shipped_tables(table, name, workers, record_property):
 def test_relatives(op, arch, workers):
     """What would be launched on one, compiled as for the other (mostly done already), within its own limits."""
     target, other = known_target(arch), known_target(RELATIVES[arch])
+    if _refuses(op, target):
+        return
+    other = target if op.why_not(other) else other
     launches = [replace(launch, target=other) for _, launch in aot.trace_cases(op, target, "quick", shipped=False)]
     assert launches
     for certificate in aot.certify(launches, workers):
@@ -363,6 +378,8 @@ def test_launches_alike_are_compiled_once(workers):
 def test_intel_down_to_ttir(op, arch, workers, record_property):
     """The stock Triton has no compiler for it: every kernel, with the configurations of each Intel architecture, is
     specialised, type-checked and simplified; launches are legal and no tile outgrows the register file."""
+    if _refuses(op, known_target(arch)):
+        return
     launches = [launch for _, launch in aot.trace_cases(op, known_target(arch), "quick")]
     certificates = list(aot.certify(launches, workers))
     assert len(certificates) == len(launches) > 0

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from ... import registry
 from ...registry import Op, Sample, normal
 from ...runtime.operator import Function, autocast_dtype, check, check_tensors, first_order, no_view
-from .formats import E4M3, E5M2, Float8Rows, aligned, float8_dtype
+from .formats import E4M3, E5M2, Float8Rows, aligned, float8_dtype, why_no_float8
 from .quantize_float8 import (
     QUANTIZED,
     TRANSPOSED,
@@ -58,8 +58,6 @@ def product(a, b, scale_a, scale_b, fast: bool = False) -> torch.Tensor:
     """
     if a.device.type == "cpu":
         return (wide(a) @ wide(b).t()) * scale_a[:, None] * scale_b
-    if not a.numel() or not b.numel():
-        return a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
     n, width = b.shape[0], aligned(b.shape[0])
     if width > n:
         b = pad(b.view(torch.uint8), (0, 0, 0, width - n)).view(b.dtype)
@@ -71,6 +69,11 @@ def product(a, b, scale_a, scale_b, fast: bool = False) -> torch.Tensor:
         scale_b = scale_b.expand(width).contiguous()[None, :]
     y = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return y if width == n else y[:, :n]
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., n_cols] as [n_rows, n_cols]."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
     """
     if rounds is None:
         rounds = x.dtype is not torch.float64
-    rows, w = wide(x).reshape(-1, x.shape[-1]), wide(weight)
+    rows, w = as_rows(wide(x)), wide(weight)
     y = _ReferenceFunction.apply(rows, w, RECIPES[recipe]) if rounds else rows @ w.t()
     y = y if bias is None else y + wide(bias)
     return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -131,23 +134,45 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
 # -- autograd --------------------------------------------------------------------------------------------------------
 
 
+class Float8Weight(NamedTuple):
+    """A weight in FP8: its rows for the forward, and for the backward its transposed copy with one scale [1]."""
+
+    rows: Float8Rows
+    turned: torch.Tensor
+    scale: torch.Tensor
+
+
+def quantized_weight(weight: torch.Tensor, recipe: Recipe) -> Float8Weight:
+    """Both copies of a weight [n_out, n_in], for one that takes no gradient and is used many times."""
+    with torch.no_grad():
+        rows = quantized(weight, E4M3, recipe.rowwise)
+        scale = rows.scale.amax(0, keepdim=True)
+        return Float8Weight(rows, float8_transposed(weight, scale.reciprocal(), E4M3), scale)
+
+
 class Float8LinearFunction(Function):
     """Autograd for the linear: saves x in FP8, its scales, the weight and its largest scale.
 
-    rows: x in FP8, where another linear of the same input has it; or None
+    rows: x in FP8, where another linear of the same input has it, or None; kept: the weight in FP8, or None
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, rows, recipe, dtype):
+    def forward(ctx, x, weight, bias, rows, kept, recipe, dtype):
         if rows is None:
-            rows = quantized(x.flatten(0, -2) if x.dim() > 1 else x[None], E4M3, recipe.rowwise)
-        weights = quantized(weight, E4M3, recipe.rowwise)
+            rows = quantized(as_rows(x), E4M3, recipe.rowwise)
+        weights = quantized(weight, E4M3, recipe.rowwise) if kept is None else kept.rows
         y = product(rows.data, weights.data, rows.scale, weights.scale, fast=True)
         if bias is not None:
             y = y + bias
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         saved = rows if needs_dw else (None, None)
-        ctx.save_for_backward(*saved, *((weight, weights.scale.amax(0, keepdim=True)) if needs_dx else (None, None)))
+        if needs_dx and kept is not None:
+            saved = *saved, None, kept.turned, kept.scale
+        elif needs_dx:
+            saved = *saved, weight, None, weights.scale.amax(0, keepdim=True)
+        else:
+            saved = *saved, None, None, None
+        ctx.save_for_backward(*saved)
         ctx.recipe, ctx.shape = recipe, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return no_view(y.to(dtype), (*x.shape[:-1], weight.shape[0]))
@@ -155,25 +180,22 @@ class Float8LinearFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        data, scale, weight, largest_scale = ctx.saved_tensors
+        data, scale, weight, turned, largest_scale = ctx.saved_tensors
         recipe, (x_dtype, w_dtype, b_dtype) = ctx.recipe, ctx.dtypes
-        dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
+        dy = as_rows(dy)
         dx = dw = db = None
         if ctx.needs_input_grad[2]:
             db = wide(dy).sum(0).to(b_dtype)
-        if not dy.shape[0]:
-            dx = dy.new_zeros(ctx.shape, dtype=x_dtype) if weight is not None else None
-            dw = dy.new_zeros((dy.shape[1], ctx.shape[-1]), dtype=w_dtype) if data is not None else None
-            return dx, dw, db, None, None, None
         gradients = quantized(dy, recipe.gradients, recipe.rowwise)
-        if weight is not None:
-            turned = float8_transposed(weight, largest_scale.reciprocal(), E4M3)
+        if largest_scale is not None:
+            if turned is None:
+                turned = float8_transposed(weight, largest_scale.reciprocal(), E4M3)
             dx = product(gradients.data, turned, gradients.scale, largest_scale).to(x_dtype).reshape(ctx.shape)
         if data is not None:
-            turned, largest = _by_outputs(gradients, scale, recipe)
-            dw = product(turned, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest))
+            by_outputs, largest = _by_outputs(gradients, scale, recipe)
+            dw = product(by_outputs, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest))
             dw = dw[: dy.shape[1], : ctx.shape[-1]].to(w_dtype).contiguous()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _by_outputs(gradients: Float8Rows, scale: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,12 +234,19 @@ def liger_float8_linear(
     check(fits, name, f"x [..., n_in] and weight [n_out, n_in] do not fit: {tuple(x.shape)}, {tuple(weight.shape)}")
     if bias is not None:
         check(bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    return linear(x, weight, bias, None, None, RECIPES[recipe], name)
+
+
+def linear(x, weight, bias, rows, kept, recipe: Recipe, name: str) -> torch.Tensor:
+    """The Function for arguments that fit but for their dtypes, which are checked in the name of `name`."""
     dtype = autocast_dtype(x.device.type)
     if dtype is None:
         dtype = x.dtype
         same = weight.dtype is dtype and (bias is None or bias.dtype is dtype)
         check(same, name, f"x is {x.dtype}, weight {weight.dtype}; they must be of one dtype unless autocast is on")
-    return Float8LinearFunction.apply(x, weight, bias, None, RECIPES[recipe], dtype)
+    if not x.numel() or not weight.numel():
+        return torch.nn.functional.linear(x, weight, bias)
+    return Float8LinearFunction.apply(x, weight, bias, rows, kept, recipe, dtype)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------
@@ -255,5 +284,6 @@ OP = registry.register(
         sample=_sample,
         options=({}, {"recipe": "tensorwise"}, {"bias": True}),
         small=((37, 32, 48), (1, 16, 32), (24, 48, 16)),
+        why_not=why_no_float8,
     )
 )

@@ -272,6 +272,12 @@ def transposed_reference(x, factor, format):
     return y
 
 
+def _transposed_fake(x, factor, format):
+    keeps_dtype = factor is None or x.dtype is torch.float64
+    dtype = x.dtype if keeps_dtype else float8_dtype(x.device, format)
+    return x.new_empty((x.shape[1], aligned(x.shape[0])), dtype=dtype)
+
+
 float8_rows = define("float8_rows(Tensor x, int format) -> (Tensor, Tensor)", launcher=_rows, reference=rows_reference)
 float8_cast = define(
     "float8_cast(Tensor x, Tensor scale, int format) -> Tensor", launcher=_cast, reference=cast_reference
@@ -281,6 +287,7 @@ float8_transposed = define(
     "float8_transposed(Tensor x, Tensor? factor, int format) -> Tensor",
     launcher=_transposed,
     reference=transposed_reference,
+    fake=_transposed_fake,
 )
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -288,7 +295,7 @@ float8_transposed = define(
 
 def quantized(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
     """A matrix in FP8, with a scale of each row or one of all."""
-    if rowwise or not x.shape[0]:
+    if rowwise:
         return Float8Rows(*float8_rows(x, format))
     scale = float8_scales(x, format).amax(0, keepdim=True)
     return Float8Rows(float8_cast(x, scale, format), scale)
