@@ -1,0 +1,210 @@
+"""`liger_hw.float8(model)`: what it replaces, that training works with all that a model is used with, and undo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw.kernels.float8.float8_linear import liger_float8_linear
+from liger_hw.transformers.float8_linears import Float8Linear
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.cpu
+IDS = torch.arange(24).view(2, 12) * 5 % 64
+
+
+def _llama(**changes):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**{**sizes, "num_hidden_layers": 2, "vocab_size": 64, **changes})
+    return transformers.LlamaForCausalLM(config)
+
+
+def _gradients(model, **inputs):
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS, **inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def _same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("patched", ["", "before", "after"])
+def test_trains_and_undo_is_exact(recipe, patched):
+    model = _llama()
+    parameters, expected = dict(model.named_parameters()), _gradients(model)
+    state = copy.deepcopy(model.state_dict())
+    patch = liger_hw.patch(model) if patched == "before" else None
+    report = liger_hw.float8(model, recipe, smallest=16)
+    patch = liger_hw.patch(model) if patched == "after" else patch
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert model.state_dict().keys() == state.keys()
+    first, *gradients = _gradients(model)
+    assert first != expected[0] and abs(first - expected[0]) < 0.02
+    for result, exact in zip(gradients, expected[1:]):
+        assert (result - exact).norm() < 0.15 * exact.norm()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(15):
+        loss = _gradients(model)[0]
+        optimizer.step()
+    assert loss < first - 1
+    model.load_state_dict(state)
+    assert report.undo() == 14 and report.undo() == 0
+    if patch is not None:
+        patch.revert()
+    assert all(type(m) is not Float8Linear and not hasattr(m, "float8") for m in model.modules())
+    assert _same(_gradients(model), expected)
+
+
+def test_what_is_left_alone():
+    model = _llama(intermediate_size=100)
+    model.model.layers[0].self_attn.router = torch.nn.Linear(64, 64)
+    model.model.layers[1].self_attn.q_proj.forward = model.model.layers[1].self_attn.q_proj.forward
+    report = liger_hw.float8(model, smallest=48, skip=("layers.0.self_attn.o",))
+    assert set(report.linears) == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.o_proj",
+    }
+    for path, why in {
+        "lm_head": "the loss head",
+        "model.layers.0.self_attn.router": "a router",
+        "model.layers.0.self_attn.o_proj": "skipped",
+        "model.layers.0.self_attn.k_proj": "64 -> 32, smaller than 48",
+        "model.layers.0.mlp.up_proj": "64 -> 100, no multiples of 16",
+        "model.layers.1.self_attn.q_proj": "its forward was replaced",
+    }.items():
+        assert report.left_alone[path] == why and why in str(report)
+    again = liger_hw.float8(_llama(), smallest=16)
+    with pytest.raises(ValueError, match="no linear of this model fits"):
+        liger_hw.float8(model, smallest=48, skip="")
+    assert "in FP8, rowwise: 64 -> 96" in str(again)
+
+
+@pytest.mark.parametrize("arguments", [("mxfp8",), ("e4m3",)])
+def test_other_recipes_are_refused(arguments):
+    with pytest.raises(ValueError, match="recipe must be one of rowwise, tensorwise"):
+        liger_hw.float8(_llama(), *arguments)
+
+
+def test_a_device_without_float8_is_refused():
+    with liger_hw.pretend(liger_hw.backends.known_target("a100")):
+        with pytest.raises(ValueError, match="A100.*no matrix units for FP8"):
+            liger_hw.float8(_llama(), smallest=16)
+
+
+def test_linears_of_one_input_quantise_it_once(monkeypatch):
+    from liger_hw.transformers import float8_linears
+
+    model, calls = _llama(), []
+    quantized = float8_linears.quantized
+    monkeypatch.setattr(float8_linears, "quantized", lambda *args: calls.append(args[0].shape) or quantized(*args))
+    liger_hw.float8(model, smallest=16)
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert len(calls) == 2 * 6, "without a backward nothing keeps the copy, and each makes its own"
+    calls.clear()
+    _gradients(model)
+    assert len(calls) == 2 * 3, "q, k, v; o; gate, up (down has no linear beside it of its inputs)"
+
+
+def test_an_input_that_changed_is_quantised_again():
+    block = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 32), "b": torch.nn.Linear(32, 32)})
+    liger_hw.float8(block, smallest=16)
+    x = torch.randn(16, 32)
+    first = block["a"](x)
+    x.mul_(2)
+    assert torch.equal(block["b"](x), liger_float8_linear(x, block["b"].weight, block["b"].bias))
+    assert first.grad_fn is not None
+
+
+@pytest.mark.parametrize("setting", ["cheap", "mlp", "full"])
+def test_the_memory_dial_gives_the_same_gradients(setting):
+    model = _llama()
+    liger_hw.float8(model, smallest=16)
+    report = liger_hw.patch(model, activations="keep")
+    expected = _gradients(model)
+    report.revert()
+    liger_hw.patch(model, activations=setting)
+    assert _same(_gradients(model), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    model = _llama()
+    liger_hw.float8(model, smallest=16)
+    expected = _gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    assert _same(_gradients(model), expected)
+
+
+def test_copies_and_pickles():
+    model = _llama()
+    report = liger_hw.float8(model, smallest=16)
+    expected = _gradients(model)
+    twin, stored = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    report.undo()
+    assert _same(_gradients(twin), expected) and _same(_gradients(stored), expected)
+
+
+def test_lora_keeps_frozen_weights_in_float8():
+    peft = pytest.importorskip("peft")
+    results = []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+        model = peft.get_peft_model(_llama(), config)
+        report = liger_hw.float8(model, smallest=16, keep_frozen=keep)
+        assert len(report.linears) == 14 and all(path.endswith("base_layer") for path in report.linears)
+        assert all("lora" in path or "lm_head" in path for path in report.left_alone)
+        results.append(_gradients(model))
+        assert all(p.grad is None for n, p in model.named_parameters() if "lora" not in n)
+        kept = [m.float8.kept for m in model.modules() if type(m) is Float8Linear]
+        assert all((one is not None) == keep for one in kept)
+        base = next(m for m in model.modules() if type(m) is Float8Linear)
+        with torch.no_grad():
+            base.weight.mul_(2)
+        changed = _gradients(model)
+        assert (base.float8.kept is not kept[0]) == keep and not _same(changed, results[-1])
+    assert _same(*results)
+
+
+def test_a_weight_of_tensor_parallelism_is_refused(tmp_path):
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        mesh = init_device_mesh("cpu", (1,))
+        liger_hw.float8(layer, smallest=16)
+        layer[0].weight = torch.nn.Parameter(DTensor.from_local(layer[0].weight.detach(), mesh, [Replicate()]))
+        with pytest.raises(ValueError, match="tensor parallelism"):
+            layer(torch.randn(16, 32))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fsdp2(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = _llama()
+        liger_hw.float8(model, smallest=16)
+        expected = _gradients(model)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        result = _gradients(model)
+        assert _same([result[0], *(g.full_tensor() for g in result[1:])], expected)
+    finally:
+        torch.distributed.destroy_process_group()
