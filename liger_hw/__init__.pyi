@@ -21,6 +21,7 @@ from liger_hw.registry import override as override
 from liger_hw.registry import pretend as pretend
 from liger_hw.registry import set_deterministic as set_deterministic
 from liger_hw.transformers.apply import patch as patch
+from liger_hw.transformers.float8_linears import float8 as float8
 from liger_hw.transformers.report import revert as revert
 
 __version__: str

@@ -20,6 +20,7 @@ Sizes = tuple[int, ...]
 ONE_OF_A_FAMILY = (
     "cross_entropy",
     "embedding",
+    "float8_linear",
     "fused_linear_cross_entropy",
     "rms_norm",
     "rope",

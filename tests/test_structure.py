@@ -219,7 +219,7 @@ def test_files_stay_readable():
     assert not long, f"more than {MOST_LINES} lines, split by meaning: {long}"
 
 
-CEILING = 50_505, "what the package had on 2026-11-27, long sequences (820)"
+CEILING = 51_415, "what the package had on 2026-11-27, long sequences (820), and training in FP8 (910)"
 """Lines of the package, and why they are that many. It is raised only with what was added, and what that is worth."""
 
 

@@ -3,6 +3,7 @@ from liger_hw.kernels.attention.multi_token_attention import LigerMultiTokenAtte
 from liger_hw.kernels.attention.softmax import LigerSoftmax as LigerSoftmax
 from liger_hw.kernels.attention.sparsemax import LigerSparsemax as LigerSparsemax
 from liger_hw.kernels.embedding.embedding import LigerEmbedding as LigerEmbedding
+from liger_hw.kernels.float8.quantize_float8 import Float8Rows as Float8Rows
 from liger_hw.kernels.heads.fused_linear_cross_entropy import (
     LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss,
 )

@@ -278,13 +278,27 @@ def _transposed_fake(x, factor, format):
     return x.new_empty((x.shape[1], aligned(x.shape[0])), dtype=dtype)
 
 
-float8_rows = define("float8_rows(Tensor x, int format) -> (Tensor, Tensor)", launcher=_rows, reference=rows_reference)
-float8_cast = define(
-    "float8_cast(Tensor x, Tensor scale, int format) -> Tensor", launcher=_cast, reference=cast_reference
+float8_rows = define(
+    "float8_rows(Tensor x, int format) -> (Tensor, Tensor)",
+    shapes="x [m, n]",
+    launcher=_rows,
+    reference=rows_reference,
 )
-float8_scales = define("float8_scales(Tensor x, int format) -> Tensor", launcher=_scales, reference=scales_reference)
+float8_cast = define(
+    "float8_cast(Tensor x, Tensor scale, int format) -> Tensor",
+    shapes="x [m, n]; scale [1]",
+    launcher=_cast,
+    reference=cast_reference,
+)
+float8_scales = define(
+    "float8_scales(Tensor x, int format) -> Tensor",
+    shapes="x [m, n]",
+    launcher=_scales,
+    reference=scales_reference,
+)
 float8_transposed = define(
     "float8_transposed(Tensor x, Tensor? factor, int format) -> Tensor",
+    shapes="float x [m, n]; factor [m] | [1]",
     launcher=_transposed,
     reference=transposed_reference,
     fake=_transposed_fake,
