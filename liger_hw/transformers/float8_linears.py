@@ -133,7 +133,7 @@ def float8(
     recipe: `rowwise`, a scale for each row of each tensor, or `tensorwise`, one for each tensor
     skip: linears whose path contains one of these texts stay as they are. So do the loss head, routers, linears with
     fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones), and
-    those whose forward somebody has replaced.
+    linears with a replaced forward.
     keep_frozen: keep FP8 copies of weights that take no gradient, as of a model under LoRA: 2 bytes a parameter more,
     and they are quantised once instead of twice a step.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
