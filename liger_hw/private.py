@@ -44,6 +44,7 @@ ELSEWHERE = {
     "autotune/compile_ahead.py": (2, "up to Triton 3.6 launchers of several threads take each other's place in Python"),
     "bench/inputs.py": (1, "torch._foreach_copy_: one launch writes back what a timed call overwrote"),
     "distributed/owners.py": (5, "torch.nn.modules.module's hooks on every module; whose hook a function is"),
+    "kernels/float8/float8_linear.py": (1, "torch._scaled_mm: torch has no other product in FP8"),
     "recompute/recipes.py": (2, "hooks of saved tensors"),
     "runtime/operator.py": (1, "torch._dynamo in a comment"),
     "runtime/saved_tensors.py": (9, "whether a saved tensor is held by another program"),
