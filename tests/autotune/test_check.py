@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from liger_hw.autotune import check, record
+from liger_hw.kernels.losses.cross_entropy_reference import assert_on_device
 
 
 @pytest.mark.unpoisoned
@@ -65,3 +66,10 @@ def test_a_checksum_sees_one_changed_bit():
         y = x.clone()
         y[500] = 0
         assert record.checksum(x) != record.checksum(y) and record.checksum(x) == record.checksum(x.clone())
+
+
+def test_assertions_on_the_device_are_left_out_where_nothing_is_launched():
+    with pytest.raises(RuntimeError, match="a label"):
+        assert_on_device(torch.tensor([False]), "a label")
+    with record.unasserted():
+        assert_on_device(torch.tensor([False]), "a label")

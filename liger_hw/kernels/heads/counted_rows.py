@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...private import assert_async
+from ... import private
 from ...registry import is_quiet
 from ...runtime.host_copy import HostCopy
 from ...runtime.operator import check
@@ -79,5 +79,5 @@ def remaining_rows(
     order = torch.argsort(ignored.to(torch.uint8), stable=True)  # the rows that count first, each part in order
     if compact is not True:
         fits = (target.shape[0] - ignored.sum()) <= most
-        assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
+        private.assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
     return order[:most]

@@ -11,8 +11,7 @@ from typing import NamedTuple, Sequence
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy  # a program may put Liger's in its place
 
-from ... import env
-from ...private import assert_async
+from ... import env, private
 from ...runtime.operator import check, check_flags, check_floats, check_ignore_index
 
 NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
@@ -204,7 +203,7 @@ def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Ten
 def assert_on_device(holds: torch.Tensor, message: str) -> None:
     """An assertion that the host does not wait for. Where torch has none, the row's loss and gradient are nan."""
     try:
-        assert_async(holds, message)
+        private.assert_async(holds, message)
     except NotImplementedError:
         pass
 
