@@ -3,7 +3,7 @@
     from liger_hw.megatron import apply_liger_kernel_to_megatron
     apply_liger_kernel_to_megatron(linear_cross_entropy=True, swiglu=True)      # before the model is built
 
-The names and arguments are those of `liger_kernel.megatron` of Liger Kernel 0.8.5, and `linear_cross_entropy`, which is
+The names and arguments come from `liger_kernel.megatron` of Liger Kernel 0.8.5, and `linear_cross_entropy`, which is
 ours: the output layer and the loss in one (megatron_head.py). Megatron-core is imported by
 `apply_liger_kernel_to_megatron` alone: the modules below need only a config with the attributes that they read.
 """
@@ -146,8 +146,8 @@ def apply_liger_kernel_to_megatron(
 ) -> PatchReport:
     """Put the kernels into megatron-core, for models that are built afterwards. Doing it twice changes nothing more.
 
-    rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm; those of
-    Transformer Engine and Apex stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
+    rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm;
+    Transformer Engine's and Apex's stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
     fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel computes
     no logits when it has labels, and where the release has a linear cross entropy, that is replaced as well.
     Returns a report; `revert()` takes everything back. Raises `ImportError` where megatron-core, or what is to be

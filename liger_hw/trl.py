@@ -31,7 +31,7 @@ from .transformers.functional import liger_fused_linear_log_probs
 _NAME = "_ChunkedLogProbFunction"
 _ARGUMENTS = "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs".split()
 _LOGITS = 1 << 25
-"""Logits at once where their mean is not that of a linear layer."""
+"""Logits at once where their mean is not a linear layer's."""
 
 
 def log_probs(

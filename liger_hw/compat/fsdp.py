@@ -18,13 +18,13 @@ class _FSDPForwardRedirection:
         if not isinstance(wrapper_module, FullyShardedDataParallel):
             raise TypeError(f"wrapper_module must be a FullyShardedDataParallel, got {type(wrapper_module).__name__}")
         inner = wrapper_module._fsdp_wrapped_module
-        own = inner.__dict__.get("forward")
+        original = inner.__dict__.get("forward")
 
         def restore() -> None:
-            if own is None:
+            if original is None:
                 inner.__dict__.pop("forward", None)
             else:
-                inner.forward = own
+                inner.forward = original
 
         def redirected(*inner_args: Any, **inner_kwargs: Any) -> Any:
             restore()  # the method may call the model itself

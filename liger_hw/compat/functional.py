@@ -1,8 +1,8 @@
 """Behind `liger_kernel.functional`: Liger Kernel's own signatures, with its defaults, over liger_hw's functions.
 
 `impl`, `mode` and `backend` choose among Liger's implementations. There is one here, which the registry configures, so
-they are accepted and mean nothing. Names that Liger does not have here are those of
-`liger_hw.transformers.functional` without `liger_`.
+they are accepted and mean nothing. Other names are found in
+`liger_hw.transformers.functional`, there with `liger_` in front.
 """
 
 from __future__ import annotations

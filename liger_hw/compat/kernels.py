@@ -1,7 +1,7 @@
 """Behind the `*_kernel` names of `liger_kernel.ops.*`: Liger Kernel's own Triton kernels, which are not here.
 
 Each can be imported, since a program often imports one beside what it needs; launching it raises. liger_hw's kernels
-have other arguments, so none of them answers to one of these names.
+have other arguments, so no kernel answers to one of these names.
 """
 
 from __future__ import annotations

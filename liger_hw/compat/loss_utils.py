@@ -87,5 +87,5 @@ def unpack_cross_entropy_result(result: Any) -> tuple:
     """(loss, z_loss, token_accuracy, predicted_tokens) of what a cross entropy returned; None for what it did not."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
-    found = result if isinstance(result, tuple) else (result,)
-    return (*found, None, None, None)[:4]
+    values = result if isinstance(result, tuple) else (result,)
+    return (*values, None, None, None)[:4]

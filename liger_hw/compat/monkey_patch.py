@@ -63,8 +63,8 @@ def _copies(module: Any) -> list[torch.nn.Module]:
 
 
 def _become(norm: torch.nn.Module, liger_class: type[torch.nn.Module], eps: float, options: dict[str, Any]) -> None:
-    held = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
-    eps = next((value for value in held if value), eps)
+    values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
+    eps = next((value for value in values if value), eps)
     sizes = (getattr(norm, name, None) for name in ("hidden_size", "normalized_shape"))
     size = next((value for value in sizes if value), tuple(norm.weight.shape))
     affine = {"elementwise_affine": getattr(norm, "elementwise_affine", True)}

@@ -29,5 +29,5 @@ def compute_routing_metadata(
     first_tile = tiles.cumsum(0) - tiles
     within = torch.arange(tile_expert.shape[0], device=device) - first_tile[tile_expert]
     tile_row_start = start[tile_expert] + within * block_m_token
-    found = counts, start, order // topk_indices.shape[1], order, row, tile_row_start, tile_expert
-    return tuple(t.to(torch.int32) for t in found)
+    results = counts, start, order // topk_indices.shape[1], order, row, tile_row_start, tile_expert
+    return tuple(t.to(torch.int32) for t in results)

@@ -8,7 +8,7 @@ are DTensors again:
                           replicated, and where the rows are sharded their gradients are partial sums
     gates                 any placement, the other tensors as the first
     rope                  any placement but a sharded head width, which is gathered. Angles follow: each rank takes
-                          those of its own tokens, so positions are global
+                          its own tokens' angles, so positions are global
     cross entropy         rows may be sharded; over a sharded vocabulary it is liger_vocab_parallel_cross_entropy
     head and loss         with the weight sharded by rows it is the tensor-parallel head, with the hidden states whole
                           or sharded by rows; with a replicated weight the rows may be sharded
@@ -96,7 +96,7 @@ class _Call:
         return tuple(p if type(p) is Shard and p.dim % x.dim() not in axes else Replicate() for p in x.placements)
 
     def local(self, x: Any, placements: Placements, grads: Placements | None = None) -> Any:
-        """This rank's part of x when it has these placements; grads: those of its gradient, if they are others."""
+        """This rank's part of x when it has these placements; grads: the placements of its gradient, if they are others."""
         if not isinstance(x, torch.Tensor):
             return x
         if not isinstance(x, DTensor):

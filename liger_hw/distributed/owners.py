@@ -69,12 +69,12 @@ class Access:
         if self.caller is None:
             _check_whole(linear.weight)
             return loss(hidden, linear.weight, linear.bias)
-        found = []
+        losses = []
 
         def instead(x: torch.Tensor) -> torch.Tensor:
             _check_whole(linear.weight)
-            found.append(loss(x, linear.weight, linear.bias))
-            return found[0]
+            losses.append(loss(x, linear.weight, linear.bias))
+            return losses[0]
 
         before = linear.__dict__.get(self.slot)
         setattr(linear, self.slot, instead)
@@ -85,7 +85,7 @@ class Access:
             if before is not None:
                 setattr(linear, self.slot, before)
         # FSDP casts what a module returns to its output dtype, meant for logits: the loss stays as it was computed.
-        return found[0] if returned.dtype != found[0].dtype else returned
+        return losses[0] if returned.dtype != losses[0].dtype else returned
 
 
 def head_loss(
@@ -95,7 +95,7 @@ def head_loss(
 ) -> torch.Tensor:
     """`loss(hidden, weight, bias)` of an output head, computed where its weight is whole.
 
-    For a loss of your own, as those of `liger_hw.chunked_loss`, under FSDP or ZeRO-3, which gather the weight around
+    For a loss of your own, such as one of `liger_hw.chunked_loss`, under FSDP or ZeRO-3, which gather the weight around
     the head's forward. Call it inside the forward of the model that the engine wraps. loss must return one tensor.
     Raises `ValueError` for a head that is not read so: tensor parallel, quantised, with an adapter or foreign hooks.
     """
@@ -176,9 +176,9 @@ def find_access(head: nn.Module) -> Access | str:
     if OTHER in hooks:
         return _HOOKS
     if "forward" in head.__dict__ and getattr(head.forward, "__func__", None) is not _LINEARS:
-        hook, own = getattr(head, "_hf_hook", None), getattr(head, "_old_forward", None)
+        hook, original = getattr(head, "_hf_hook", None), getattr(head, "_old_forward", None)
         placed = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
-        if placed and getattr(own, "__func__", None) is _LINEARS:
+        if placed and getattr(original, "__func__", None) is _LINEARS:
             return Access(head, head, "_old_forward")
         return f"its forward was replaced (offloading or another patch); {_CORRECT}"
     return Access(head, head if hooks else None)
@@ -191,31 +191,32 @@ def hooks_of(module: nn.Module) -> set[str]:
     """
     if module._backward_hooks or module._backward_pre_hooks:
         return {OTHER}
-    found = {_owner_of(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())}
-    return found | {OTHER} if hooks_on_every_module() else found
+    owners = {_owner_of(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())}
+    return owners | {OTHER} if hooks_on_every_module() else owners
 
 
 def hooks_on_every_module() -> bool:
-    """Whether torch runs somebody's hooks on every module, as `register_module_forward_hook` registers them."""
+    """Whether torch runs any hooks on every module, as `register_module_forward_hook` registers them."""
     of_torch = torch.nn.modules.module
     forward = of_torch._global_forward_pre_hooks or of_torch._global_forward_hooks
     return bool(forward or of_torch._global_backward_pre_hooks or of_torch._global_backward_hooks)
 
 
 def _owner_of(hook: Any) -> str:
-    own = inspect.unwrap(hook)  # of a group of modules, FSDP2 registers functions that wrap its state's methods
-    if getattr(own, "__module__", "") == "deepspeed.utils.nvtx":  # it names the range of a function that it calls
-        own = _cells(own).get("func", own)
-    module = type(own.__self__).__module__ if inspect.ismethod(own) else getattr(own, "__module__", "")
+    function = inspect.unwrap(hook)  # of a group of modules, FSDP2 registers functions that wrap its state's methods
+    if getattr(function, "__module__", "") == "deepspeed.utils.nvtx":  # it names the range of a function that it calls
+        function = _cells(function).get("func", function)
+    owner = type(function.__self__) if inspect.ismethod(function) else function
+    module = getattr(owner, "__module__", "")
     if module.startswith("torch.distributed.fsdp._fully_shard"):
         return FSDP2
     if module.startswith("deepspeed.runtime.zero."):
         return ZERO3
-    return TENSOR_PARALLEL if _parallel_style(own) is not None else OTHER
+    return TENSOR_PARALLEL if _parallel_style(function) is not None else OTHER
 
 
 def sharded_by(module: nn.Module) -> str:
-    """Who shards parameters of a module or of a part of it: FSDP1, FSDP2, ZeRO-3 or tensor parallelism; "" for nobody.
+    """Who shards parameters of a module or of a part of it: FSDP1, FSDP2, ZeRO-3 or tensor parallelism; "" where all are whole.
 
     Also inside the module's forward, where FSDP and ZeRO-3 have gathered them.
     """
@@ -249,10 +250,10 @@ def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
     """(style's class, arguments it was given, DeviceMesh) of a hook of torch's `distribute_module`, or None."""
     if getattr(hook, "__module__", "") != "torch.distributed.tensor._api":
         return None
-    held = _cells(hook)
-    partial = held.get("input_fn", held.get("output_fn"))
+    cells = _cells(hook)
+    partial = cells.get("input_fn", cells.get("output_fn"))
     name = getattr(getattr(partial, "func", None), "__qualname__", "")
-    return name.rpartition(".")[0], getattr(partial, "args", ()), held.get("device_mesh")
+    return name.rpartition(".")[0], getattr(partial, "args", ()), cells.get("device_mesh")
 
 
 def tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
@@ -267,9 +268,9 @@ def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
     """Access to a weight that is split by rows, the vocabulary, over the one dimension of a mesh."""
     if not _split_by_rows(head.weight) or not (head.bias is None or _split_by_rows(head.bias)):
         return None
-    own = tensor_parallel_forward(head)
-    if own is not None:
-        style, original = own.get("self"), own.get("original_forward")
+    cells = tensor_parallel_forward(head)
+    if cells is not None:
+        style, original = cells.get("self"), cells.get("original_forward")
         if hooks or type(style).__name__ != "ColwiseParallel":
             return None
         if getattr(original, "__func__", None) is not _LINEARS:
@@ -358,8 +359,8 @@ def learn(model: nn.Module) -> None:
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
     """Name -> shape, when gathered, of a module's own parameters; None for one that it does not have (`bias=None`)."""
-    found = {name: None if p is None else whole_shape(p) for name, p in module._parameters.items()}
-    return found | _flattened.get(module, {})
+    shapes = {name: None if p is None else whole_shape(p) for name, p in module._parameters.items()}
+    return shapes | _flattened.get(module, {})
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

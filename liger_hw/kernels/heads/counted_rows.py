@@ -63,9 +63,9 @@ def remaining_rows(
 ) -> torch.Tensor | None:
     """Indices of the rows that count, in their order, or None for all rows.
 
-    compact: True counts now, which waits for the device; a `CountedRows` from earlier in the step does not. The answer
-    is None where too few rows are ignored, while a graph is captured, inside torch.compile, and for a count of another
-    ignore_index.
+    compact: True counts now, which waits for the device; a `CountedRows` from earlier in the step does not. All
+    rows are taken where too few are ignored, while a graph is captured, inside torch.compile, and for a count of
+    another ignore_index.
     """
     if not isinstance(compact, (bool, CountedRows)):
         check(False, op, f"compact must be a bool or a CountedRows, got {type(compact).__name__}")
