@@ -96,7 +96,7 @@ class _Call:
         return tuple(p if type(p) is Shard and p.dim % x.dim() not in axes else Replicate() for p in x.placements)
 
     def local(self, x: Any, placements: Placements, grads: Placements | None = None) -> Any:
-        """This rank's part of x when it has these placements; grads: the placements of its gradient, if they are others."""
+        """This rank's part of x when it has these placements; grads: its gradient's, where they differ."""
         if not isinstance(x, torch.Tensor):
             return x
         if not isinstance(x, DTensor):
