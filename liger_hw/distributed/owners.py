@@ -216,7 +216,7 @@ def _owner_of(hook: Any) -> str:
 
 
 def sharded_by(module: nn.Module) -> str:
-    """Who shards parameters of a module or of a part of it: FSDP1, FSDP2, ZeRO-3 or tensor parallelism; or "".
+    """Who shards parameters of a module or of a part of it: FSDP1, FSDP2, ZeRO-3 or tensor parallelism, else "".
 
     Also inside the module's forward, where FSDP and ZeRO-3 have gathered them.
     """

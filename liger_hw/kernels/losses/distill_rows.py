@@ -31,6 +31,7 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, tile_space
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
+from ..rows.row import tail_columns
 from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import columns_key
@@ -108,14 +109,20 @@ def distill_slopes(
 
 
 @triton.jit
-def _logits_tile(PTR, BIAS_ptr, cols, n_cols, n_stored, outside, MASKED: tl.constexpr):
-    """A tile of a row in fp32. MASKED: the row ends in it; columns from n_cols on are `outside`.
+def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
+    """A tile of a row in fp32, columns counted from the body's first (rows/row.py). MASKED: the row ends in it, and
+    columns beyond it are `outside`.
 
-    The load is masked by n_stored, where accesses end, which keeps it wide.
+    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1. The
+    last of these may end behind the tensor, within its last 16 bytes; `outside` replaces what it reads there.
     """
     if MASKED:
-        x = tl.load(PTR + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
+        reached = cols < n_stored
         exist = cols < n_cols
+        if VECTOR > 1:
+            reached = (cols < tl.cdiv(n_cols, VECTOR) * VECTOR) & (cols >= -tl.cdiv(head, VECTOR) * VECTOR)
+            exist = exist & (cols >= -head)
+        x = tl.load(PTR + cols, mask=reached, other=0.0).to(tl.float32)
         if BIAS_ptr is not None:
             x += tl.load(BIAS_ptr + cols, mask=exist, other=0.0).to(tl.float32)
         x = tl.where(exist, x, outside)
@@ -162,18 +169,23 @@ def log2_pair(s, t, m_s, l_s, m_t, l_t, scale):
 
 
 @triton.jit
-def _scan_pair(
+def scan_pair(
     S_ptr,
     T_ptr,
     S_BIAS_ptr,
     T_BIAS_ptr,
+    head,
+    n_body,
     n_cols,
     s_stored,
     t_stored,
+    n_full,
+    tiles,
     scale,
     eps,
     KIND: tl.constexpr,
     HARD: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
@@ -190,8 +202,6 @@ def _scan_pair(
     GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
     LANES: tl.constexpr = BLOCK_SIZE // GROUP
     t_outside = 0.0 if KIND == 0 else float("-inf")
-    n_full = n_cols // BLOCK_SIZE
-    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     top_s = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
     top_t = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
     sum_s = tl.zeros([LANES], dtype=tl.float32)
@@ -201,8 +211,10 @@ def _scan_pair(
     for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
         for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
             cols = tile * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, float("-inf"), PART == 1)
-            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == 1)
+            if PART == 1:
+                cols = tail_columns(cols, n_body, VECTOR)
+            s = logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_cols, s_stored, float("-inf"), PART == 1, VECTOR)
+            t = logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_cols, t_stored, t_outside, PART == 1, VECTOR)
             top_s, rise_s, low_s = raised(tl.reshape(s, [LANES, GROUP]), top_s)
             again_s = tl.exp2(-rise_s * scale)
             e_s = tl.exp2(low_s * scale)
@@ -229,10 +241,10 @@ def _scan_pair(
 
 
 @triton.jit
-def _loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND: tl.constexpr):
+def loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND: tl.constexpr):
     """(maximum and log2 of the sum of exponentials of s, the same of t, soft loss, dot) of a row, put together.
 
-    dot: what the sum of the slopes is, see `_distill_kernel`. JSD and TVD have both by `_compare_pair`.
+    dot: what the sum of the slopes is, see `_distill_kernel`. JSD and TVD have both by `compare_pair`.
     """
     LN2: tl.constexpr = 0.6931471805599453
     m_s = tl.max(top_s)
@@ -261,14 +273,18 @@ def _loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, K
 
 
 @triton.jit
-def _compare_pair(
+def compare_pair(
     S_ptr,
     T_ptr,
     S_BIAS_ptr,
     T_BIAS_ptr,
+    head,
+    n_body,
     n_cols,
     s_stored,
     t_stored,
+    n_full,
+    tiles,
     m_s,
     l_s,
     m_t,
@@ -276,21 +292,22 @@ def _compare_pair(
     scale,
     beta,
     KIND: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
     """The middle sweep of JSD and TVD, backwards, since what was read last is in cache: (soft loss, dot)."""
     LN2: tl.constexpr = 0.6931471805599453
-    n_full = n_cols // BLOCK_SIZE
-    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     for PART in tl.static_range(2):
         for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
             cols = ((n_full if PART else tiles) - 1 - done) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, float("-inf"), PART == 0)
-            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, float("-inf"), PART == 0)
+            if PART == 0:
+                cols = tail_columns(cols, n_body, VECTOR)
+            s = logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_cols, s_stored, float("-inf"), PART == 0, VECTOR)
+            t = logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_cols, t_stored, float("-inf"), PART == 0, VECTOR)
             x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
             if KIND == 3:
                 y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
@@ -340,8 +357,8 @@ def _scan_cosine(
     for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
         for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
             cols = tile * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, 0.0, PART == 1)
-            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, 0.0, PART == 1)
+            s = logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_cols, s_stored, 0.0, PART == 1, 1)
+            t = logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_cols, t_stored, 0.0, PART == 1, 1)
             s_squares += s * s
             t_squares += t * t
             products += s * t
@@ -493,18 +510,18 @@ def _distill_kernel(
         )
         soft = 1.0 - dot
     else:
-        top_s, sum_s, top_t, sum_t, sum_hard, moment = _scan_pair(
-            S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, n_cols, S_row_stride, t_stored, scale, eps,
-            KIND, HARD, BLOCK_SIZE, STAGES, FAST_LOG2,
+        top_s, sum_s, top_t, sum_t, sum_hard, moment = scan_pair(
+            S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, 0, n_cols, n_cols, S_row_stride, t_stored, n_full, tiles, scale, eps,
+            KIND, HARD, 1, BLOCK_SIZE, STAGES, FAST_LOG2,
         )  # fmt: skip
-        m_s, l_s, m_t, l_t, soft, dot = _loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND)
+        m_s, l_s, m_t, l_t, soft, dot = loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND)
         l_hard = l_s
         if HARD == 2:
             l_hard = tl.log2(row_sum(sum_hard, top_s, m_s, LOG2E))
         if MIDDLE:
-            soft, dot = _compare_pair(
-                S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, n_cols, S_row_stride, t_stored, m_s, l_s, m_t, l_t, scale, beta,
-                KIND, BLOCK_SIZE, STAGES, FAST_LOG2,
+            soft, dot = compare_pair(
+                S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, 0, n_cols, n_cols, S_row_stride, t_stored, n_full, tiles,
+                m_s, l_s, m_t, l_t, scale, beta, KIND, 1, BLOCK_SIZE, STAGES, FAST_LOG2,
             )  # fmt: skip
     tl.store(SOFT_ptr + row, soft * share)
     if HARD_ptr is not None:
@@ -536,8 +553,8 @@ def _distill_kernel(
                 else:
                     tile = (tiles if PART == LAST else n_full) - 1 - done
                 cols = tile * BLOCK_SIZE + block
-                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, S_row_stride, outside, PART == LAST)
-                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == LAST)
+                s = logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_cols, S_row_stride, outside, PART == LAST, 1)
+                t = logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_cols, t_stored, t_outside, PART == LAST, 1)
                 ds = _slope_tile(
                     s, t, m_s, l_s, m_t, l_t, l_hard, scale, soft_slope, hard_slope, q_coef, beta,
                     KIND, HARD, FAST_LOG2,

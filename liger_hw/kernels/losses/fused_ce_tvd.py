@@ -33,17 +33,19 @@ from ...runtime.operator import (
     to_flatten,
 )
 from ...runtime.triton_import import tl, triton
-from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector, tail_columns
+from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from .cross_entropy import check_arguments, sample_logits
 from .cross_entropy_rows import assert_targets
 from .distill_rows import (
     Distillation,
+    compare_pair,
     distill_reference,
     distill_slopes,
     distill_tunable,
     log2_pair,
-    raised,
-    row_sum,
+    logits_tile,
+    loss_of_lanes,
+    scan_pair,
     tvd_slope,
 )
 from .divergence_rows import TVD, WORKLOADS
@@ -69,26 +71,6 @@ def _options(ignore_index: int) -> Distillation:
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _edged_tile(PTR, cols, head, n_cols, n_stored, MASKED: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile of a row in fp32, columns counted from the body's first. MASKED: the row ends in it, beyond it is -inf.
-
-    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1. The
-    last of these may end behind the tensor, within its last 16 bytes (rows/row.py); -inf replaces what it reads there.
-    """
-    if MASKED:
-        reached = cols < n_stored
-        exist = cols < n_cols
-        if VECTOR > 1:
-            reached = (cols < tl.cdiv(n_cols, VECTOR) * VECTOR) & (cols >= -tl.cdiv(head, VECTOR) * VECTOR)
-            exist = exist & (cols >= -head)
-        x = tl.load(PTR + cols, mask=reached, other=0.0).to(tl.float32)
-        x = tl.where(exist, x, float("-inf"))
-    else:
-        x = tl.load(PTR + cols).to(tl.float32)
-    return x
-
-
 @triton.jit(do_not_specialize=["ignore_index"])
 def _ce_tvd_fwd_kernel(
     S_ptr,
@@ -112,9 +94,7 @@ def _ce_tvd_fwd_kernel(
     """One program a row, read twice. Saved for backward: of s and of t the largest logit and log2(sum(e^(x - top))),
     and the sum of the distance's slopes."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # columns in 16 bytes
-    GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
-    LANES: tl.constexpr = BLOCK_SIZE // GROUP
+    KIND: tl.constexpr = 4  # TVD
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(LABEL_ptr + row)
     if label == ignore_index:
@@ -139,48 +119,22 @@ def _ce_tvd_fwd_kernel(
     s_label = tl.load(S_ptr + (tl.where(inside, label, 0) - head)).to(tl.float32)
     s_label = tl.where(inside, s_label, float("nan"))
 
-    # lanes as in `_scan_pair` of distill_rows.py
-    top_s = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
-    top_t = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
-    sum_s = tl.zeros([LANES], dtype=tl.float32)
-    sum_t = tl.zeros([LANES], dtype=tl.float32)
-    for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
-        for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
-            cols = tile * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            if PART == 1:
-                cols = tail_columns(cols, n_body, VECTOR)
-            s = _edged_tile(S_ptr, cols, head, n_right, n_body, PART == 1, VECTOR)
-            t = _edged_tile(T_ptr, cols, head, n_right, n_body, PART == 1, VECTOR)
-            top_s, rise_s, low_s = raised(tl.reshape(s, [LANES, GROUP]), top_s)
-            sum_s = sum_s * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
-            top_t, rise_t, low_t = raised(tl.reshape(t, [LANES, GROUP]), top_t)
-            sum_t = sum_t * tl.exp2(-rise_t * LOG2E) + tl.sum(tl.exp2(low_t * LOG2E), axis=1)
-    m_s = tl.max(top_s)
-    l_s = tl.log2(row_sum(sum_s, top_s, m_s, LOG2E))
-    m_t = tl.max(top_t)
-    l_t = tl.log2(row_sum(sum_t, top_t, m_t, LOG2E))
+    top_s, sum_s, top_t, sum_t, _, moment = scan_pair(
+        S_ptr, T_ptr, None, None, head, n_body, n_right, n_body, n_body, n_full, tiles, LOG2E, 0.0,
+        KIND, 1, VECTOR, BLOCK_SIZE, STAGES, False,
+    )  # fmt: skip
+    m_s, l_s, m_t, l_t, _, _ = loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, LOG2E, 1.0, KIND)
     tl.store(CE_ptr + row, m_s - s_label + 0.6931471805599453 * l_s)
     tl.store(S_TOP_ptr + row, m_s)
     tl.store(S_LOG2_ptr + row, l_s)
     tl.store(T_TOP_ptr + row, m_t)
     tl.store(T_LOG2_ptr + row, l_t)
-
-    distance = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    signed = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    for PART in tl.static_range(2):  # the other way: what was read last is in cache
-        for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
-            cols = ((n_full if PART else tiles) - 1 - done) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            if PART == 0:
-                cols = tail_columns(cols, n_body, VECTOR)
-            s = _edged_tile(S_ptr, cols, head, n_right, n_body, PART == 0, VECTOR)
-            t = _edged_tile(T_ptr, cols, head, n_right, n_body, PART == 0, VECTOR)
-            x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
-            p = tl.exp2(y)
-            q = tl.exp2(x)
-            distance += tl.abs(q - p)
-            signed += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-    tl.store(TVD_ptr + row, 0.5 * tl.sum(distance))
-    tl.store(DOT_ptr + row, 0.5 * tl.sum(signed) + 0.0 * (l_s + l_t))  # nan where a logit is
+    distance, dot = compare_pair(
+        S_ptr, T_ptr, None, None, head, n_body, n_right, n_body, n_body, n_full, tiles, m_s, l_s, m_t, l_t, LOG2E, 0.0,
+        KIND, VECTOR, BLOCK_SIZE, STAGES, False,
+    )  # fmt: skip
+    tl.store(TVD_ptr + row, distance)
+    tl.store(DOT_ptr + row, dot)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -237,8 +191,8 @@ def _ce_tvd_bwd_kernel(
         for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
             tile = (n_full if PART else tiles) - 1 - done
             cols = tile * BLOCK_SIZE + block
-            s = _edged_tile(S_ptr, cols, 0, n_body, n_body, PART == 0, 1)
-            t = _edged_tile(T_ptr, cols, 0, n_body, n_body, PART == 0, 1)
+            s = logits_tile(S_ptr, None, cols, 0, n_body, n_body, float("-inf"), PART == 0, 1)
+            t = logits_tile(T_ptr, None, cols, 0, n_body, n_body, float("-inf"), PART == 0, 1)
             x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
             q = tl.exp2(x)
             ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
@@ -246,8 +200,8 @@ def _ce_tvd_bwd_kernel(
             tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_body)
     if VECTOR > 1:
         cols = edge_columns(head, n_body, n_cols, VECTOR)
-        s = _edged_tile(S_ptr, cols, 0, n_right, n_right, True, 1)
-        t = _edged_tile(T_ptr, cols, 0, n_right, n_right, True, 1)
+        s = logits_tile(S_ptr, None, cols, 0, n_right, n_right, float("-inf"), True, 1)
+        t = logits_tile(T_ptr, None, cols, 0, n_right, n_right, float("-inf"), True, 1)
         x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
         q = tl.exp2(x)
         ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
