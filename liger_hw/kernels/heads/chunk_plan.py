@@ -142,13 +142,14 @@ def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: 
     """Chunks of any rows for a head whose vocabulary is shared out between ranks.
 
     All ranks must come to the same chunks, and none knows how many columns another has, so the budget is a share of the
-    weight's gradient, in which the columns cancel: a chunk's logits take half its memory, or MIN_ROWS rows'.
+    weight's gradient, in which the columns cancel: a chunk's logits take as much memory, or MIN_ROWS rows'.
+    Smaller chunks cost the host more calls than the device has work for beside them.
     LIGER_HW_LOSS_MEMORY_MIB is not read. The rules for precision are the same as in `plan_chunks` with targets.
 
     world: a multiple of which every chunk has rows
     """
     most = MAX_CHUNKS_WITH_TARGETS if itemsize == 2 and not wide else n_rows
-    rows = max(2 * MIN_ROWS if wide else MIN_ROWS, hidden // 2 // STEP * STEP)
+    rows = max(2 * MIN_ROWS if wide else MIN_ROWS, hidden // STEP * STEP)
     chunks = _at_most(most, n_rows, rows, itemsize, hidden, wide, device)
     bounds = divide(n_rows // world, max(1, chunks.rows // world), device)
     return Chunks(tuple((start * world, stop * world) for start, stop in bounds), chunks.wide)
