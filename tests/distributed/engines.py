@@ -46,7 +46,13 @@ def config(**changes: Any) -> Any:
     from transformers import LlamaConfig
 
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS_ON_GPU}
+    # Four ranks of tensor parallelism need four heads for keys and values.
+    sizes |= {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": TOKENS_ON_GPU,
+    }
     return LlamaConfig(**{**sizes, **changes})
 
 

@@ -87,8 +87,9 @@ class Ranks:
 _waiting: dict[int, Ranks] = {}
 
 
-def run(file: str, function: str, kind: str = "cpu", world: int = 2, *, timeout: float = 600) -> None:
+def run(file: str, function: str, kind: str = "cpu", world: int | None = None, *, timeout: float = 600) -> None:
     """Run `function` of the module `file` on every rank; kind: the device type, gloo for "cpu"."""
+    world = world or (2 if kind == "cpu" else accelerators())
     ranks = _waiting.pop(world, None) if kind == "cpu" else None
     if ranks is None:
         ranks = Ranks(kind, world)
@@ -100,6 +101,11 @@ def run(file: str, function: str, kind: str = "cpu", world: int = 2, *, timeout:
         _waiting[world] = ranks
     else:
         ranks.leave()
+
+
+def accelerators() -> int:
+    """How many ranks a test on accelerators has: one a device, at most four, and two or four."""
+    return 4 if torch.accelerator.device_count() >= 4 else 2
 
 
 def accelerator() -> str:

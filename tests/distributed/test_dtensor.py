@@ -238,7 +238,7 @@ def test_two_processes():
 
 @pytest.mark.multigpu
 def test_two_gpus():
-    ranks.run(__file__, "check_all", ranks.accelerator())
+    ranks.run(__file__, "check_all", ranks.accelerator(), world=2)
 
 
 def functions_with_rules():

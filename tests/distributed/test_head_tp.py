@@ -68,12 +68,13 @@ def compare(output, grads, wanted, slices):
 def check_options(rank, device):
     tensors = inputs(device)
     x, weight, bias, target, flowing = tensors
-    for widths in ((23, 23), (26, 20)):
+    world = dist.get_world_size()
+    for widths in {2: ((23, 23), (26, 20)), 4: ((12, 12, 12, 10), (5, 20, 1, 20))}[world]:
         mine = slice(sum(widths[:rank]), sum(widths[: rank + 1]))
         for options in OPTIONS:
             wanted = expected(*tensors, {k: v for k, v in options.items() if k != "compact"})
             for sequence_parallel in (False, True):
-                rows = slice(rank * N_ROWS // 2, (rank + 1) * N_ROWS // 2) if sequence_parallel else slice(None)
+                rows = slice(rank * N_ROWS // world, (rank + 1) * N_ROWS // world) if sequence_parallel else slice(None)
                 own = [t.clone().requires_grad_() for t in (x[rows], weight[mine], bias[mine])]
                 given = {**options, "bias": own[2] if options.get("bias") else None}
                 output = liger_fused_linear_cross_entropy_tp(
@@ -83,9 +84,9 @@ def check_options(rank, device):
                 total = (loss * flowing).sum() if loss.dim() else 2 * loss
                 grads = torch.autograd.grad(total, own if options.get("bias") else own[:2])
                 compare(output, grads, wanted, (rows, mine, mine))
-                both = [torch.empty_like(loss) for _ in range(2)]
-                dist.all_gather(both, loss.detach())
-                assert torch.equal(*both), "the ranks disagree"
+                losses = [torch.empty_like(loss) for _ in range(world)]
+                dist.all_gather(losses, loss.detach())
+                assert all(torch.equal(loss, other) for other in losses), "the ranks disagree"
 
 
 @pytest.mark.cpu

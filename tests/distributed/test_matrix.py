@@ -1,9 +1,9 @@
 """Every engine people train with: the same losses and gradients as plain torch, and the kernels still on.
 
-On the CPU one test is one launch of engines.py with two gloo ranks. On the GPUs of this machine (marker multigpu) all
-engines run over NCCL in one launch, in float32 and again in bfloat16, since a process that uses a GPU is slow to start.
-Lane `distributed` (ci/distributed.sh) installs what the engines need and runs all of them on the CPU; where $MATRIX
-names a folder, each cell's record is left there for docs/distributed.md (ci/distributed_page.py).
+On the CPU one test is one launch of engines.py with two gloo ranks. On two or four GPUs of this machine (marker
+multigpu) all engines run over NCCL in one launch, in float32 and again in bfloat16, since a process that uses a GPU is
+slow to start. Lane `distributed` (ci/distributed.sh) installs what the engines need and runs them on the CPU; if
+$MATRIX names a folder, each cell's record is left there for docs/distributed.md (ci/distributed_page.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import accelerators
 
 from liger_hw import compat
 
@@ -50,7 +51,7 @@ ENGINES = {
     "trainer_ddp": {},
     "trainer_fsdp2": {"devices": ("cuda",)},  # accelerate, and so Trainer, shards on accelerators alone
     "trainer_zero3": {"recomputed": False},
-    "pipeline": {"adapters": "full", "share": 0.5},  # each rank has a half of the layers
+    "pipeline": {"adapters": "full", "share": 0.5, "most": 2},  # two ranks, each with a half of the layers
 }
 OBJECTIVES = ("dpo", "grpo")
 WITH_OBJECTIVES = {
@@ -131,7 +132,7 @@ def check(records: list[dict], cells: list[str], folder: Path) -> None:
     """Each of the cells is among the records, and is as it must be."""
     found = {f"{record['engine']}:{record['adapter']}": record for record in records}
     for cell in cells:
-        log = "\n".join(path.read_text()[-3000:] for path in folder.glob("*.log"))
+        log = "\n".join(path.read_text()[-3000:] for path in folder.rglob("*.log"))
         assert cell in found, f"{cell} was not reached\n{log}"
         assert "failed" not in found[cell], f"{found[cell]['failed']}\n{log}"
         assert not wrong(found[cell]), found[cell]
@@ -195,12 +196,20 @@ def matrix(request, tmp_path_factory):
     """(the records of all engines that this machine can run, what they computed in, the folder with their log)"""
     folder = tmp_path_factory.mktemp("matrix")
     cells = [cell for engine in ENGINES if not missing(engine) for cell in on_gpus(engine, request.param)]
-    return launch(cells, "cuda", 2, folder, request.param, seconds=240), request.param, folder
+    by_ranks: dict[int, list[str]] = {}
+    for cell in cells:
+        ranks = min(accelerators(), ENGINES[cell.partition(":")[0]].get("most", 4))
+        by_ranks.setdefault(ranks, []).append(cell)
+    records = []
+    for ranks, some in by_ranks.items():
+        (folder / str(ranks)).mkdir()
+        records += launch(some, "cuda", ranks, folder / str(ranks), request.param, seconds=240)
+    return records, request.param, folder
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("engine", ENGINES)
-def test_on_two_gpus(matrix, engine):
+def test_on_gpus(matrix, engine):
     need(engine)
     records, compute, folder = matrix
     check(records, on_gpus(engine, compute), folder)
