@@ -18,6 +18,7 @@ Sizes = tuple[int, ...]
 
 
 ONE_OF_A_FAMILY = (
+    "attn_res",
     "cross_entropy",
     "embedding",
     "float8_linear",

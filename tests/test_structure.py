@@ -245,8 +245,12 @@ def test_a_person_can_read_a_kernel():
     assert not more, f"more than {MOST_PARAMETERS} parameters, split by meaning: {more}"
 
 
-CEILING = 51_415, "what the package had on 2026-11-27, long sequences (820), and training in FP8 (910)"
-"""Lines of the package, and why they are that many. It is raised only with what was added, and what that is worth."""
+CEILING = (
+    52_445,
+    "what the package had on 2026-11-27, long sequences (820), and training in FP8 (910)Lines of the package, "
+    "and why they are that many. It is raised only with what was added, and what that is worth.; attention "
+    "residuals and neighbourhood attention (1030)",
+)
 
 
 def test_the_package_does_not_grow():

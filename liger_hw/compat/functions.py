@@ -16,6 +16,7 @@ import torch
 
 from ..kernels.pointwise.tiled_mlp import apply_tiled_mlp
 from ..transformers.functional import (
+    liger_attn_res,
     liger_dyt,
     liger_embedding,
     liger_fused_add_rms_norm,
@@ -26,6 +27,7 @@ from ..transformers.functional import (
     liger_fused_linear_scaled_cross_entropy,
     liger_fused_linear_scaled_cross_entropy_tp,
     liger_fused_moe,
+    liger_fused_neighborhood_attention,
     liger_geglu,
     liger_group_norm,
     liger_jsd,
@@ -58,6 +60,7 @@ def _applied(function: Callable[..., Any], *unused: int) -> Any:
     return type(function.__name__, (), {"__doc__": f"`{function.__name__}`", "apply": staticmethod(apply)})
 
 
+LigerAttnResFunction = _applied(liger_attn_res)
 LigerCrossEntropyFunction = _applied(cross_entropy)
 LigerDyTFunction = _applied(liger_dyt)
 LigerEmbeddingFunction = _applied(liger_embedding)
@@ -70,6 +73,7 @@ LigerFusedLinearKLDivFunction = _applied(liger_fused_linear_kl_div)
 LigerFusedLinearScaledCrossEntropyFunction = _applied(liger_fused_linear_scaled_cross_entropy, 5)  # m_tiles_per_cluster
 LigerFusedLinearScaledCrossEntropyTPFunction = _applied(liger_fused_linear_scaled_cross_entropy_tp)
 LigerFusedMoEFunction = _applied(liger_fused_moe)
+LigerFusedNeighborhoodAttentionFunction = _applied(liger_fused_neighborhood_attention)
 LigerGELUMulFunction = _applied(liger_geglu)
 LigerGroupNormFunction = _applied(liger_group_norm)
 LigerJSDFunction = _applied(liger_jsd, 5, 6)  # jsd_impl, jsd_mode

@@ -167,3 +167,29 @@ __all__ = sorted(name for name in globals() if name.startswith("Liger")) + [
     "liger_rotary_pos_emb_gpt_oss",
     "liger_rotary_pos_emb_vision",
 ]
+
+
+class LigerFusedNeighborhoodAttentionConfig:
+    """The arguments of `LigerFusedNeighborhoodAttentionLayer` by name; `to_dict()` gives them."""
+
+    def __init__(
+        self,
+        hidden_size: int = 768,
+        num_heads: int = 12,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        scale: float | None = None,
+    ) -> None:
+        self.hidden_size, self.num_heads, self.kernel_size, self.dilation = (
+            hidden_size,
+            num_heads,
+            kernel_size,
+            dilation,
+        )
+        self.bias, self.dropout, self.layer_norm_eps, self.scale = bias, dropout, layer_norm_eps, scale
+
+    def to_dict(self) -> dict:
+        return dict(vars(self))

@@ -48,6 +48,12 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "attention.softmax": ("liger_softmax", "LigerSoftmax"),
     "attention.sparsemax": ("liger_sparsemax", "LigerSparsemax"),
     "attention.multi_token_attention": ("liger_multi_token_attention", "LigerMultiTokenAttention"),
+    "attention.fused_neighborhood_attention": (
+        "liger_fused_neighborhood_attention",
+        "LigerFusedNeighborhoodAttention",
+        "LigerFusedNeighborhoodAttentionLayer",
+    ),
+    "residual.attn_res": ("liger_attn_res", "LigerAttnRes"),
     "moe.fused_moe": ("liger_fused_moe", "LigerExperts"),
     "float8.float8_linear": ("liger_float8_linear",),
     "float8.quantize_float8": ("liger_quantize_float8", "Float8Rows"),

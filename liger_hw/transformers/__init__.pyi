@@ -1,4 +1,10 @@
 # Made by `python ci/stubs.py`; do not edit.
+from liger_hw.kernels.attention.fused_neighborhood_attention import (
+    LigerFusedNeighborhoodAttention as LigerFusedNeighborhoodAttention,
+)
+from liger_hw.kernels.attention.fused_neighborhood_attention import (
+    LigerFusedNeighborhoodAttentionLayer as LigerFusedNeighborhoodAttentionLayer,
+)
 from liger_hw.kernels.attention.multi_token_attention import LigerMultiTokenAttention as LigerMultiTokenAttention
 from liger_hw.kernels.attention.softmax import LigerSoftmax as LigerSoftmax
 from liger_hw.kernels.attention.sparsemax import LigerSparsemax as LigerSparsemax
@@ -33,6 +39,7 @@ from liger_hw.kernels.pointwise.relu_squared import LigerReLUSquared as LigerReL
 from liger_hw.kernels.pointwise.swiglu import LigerSwiGLUMLP as LigerSwiGLUMLP
 from liger_hw.kernels.pointwise.swiglu import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
 from liger_hw.kernels.pointwise.tiled_mlp import apply_tiled_mlp as apply_tiled_mlp
+from liger_hw.kernels.residual.attn_res import LigerAttnRes as LigerAttnRes
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb
 from liger_hw.kernels.rotary.qk_norm_rope import LigerQKNormRope as LigerQKNormRope

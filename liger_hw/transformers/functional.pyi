@@ -1,4 +1,7 @@
 # Made by `python ci/stubs.py`; do not edit.
+from liger_hw.kernels.attention.fused_neighborhood_attention import (
+    liger_fused_neighborhood_attention as liger_fused_neighborhood_attention,
+)
 from liger_hw.kernels.attention.multi_token_attention import liger_multi_token_attention as liger_multi_token_attention
 from liger_hw.kernels.attention.softmax import liger_softmax as liger_softmax
 from liger_hw.kernels.attention.sparsemax import liger_sparsemax as liger_sparsemax
@@ -44,6 +47,7 @@ from liger_hw.kernels.pointwise.fused_gate_up_swiglu import liger_fused_gate_up_
 from liger_hw.kernels.pointwise.geglu import liger_geglu as liger_geglu
 from liger_hw.kernels.pointwise.relu_squared import liger_relu_squared as liger_relu_squared
 from liger_hw.kernels.pointwise.swiglu import liger_swiglu as liger_swiglu
+from liger_hw.kernels.residual.attn_res import liger_attn_res as liger_attn_res
 from liger_hw.kernels.rotary.interleaved_rope import liger_interleaved_rope as liger_interleaved_rope
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_rope as liger_llama4_rope
 from liger_hw.kernels.rotary.qk_norm_rope import liger_qk_norm_rope as liger_qk_norm_rope

@@ -32,6 +32,7 @@ from liger_hw.transformers.functional import liger_cross_entropy
 pytestmark = pytest.mark.cpu
 
 CLASSES = {
+    "LigerAttnResFunction": "attn_res",
     "LigerCrossEntropyFunction": "cross_entropy",
     "LigerDyTFunction": "dyt",
     "LigerEmbeddingFunction": "embedding",
@@ -44,6 +45,7 @@ CLASSES = {
     "LigerFusedLinearScaledCrossEntropyFunction": "fused_linear_log_probs",
     "LigerFusedLinearScaledCrossEntropyTPFunction": "fused_linear_log_probs",
     "LigerFusedMoEFunction": "fused_moe",
+    "LigerFusedNeighborhoodAttentionFunction": "fused_neighborhood_attention",
     "LigerGELUMulFunction": "geglu",
     "LigerGroupNormFunction": "group_norm",
     "LigerJSDFunction": "jsd",
@@ -75,6 +77,7 @@ CHANGES = {
 _ROWS = {"fewer rows", "one dimension more"}
 _ANY = {"fewer columns", *_ROWS}
 FITTING = {
+    "LigerAttnResFunction": {0: _ROWS},
     "LigerCrossEntropyFunction": {0: {"fewer columns"}},  # another vocabulary, which still has every target
     "LigerDyTFunction": {0: _ROWS, 1: {"one dimension more"}},
     "LigerEmbeddingFunction": {0: {"fewer columns", "fewer rows"}, 1: _ANY},

@@ -25,7 +25,9 @@ ROTARY = {"interleaved_rope", "llama4_rope", "qk_norm_rope", "qwen2vl_mrope", "r
 REFUSES = {
     "no rows": set(),
     "no columns": LOSSES | ROTARY | {"fused_moe", "gated_rms_norm", "multi_token_attention"},
-    "one dimension": LOSSES | (ROTARY - {"vision_rope"}) | {"fused_moe", "group_norm", "multi_token_attention"},
+    "one dimension": LOSSES
+    | (ROTARY - {"vision_rope"})
+    | {"fused_moe", "fused_neighborhood_attention", "group_norm", "multi_token_attention"},
     "one element": ROTARY,  # they turn pairs
 }
 """Edge -> the ops that have no meaning there."""

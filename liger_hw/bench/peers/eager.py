@@ -183,6 +183,14 @@ def _multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilat
     return torch.conv2d(p, weight, bias, stride, padding, dilation, groups).masked_fill(future, 0.0)
 
 
+def _fused_neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
+    """Scaled dot product attention with the band as a mask."""
+    tokens = torch.arange(query.shape[2], device=query.device)
+    apart = (tokens[:, None] - tokens).abs()
+    band = (apart <= kernel_size // 2 * dilation) & (apart % dilation == 0)
+    return F.scaled_dot_product_attention(query, key, value, band, scale=scale)
+
+
 EAGER: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_add_rms_norm,
@@ -197,6 +205,7 @@ EAGER: dict[str, Callable[..., Any]] = {
     "geglu": _geglu,
     "embedding": _embedding,
     "multi_token_attention": _multi_token_attention,
+    "fused_neighborhood_attention": _fused_neighborhood_attention,
     "cross_entropy": _cross_entropy,
     "fused_linear_cross_entropy": _fused_linear_cross_entropy,
     "fused_linear_jsd": _fused_linear_jsd,

@@ -1,0 +1,372 @@
+"""Neighbourhood attention over a sequence: a token attends to those at most kernel_size // 2 steps of `dilation` away.
+
+    o_i = sum over j of  softmax over j of (scale * q_i . k_j) * v_j,    j = i + dilation * (-half, ..., half)
+
+Here half = kernel_size // 2, and j runs over the tokens that exist.
+
+Shapes: query, key, value [batch, n_heads, n_tokens, head_dim], head_dim at most 256 -> o alike, in value's dtype.
+Dtypes: fp32, fp16 or bf16, the same for all. Scores and sums are fp32. In half precision the softmax's weights, and in
+the backward their scores' gradients, are rounded to it before they are multiplied.
+Saved for backward: query, key, value and, in fp32, the logarithm of each softmax's sum. Memory is linear in n_tokens.
+Backward, with p the weights and dp_ij = do_i . v_j:  ds_ij = p_ij * (dp_ij - sum over m of p_im dp_im),
+dv_j = sum over i of p_ij do_i,  dq_i = scale * sum over j of ds_ij k_j,  dk_j = scale * sum over i of ds_ij q_i.
+
+Source: Hassani et al., "Generalized Neighborhood Attention", https://arxiv.org/abs/2504.16922
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Op, Sample, Tunable, next_power_of_2, normal
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_integers,
+    check_numbers,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+)
+from .neighborhood_attention_kernels import (
+    _neighborhood_bwd_keys_kernel,
+    _neighborhood_bwd_queries_kernel,
+    _neighborhood_fwd_kernel,
+)
+
+WIDEST = 256
+"""Dimensions of a head that a program holds at most."""
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def _neighbors(n_tokens, kernel_size, dilation, device):
+    """(token, whether it exists), [n_tokens, neighbours]."""
+    half = kernel_size // 2
+    tokens = torch.arange(n_tokens, device=device)[:, None]
+    at = tokens + dilation * torch.arange(-half, half + 1, device=device)
+    exist = (at >= 0) & (at < n_tokens)
+    return torch.where(exist, at, tokens), exist
+
+
+def _scale(query, scale):
+    return max(1, query.shape[-1]) ** -0.5 if scale is None else scale
+
+
+def _scores(query, key, at, exist, scale):
+    scores = (query[..., None, :] * key[:, :, at]).sum(-1) * scale
+    return scores.masked_fill(~exist, float("-inf"))
+
+
+def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dilation=1, scale=None):
+    """The specification in plain torch; computes in fp32, or in fp64 when `query` is fp64."""
+    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    at, exist = _neighbors(query.shape[2], kernel_size, dilation, query.device)
+    scores = _scores(query.to(wide), key.to(wide), at, exist, _scale(query, scale))
+    if scores.requires_grad and dtype is not wide:
+        scores.register_hook(lambda gradient: gradient.to(dtype).to(wide))
+    weights = scores.softmax(-1).to(dtype).to(wide)
+    return (weights[..., None] * value.to(wide)[:, :, at]).sum(-2).to(dtype)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+DIMS = ("n_heads", "n_tokens", "head_dim", "kernel_size")
+
+
+def _key(n_heads, n_tokens, head_dim, kernel_size, itemsize):
+    return max(16, next_power_of_2(head_dim)), min(256, next_power_of_2(kernel_size)), itemsize
+
+
+def _config(target, key, rows, cols, stages):
+    """Tiles that fit: three of rows and, in each stage, three of columns are in shared memory at once."""
+    head_dim, _, itemsize = key
+    most = 8192 if itemsize == 2 else 2048  # products of fp32 are made of registers
+    while 16 < rows and rows * head_dim > most:
+        rows //= 2
+    cols = max(16, min(cols, rows))
+    while stages > 1 and head_dim * itemsize * 3 * (rows + stages * cols) > target.shared_memory:
+        stages -= 1
+    blocks = {"BLOCK_D": head_dim, "BLOCK_M": rows, "BLOCK_N": cols}
+    return LaunchConfig(blocks, target.warps(rows * head_dim, 16 if stages > 1 else 32, 8), stages)
+
+
+def _heuristic(target, key):
+    """A narrow band is memory's: small tiles of columns, few of which lie outside it. Where a multiprocessor has little
+    shared memory, what is in flight is in registers."""
+    if target.shared_memory <= 65536:
+        return _config(target, key, 64, 16, 1)
+    return _config(target, key, 64, 64 if key[1] > 32 else 32, 2)
+
+
+def _safe(target, key):
+    return _config(target, key, 16, 16, 1)
+
+
+def _space(target, key):
+    choices = [(rows, cols, stages) for rows in (32, 64, 128) for cols in (16, 32, 64) for stages in (1, 2, 3)]
+    configs = [_config(target, key, *choice) for choice in choices]
+    return list(dict.fromkeys(LaunchConfig(c.blocks, warps, c.num_stages) for c in configs for warps in (4, 8)))
+
+
+RULES = {"key": _key, "dims": DIMS, "heuristic": _heuristic, "safe": _safe, "space": _space}
+FWD = Tunable("fused_neighborhood_attention", "fwd", kernels=(_neighborhood_fwd_kernel,), **RULES)
+BWD_QUERIES = Tunable(
+    "fused_neighborhood_attention", "bwd_queries", kernels=(_neighborhood_bwd_queries_kernel,), **RULES
+)
+BWD_KEYS = Tunable("fused_neighborhood_attention", "bwd_keys", kernels=(_neighborhood_bwd_keys_kernel,), **RULES)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _launch(tunable, kernel, tensors, query, kernel_size, dilation, scales):
+    batch, heads, n_tokens, head_dim = query.shape
+    if not query.numel():
+        return
+    plan = tunable.plan(query.device, _key(batch * heads, n_tokens, head_dim, kernel_size, query.itemsize))
+    n_tiles = cdiv(cdiv(n_tokens, dilation), plan.config.blocks["BLOCK_M"])
+    numbers = (n_tokens, n_tiles, dilation, min(kernel_size // 2, n_tokens), *scales, head_dim)
+    launch(plan, kernel, (n_tiles * dilation * batch * heads,), (*tensors, *numbers))
+
+
+def _fwd(query, key, value, kernel_size, dilation, scale):
+    query, key, value = dense(query), dense(key), dense(value)
+    o = empty_like(query, query.dtype)
+    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    scales = (_scale(query, scale) * math.log2(math.e),)
+    _launch(FWD, _neighborhood_fwd_kernel, (query, key, value, o, lse), query, kernel_size, dilation, scales)
+    return o, lse
+
+
+def _bwd(do, query, key, value, lse, kernel_size, dilation, scale):
+    do, query, key, value = dense(do), dense(query), dense(key), dense(value)
+    dq, dk, dv = (empty_like(t, t.dtype) for t in (query, key, value))
+    inputs = (do, query, key, value, lse, empty_like(lse, lse.dtype))
+    scale = _scale(query, scale)
+    rest = query, kernel_size, dilation, (scale * math.log2(math.e), scale)
+    _launch(BWD_QUERIES, _neighborhood_bwd_queries_kernel, (*inputs, dq), *rest)
+    _launch(BWD_KEYS, _neighborhood_bwd_keys_kernel, (*inputs, dk, dv), *rest)
+    return dq, dk, dv
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(query, key, value, kernel_size, dilation, scale):
+    wide = torch.promote_types(query.dtype, torch.float32)
+    at, exist = _neighbors(query.shape[2], kernel_size, dilation, query.device)
+    lse = _scores(query.to(wide), key.to(wide), at, exist, _scale(query, scale)).logsumexp(-1) * math.log2(math.e)
+    return fused_neighborhood_attention_reference(query, key, value, kernel_size, dilation, scale).contiguous(), lse
+
+
+def _bwd_reference(do, query, key, value, lse, kernel_size, dilation, scale):
+    at, exist = _neighbors(query.shape[2], kernel_size, dilation, query.device)
+    g, q, k, v = (t.to(lse.dtype) for t in (do, query, key, value))
+    scale = _scale(query, scale)
+    weights = _scores(q, k, at, exist, scale).softmax(-1)
+    products = (g[..., None, :] * v[:, :, at]).sum(-1)
+    slopes = scale * weights * (products - (weights * products).sum(-1, keepdim=True))
+
+    def gathered(factors, rows):
+        """Sums over the queries that see a token."""
+        total = torch.zeros_like(rows)
+        for place in range(at.shape[1]):
+            total.index_add_(2, at[:, place], factors[..., place, None] * rows)
+        return total
+
+    dq, dk = (slopes[..., None] * k[:, :, at]).sum(-2), gathered(slopes, q)
+    return dq.to(query.dtype), dk.to(key.dtype), gathered(weights, g).to(value.dtype)
+
+
+def _misfit(query, *_rest):
+    head_dim = query.shape[-1]
+    return "" if head_dim <= WIDEST else f"query must have at most {WIDEST} dimensions a head, got {head_dim}"
+
+
+def _bwd_misfit(do, *rest):
+    return _misfit(*rest)
+
+
+fused_neighborhood_attention_fwd = define(
+    "fused_neighborhood_attention_fwd(Tensor query, Tensor key, Tensor value, int kernel_size, int dilation,"
+    " float? scale) -> (Tensor, Tensor)",
+    shapes="T query, key, value [batch, heads, tokens, head_dim]",
+    misfit=_misfit,
+    launcher=_fwd,
+    reference=_fwd_reference,
+)
+fused_neighborhood_attention_bwd = define(
+    "fused_neighborhood_attention_bwd(Tensor do, Tensor query, Tensor key, Tensor value, Tensor lse,"
+    " int kernel_size, int dilation, float? scale) -> (Tensor, Tensor, Tensor)",
+    shapes="T query, key, value [batch, heads, tokens, head_dim]; do [batch, heads, tokens, head_dim]; "
+    "lse [batch, heads, tokens]",
+    misfit=_bwd_misfit,
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=("query", "key", "value"),
+)
+
+
+class FusedNeighborhoodAttentionFunction(Function):
+    """Autograd for neighbourhood attention: saves query, key, value and the softmax's sums."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, kernel_size, dilation, scale):
+        ctx.band = kernel_size, dilation, scale
+        O, LSE = fused_neighborhood_attention_fwd(query, key, value, *ctx.band)
+        ctx.save_for_backward(query, key, value, LSE)
+        return O
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dO):
+        return (*fused_neighborhood_attention_bwd(dO, *ctx.saved_tensors, *ctx.band), None, None, None)
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_neighborhood_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of each token to those at most kernel_size // 2 steps of `dilation` tokens away, on either side.
+
+    query, key, value: [batch, n_heads, n_tokens, head_dim] of one shape and dtype, fp32, fp16 or bf16 (fp64 too on the
+    CPU), with at most 256 dimensions a head. At the ends of the sequence a token has fewer neighbours.
+    scale: of the scores; None is 1 / sqrt(head_dim). Returns [batch, n_heads, n_tokens, head_dim].
+    Raises `ValueError` for shapes, dtypes, devices or sizes that do not fit. https://arxiv.org/abs/2504.16922
+    """
+    name = "liger_fused_neighborhood_attention"
+    check_integers(name, kernel_size=kernel_size, dilation=dilation)
+    check(kernel_size > 0, name, f"kernel_size must be positive, got {kernel_size}")
+    check(dilation > 0, name, f"dilation must be positive, got {dilation}")
+    if scale is not None:
+        check_numbers(name, scale=scale)
+        scale = float(scale)
+    return FusedNeighborhoodAttentionFunction.apply(query, key, value, kernel_size, dilation, scale)
+
+
+class LigerFusedNeighborhoodAttention(torch.nn.Module):
+    """Multi-head neighbourhood attention with its four projections.
+
+    hidden_size: of the tokens, divisible by num_heads; kernel_size: odd; dropout: probability, of the output. The
+    others are as for `liger_fused_neighborhood_attention`. Raises `ValueError` for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check(
+            kernel_size > 0 and kernel_size % 2 == 1, name, f"kernel_size must be positive and odd, got {kernel_size}"
+        )
+        check(dilation > 0, name, f"dilation must be positive, got {dilation}")
+        if hidden_size % num_heads:
+            check(False, name, f"hidden_size {hidden_size} must be divisible by num_heads {num_heads}")
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+        self.kernel_size, self.dilation, self.dropout_p = kernel_size, dilation, dropout
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.q_proj = torch.nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.k_proj = torch.nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.v_proj = torch.nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.out_proj = torch.nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.dropout = torch.nn.Dropout(dropout) if dropout > 0.0 else None
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden_states: [batch, n_tokens, hidden_size]; returns the same shape. Raises `NotImplementedError` for a
+        mask."""
+        if attention_mask is not None:
+            raise NotImplementedError(f"{type(self).__name__}: attention_mask is not supported; pass None")
+        heads = (*hidden_states.shape[:2], self.num_heads, self.head_dim)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (project(hidden_states).view(heads).transpose(1, 2) for project in projections)
+        o = liger_fused_neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale)
+        output = self.out_proj(o.transpose(1, 2).flatten(2))
+        return output if self.dropout is None else self.dropout(output)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
+            f"kernel_size={self.kernel_size}, dilation={self.dilation}, scale={self.scale}, dropout={self.dropout_p}"
+        )
+
+
+class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
+    """x + attention(layer_norm(x)). Arguments as for `LigerFusedNeighborhoodAttention`; layer_norm_eps: of
+    the norm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention = LigerFusedNeighborhoodAttention(
+            hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale
+        )
+        self.layer_norm = torch.nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden_states: [batch, n_tokens, hidden_size]; returns the same shape."""
+        return hidden_states + self.attention(self.layer_norm(hidden_states), attention_mask)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "window_7": (16, 4096, 64, 7),
+    "window_65": (32, 8192, 128, 65),
+    "window_513": (32, 16384, 128, 513),
+}
+"""Problem sizes (n_heads, n_tokens, head_dim, kernel_size); n_heads counts the heads of all sequences."""
+
+
+def _sample(sizes, dtype, device, generator, *, dilation=1, scale=None) -> Sample:
+    n_heads, n_tokens, head_dim, kernel_size = sizes
+    drawn = normal(dtype, device, generator)
+    query, key, value = (drawn(1, n_heads, n_tokens, head_dim) for _ in range(3))
+    return Sample(
+        args=(query, key, value, kernel_size, dilation, scale),
+        reduction=head_dim * kernel_size,
+        grad_reduction=head_dim * kernel_size,
+        moved=12 * n_heads * n_tokens * head_dim * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_neighborhood_attention",
+        function=liger_fused_neighborhood_attention,
+        reference=fused_neighborhood_attention_reference,
+        tunables=(FWD, BWD_QUERIES, BWD_KEYS),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=({}, {"dilation": 3}, {"scale": 0.3}),
+        small=((2, 100, 20, 7), (1, 37, 16, 64), (3, 5, 33, 4)),
+    )
+)

@@ -1,0 +1,1 @@
+"""Connections between layers that replace the residual sum: attention residuals and hyper-connections."""

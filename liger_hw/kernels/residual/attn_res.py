@@ -1,0 +1,397 @@
+"""Attention residuals: softmax attention over the outputs of the blocks before, in place of the residual sum.
+
+    h = sum over n of  alpha_n * v_n,    alpha = softmax over n of s,    s_n = w_query . (w_norm * v_n * rstd_n)
+
+Here rstd_n = 1 / sqrt(mean(v_n^2) + eps).
+
+Shapes: V [n_blocks, ..., n_cols], w_query and w_norm [n_cols] -> h [..., n_cols] in V's dtype.
+Dtypes: fp32, fp16 or bf16, each tensor its own; all arithmetic in fp32, h rounded once.
+Saved for backward: V, both weights, and in fp32 the scores and rstd [n_blocks, n_rows] and the logarithm of the
+softmax's sum [n_rows].
+Backward, with g = dh and q = w_query * w_norm:  ds_n = alpha_n * (g . v_n - sum over m of alpha_m * g . v_m),
+dv_n = alpha_n * g + ds_n * rstd_n * (q - v_n * rstd_n * s_n / n_cols),
+dq = sum over n and rows of ds_n * rstd_n * v_n,
+dw_query = dq * w_norm,  dw_norm = dq * w_query.
+
+The forward reads V once: the sum over blocks is rescaled as the largest score grows.
+
+Source: Kimi Team, "Attention Residuals", https://arxiv.org/abs/2603.15031
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Op, Sample, Tunable, next_power_of_2, normal, row_key, tile_space
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_numbers,
+    define,
+    dense,
+    first_order,
+    launch,
+)
+from ...runtime.triton_import import tl, triton
+from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.tuning import persistent_misfit, rows_per_program
+
+WIDEST = 65536
+"""Columns that a program holds at most."""
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def attn_res_reference(V, w_query, w_norm, eps=1e-6):
+    """The specification in plain torch; computes in fp32, or in fp64 when `V` is fp64."""
+    v = V.to(torch.promote_types(V.dtype, torch.float32))
+    keys = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * w_norm.to(v.dtype)
+    alpha = (keys * w_query.to(v.dtype)).sum(-1, keepdim=True).softmax(0)
+    return (alpha * v).sum(0).to(V.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _query(WQ_ptr, WN_ptr, cols, n_cols):
+    """w_query * w_norm, [1, BLOCK_SIZE]."""
+    w_query = tl.load(WQ_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    return w_query * tl.load(WN_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "n_rows"])
+def _attn_res_fwd_kernel(
+    V_ptr,
+    WQ_ptr,
+    WN_ptr,
+    H_ptr,
+    Score_ptr,
+    RSTD_ptr,
+    LSE_ptr,
+    n_blocks,
+    n_rows,
+    n_cols,
+    eps,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """ROWS whole rows a program, one block after the other."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    row_mask = rows < n_rows
+    mask = row_mask & (cols < n_cols)
+    query = _query(WQ_ptr, WN_ptr, cols, n_cols)
+    top = tl.full([ROWS, 1], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS, 1], dtype=tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    for block in tl.range(0, n_blocks, num_stages=STAGES):
+        row = rows + tl.cast(block, tl.int64) * n_rows
+        v = tl.load(V_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(v * v, axis=1)[:, None] / n_cols + eps)
+        score = tl.sum(v * query, axis=1)[:, None] * rstd
+        tl.store(RSTD_ptr + row, rstd, mask=row_mask)
+        tl.store(Score_ptr + row, score, mask=row_mask)
+        higher = tl.maximum(top, score)
+        before, weight = tl.exp(top - higher), tl.exp(score - higher)
+        acc = acc * before + weight * v
+        total = total * before + weight
+        top = higher
+    tl.store(H_ptr + rows * n_cols + cols, (acc / total).to(H_ptr.dtype.element_ty), mask=mask)
+    tl.store(LSE_ptr + rows, top + tl.log(total), mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "n_rows", "n_tiles"])
+def _attn_res_bwd_kernel(
+    DH_ptr,
+    V_ptr,
+    WQ_ptr,
+    WN_ptr,
+    Score_ptr,
+    RSTD_ptr,
+    LSE_ptr,
+    DV_ptr,
+    Partial_ptr,
+    n_blocks,
+    n_rows,
+    n_cols,
+    n_tiles,
+    BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program p takes the row tiles p, p + programs, ... Its rows of V are read twice, then from cache: a block's
+    gradient needs the products g . v of all. BLOCKS: at least n_blocks.
+
+    Partial_ptr [programs, n_cols]: this program's share of dq.
+    """
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    query = _query(WQ_ptr, WN_ptr, cols, n_cols)
+    dquery = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        row_mask = rows < n_rows
+        mask = row_mask & (cols < n_cols)
+        g = tl.load(DH_ptr + rows * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+        dots = tl.zeros([ROWS, BLOCKS], dtype=tl.float32)
+        for block in tl.range(0, n_blocks, num_stages=STAGES):
+            row = rows + tl.cast(block, tl.int64) * n_rows
+            v = tl.load(V_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+            dots = tl.where(blocks == block, tl.sum(g * v, axis=1)[:, None], dots)
+        there = row_mask & (blocks < n_blocks)
+        scores = tl.load(Score_ptr + rows + blocks.to(tl.int64) * n_rows, mask=there, other=-float("inf"))
+        rstds = tl.load(RSTD_ptr + rows + blocks.to(tl.int64) * n_rows, mask=there, other=0.0)
+        alphas = tl.exp(scores - tl.load(LSE_ptr + rows, mask=row_mask, other=0.0))
+        slopes = alphas * (dots - tl.sum(alphas * dots, axis=1)[:, None]) * rstds
+        shares = slopes * tl.where(there, scores, 0.0) * rstds / n_cols
+        for step in tl.range(0, n_blocks, num_stages=STAGES):
+            block = n_blocks - 1 - step  # backwards: what was read last is still in cache
+            row = rows + tl.cast(block, tl.int64) * n_rows
+            v = tl.load(V_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+            alpha = tl.sum(tl.where(blocks == block, alphas, 0.0), axis=1)[:, None]
+            slope = tl.sum(tl.where(blocks == block, slopes, 0.0), axis=1)[:, None]
+            share = tl.sum(tl.where(blocks == block, shares, 0.0), axis=1)[:, None]
+            dquery += slope * v
+            dv = alpha * g + slope * query - share * v
+            tl.store(DV_ptr + row * n_cols + cols, dv.to(DV_ptr.dtype.element_ty), mask=mask)
+    dq = tl.sum(dquery, axis=0)[None, :]
+    tl.store(Partial_ptr + tl.program_id(0) * n_cols + cols, dq.to(Partial_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+DIMS = ("n_rows", "n_blocks", "n_cols")
+
+
+def _key(n_rows, n_blocks, n_cols, itemsize):
+    return row_key(n_rows, n_cols, itemsize)
+
+
+def _tile(target, key, per_thread, ctas):
+    """Tiles of 2048 elements or one row, with up to three blocks in flight."""
+    rows = rows_per_program(target, key[1], max(1, 2048 // key[0]))
+    elements = key[0] * rows
+    stages = max(1, min(3, target.shared_memory // (2 * max(1, ctas) * elements * key[2])))
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(elements, per_thread, 16), stages, ctas)
+
+
+def _fwd_heuristic(target, key):
+    return _tile(target, key, 16, 0)
+
+
+def _bwd_heuristic(target, key):
+    return _tile(target, key, 32, 2)  # four rows of values in fp32 are live
+
+
+def _safe(target, key):
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 32), 1, 1)
+
+
+def _space(ctas):
+    def space(target, key):
+        tiles = [{"BLOCK_SIZE": key[0], "ROWS": rows} for rows in (1, 2, 4, 8) if rows == 1 or rows * key[0] <= 8192]
+        warps, stages = (1, 2, 4, 8, 16), (1, 2, 3, 4)
+        bounds = {"per_thread": (4, 64), "staged_bytes": key[2]}
+        return tile_space(target, tiles, warps, stages=stages, ctas=ctas, **bounds)
+
+    return space
+
+
+RULES = {"key": _key, "dims": DIMS, "safe": _safe}
+FWD = Tunable("attn_res", "fwd", kernels=(_attn_res_fwd_kernel,), heuristic=_fwd_heuristic, space=_space((0,)), **RULES)
+BWD = Tunable(
+    "attn_res",
+    "bwd",
+    kernels=(_attn_res_bwd_kernel,),
+    heuristic=_bwd_heuristic,
+    space=_space((1, 2, 3, 4)),
+    valid=persistent_misfit,
+    **RULES,
+)
+DW = column_sum_tunable("attn_res", DIMS)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _sizes(v):
+    n_blocks, n_cols = v.shape[0], v.shape[-1]
+    return n_blocks, v.numel() // (n_blocks * n_cols) if n_cols else 0, n_cols
+
+
+def _fwd(v, w_query, w_norm, eps):
+    v, w_query, w_norm = dense(v), dense(w_query), dense(w_norm)
+    n_blocks, n_rows, n_cols = _sizes(v)
+    h = torch.empty(v.shape[1:], dtype=v.dtype, device=v.device)
+    score = torch.empty((n_blocks, n_rows), dtype=torch.float32, device=v.device)
+    rstd = torch.empty((n_blocks, n_rows), dtype=torch.float32, device=v.device)
+    lse = torch.empty((n_rows,), dtype=torch.float32, device=v.device)
+    if n_rows:
+        plan = FWD.plan(v.device, _key(n_rows, n_blocks, n_cols, v.itemsize))
+        args = (v, w_query, w_norm, h, score, rstd, lse, n_blocks, n_rows, n_cols, eps)
+        launch(plan, _attn_res_fwd_kernel, (cdiv(n_rows, plan.config.blocks["ROWS"]),), args)
+    return h, score, rstd, lse
+
+
+def _bwd(dh, v, w_query, w_norm, score, rstd, lse):
+    dh, v, w_query, w_norm = dense(dh), dense(v), dense(w_query), dense(w_norm)
+    n_blocks, n_rows, n_cols = _sizes(v)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if not n_rows:
+        return dv, v.new_zeros(n_cols, dtype=torch.float32)
+    plan = BWD.plan(v.device, _key(n_rows, n_blocks, n_cols, v.itemsize))
+    n_tiles = cdiv(n_rows, plan.config.blocks["ROWS"])
+    programs = min(plan.programs, n_tiles)
+    partial = partial_sums(v, programs, n_cols, torch.float32)
+    args = (dh, v, w_query, w_norm, score, rstd, lse, dv, partial, n_blocks, n_rows, n_cols, n_tiles)
+    launch(plan, _attn_res_bwd_kernel, (programs,), args, (next_power_of_2(n_blocks),))
+    return dv, column_sum(DW, partial, torch.float32)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(v, w_query, w_norm, eps):
+    wide = v.to(torch.promote_types(v.dtype, torch.float32))
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    score = (wide * (w_query.to(wide.dtype) * w_norm.to(wide.dtype))).sum(-1) * rstd
+    h = (score.softmax(0)[..., None] * wide).sum(0).to(v.dtype)
+    score = score[:, None].flatten(1)
+    return h, score, rstd[:, None].flatten(1), score.logsumexp(0)
+
+
+def _bwd_reference(dh, v, w_query, w_norm, score, rstd, lse):
+    wide, n_cols = v.to(rstd.dtype)[:, None].flatten(1, -2), v.shape[-1]
+    g, query = dh.to(wide.dtype)[None].flatten(0, -2), w_query.to(wide.dtype) * w_norm.to(wide.dtype)
+    alpha, dots = (score - lse).exp(), (g * wide).sum(-1)
+    slope = alpha * (dots - (alpha * dots).sum(0)) * rstd
+    dv = alpha[..., None] * g + slope[..., None] * (query - wide * (rstd * score / n_cols)[..., None])
+    return dv.to(v.dtype).view(v.shape), (slope[..., None] * wide).sum((0, 1))
+
+
+def _misfit(v, *_rest):
+    if not v.shape[0]:
+        return "V must have one block or more, got none"
+    return "" if v.shape[-1] <= WIDEST else f"V must have at most {WIDEST} columns, got {v.shape[-1]}"
+
+
+def _bwd_misfit(dh, *rest):
+    return _misfit(*rest)
+
+
+attn_res_fwd = define(
+    "attn_res_fwd(Tensor V, Tensor w_query, Tensor w_norm, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes="V [blocks, *, n]; w_query, w_norm [n]",
+    misfit=_misfit,
+    launcher=_fwd,
+    reference=_fwd_reference,
+)
+attn_res_bwd = define(
+    "attn_res_bwd(Tensor dH, Tensor V, Tensor w_query, Tensor w_norm, Tensor score, Tensor rstd, Tensor lse)"
+    " -> (Tensor, Tensor)",
+    shapes="V [blocks, *, n]; dH [*, n]; w_query, w_norm [n]; score, rstd [blocks, rows]; lse [rows]",
+    misfit=_bwd_misfit,
+    launcher=_bwd,
+    reference=_bwd_reference,
+)
+
+
+class AttnResFunction(Function):
+    """Autograd for attention residuals: saves V, both weights, the scores and their statistics."""
+
+    @staticmethod
+    def forward(ctx, V, w_query, w_norm, eps):
+        H, SCORE, RSTD, LSE = attn_res_fwd(V, w_query, w_norm, float(eps))
+        ctx.save_for_backward(V, w_query, w_norm, SCORE, RSTD, LSE)
+        return H
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dH):
+        V, w_query, w_norm, SCORE, RSTD, LSE = ctx.saved_tensors
+        dV, dQ = attn_res_bwd(dH, V, w_query, w_norm, SCORE, RSTD, LSE)
+        dw_query = (dQ * w_norm).to(w_query.dtype) if ctx.needs_input_grad[1] else None
+        dw_norm = (dQ * w_query).to(w_norm.dtype) if ctx.needs_input_grad[2] else None
+        return dV, dw_query, dw_norm, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_attn_res(
+    V: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
+    w_query: torch.Tensor,
+    w_norm: torch.Tensor,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Softmax attention of one learned query over blocks, with RMS-normalised keys: sum of alpha_n * V_n.
+
+    V: [n_blocks, ..., n_cols], or a list of n_blocks tensors [..., n_cols], which is stacked; w_query, w_norm:
+    [n_cols]. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols] in V's dtype. At most 65536
+    columns. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2603.15031
+    """
+    if isinstance(V, (list, tuple)):
+        check(len(V) > 0, "liger_attn_res", "V is an empty list; it must have a tensor for each block")
+        V = torch.stack(tuple(V))
+    check_numbers("liger_attn_res", eps=eps)
+    return AttnResFunction.apply(V, w_query, w_norm, eps)
+
+
+class LigerAttnRes(torch.nn.Module):
+    """Attention residuals before a layer: its query (zeros at the start: the mean of the blocks) and the keys' norm.
+
+    hidden_size: the last dimension of the blocks; eps: as for `liger_attn_res`.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.w_query = torch.nn.Parameter(torch.zeros(hidden_size))
+        self.w_norm = torch.nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, V: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        """V: [n_blocks, ..., hidden_size] or a list of blocks; returns [..., hidden_size]."""
+        return liger_attn_res(V, self.w_query, self.w_norm, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.w_query.shape[0]}, eps={self.eps}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "kimi_linear_48b": (8192, 8, 2304),
+    "block_8": (8192, 8, 4096),
+    "block_16": (4096, 16, 7168),
+    "first_layers": (16384, 3, 2048),
+}
+"""Problem sizes (n_rows, n_blocks, n_cols)."""
+
+
+def _sample(sizes, dtype, device, generator) -> Sample:
+    n_rows, n_blocks, n_cols = sizes
+    drawn = normal(dtype, device, generator)
+    v, w_norm = drawn(n_blocks, n_rows, n_cols), drawn(n_cols)
+    w_query = (drawn(n_cols).detach() / n_cols**0.5).requires_grad_()
+    return Sample(
+        args=(v, w_query, w_norm),
+        reduction=n_cols,
+        grad_reduction=max(n_cols, n_blocks * n_rows),
+        moved=(3 * n_blocks + 3) * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="attn_res",
+        function=liger_attn_res,
+        reference=attn_res_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+    )
+)
