@@ -99,10 +99,14 @@ class HostMemory:
                 logging.WARNING,
             )
             return None
-        for _ in range(missing):
+        self.reserve(missing * CHUNK)
+        return [self._free.pop() for _ in range(count)]
+
+    def reserve(self, nbytes: int) -> None:
+        """Pin memory now that the first step would pin: some seconds for 100 GiB."""
+        for _ in range(nbytes // CHUNK):
             self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
             self.pinned += CHUNK
-        return [self._free.pop() for _ in range(count)]
 
     def give_back(self, chunks: list[torch.Tensor]) -> None:
         """Chunks that are used again; copies to and from them are on one stream, in order."""

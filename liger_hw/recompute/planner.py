@@ -198,11 +198,13 @@ class Planner:
         q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
         gradient = stream * m.hidden
         rows = min(TILE_ROWS, self.tokens)
-        sums = int(assumed.trainable * 3 * m.hidden * m.intermediate * max(4, assumed.dtype_bytes))
-        tile = rows * assumed.compute_bytes * (5 * m.intermediate + 3 * m.hidden) + sums
+        weights = int(assumed.trainable * 3 * m.hidden * m.intermediate)
+        sums = weights * max(4, assumed.dtype_bytes)
+        tile = rows * assumed.compute_bytes * (4 * m.intermediate + 2 * m.hidden) + sums
         # attention: beside gradients of its output, of q, k and v an fp32 one of q, and k's and v's for every head
         grouped = 2 * unit * q if kv < q else 0
         attention = unit * (2 * q + 2 * kv) + self.tokens * 4 * q + grouped - 2 * unit * m.hidden
+        attention += weights * assumed.dtype_bytes  # the MLP's gradients are complete
         return without_mlp + gradient + max(unit * m.hidden + tile, attention)
 
     @property
@@ -304,8 +306,9 @@ class Planner:
         )
         most = alive + 2 * stream + self._head()  # the last norm's input and output
         alive += head_grad
-        for level in reversed(levels):
-            most = max(most, alive + layer.transient[level])
+        for index, level in reversed([*enumerate(levels)]):
+            on_its_way = stream if level == "offload" and not index else 0  # nothing is fetched behind the first layer
+            most = max(most, alive + layer.transient[level] - on_its_way)
             alive += layer.parameters * size - layer.kept[level]
         return max(most, alive + (0 if m.tied else head_grad))
 

@@ -10,7 +10,8 @@ from small_decoder import HIDDEN, Decoder, gradients, identical, some_input
 
 import liger_hw
 from liger_hw.kernels.norms.rms_norm import liger_rms_norm
-from liger_hw.recompute import recipes
+from liger_hw.kernels.pointwise import tiled_mlp
+from liger_hw.recompute import dial, offload, recipes
 
 pytestmark = [pytest.mark.lanes("gpu")]
 
@@ -23,7 +24,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("level", ["cheap", "mlp", "full"])
+@pytest.mark.parametrize("level", ["cheap", "mlp", "full", "tiled"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bits_and_bytes(lane, autocast, level):
     kind = torch.device(lane.device).type
@@ -42,6 +43,25 @@ def test_bits_and_bytes(lane, autocast, level):
     assert identical(found[2], found[1])
     spared = 2 * 4096 * HIDDEN * (1 if level == "cheap" else 2)  # bytes a layer, far below what is really spared
     assert kept[2] < kept[1] - 3 * spared
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 3 << 20])
+def test_layer_inputs_on_the_host(lane, limit, monkeypatch):
+    """Level offload: the bits of level tiled, step after step, with tiles, and where not every input has room."""
+    monkeypatch.setattr(tiled_mlp, "TILE_ROWS", 5000)
+    monkeypatch.setattr(offload, "CHUNK", 1 << 20)
+    memory = offload.HostMemory(torch.device(lane.device), limit)
+    monkeypatch.setattr(dial, "host_memory", lambda device: memory)
+    x = some_input(tokens=1 << 16).detach().to(lane.device, torch.bfloat16)  # 4 MiB
+    model = Decoder(count=5, dtype=x.dtype).to(lane.device)
+    results = []
+    for level in ("tiled", "offload", "offload"):
+        with liger_hw.activations(level, model):
+            results.append(gradients(model, contextlib.nullcontext(), x=x.detach().requires_grad_()))
+    assert identical(results[1], results[0]) and identical(results[2], results[0])
+    assert 0 < memory.pinned <= limit if limit > 4 << 20 else not memory.pinned
+    memory.release()
+    assert not memory.pinned
 
 
 def test_consumers_on_two_streams(lane):

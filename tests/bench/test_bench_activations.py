@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,29 @@ class Device:
     def __call__(self, level, seq):
         self.asked.append(seq)
         return (2.0, 100.0) if seq <= self.most else None
+
+
+def test_long_context(script, tmp_path, monkeypatch):
+    """A narrow model, causal and by documents; updates happen in backward, and the plan stands beside."""
+    long = script("long_context")
+    monkeypatch.setattr(long, "DOCUMENT", 32)
+    out = tmp_path / "long.json"
+    arguments = ["--device", "cpu", "--hidden", "64", "--out", str(out), "64:2", "64:2:documents", "96:3:documents"]
+    monkeypatch.setattr(sys, "argv", ["long_context", *arguments])
+    assert long.main() == 0
+    rows = json.loads(out.read_text())["runs"]
+    assert [(row["tokens"], row["layers"], row["attention"]) for row in rows] == [
+        (64, 2, "causal"),
+        (64, 2, "documents"),
+        (96, 3, "documents"),
+    ]
+    assert all(row["seconds"] > row["forward_seconds"] > 0 and row["planned_gib"] > 0 for row in rows)
+    assert rows[0]["levels"] == "tiled x2"
+    q, k = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8)
+    for strided in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+        y = long.by_documents(strided, k, k, enable_gqa=True)
+        parts = [long.SDPA(*(t[:, :, i : i + 32] for t in (q, k, k)), is_causal=True, enable_gqa=True) for i in (0, 32)]
+        torch.testing.assert_close(y, torch.cat(parts, 2))
 
 
 @pytest.mark.parametrize("most, tries, outcomes", [
