@@ -304,7 +304,10 @@ def test_plan_command(capsys):
     assert rows["default"]["levels"] == ["keep"] * 31 + ["cheap"]
     assert rows["cheap"]["peak_bytes"] < rows["default"]["peak_bytes"] < rows["keep"]["peak_bytes"]
     assert main([*arguments, "--memory", "20GiB"]) == 1
-    assert "20GiB: mistral-7b at 4 x 4096 needs 56.2 GiB even with full" in capsys.readouterr().out
+    least = re.search(
+        r"20GiB: mistral-7b at 4 x 4096 needs ([\d.]+) GiB even with (full|tiled|offload)", capsys.readouterr().out
+    )
+    assert least and 52 < float(least[1]) <= 56.2
     assert main([*arguments, "--memory", "lots"]) == 2
     assert "--memory 'lots' is no size; write it as 80GiB" in capsys.readouterr().err
     for wrong in ("--trainable=-1", "--trainable=2", "--trainable=nan"):
