@@ -8,9 +8,11 @@ of another name is seen), and it is an ordinary function to Dynamo.
 
 from __future__ import annotations
 
-import dis
+import ast
 import types
 from typing import Any, Callable
+
+from .probing.source import NoSource, tree_of
 
 PREFIX = "_liger_hw_"
 
@@ -66,6 +68,11 @@ def _contents(cell: Any) -> Any:
 
 
 def _check_only_global(function: types.FunctionType, name: str) -> None:
-    for instruction in dis.get_instructions(function):
-        if instruction.argval == name and instruction.opname not in ("LOAD_GLOBAL", "LOAD_CONST", "KW_NAMES"):
-            raise CannotRebind(f"{function.__qualname__} uses {name} as more than a global ({instruction.opname})")
+    try:
+        tree = tree_of(function.__code__)
+    except NoSource as error:
+        raise CannotRebind(str(error)) from None
+    for node in ast.walk(tree):
+        is_stored = isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+        if is_stored or (isinstance(node, ast.Attribute) and node.attr == name):
+            raise CannotRebind(f"{function.__qualname__} uses {name} as more than a global")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
-import os
 import sys
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import liger_hw
 from liger_hw.transformers import apply_liger_kernel_to_qwen2_5_vl, probing
 from liger_hw.transformers.probing import Match, Refused, rotary
 from liger_hw.transformers.tiny import tiny_model
@@ -71,10 +70,10 @@ def _settled(self, x):
     return _llama(self, x)
 
 
-def _without_autocast(kind):
-    if kind == "meta":
+def _without_autocast(x):
+    if x.device.type == "meta":
         return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _autocast_when_long(x):
@@ -111,11 +110,6 @@ NORMS = {
     "layer norm by hand": (lambda: norm(_layer_norm, bias=True), "layer_norm", ""),
     "epsilon in the code": (lambda: norm(_layer_norm_1p, bias=True), "layer_norm", "offset 1"),
     "conditions that kernels never turn": (lambda: norm(_settled), "rms_norm", "llama"),
-    "a function of its own that turns autocast off": (
-        lambda: norm(_in_context(lambda x: _without_autocast(x.device.type))),
-        "rms_norm",
-        "llama",
-    ),
 }
 
 
@@ -179,6 +173,7 @@ NOT_NORMS = {
     "another device": (_other_on_cuda, "may take another branch"),
     "another length": (_other_when_long, "may take another branch"),
     "autocast by length": (_in_context(_autocast_when_long), "may take another branch"),
+    "a function of its own that turns autocast off": (_in_context(_without_autocast), "may take another branch"),
     "a second condition": (_other_by_the_second_of_two, "may take another branch"),
     "epsilon of None": (
         lambda self, x: F.rms_norm(x, (WIDTH,), self.weight),
@@ -202,13 +197,22 @@ def test_near_misses_of_norms(name):
 
 
 _DOUBLED_WHEN_ASKED = """
+import torch
+from torch import nn
+
 DOUBLED = False
+
 
 def asked(module):
     return torch.is_inference_mode_enabled()
 
-class OddRMSNorm(_Norm):
+
+class OddRMSNorm(nn.Module):
     twice = False
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(24)), 1e-6
 
     @property
     def as_property(self):
@@ -225,37 +229,70 @@ class OddRMSNorm(_Norm):
 
     def forward(self, x):
         y = 2 * x if {condition} else x
-        return self.weight * self.normed(y.float()).to(x.dtype)
+        y = y.float()
+        return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 """
 
 
-def _norm_of(condition, file="odd.py"):
-    """A norm of y, twice x where `condition` holds, whose code is in `file`."""
-    names = {"__name__": "odd", "torch": torch, "_Norm": _Norm}
-    exec(compile(_DOUBLED_WHEN_ASKED.replace("{condition}", condition), file, "exec"), names)
-    return names["OddRMSNorm"]()
+def _norm_of(condition, folder, name="odd"):
+    """A norm of y, twice x where `condition` holds, of a module of this name."""
+    return _made_by(_DOUBLED_WHEN_ASKED.replace("{condition}", condition), folder, name)
+
+
+def _made_by(text, folder, name="odd"):
+    (folder / f"{name}.py").write_text(text)
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.OddRMSNorm()
 
 
 @pytest.mark.parametrize(
     "condition", ["DOUBLED", "asked(self)", "self.as_property", "self.as_method()", "self.by_another()"]
 )
-def test_a_condition_that_no_guard_holds_is_no_match(condition):
-    found = probing.recognise(_norm_of(condition))
-    assert isinstance(found, Refused) and "may take another branch" in found.reason, found
+def test_a_condition_that_no_guard_holds_is_no_match(condition, tmp_path):
+    result = probing.recognise(_norm_of(condition, tmp_path))
+    assert isinstance(result, Refused) and "may take another branch" in result.reason, result
 
 
 @pytest.mark.parametrize("condition", ["self.twice", "self.of_attributes()", "isinstance(self.eps, int)"])
-def test_a_condition_on_attributes_alone_is_held_by_guards(condition):
-    assert isinstance(probing.recognise(_norm_of(condition)), Match)
+def test_a_condition_on_attributes_alone_is_held_by_guards(condition, tmp_path):
+    assert isinstance(probing.recognise(_norm_of(condition, tmp_path)), Match)
 
 
-@pytest.mark.parametrize("folder", ["torchtune", "torchvision", "liger_hw_models"])
-def test_code_of_packages_whose_names_begin_like_torch_s_is_watched(folder):
-    file = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), folder, "odd.py")
-    if folder.startswith("liger_hw"):
-        file = os.path.join(os.path.dirname(os.path.dirname(liger_hw.__file__)), folder, "odd.py")
-    found = probing.recognise(_norm_of("x.shape[-2] > 9999", file))
-    assert isinstance(found, Refused) and "may take another branch" in found.reason, found
+@pytest.mark.parametrize("condition", ["self.twice and len(x) > 99", "not (self.twice is False or len(x) > 99)"])
+def test_what_an_attribute_decides_is_not_asked_for_the_rest(condition, tmp_path):
+    assert isinstance(probing.recognise(_norm_of(condition, tmp_path)), Match)
+
+
+@pytest.mark.parametrize("name", ["torchtune", "torchvision", "liger_hw_models"])
+def test_code_of_packages_whose_names_begin_like_torch_s_is_read(name, tmp_path):
+    result = probing.recognise(_norm_of("x.shape[-2] > 9999", tmp_path, name))
+    assert isinstance(result, Refused) and "may take another branch" in result.reason, result
+
+
+def test_code_without_source_is_left_alone():
+    names = {"__name__": "odd"}
+    exec(_DOUBLED_WHEN_ASKED.replace("{condition}", "self.twice"), names)
+    result = probing.recognise(names["OddRMSNorm"]())
+    assert isinstance(result, Refused) and result.reason == "the source of forward is not there", result
+
+
+OPEN_BRANCHES = {
+    "while": "while x.shape[0] > 99:\n            x = x[1:]",
+    "try": "try:\n            x = x * 1\n        except ValueError:\n            x = x * 2",
+    "comprehension": "x = sum(part for part in [x] if len(part) < 99)",
+    "or": "x = len(x) < 99 and x",
+    "local function": "x = (torch.sin if len(x) > 99 else torch.clone)(x)",
+}
+
+
+@pytest.mark.parametrize("name", OPEN_BRANCHES)
+def test_every_form_of_a_branch_is_read(name, tmp_path):
+    text = _DOUBLED_WHEN_ASKED.replace("y = 2 * x if {condition} else x", OPEN_BRANCHES[name] + "\n        y = x")
+    result = probing.recognise(_made_by(text, tmp_path))
+    assert isinstance(result, Refused), result
+    assert "may take another branch" in result.reason or "does not say what that is" in result.reason
 
 
 # -- MLPs ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
 from ..choice import CHOICE, NAME
 from ..marks import is_our_method
-from .coverage import Coverage
 from .guards import EVERYTHING, Guards, is_method_of, reads
 from .probe import (
     LARGE,
@@ -35,6 +34,7 @@ from .probe import (
     required_inputs,
     run,
 )
+from .source import Facts, open_branch
 
 KERNEL = "fused_moe"
 _BIASES = "_bias"
@@ -243,21 +243,16 @@ class _Probe:
         experts = torch.stack([torch.randperm(_EXPERTS - 1, generator=source)[:_TOP_K] for _ in range(_TOKENS)])
         self.index = experts  # the last expert has no token
         self.weights = torch.rand(_TOKENS, _TOP_K, generator=source, dtype=torch.float32).requires_grad_()
-        self.coverage = Coverage(forward, given=frozenset(_inputs(forward)), compared=frozenset({"num_experts"}))
+        self.facts = Facts(given=frozenset(_inputs(forward)), compared=frozenset({"num_experts"}))
 
     def formula(self) -> Formula | str:
         """The formula whose result and gradients agree, with pre-activations of every size."""
         with torch.enable_grad():
-            with self.coverage:
-                results = [self._own(scale) for scale in self.scales]
-                in_eval, of_one = self._own(1.0, training=False), self._own(1.0, self.index[:1], self.weights[:1])
+            results = [self._own(scale) for scale in self.scales]
+            in_eval, of_one = self._own(1.0, training=False), self._own(1.0, self.index[:1], self.weights[:1])
             for result in results:
                 if isinstance(result, str):
                     return _DENSE if self._takes_dense_weights() else result
-            none = self.index[:0], self.weights[:0]
-            if isinstance(self._own(1.0, *none), torch.Tensor):  # some cannot do without a token
-                with self.coverage:
-                    self._own(1.0, *none)
             if not agrees(in_eval, self._own(1.0), 1e-6):
                 return "it computes something else in eval mode"
             if not agrees(of_one, self._own(1.0)[:1], 2e-5):
@@ -270,7 +265,7 @@ class _Probe:
                         return f"its gradients are not those of {KERNEL}"
                     if not self._has_gate_of(options):
                         return f"its {_GATE} computes something else than its own loop"
-                    if elsewhere := self.coverage.unexplored():
+                    if elsewhere := open_branch(self.forward, self.module, self.facts):
                         return elsewhere
                     return Formula(self.up, self.up_bias, self.down_bias, tuple(options.items()))
         return "its activation is none that the kernel has"

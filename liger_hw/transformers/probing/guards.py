@@ -6,7 +6,6 @@ after it was patched, so the replacement checks its guards at every call and run
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import types
@@ -18,6 +17,7 @@ from torch import nn
 from ...distributed import owners
 from ..marks import original_of
 from .probe import INSTANCE_FORWARDS, is_customised
+from .source import hands_itself_on
 
 Guards = tuple[tuple[str, str, Any], ...]
 """(kind, attribute, value): each says what an attribute of the module must be. `holds` has the kinds."""
@@ -226,7 +226,7 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
             seen |= names
             if "config" in names or (code is not None and "config" in code.co_varnames):
                 seen |= {_OF_CONFIG + name for name in names}
-            if code is not None and not hasattr(item, "__wrapped__") and _passes_self_on(code):
+            if code is not None and not hasattr(item, "__wrapped__") and hands_itself_on(code):
                 seen.add(EVERYTHING)
             inherited = "super" in names or "__class__" in names
             for name in (names | {item.__name__}) if inherited else names:
@@ -239,21 +239,6 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
                     waiting.append(member)
             item = getattr(item, "__wrapped__", None)
     return frozenset(seen)
-
-
-def _passes_self_on(code: types.CodeType) -> bool:
-    """Whether a method uses self other than to look something up on it."""
-    me = code.co_varnames[0] if code.co_argcount else None
-    skipped = ("CACHE", "COPY_FREE_VARS", "MAKE_CELL", "RESUME")
-    steps = [step for step in dis.get_instructions(code) if step.opname not in skipped]
-    for step, after in zip(steps, [*steps[1:], None]):
-        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-        if not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) or me not in loaded:
-            continue
-        looks_up = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
-        if me in loaded[:-1] or not looks_up:
-            return True
-    return any(isinstance(constant, types.CodeType) and me in constant.co_freevars for constant in code.co_consts)
 
 
 def _names(code: types.CodeType | None, done: set[types.CodeType]) -> set[str]:

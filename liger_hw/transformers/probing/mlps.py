@@ -23,7 +23,6 @@ from ...kernels.pointwise.swiglu import swiglu_reference
 from ...kernels.pointwise.tiled_mlp import tileable
 from ...recompute.recipes import project
 from ..choice import NAME
-from .coverage import Coverage
 from .guards import EVERYTHING, reads
 from .probe import (
     BATCH,
@@ -40,6 +39,7 @@ from .probe import (
     required_inputs,
     run,
 )
+from .source import Facts, open_branch
 
 # -- what takes its place --------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class _Probe:
         self.numbers = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
         self.multipliers: dict[str, float] = {}
         others = frozenset(list(inspect.signature(forward).parameters)[2:])  # with one of these, the module's own runs
-        self.coverage = Coverage(forward, others)
+        self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}))
 
     def answer(self) -> Match | Refused:
         """With every number it reads taken for a multiplier, of a value unlike all others; else with none."""
@@ -259,7 +259,7 @@ class _Probe:
         if isinstance(found, Refused):
             return found
         match, formula = found
-        elsewhere = self._elsewhere(formula) or self.coverage.unexplored()
+        elsewhere = self._elsewhere(formula) or open_branch(self.forward, self.module, self.facts)
         return Refused(elsewhere, match.kernel) if elsewhere else match
 
     def _run(self, case: "_Case") -> tuple[torch.Tensor | str, torch.Tensor, list[_Call]]:
@@ -269,7 +269,7 @@ class _Probe:
         stand_ins = {name: _StandIn(name, child, calls, source, case) for name, child in self.projections.items()}
         first = next(iter(self.projections.values()))
         x = random(*case.leading, getattr(first, "in_features", None) or 8, source=source).to(case.dtype)
-        with torch.enable_grad(), self.coverage:
+        with torch.enable_grad():
             copied = probe_copy(self.module, {}, stand_ins, case.training)
             copied.__dict__.update(self.multipliers)
             return run(self.forward, copied, x), x, calls
@@ -495,14 +495,14 @@ def _recognise_experts(module: nn.Module) -> Match | Refused:
             return Refused(f"its {name} has parameters of its own", kernel)
     width = 2 * min(down.shape[1:])
     gate_up = random(2 * BATCH[1], width + width % 4, source=generator())
-    coverage = Coverage(type(module)._apply_gate)
-    with coverage:
-        wanted = run(type(module)._apply_gate, copied, gate_up)
-        in_eval = run(type(module)._apply_gate, probe_copy(module, {}, {}, training=False), gate_up)
+    wanted = run(type(module)._apply_gate, copied, gate_up)
+    in_eval = run(type(module)._apply_gate, probe_copy(module, {}, {}, training=False), gate_up)
     if isinstance(wanted, str) or isinstance(in_eval, str):
         return Refused(str(wanted if isinstance(wanted, str) else in_eval), kernel)
-    if not is_equal(in_eval, wanted) or coverage.unexplored():
-        return Refused(coverage.unexplored() or "it computes something else in eval mode", kernel)
+    if not is_equal(in_eval, wanted):
+        return Refused("it computes something else in eval mode", kernel)
+    if elsewhere := open_branch(type(module)._apply_gate, module):
+        return Refused(elsewhere, kernel)
     for gate_first in (True, False):
         halves = gate_up.chunk(2, -1)
         found = _gated_activation(wanted, *(halves if gate_first else halves[::-1]), {"": 1.0})

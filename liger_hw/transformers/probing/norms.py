@@ -18,9 +18,9 @@ from ...distributed import owners
 from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
-from .coverage import Coverage
 from .guards import EVERYTHING, reads
 from .probe import BATCH, LARGE, Match, Refused, agrees, autocast, generator, probe_copy, random, required_inputs, run
+from .source import Facts, open_branch
 
 # -- what takes its place --------------------------------------------------------------------------------------------
 
@@ -224,6 +224,7 @@ class _Probe:
 
     more: tuple[torch.Tensor, ...] = ()
     """Inputs after the first."""
+    facts = Facts(in_autocast=True, dims=frozenset({2, 3}))
 
     def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
         self.module, self.forward = module, forward
@@ -232,7 +233,7 @@ class _Probe:
         width = next(iter(shapes.values()))[0] if shapes else _width_of(module)
         self.x = random(*BATCH, width, source=source)
         self.others = [random(*leading, width, source=source) for leading in _OTHER_BATCHES]
-        self.training, self.coverage = True, Coverage(forward)
+        self.training = True
 
     def answer(self, kind: str) -> Match | Refused:
         """The first epsilon and variant that agree in fp32, where their rounding and gradients agree too."""
@@ -286,7 +287,7 @@ class _Probe:
         elsewhere = self._elsewhere(eps, variant, mode)
         with autocast():
             in_autocast = self._original(eps, _HIGH, _HIGH)
-        elsewhere = elsewhere or self.coverage.unexplored()
+        elsewhere = elsewhere or open_branch(self.forward, self.module, self.facts)
         if elsewhere:
             return Refused(elsewhere, kernel)
         outside = isinstance(in_autocast, str) or not agrees(
@@ -341,8 +342,7 @@ class _Probe:
                 if is_reference:
                     y = variant.reference(x, weights, self._value(eps), "llama", *more)
                 else:
-                    with self.coverage:
-                        y = self.forward(self._copy(eps, weights), x, *more)
+                    y = self.forward(self._copy(eps, weights), x, *more)
                 leaves = [x, *more, *(w for w in weights.values() if w is not None)]
                 if not y.requires_grad:
                     return False
@@ -353,8 +353,7 @@ class _Probe:
 
     def _original(self, eps: str | float, x_dtype: torch.dtype, w_dtype: torch.dtype) -> torch.Tensor | str:
         inputs = (t.to(x_dtype) for t in (self._input(eps), *self.more))
-        with self.coverage:
-            return run(self.forward, self._copy(eps, self._cast(w_dtype)), *inputs)
+        return run(self.forward, self._copy(eps, self._cast(w_dtype)), *inputs)
 
     def _reference(
         self, variant: _Variant, eps: str | float, mode: str, x_dtype: torch.dtype, w_dtype: torch.dtype
@@ -380,12 +379,13 @@ class _Probe:
 
 
 class _GatedProbe(_Probe):
-    """The same of a norm that takes a gate."""
+    """The same of a norm that takes a gate; without one, the module's own forward runs."""
+
+    facts = _Probe.facts._replace(given=frozenset({"gate"}))
 
     def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__(module, forward, shapes)
         self.more = self._more_of(self.x)
-        self.coverage = Coverage(forward, given=frozenset({"gate"}))  # without one, the module's own forward runs
 
     def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (random(*x.shape, source=generator().manual_seed(1)),)

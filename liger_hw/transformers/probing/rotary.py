@@ -6,7 +6,6 @@ the kernels each may be, how the variant is recognised, and whether the two halv
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import re
@@ -23,7 +22,6 @@ from ...kernels.rotary.qwen2vl_mrope import qwen2vl_mrope_reference
 from ...kernels.rotary.rope import rope_reference
 from ...kernels.rotary.vision_rope import vision_rope_reference
 from .. import functional
-from .coverage import Coverage
 from .probe import (
     Match,
     Refused,
@@ -37,6 +35,7 @@ from .probe import (
     quiet,
     run,
 )
+from .source import Facts, open_branch
 
 # -- what takes its place --------------------------------------------------------------------------------------------
 #
@@ -168,12 +167,10 @@ def functions_called(forward: Callable) -> dict[str, Callable]:
     item: Any = forward
     while item is not None:
         code, scope = getattr(item, "__code__", None), getattr(item, "__globals__", {})
-        for instruction in dis.get_instructions(code) if code else ():
-            name = instruction.argval
-            if instruction.opname == "LOAD_GLOBAL" and isinstance(name, str) and "rot" in name.lower():
-                function = plain_function(scope.get(name))
-                if function is not None:
-                    found[name] = function
+        for name in code.co_names if code else ():
+            function = plain_function(scope.get(name)) if "rot" in name.lower() else None
+            if function is not None:
+                found[name] = function
         item = getattr(item, "__wrapped__", None)
     return found
 
@@ -228,15 +225,13 @@ def recognise(function: Callable, shared_halves: bool) -> Match | Refused:
     with quiet():
         for form in forms:
             inputs = form.inputs(shared_halves)
-            coverage = Coverage(function, frozenset(names) - set(inputs[0]))
-            with coverage:
-                wanted = [_outcome(function, given, {}) for given in inputs]
-                _outcome(function, {**inputs[0], "k": None}, {})  # the original's own, when the kernel is in place
+            wanted = [_outcome(function, given, {}) for given in inputs]
             ran = [i for i, value in enumerate(wanted) if value is not None]
             for kernel in form.kernels(shared_halves) if ran else ():
                 if all(_is_same(wanted[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
-                    if unexplored := coverage.unexplored():
-                        return Refused(unexplored, "rope")
+                    absent = frozenset(names) - set(inputs[0])
+                    if elsewhere := open_branch(function, facts=Facts(frozenset(inputs[0]), absent)):
+                        return Refused(elsewhere, "rope")
                     return Match(kernel.op, kernel.variant, kernel.make(function))
     return Refused("it turns other pairs, or in another order, than any kernel", "rope")
 

@@ -1,0 +1,407 @@
+"""What the source of a forward says: the branches that it may take, and whether it hands its module on.
+
+A module is recognised by runs on a few inputs. Its code may turn off the way on others: of another length, dtype or
+device. So every condition in its source, and in that of what it calls, must ask for what guards hold (guards.py), which
+is attributes of the module, or for its mode, since the probes run both. `open_branch` names the first one that does
+not. Code without source is left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import os
+import sys
+import types
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import nn
+
+from ..marks import original_of
+
+
+class NoSource(Exception):
+    """The message says of what."""
+
+
+@functools.lru_cache(maxsize=4096)
+def tree_of(code: types.CodeType) -> ast.FunctionDef | ast.Lambda:
+    """The syntax tree of one function, with the line numbers of its file. Raises `NoSource`."""
+    try:
+        text = inspect.getsource(code)
+    except (OSError, TypeError):
+        raise NoSource(f"the source of {code.co_name} is not there") from None
+    if code.co_name == "<lambda>":  # it begins and ends somewhere in its lines
+        kind: Any = ast.Lambda
+        tree = next(filter(None, (_parsed(text[text.find("lambda") : end]) for end in range(len(text), 0, -1))), None)
+    else:
+        kind = ast.FunctionDef, ast.AsyncFunctionDef
+        tree = _parsed(f"if True:\n{text}" if text[:1].isspace() else text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, kind)] if tree else []
+    if not functions or (kind is ast.Lambda and len(functions) > 1):
+        raise NoSource(f"the source of {code.co_name} cannot be told from what is beside it")
+    return ast.increment_lineno(functions[0], code.co_firstlineno - functions[0].lineno)
+
+
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def hands_itself_on(code: types.CodeType) -> bool:
+    """Whether a method uses self other than to look up an attribute on it; true where it has no source."""
+    me = code.co_varnames[0] if code.co_argcount else None
+    try:
+        tree = tree_of(code)
+    except NoSource:
+        return True
+    looked_up = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == me)
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.Lambda, ast.FunctionDef)) and n is not tree]
+    inner = any(isinstance(n, ast.Name) and n.id == me for function in functions for n in ast.walk(function))
+    return inner or any(id(node) not in looked_up for node in names)
+
+
+# -- branches --------------------------------------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """What is known of the calls for which a kernel runs.
+
+    given: arguments that are not None; absent: arguments that have their defaults
+    compared: attributes with which a loop over experts compares its numbers, such as how many there are
+    skipped: attributes whose code does not matter: stand-ins replace it; in_autocast: the probes run under autocast too
+    dims: numbers of dimensions that the probes' inputs have
+    """
+
+    given: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+    compared: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()
+    in_autocast: bool = False
+    dims: frozenset[int] = frozenset()
+
+
+_NOTHING = Facts()
+
+
+def open_branch(function: Callable, module: nn.Module | None = None, facts: Facts = _NOTHING) -> str:
+    """Why a function, a method of `module`, may compute something else on other inputs, or "" where it cannot."""
+    waiting: list[tuple[Any, Any, Facts]] = [(function, module, facts)]
+    done: set[tuple[types.CodeType, int]] = set()
+    while waiting:
+        function, owner, known = waiting.pop()
+        function = original_of(function)
+        code = getattr(function, "__code__", None)
+        if code is None or (code, id(owner)) in done or _is_known(function):
+            continue
+        done.add((code, id(owner)))
+        try:
+            reader, tree = _Reader(function, owner, known), tree_of(code)
+            for node in [tree.body] if isinstance(tree, ast.Lambda) else tree.body:
+                reader.visit(node)
+        except NoSource as error:
+            return str(error)
+        if reader.reason:
+            return reader.reason
+        others = Facts(skipped=facts.skipped, in_autocast=facts.in_autocast)
+        waiting += [(called, its_owner, others) for called, its_owner in reader.called]
+    return ""
+
+
+_KNOWN_MODULES = {"torch", "liger_hw", *sys.stdlib_module_names}
+_KNOWN_FUNCTIONS = {
+    ("transformers.utils.generic", "maybe_autocast"): "enters torch's autocast, where it is on or is to be turned on",
+    ("transformers.models.llama4.modeling_llama4", "reshape_for_broadcast"): "asks for the number of dimensions alone",
+}
+"""Functions with branches that change nothing where a kernel runs, and why."""
+_NO_BACKEND = "mps"
+"""A kind of device on which no kernel of liger_hw runs, so that its modules always run their own forward there."""
+_QUESTIONS = {isinstance, issubclass, hasattr, getattr, len, type, callable, bool, int, float, str}
+"""Builtins whose answers follow from their arguments."""
+_AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype")
+
+
+def _is_known(function: Any) -> bool:
+    """Whether a function is torch's, liger_hw's or Python's own."""
+    module = getattr(function, "__module__", None) or ""
+    return module.partition(".")[0] in _KNOWN_MODULES or (module, function.__name__) in _KNOWN_FUNCTIONS
+
+
+class _Reader(ast.NodeVisitor):
+    """Reads one function. `reason` is why it may take another branch; `called` has (function, owner) of what it names,
+    whether or not it calls it."""
+
+    def __init__(self, function: Any, owner: Any, facts: Facts) -> None:
+        self.function, self.owner, self.facts = function, owner, facts
+        self.code = function.__code__
+        cells = zip(self.code.co_freevars, function.__closure__ or ())
+        self.names = {**vars(builtins), **function.__globals__, **{name: _contents(cell) for name, cell in cells}}
+        self.me = self.code.co_varnames[0] if owner is not None and self.code.co_argcount else None
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        self.values = {name: defaults[name] for name in facts.absent & defaults.keys()}
+        if self.me:
+            self.values[self.me] = owner
+        calls = [node for node in ast.walk(tree_of(self.code)) if isinstance(node, ast.Call) and node.args]
+        self.given_self = {ast.unparse(call.func) for call in calls if self._is_self(call.args[0])}
+        self.reason = ""
+        self.called: list[tuple[Any, Any]] = []
+
+    def visit(self, node: ast.AST) -> None:
+        if not self.reason:
+            super().visit(node)
+
+    # -- conditions --
+
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
+        self.visit(node.test)
+        ways = [way if isinstance(way, list) else [way] for way in (node.body, node.orelse)]
+        decided = self._decided(node.test)
+        if decided is not None:
+            ways = [ways[not decided]]
+        elif not self._is_settled(node.test):
+            ways = [way for way in ways if not _only_raises(way)]
+            if len(ways) > 1:
+                self._refuse(node.test)
+        for way in ways:
+            for each in way:
+                self.visit(each)
+
+    visit_IfExp = visit_If
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        for number, value in enumerate(node.values):
+            self.visit(value)
+            if number + 1 == len(node.values):
+                return
+            decided = self._decided(value)
+            if decided is isinstance(node.op, ast.Or):  # the rest is not asked
+                return
+            if decided is None and not self._is_settled(value):
+                self._refuse(value)
+
+    def visit_While(self, node: ast.While) -> None:
+        if not self._is_settled(node.test):
+            self._refuse(node.test)
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        for test in node.ifs:
+            if not self._is_settled(test):
+                self._refuse(test)
+        self.generic_visit(node)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        if not all(_only_raises(handler.body) for handler in node.handlers):
+            self._refuse(node)
+        self.generic_visit(node)
+
+    def visit_Match(self, node: Any) -> None:
+        self._refuse(node)
+
+    def _refuse(self, node: Any) -> None:
+        file = os.path.basename(self.code.co_filename)
+        self.reason = self.reason or f"line {node.lineno} of {file} may take another branch"
+
+    def _decided(self, test: ast.expr) -> bool | None:
+        """What a condition answers wherever the guards hold; None where that is not known."""
+        if isinstance(test, ast.BoolOp):
+            answers = [self._decided(value) for value in test.values]
+            decisive = isinstance(test.op, ast.Or)
+            known = [answer for answer in answers if answer is not None]
+            return decisive if decisive in known else None if len(known) < len(answers) else not decisive
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            answer = self._decided(test.operand)
+            return None if answer is None else not answer
+        if argument := self._compared_with_none(test):
+            return isinstance(test.ops[0], ast.IsNot) if argument in self.facts.given else None
+        if not self._is_settled(test) or _asks_for_mode(test):
+            return None
+        try:
+            return bool(self._value(test))
+        except Exception:  # an attribute that is not there yet
+            return None
+
+    def _value(self, expression: ast.expr) -> Any:
+        """What a settled expression is for this module. It looks up attributes, and asks builtins about them."""
+        return eval(compile(ast.Expression(expression), self.code.co_filename, "eval"), {**self.names, **self.values})
+
+    def _compared_with_none(self, test: ast.expr) -> str:
+        """The argument of which a condition asks only whether it is None."""
+        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], (ast.Is, ast.IsNot)):
+            return ""
+        of_none = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None
+        return test.left.id if of_none and isinstance(test.left, ast.Name) and test.left.id in self.facts.given else ""
+
+    def _is_settled(self, node: ast.expr) -> bool:
+        """Whether an expression asks for attributes of the module, its mode, constants and classes alone."""
+        if isinstance(node, ast.Constant):
+            return True
+        if isinstance(node, ast.Name):
+            return node.id in self.values or isinstance(self._named(node), (type, torch.dtype))
+        if isinstance(node, ast.Attribute):
+            if isinstance(self._named(node), (type, torch.dtype)):
+                return True
+            if not self._is_settled(node.value):
+                return False
+            member = self._member(node)
+            return not isinstance(member, property) or self._returns_settled(member.fget)
+        if isinstance(node, ast.Call):
+            if self._named(node.func) is hasattr and isinstance(self._named(node.args[0]), types.ModuleType):
+                return True
+            if not all(map(self._is_settled, (*node.args, *(keyword.value for keyword in node.keywords)))):
+                return False
+            if isinstance(node.func, ast.Attribute):
+                if node.func.attr in _AUTOCAST and isinstance(self._named(node.func.value), types.ModuleType):
+                    return self.facts.in_autocast
+                if isinstance(node.func.value, ast.Name) and node.func.value.id == self.me:
+                    return self._returns_settled(self._member(node.func))
+                return self._is_settled(node.func.value)  # a method of an attribute: of a string, say
+            return any(self._named(node.func) is question for question in _QUESTIONS)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            if self._compares_experts(node) or self._compares_dims(node) or _asks_for_no_backend(node):
+                return True
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        kinds = ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Tuple, ast.List, ast.Set, ast.Subscript, ast.IfExp
+        return isinstance(node, kinds) and all(map(self._is_settled, parts))
+
+    def _compares_experts(self, node: ast.Compare) -> bool:
+        """Whether a condition compares a number with such an attribute, or asks whether a tensor is empty: where that
+        can be, the probes of experts have been there."""
+        if not self.facts.compared:
+            return False
+        words, right = ast.unparse(node.left), node.comparators[0]
+        if isinstance(right, ast.Constant) and right.value == 0:
+            return words.endswith((".numel()", ".shape[0]", ".size(0)"))
+        attributes = {n.attr for side in (node.left, right) for n in ast.walk(side) if isinstance(n, ast.Attribute)}
+        calls = any(isinstance(n, ast.Call) for side in (node.left, right) for n in ast.walk(side))
+        return bool(attributes) and attributes <= self.facts.compared and not calls
+
+    def _compares_dims(self, node: ast.Compare) -> bool:
+        """Whether a condition compares how many dimensions a tensor has with a number that the probes' inputs have."""
+        right, left = node.comparators[0], ast.unparse(node.left)
+        assigned = [
+            ast.unparse(line.value)
+            for line in ast.walk(tree_of(self.code))
+            if isinstance(line, ast.Assign) and [ast.unparse(target) for target in line.targets] == [left]
+        ]
+        asked = assigned[0] if len(assigned) == 1 else left
+        is_dims = asked.endswith((".ndim", ".dim()")) or (asked.startswith("len(") and asked.endswith(".shape)"))
+        return is_dims and isinstance(right, ast.Constant) and right.value in self.facts.dims
+
+    def _returns_settled(self, function: Any) -> bool:
+        """Whether a method of the module does nothing but return what its attributes say."""
+        if not isinstance(function, types.FunctionType) or _is_known(function):
+            return False
+        body = [line for line in tree_of(function.__code__).body if not _is_docstring(line)]
+        is_return = len(body) == 1 and isinstance(body[0], ast.Return) and body[0].value is not None
+        return is_return and _Reader(function, self.owner, _NOTHING)._is_settled(body[0].value)
+
+    # -- what is named --
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called, is_clear = node.func, isinstance(node.func, ast.Attribute)
+        if isinstance(called, ast.Name):
+            inner = {n.name for n in ast.walk(tree_of(self.code)) if isinstance(n, ast.FunctionDef)}
+            is_clear = called.id in inner or (called.id in self.names and not self._is_local(called.id))
+        elif isinstance(called, ast.Subscript):  # ACT2FN[self.activation](x)
+            is_clear = isinstance(self._named(called.value), dict) and self._is_settled(called.slice)
+            if is_clear:
+                self._add(self._value(called), None)
+        if not is_clear:
+            self.reason = self.reason or f"it calls {ast.unparse(called)}, and its source does not say what that is"
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._add(self._named(node), self.owner if node.id in self.given_self else None)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        base = node.value
+        if isinstance(base, ast.Name) and base.id == self.me:
+            if node.attr in self.facts.skipped:
+                return
+            member = self._member(node)
+            self._add(member.fget if isinstance(member, property) else member, self.owner)
+            self._add(vars(self.owner).get(node.attr), self.owner)
+            self._add(getattr(self.owner, "_modules", {}).get(node.attr), None)
+        elif isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super":
+            for cls in type(self.owner).__mro__:
+                self._add(vars(cls).get(node.attr), self.owner)
+        elif isinstance(module := self._named(base), types.ModuleType):
+            if module.__name__.partition(".")[0] not in _KNOWN_MODULES:  # DeepSpeed replaces torch's F.linear
+                self._add(self._named(node), None)
+        self.generic_visit(node)
+
+    def _add(self, value: Any, owner: Any) -> None:
+        """Note the code behind a value, if it has any of its own."""
+        value = original_of(value)
+        if isinstance(value, (staticmethod, classmethod)):
+            value, owner = value.__func__, None
+        if isinstance(value, functools.partial):
+            value, owner = value.func, None
+        if isinstance(value, types.MethodType):
+            value, owner = value.__func__, value.__self__
+        if isinstance(value, nn.Module):
+            self.called += [(type(part).forward, part) for part in value.modules()]
+        elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            self.called.append((value.forward, None))
+        elif isinstance(value, types.FunctionType):
+            self.called.append((value, owner))
+        elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+            self.called.append((call, value))
+
+    def _named(self, node: ast.expr) -> Any:
+        """What a name, or an attribute of a Python module, stands for outside the function; None for nothing."""
+        if isinstance(node, ast.Name):
+            return None if self._is_local(node.id) else self.names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._named(node.value)
+            return getattr(base, node.attr, None) if isinstance(base, types.ModuleType) else None
+        return None
+
+    def _is_self(self, argument: ast.expr) -> bool:
+        """Whether a function passes its module on as this argument; a decorator's may be called `*args`."""
+        if isinstance(argument, ast.Starred) and not self.code.co_argcount:
+            return True
+        return isinstance(argument, ast.Name) and argument.id == self.me
+
+    def _is_local(self, name: str) -> bool:
+        return name in self.code.co_varnames or name in self.code.co_cellvars
+
+    def _member(self, node: ast.Attribute) -> Any:
+        """What the module's class has by the name of an attribute that is looked up on it."""
+        is_mine = isinstance(node.value, ast.Name) and node.value.id == self.me
+        return inspect.getattr_static(type(self.owner), node.attr, None) if is_mine else None
+
+
+def _asks_for_mode(test: ast.expr) -> bool:
+    """Whether a condition names what both ways of are probed: the mode, autocast, and numbers of experts."""
+    return any(isinstance(n, ast.Attribute) and n.attr in ("training", *_AUTOCAST) for n in ast.walk(test))
+
+
+def _asks_for_no_backend(test: ast.Compare) -> bool:
+    right = test.comparators[0]
+    kind = isinstance(test.left, ast.Attribute) and ast.unparse(test.left).endswith(".device.type")
+    return kind and isinstance(right, ast.Constant) and right.value == _NO_BACKEND
+
+
+def _only_raises(way: list[Any]) -> bool:
+    return bool(way) and all(isinstance(line, ast.Raise) for line in way)
+
+
+def _is_docstring(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
