@@ -32,8 +32,6 @@ log = logging.getLogger("liger_hw")
 
 KEEP, CHEAP, MLP = 0, 1, 2
 """What a scope may recompute: nothing, outputs of ops that offer a recipe, also the projections that feed a gate."""
-KEPT, FRESH, SHARED = "kept", "fresh", "shared"
-"""Where an unpacked tensor came from: it was saved; computed for this consumer alone; computed for several."""
 _MARK = "_liger_hw_recipe"
 _scopes_open = 0  # these two are for all threads: what is not in use costs one comparison (`_is_unused`)
 _casts_seen = False
@@ -45,7 +43,6 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.scope: Scope | None = None  # the innermost open one that does something
         self.entered: list[tuple] = []
-        self.origins: list[str] | None = None
 
 
 _local = _Local()
@@ -139,15 +136,6 @@ def _level() -> int:
     return _local.scope.may
 
 
-def watched(ctx: Any) -> tuple[tuple[torch.Tensor | None, ...], list[str]]:
-    """ctx.saved_tensors, and for each one that is not None whether it is KEPT, FRESH or SHARED; [] if not our hooks."""
-    _local.origins = origins = []
-    try:
-        return ctx.saved_tensors, origins
-    finally:
-        _local.origins = None
-
-
 # -- the hooks -------------------------------------------------------------------------------------------------------
 
 
@@ -194,13 +182,8 @@ def unpack(packed: Any) -> torch.Tensor:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{t.dtype} {list(t.shape)} is at version {t._version}; expected version {version} instead"
             )
-        origin = KEPT
-    else:
-        t, origin = packed.recipe.give(packed)
-    origins = _local.origins
-    if origins is not None:
-        origins.append(origin)
-    return t
+        return t
+    return packed.recipe.give(packed)
 
 
 def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
@@ -264,8 +247,8 @@ class Recipe:
                 return False
         return True
 
-    def give(self, handle: "Handle") -> tuple[torch.Tensor, str]:
-        """The tensor a handle stands for, and whether it is FRESH (this consumer's alone) or SHARED."""
+    def give(self, handle: "Handle") -> torch.Tensor:
+        """The tensor a handle stands for."""
         stream = _stream_of(self.device)
         value = self.value
         if value is None:
@@ -280,8 +263,7 @@ class Recipe:
             self.waiting -= 1
         if not self.waiting:
             self.value = None
-        origin = FRESH if value is not self.value else SHARED
-        return (value if handle.view is None else value.as_strided(*handle.view)), origin
+        return value if handle.view is None else value.as_strided(*handle.view)
 
     def leave(self, handle: "Handle") -> None:
         """A consumer is done, or its graph is gone."""
@@ -340,7 +322,7 @@ class _Input:
 
     def restore(self, name: str, index: int) -> torch.Tensor:
         if type(self.packed) is not tuple:
-            return self.packed.recipe.give(self.packed)[0]
+            return self.packed.recipe.give(self.packed)
         t, version = self.packed
         if t._version != version:
             raise RuntimeError(

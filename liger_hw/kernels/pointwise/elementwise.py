@@ -17,9 +17,9 @@ import torch
 
 from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key, tile_space
-from ...runtime import saved_tensors
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch
+from ...runtime.saved_tensors import may_overwrite
 from ...runtime.triton_import import tl, triton
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -379,19 +379,18 @@ class ActivationOperators:
     def __init__(self, fwd: Callable[..., Any], bwd: Callable[..., Any], bwd_: Callable[..., Any]) -> None:
         self.fwd, self.bwd, self.bwd_ = fwd, bwd, bwd_
 
-    def forward(self, ctx: Any, inputs: tuple[torch.Tensor, ...], options: tuple) -> torch.Tensor:
-        """The forward of an autograd Function."""
-        ctx.options = options
+    def forward(self, ctx: Any, inputs: tuple[torch.Tensor, ...], options: tuple, owned: bool) -> torch.Tensor:
+        """The forward of an autograd Function. owned: backward may write over the inputs."""
+        ctx.options, ctx.owned = options, owned
         ctx.save_for_backward(*inputs)
         c = self.fwd(*inputs, *options)
         offer(ctx, c, self.fwd, (*inputs, *options))
         return c
 
     def backward(self, ctx: Any, dc: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients of the inputs, written over them where no other code can see them
-        (`runtime/saved_tensors.py`)."""
-        inputs, private = saved_tensors.unpack(ctx)
-        if private and all([t.is_contiguous() for t in inputs]):
+        """The gradients of the inputs, written over them where the caller owns them (`runtime/saved_tensors.py`)."""
+        inputs = ctx.saved_tensors
+        if may_overwrite(ctx, inputs) and all([t.is_contiguous() for t in inputs]):
             self.bwd_(dc, *inputs, *ctx.options)
             return tuple([t.detach() for t in inputs])
         grads = self.bwd(dc, *inputs, *ctx.options)

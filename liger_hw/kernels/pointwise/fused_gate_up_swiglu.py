@@ -13,6 +13,7 @@ from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check_numbers, define, empty_like, first_order
+from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import ActivationOperators, activation_tunables, evenly_spaced, launch_activation
 from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
@@ -95,28 +96,29 @@ class FusedGateUpSiLUMulFunction(Function):
     sharding = RowsRule(inputs=("y",))
 
     @staticmethod
-    def forward(ctx, y, gate_multiplier, down_multiplier):
-        return operators.forward(ctx, (y,), (float(gate_multiplier), float(down_multiplier)))
+    def forward(ctx, y, gate_multiplier, down_multiplier, owned=False):
+        return operators.forward(ctx, (y,), (float(gate_multiplier), float(down_multiplier)), owned)
 
     @staticmethod
     @first_order
     def backward(ctx, dc):
-        return *operators.backward(ctx, dc), None, None
+        return *operators.backward(ctx, dc), None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_gate_up_swiglu(
-    y: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+    y: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, *, owned: bool = False
 ) -> torch.Tensor:
     """`liger_swiglu` of the two halves of y's last dimension: gate first, then up. One gradient tensor, like y.
 
     y: [..., 2 * n_cols] in fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
+    owned: the caller made y for this call and looks at it no more; backward may write the gradient over it.
     Raises `ValueError` for an odd last dimension or a dtype that does not fit.
     """
     check_numbers("liger_fused_gate_up_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    return FusedGateUpSiLUMulFunction.apply(y, gate_multiplier, down_multiplier)
+    return FusedGateUpSiLUMulFunction.apply(y, gate_multiplier, down_multiplier, owned)
 
 
 class LigerPhi3SwiGLUMLP(torch.nn.Module):
@@ -136,7 +138,8 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
     @tileable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; returns the same shape."""
-        return self.down_proj(liger_fused_gate_up_swiglu(project(self.gate_up_proj, x)))
+        owned = owns_outputs(self.gate_up_proj)
+        return self.down_proj(liger_fused_gate_up_swiglu(project(self.gate_up_proj, x), owned=owned))
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op
 from ...runtime.operator import Function, check, first_order
+from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
 from .tiled_mlp import apply_tiled_mlp, tileable
@@ -67,29 +68,30 @@ class GELUMulFunction(Function):
     sharding = RowsRule(inputs=("a", "b"), gathered=())
 
     @staticmethod
-    def forward(ctx, a, b, approximate):
-        return operators.forward(ctx, (a, b), (approximate == "tanh",))
+    def forward(ctx, a, b, approximate, owned=False):
+        return operators.forward(ctx, (a, b), (approximate == "tanh",), owned)
 
     @staticmethod
     @first_order
     def backward(ctx, dc):
-        return *operators.backward(ctx, dc), None
+        return *operators.backward(ctx, dc), None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
 
-def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh", *, owned: bool = False) -> torch.Tensor:
     """gelu(a) * b, element by element.
 
     a (gate), b (up): [..., n_cols], of one shape and dtype: fp32, fp16 or bf16 (fp64 too on the CPU). Views with evenly
     spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
     approximate: `tanh` or `none` (exact), the names of torch.nn.functional.gelu.
+    owned: the caller made a and b for this call and looks at them no more; backward may write the gradients over them.
     Raises `ValueError` for shapes, dtypes, devices or an approximation that do not fit.
     """
     if approximate not in APPROXIMATIONS:
         check(False, "liger_geglu", f"approximate must be one of {', '.join(APPROXIMATIONS)}, got {approximate!r}")
-    return GELUMulFunction.apply(a, b, approximate)
+    return GELUMulFunction.apply(a, b, approximate, owned)
 
 
 _TANH_NAMES = frozenset({"gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"})
@@ -121,7 +123,9 @@ class LigerGEGLUMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; returns the same shape."""
         approximate = getattr(self, "approximate", "tanh")  # programs bind this to MLPs of other classes
-        return self.down_proj(liger_geglu(project(self.gate_proj, x), project(self.up_proj, x), approximate))
+        owned = owns_outputs(self.gate_proj, self.up_proj)
+        gate, up = project(self.gate_proj, x), project(self.up_proj, x)
+        return self.down_proj(liger_geglu(gate, up, approximate, owned=owned))
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):

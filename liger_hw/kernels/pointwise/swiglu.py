@@ -3,7 +3,7 @@
 Shapes: a, b [..., n_cols] of one shape and dtype -> c like a; fused_gate_up_swiglu.py takes both in one tensor.
 Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
 torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once.
-Saved for backward: a and b. Where no other code can see them, their gradients are written over them.
+Saved for backward: a and b. Where the caller owns them, as an MLP does, their gradients are written over them.
 Backward, with g = gate_multiplier * a and d = dc * down_multiplier:  db = d * silu(g),
 da = d * b * gate_multiplier * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded once.
 
@@ -18,6 +18,7 @@ from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op
 from ...runtime.operator import Function, check, check_numbers, first_order
+from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
 from .tiled_mlp import apply_tiled_mlp, tileable
@@ -62,29 +63,35 @@ class SiLUMulFunction(Function):
     sharding = RowsRule(inputs=("a", "b"), gathered=())
 
     @staticmethod
-    def forward(ctx, a, b, gate_multiplier, down_multiplier):
-        return operators.forward(ctx, (a, b), (float(gate_multiplier), float(down_multiplier)))
+    def forward(ctx, a, b, gate_multiplier, down_multiplier, owned=False):
+        return operators.forward(ctx, (a, b), (float(gate_multiplier), float(down_multiplier)), owned)
 
     @staticmethod
     @first_order
     def backward(ctx, dc):
-        return *operators.backward(ctx, dc), None, None
+        return *operators.backward(ctx, dc), None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_swiglu(
-    a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+    a: torch.Tensor,
+    b: torch.Tensor,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    *,
+    owned: bool = False,
 ) -> torch.Tensor:
     """silu(gate_multiplier * a) * b * down_multiplier, element by element.
 
     a (gate), b (up): [..., n_cols], of one shape and dtype: fp32, fp16 or bf16 (fp64 too on the CPU). Views with evenly
     spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
+    owned: the caller made a and b for this call and looks at them no more; backward may write the gradients over them.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_numbers("liger_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    return SiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
+    return SiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier, owned)
 
 
 def check_silu(module: str, activation: str) -> None:
@@ -115,7 +122,8 @@ class LigerSwiGLUMLP(torch.nn.Module):
     @tileable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; returns the same shape."""
-        return self.down_proj(liger_swiglu(project(self.gate_proj, x), project(self.up_proj, x)))
+        owned = owns_outputs(self.gate_proj, self.up_proj)
+        return self.down_proj(liger_swiglu(project(self.gate_proj, x), project(self.up_proj, x), owned=owned))
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):

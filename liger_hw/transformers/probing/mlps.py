@@ -22,6 +22,7 @@ from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
 from ...kernels.pointwise.tiled_mlp import tileable
 from ...recompute.recipes import project
+from ...runtime.saved_tensors import owns_outputs
 from ..choice import NAME
 from .guards import EVERYTHING, reads
 from .probe import (
@@ -63,7 +64,7 @@ def _gate_kernel(act: str) -> Callable[..., torch.Tensor]:
     if act == "silu":
         return liger_swiglu
     approximate = "tanh" if act == "gelu_tanh" else "none"
-    return lambda gate, up: liger_geglu(gate, up, approximate)
+    return lambda gate, up, owned=False: liger_geglu(gate, up, approximate, owned=owned)
 
 
 def gated_replacement(
@@ -84,7 +85,8 @@ def gated_replacement(
         else:
             g = project(getattr(self, gate), x)
             u = project(getattr(self, up), x)
-        y = kernel(g, u, getattr(self, gate_scale)) if gate_scale else kernel(g, u)
+        scales = (getattr(self, gate_scale),) if gate_scale else ()
+        y = kernel(g, u, *scales, owned=owns_outputs(getattr(self, gate), getattr(self, up)))
         y = _projected(getattr(self, down), y, cast)
         return y * getattr(self, out_scale) if out_scale else y
 
@@ -92,32 +94,34 @@ def gated_replacement(
 
 
 def halves_replacement(act: str, gate_first: bool) -> Callable:
-    """act(gate) * up of (module, gate_up), the two halves of one tensor."""
+    """act(gate) * up of (module, gate_up), the two halves of one tensor, and whether the caller owns it."""
     from ..functional import liger_fused_gate_up_swiglu
 
     if act == "silu" and gate_first:
-        return lambda self, gate_up: liger_fused_gate_up_swiglu(gate_up)
+        return lambda self, gate_up, owned=False: liger_fused_gate_up_swiglu(gate_up, owned=owned)
     kernel = _gate_kernel(act)
 
-    def replacement(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    def replacement(self: Any, gate_up: torch.Tensor, owned: bool = False) -> torch.Tensor:
         one, other = gate_up.chunk(2, -1)
-        return kernel(one, other) if gate_first else kernel(other, one)
+        return kernel(one, other, owned=owned) if gate_first else kernel(other, one, owned=owned)
 
     return replacement
 
 
 def one_projection_replacement(activation: Callable, up: str, down: str, out_scale: str, cast: "Cast") -> Callable:
-    """down(activation(module, up(x))) of (module, x); cast as above."""
+    """down(activation(module, up(x), owned)) of (module, x); cast as above."""
 
     @tileable
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = _projected(getattr(self, down), activation(self, project(getattr(self, up), x)), cast)
+        projection = getattr(self, up)
+        y = activation(self, project(projection, x), owned=owns_outputs(projection))
+        y = _projected(getattr(self, down), y, cast)
         return y * getattr(self, out_scale) if out_scale else y
 
     return replacement
 
 
-def squared_relu(self: Any, x: torch.Tensor) -> torch.Tensor:
+def squared_relu(self: Any, x: torch.Tensor, owned: bool = False) -> torch.Tensor:
     """max(x, 0)^2"""
     from ..functional import liger_relu_squared
 
