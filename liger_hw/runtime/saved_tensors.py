@@ -25,13 +25,17 @@ def owns_outputs(*projections: torch.nn.Module) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    hooks = recipes.innermost_hooks()
-    if hooks is not None and recipes.inside_foreign_hooks() and hooks[0].__module__ != "torch.utils.checkpoint":
+    if recipes.inside_foreign_hooks() and not _checkpoints(recipes.innermost_hooks()):
         return False
     of_torch = torch.nn.modules.module
     if of_torch._global_forward_hooks or of_torch._global_backward_hooks or not recipes.supported():
         return False
     return all([_is_plain(module) for module in projections])
+
+
+def _checkpoints(hooks: Any) -> bool:
+    """Whether saved-tensor hooks, (pack, unpack) or None, are those that torch's gradient checkpointing installs."""
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_plain(module: Any) -> bool:

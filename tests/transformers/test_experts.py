@@ -117,6 +117,31 @@ def test_every_kind_of_experts_is_known_by_what_it_computes(family, moe_calls):
     assert len(moe_calls) == 1
 
 
+def _linear_of_another(input, weight, bias=None):
+    """In the place of torch's, as DeepSpeed's ZeRO-3 puts one of its own while it is in use."""
+    y = input @ weight.mT
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_experts_are_known_while_another_linear_is_in_torch_s_place(family, monkeypatch):
+    name, words = KINDS[family]
+    module = of(family, name)
+    needs_a_choice_of_experts(module)
+    monkeypatch.setattr(torch.nn.functional, "linear", _linear_of_another)
+    report = patched(module)
+    assert [(row.kernel, row.variant) for row in report.patched] == [("fused_moe", words)], str(report)
+
+
+def test_a_model_is_patched_alike_while_another_linear_is_in_torch_s_place(monkeypatch):
+    reports = []
+    for _ in range(2):
+        model = tiny_model(transformers.Qwen3MoeForCausalLM)
+        reports.append(str(liger_hw.patch(model)))
+        monkeypatch.setattr(torch.nn.functional, "linear", _linear_of_another)
+    assert "fused_moe" in reports[0] and reports[0] == reports[1]
+
+
 LEFT = {
     "muse_spark": ("MuseSparkExperts", "it has a norm after each expert"),
     "inkling2": ("Inkling2Experts", "its activation is none that the kernel has"),

@@ -243,7 +243,7 @@ class _Probe:
         experts = torch.stack([torch.randperm(_EXPERTS - 1, generator=source)[:_TOP_K] for _ in range(_TOKENS)])
         self.index = experts  # the last expert has no token
         self.weights = torch.rand(_TOKENS, _TOP_K, generator=source, dtype=torch.float32).requires_grad_()
-        self.facts = Facts(given=frozenset(_inputs(forward)), compared=frozenset({"num_experts"}))
+        self.facts = Facts(present=frozenset(_inputs(forward)), compared=frozenset({"num_experts"}))
 
     def formula(self) -> Formula | str:
         """The formula whose result and gradients agree, with pre-activations of every size."""

@@ -73,13 +73,13 @@ def hands_itself_on(code: types.CodeType) -> bool:
 class Facts(NamedTuple):
     """What is known of the calls for which a kernel runs.
 
-    given: arguments that are not None; absent: arguments that have their defaults
+    present: arguments that are not None; absent: arguments that have their defaults
     compared: attributes with which a loop over experts compares its numbers, such as how many there are
     skipped: attributes whose code does not matter: stand-ins replace it; in_autocast: the probes run under autocast too
     dims: numbers of dimensions that the probes' inputs have
     """
 
-    given: frozenset[str] = frozenset()
+    present: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     compared: frozenset[str] = frozenset()
     skipped: frozenset[str] = frozenset()
@@ -149,7 +149,7 @@ class _Reader(ast.NodeVisitor):
         if self.me:
             self.values[self.me] = owner
         calls = [node for node in ast.walk(tree_of(self.code)) if isinstance(node, ast.Call) and node.args]
-        self.given_self = {ast.unparse(call.func) for call in calls if self._is_self(call.args[0])}
+        self.receive_self = {ast.unparse(call.func) for call in calls if self._is_self(call.args[0])}
         self.reason = ""
         self.called: list[tuple[Any, Any]] = []
 
@@ -181,7 +181,7 @@ class _Reader(ast.NodeVisitor):
             if number + 1 == len(node.values):
                 return
             decided = self._decided(value)
-            if decided is isinstance(node.op, ast.Or):  # the rest is not asked
+            if decided is isinstance(node.op, ast.Or):  # Python does not evaluate the rest
                 return
             if decided is None and not self._is_settled(value):
                 self._refuse(value)
@@ -220,7 +220,7 @@ class _Reader(ast.NodeVisitor):
             answer = self._decided(test.operand)
             return None if answer is None else not answer
         if argument := self._compared_with_none(test):
-            return isinstance(test.ops[0], ast.IsNot) if argument in self.facts.given else None
+            return isinstance(test.ops[0], ast.IsNot) if argument in self.facts.present else None
         if not self._is_settled(test) or _asks_for_mode(test):
             return None
         try:
@@ -237,7 +237,9 @@ class _Reader(ast.NodeVisitor):
         if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], (ast.Is, ast.IsNot)):
             return ""
         of_none = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None
-        return test.left.id if of_none and isinstance(test.left, ast.Name) and test.left.id in self.facts.given else ""
+        return (
+            test.left.id if of_none and isinstance(test.left, ast.Name) and test.left.id in self.facts.present else ""
+        )
 
     def _is_settled(self, node: ast.expr) -> bool:
         """Whether an expression asks for attributes of the module, its mode, constants and classes alone."""
@@ -291,8 +293,8 @@ class _Reader(ast.NodeVisitor):
             for line in ast.walk(tree_of(self.code))
             if isinstance(line, ast.Assign) and [ast.unparse(target) for target in line.targets] == [left]
         ]
-        asked = assigned[0] if len(assigned) == 1 else left
-        is_dims = asked.endswith((".ndim", ".dim()")) or (asked.startswith("len(") and asked.endswith(".shape)"))
+        counted = assigned[0] if len(assigned) == 1 else left
+        is_dims = counted.endswith((".ndim", ".dim()")) or (counted.startswith("len(") and counted.endswith(".shape)"))
         return is_dims and isinstance(right, ast.Constant) and right.value in self.facts.dims
 
     def _returns_settled(self, function: Any) -> bool:
@@ -320,7 +322,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load):
-            self._add(self._named(node), self.owner if node.id in self.given_self else None)
+            self._add(self._named(node), self.owner if node.id in self.receive_self else None)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         base = node.value
@@ -340,7 +342,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _add(self, value: Any, owner: Any) -> None:
-        """Note the code behind a value, if it has any of its own."""
+        """Note the Python code behind a value, if there is any."""
         value = original_of(value)
         if isinstance(value, (staticmethod, classmethod)):
             value, owner = value.__func__, None
