@@ -381,7 +381,7 @@ class _Probe:
 class _GatedProbe(_Probe):
     """The same of a norm that takes a gate; without one, the module's own forward runs."""
 
-    facts = _Probe.facts._replace(given=frozenset({"gate"}))
+    facts = _Probe.facts._replace(present=frozenset({"gate"}))
 
     def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__(module, forward, shapes)
