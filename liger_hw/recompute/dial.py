@@ -6,7 +6,8 @@ and dtype are known, and again when a larger batch comes. After the first two op
 prediction was from the measured peak.
 
 `put_default` is for a patch with the fused loss that names no levels: the last layer is at `cheap`. The peak of a step
-is at the loss, where the head's logits stand on top of all that was kept.
+is at the loss, where the head's logits stand on top of all that was kept. A step on a small input waits for Python,
+which saved-tensor hooks make slower, and has little memory to save: below `LEAST_BYTES` the default keeps everything.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _DEFAULT = "activations by default"
 """The part of a default's functions: unlike levels that were named, they may stand beneath others."""
 _RECOMPUTES = "_liger_hw_recomputes"
 """Attribute of a layer's forward: whether its level may have backward compute anything again."""
+LEAST_BYTES = 16 << 20
+"""Bytes of a layer's input from which the default is in force: 2048 tokens of width 4096 in bf16."""
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
@@ -436,7 +439,7 @@ def _last_at_cheap(original: Callable[..., Any], of_class: bool, switch: list[bo
         if self not in last:
             last[self] = not of_class or _is_last(self)
         x = args[0] if args else kwargs.get("hidden_states")
-        if not last[self] or not isinstance(x, torch.Tensor) or keeps_own_code(x):
+        if not last[self] or not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES or keeps_own_code(x):
             return forward(self, *args, **kwargs)
         with recipes.Scope(recipes.CHEAP):
             return forward(self, *args, **kwargs)

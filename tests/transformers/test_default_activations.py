@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 import liger_hw  # noqa: E402
 from liger_hw import env  # noqa: E402
-from liger_hw.recompute import recipes  # noqa: E402
+from liger_hw.recompute import dial, recipes  # noqa: E402
 from liger_hw.transformers.report import patched_parts  # noqa: E402
 
 if not recipes.supported():
@@ -91,6 +91,12 @@ def kept(model):
     return count
 
 
+@pytest.fixture(autouse=True)
+def small_inputs_count(monkeypatch):
+    """The default is in force for these models, whose inputs are far below what it asks for."""
+    monkeypatch.setattr(dial, "LEAST_BYTES", 0)
+
+
 @pytest.fixture
 def recomputed(monkeypatch):
     """Names of the operators that backward ran again."""
@@ -155,6 +161,22 @@ def test_where_it_is_not_installed(classes, options, recomputed):
         assert "at cheap by default" not in str(report)
         step(model)
     assert not recomputed
+
+
+@both
+def test_small_inputs_keep_everything(classes, monkeypatch, recomputed):
+    """Below LEAST_BYTES the default keeps everything; a level that is named is in force at any size."""
+    model, nbytes = tiny(), IDS.numel() * SIZES["hidden_size"] * 4
+    for least, names in ((nbytes, 1), (nbytes + 1, 0)):
+        monkeypatch.setattr(dial, "LEAST_BYTES", least)
+        with patched(model, classes=classes):
+            recomputed.clear()
+            step(model)
+            assert recomputed.count("swiglu_fwd") == names
+        with patched(model, classes=classes, activations={-1: "cheap"}):
+            recomputed.clear()
+            step(model)
+            assert recomputed.count("swiglu_fwd") == 1
 
 
 @both
