@@ -238,7 +238,7 @@ class _Probe:
         self.numbers = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
         self.multipliers: dict[str, float] = {}
         others = frozenset(list(inspect.signature(forward).parameters)[2:])  # with one of these, the module's own runs
-        self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}))
+        self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}), dtypes=True)
 
     def answer(self) -> Match | Refused:
         """With every number it reads taken for a multiplier, of a value unlike all others; else with none."""

@@ -76,7 +76,7 @@ class Facts(NamedTuple):
     present: arguments that are not None; absent: arguments that have their defaults
     compared: attributes with which a loop over experts compares its numbers, such as how many there are
     skipped: attributes whose code does not matter: stand-ins replace it; in_autocast: the probes run under autocast too
-    dims: numbers of dimensions that the probes' inputs have
+    dims: numbers of dimensions that the probes' inputs have; dtypes: the probes run with every dtype of kernels
     """
 
     present: frozenset[str] = frozenset()
@@ -85,6 +85,7 @@ class Facts(NamedTuple):
     skipped: frozenset[str] = frozenset()
     in_autocast: bool = False
     dims: frozenset[int] = frozenset()
+    dtypes: bool = False
 
 
 _NOTHING = Facts()
@@ -248,7 +249,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Name):
             return node.id in self.values or isinstance(self._named(node), (type, torch.dtype))
         if isinstance(node, ast.Attribute):
-            if isinstance(self._named(node), (type, torch.dtype)):
+            if isinstance(self._named(node), (type, torch.dtype)) or (self.facts.dtypes and node.attr == "dtype"):
                 return True
             if not self._is_settled(node.value):
                 return False
