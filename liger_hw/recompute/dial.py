@@ -142,7 +142,7 @@ def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -
 class Choice:
     """The level of each of a model's `count` layers: as the setting names them, or planned when training begins.
 
-    prediction: the plan's, if there is one; planned_for: (batch, sequence length) it was made for
+    prediction: the plan's, if there is one; planned_for: the (batch, sequence length) that it is for
     """
 
     def __init__(self, setting: Any, count: int) -> None:
@@ -225,7 +225,7 @@ class _Check:
 
 
 class Dial:
-    """The levels of one live model's layers, from when it is made until `revert()` or the end of its `with` block.
+    """The levels of one live model's layers, until `revert()` or the end of its `with` block.
 
     setting: see `activations`; `levels` are the layers' levels now, `prediction` the plan's, if there is one.
     """
@@ -257,13 +257,13 @@ class Dial:
 
         @functools.wraps(forward)
         def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # of a copy of the model, its own; of a class that FSDP2 has made of the layer's since, that class's
-            its = type(self).forward if of_class else function
-            own = forward if its is None else functools.partial(its, self)
+            # `self` may be a copy of the layer, and FSDP2 may have replaced the layer's class since
+            unbound = type(self).forward if of_class else function
+            layer_forward = forward if unbound is None else functools.partial(unbound, self)
             if torch.compiler.is_compiling():
                 recipes.note_compiling()
-                return own(*args, **kwargs)
-            return run_at(choice.level(index, model, config, args, kwargs), own, args, kwargs)
+                return layer_forward(*args, **kwargs)
+            return run_at(choice.level(index, model, config, args, kwargs), layer_forward, args, kwargs)
 
         mark(at_its_level, _PART, _PART)
         setattr(at_its_level, _RECOMPUTES, set(choice.levels) != {"keep"} or choice.planning)
@@ -295,14 +295,14 @@ class Dial:
 
 
 def class_patch(cls: type, setting: Any) -> Patch:
-    """The one replacement that gives every layer of class `cls` its level, in models made before and after.
+    """The one replacement that gives every layer of class `cls` its level, in existing models and in new ones.
 
     A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`). One that does
     not takes a named level as it is, and raises `ValueError` for a budget or levels by layer.
     """
     original, switch = cls.forward, [True]
     _check_has_no_level(original, cls.__name__)
-    choices: dict[int, tuple[Any, Choice]] = {}  # one a config; the config is held, so that its id stays its own
+    choices: dict[int, tuple[Any, Choice]] = {}  # by id of the config, which is kept so that its id stays unique
     positions: weakref.WeakKeyDictionary[torch.nn.Module, tuple | None] = weakref.WeakKeyDictionary()
 
     def position(layer: torch.nn.Module) -> tuple[int, Any, Choice] | None:
@@ -352,7 +352,7 @@ def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bo
     """The replacement of a layer class's forward by `forward`, under what its bases put around a subclass's.
 
     transformers' GradientCheckpointingLayer wraps every subclass's forward, and checkpoints only where the class has
-    that very wrapper. It wraps FSDP2's class of a layer too, which is made once and outlives the patch: hence `switch`.
+    that very wrapper. It wraps FSDP2's class of a layer too, which outlives the patch: hence `switch`.
     """
     replacement = vars(type(cls.__name__, (cls,), {"forward": forward}))["forward"]
     mark(replacement, part, _PART, switch)
@@ -394,7 +394,7 @@ def put_on(
 def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]) -> None:
     """Put the last layer of a live model, or of every model of the classes of samples, at `cheap`.
 
-    Nothing is done, and the report has no row, where no layer is found, where it has levels or another forward already,
+    Nothing is done, and the report has no row, where there is no layer, where it has levels or another forward already,
     where a class belongs to another family or its layers do not know which of them is last, and before torch 2.8.
     """
     if not recipes.supported():

@@ -2,27 +2,25 @@
 
 An op's forward states with `offer` how its output can be computed again from tensors that are saved anyway. While a
 `Scope` is open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe (the output itself, a
-view of it, or autocast's copy of it) is dropped and a `Handle` is saved in its place. When backward asks, the recipe
-calls the same operator on the same inputs, under the same autocast state and launch configurations. So gradients are
-bit-identical to keeping it.
+view of it, or autocast's copy of it) is dropped and a `Handle` is saved in its place. In backward the recipe calls the
+same operator on the same inputs, under the same autocast state. So gradients are bit-identical to keeping it.
 
     x --rms_norm--> y --linear--> q        y's recipe: rms_norm(x, w). q, k and v each save a handle on it.
                       --linear--> k        The first that backward reaches computes y, the last one takes it.
                       --linear--> v
 
 Inputs of a recipe are packed like everything else, so recipes chain. What has no recipe is saved as torch would save
-it, with torch's check that nobody changed it in place (which torch itself leaves out once hooks are used).
+it, with torch's check that it was not changed in place (which torch itself leaves out once hooks are used).
 This file knows torch alone: ops import it. levels.py and dial.py apply it to models.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import threading
 import weakref
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 
@@ -33,10 +31,10 @@ log = logging.getLogger("liger_hw")
 KEEP, CHEAP, MLP = 0, 1, 2
 """What a scope may recompute: nothing, outputs of ops that offer a recipe, also the projections that feed a gate."""
 _MARK = "_liger_hw_recipe"
-_scopes_open = 0  # these two are for all threads: what is not in use costs one comparison (`_is_unused`)
-_casts_seen = False
+_scopes_open = 0  # process-wide fast path: an op pays one comparison while no scope is open (`_no_scope_open`)
+_casts_seen = False  # process-wide too: no output was computed under autocast yet
 _counting = fork_safe(threading.Lock())
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 class _Local(threading.local):
@@ -66,7 +64,7 @@ def offer(
     kept for it. number: which of the Function's outputs this is.
     """
     global _casts_seen
-    if _is_unused() or _level() == KEEP or not any(ctx.needs_input_grad) or output.is_meta:
+    if _no_scope_open() or _level() == KEEP or not any(ctx.needs_input_grad) or output.is_meta:
         return
     if unsaved is not None and _recipe_of(unsaved) is None:
         return
@@ -79,7 +77,7 @@ def offer(
 
 def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
     """As `offer` for a Function all of whose outputs are `call(*args)`: one computation serves every one of them."""
-    if _is_unused() or _level() == KEEP:
+    if _no_scope_open() or _level() == KEEP:
         return
     whole = Recipe(call, args, None, outputs[0])
     for number, output in enumerate(outputs):
@@ -93,13 +91,13 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     dropout. Any other is kept.
     """
     y = module(x)
-    if _is_unused() or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
+    if _no_scope_open() or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
         return y
     call = _repeated_call(module, x) if type(y) is torch.Tensor else None
     if call is None:
         say_once(
             f"level mlp keeps the output of a {type(module).__name__} instead of computing it again: it has hooks or a "
-            "forward of somebody else's (tensor parallelism, ZeRO-3, FSDP units of their own), gives a DTensor, or "
+            "forward that replaces its class's (tensor parallelism, ZeRO-3, FSDP units), gives a DTensor, or "
             "drops at random",
             logging.WARNING,
         )
@@ -110,13 +108,13 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _is_unused() -> bool:
+def _no_scope_open() -> bool:
     """Whether no scope is open in any thread."""
     return not _scopes_open
 
 
 # Run while torch.compile traces, and not traced: a guard would compile what runs in a scope and outside of one twice.
-_is_unused._dynamo_marked_constant = True
+_no_scope_open._dynamo_marked_constant = True
 
 
 def recomputing() -> bool:
@@ -125,7 +123,7 @@ def recomputing() -> bool:
 
 
 def is_free() -> bool:
-    """Whether nobody has decided what this thread's autograd keeps: no open scope, no other saved-tensor hooks."""
+    """Whether neither an open scope nor other saved-tensor hooks decide what this thread's autograd keeps."""
     return _local.scope is None and not inside_foreign_hooks()
 
 
@@ -156,7 +154,7 @@ def pack(t: torch.Tensor) -> Any:
             _local.scope.left_out += 1
         return Handle(recipe, t)
     if not t.is_leaf:
-        t = t.detach()  # a node that held its own output would never be freed
+        t = t.detach()  # a node that refers to its output would never be freed
     return t, t._version
 
 
@@ -174,7 +172,7 @@ def _pack_kept(t: torch.Tensor) -> Any:
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """Saved-tensor hook: what `pack` was given, bit for bit."""
+    """Saved-tensor hook: the tensor that `pack` took, bit for bit."""
     if type(packed) is tuple:
         t, version = packed
         if t._version != version:
@@ -187,7 +185,7 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
-    """The recipe of autocast's copy of an output, made (once for all copies) from the output's."""
+    """The recipe of autocast's copy of an output: one for all copies, built from the output's."""
     node = t.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -199,7 +197,7 @@ def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
     if recipe is None:
         recipe = Recipe(cast, (t.dtype, Handle(parent)), None, t)
         parent.casts[t.dtype] = weakref.ref(recipe)
-    recipe.place = t.untyped_storage()._cdata  # q, k and v each made a copy of their own
+    recipe.place = t.untyped_storage()._cdata  # q, k and v each have a copy
     return recipe
 
 
@@ -215,7 +213,7 @@ class Recipe:
     """
 
     __slots__ = (
-        *("call", "args", "index", "name", "dtype", "device", "version", "place", "geometry", "overrides", "casts"),
+        *("call", "args", "index", "name", "dtype", "device", "version", "place", "geometry", "casts"),
         *("live", "value", "waiting", "epoch", "stream", "__weakref__"),
     )
 
@@ -226,7 +224,6 @@ class Recipe:
         self.dtype, self.device, self.version = output.dtype, output.device, output._version
         self.place = output.untyped_storage()._cdata
         self.geometry = output.shape, output.stride(), output.storage_offset()
-        self.overrides = _forced_configs()
         self.casts: dict[torch.dtype, weakref.ref] = {}
         self.live = self.waiting = self.epoch = 0
         self.value = self.stream = None
@@ -234,8 +231,8 @@ class Recipe:
     def gives(self, t: torch.Tensor) -> bool:
         """Whether `t` is (a view of) the output as it was computed (same memory, not written since), and still can be.
 
-        It cannot where a parameter was freed since: FSDP frees those of a norm that is a unit of its own after the
-        norm's forward, and gathers them again for the norm's backward, which is later than somebody needs the output.
+        It cannot where a parameter was freed since: where a norm is an FSDP unit, its weight is freed after the norm's
+        forward and gathered again for the norm's backward, which is later than the next op needs the output.
         """
         same = t.dtype is self.dtype and t._version == self.version and t.untyped_storage()._cdata == self.place
         return same and self.has_its_inputs()
@@ -275,7 +272,7 @@ class Recipe:
 
     def _compute(self) -> torch.Tensor:
         args = [arg.restore(self.name, i) if type(arg) is _Input else arg for i, arg in enumerate(self.args)]
-        with torch.no_grad(), _forced_again(self.overrides):
+        with torch.no_grad():
             result = self.call(*args)
         return result if self.index is None else result[self.index]
 
@@ -361,7 +358,7 @@ def linear(autocast: tuple, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def call_module(autocast: tuple, module: torch.nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    """`module(x)`; its parameters are arguments for the check that nobody changed them."""
+    """`module(x)`; its parameters are arguments so that a change of one in place is noticed."""
     kind, dtype, enabled = autocast
     with torch.autocast(kind, dtype, enabled, cache_enabled=False):
         return module(x)
@@ -389,28 +386,6 @@ def _stream_of(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
 
 
-def _forced_configs() -> tuple:
-    """The launch configurations that `registry.override` forces now."""
-    from .. import registry
-
-    return registry.overrides()
-
-
-def _forced_again(forced: tuple) -> Any:
-    """A context in which these launch configurations are forced again, where they no longer are."""
-    return contextlib.nullcontext() if forced == _forced_configs() else _forcing(forced)
-
-
-@contextlib.contextmanager
-def _forcing(forced: tuple) -> Iterator[None]:
-    from .. import registry
-
-    with contextlib.ExitStack() as stack:
-        for scope, config in forced:
-            stack.enter_context(registry.override(scope, config))
-        yield
-
-
 # -- scopes ----------------------------------------------------------------------------------------------------------
 
 
@@ -419,7 +394,7 @@ class Scope:
 
     Scopes nest, and one object may be entered again. A scope steps aside, for its whole length, where gradients are
     off, under torch.compile, and inside other saved-tensor hooks (gradient checkpointing, offloading), which must see
-    every tensor of their region. `left_out` counts what autograd asked to save and a handle stands for instead.
+    every tensor of their region. `left_out` counts the tensors for which a handle was saved instead.
     """
 
     __slots__ = ("may", "left_out")
@@ -428,7 +403,7 @@ class Scope:
         if may != KEEP and not supported():
             raise RuntimeError(
                 f"activations: levels cheap and mlp need torch 2.8 or newer, this is {torch.__version__}: an older "
-                "torch does not say whether somebody else's saved-tensor hooks are in use; use keep or full"
+                "torch does not say whether other saved-tensor hooks are in use; use keep or full"
             )
         self.may, self.left_out = may, 0
 
@@ -483,7 +458,7 @@ def innermost_hooks() -> Any:
 
 
 def inside_foreign_hooks() -> bool:
-    """Whether somebody else's saved-tensor hooks are the innermost, or somebody forbade any."""
+    """Whether the innermost saved-tensor hooks are not a scope's, or hooks are forbidden."""
     hooks = innermost_hooks()
     if hooks is None:
         return not torch._C._autograd._saved_tensors_hooks_is_enabled()
@@ -492,8 +467,8 @@ def inside_foreign_hooks() -> bool:
 
 def say_once(message: str, level: int = logging.INFO) -> None:
     """One log line a process for a thing worth knowing once."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _logged:
+        _logged.add(message)
         log.log(level, "liger_hw: %s", message)
 
 

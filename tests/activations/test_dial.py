@@ -296,7 +296,7 @@ def test_fake_tensors(ledger):
 def test_compiled_models_are_left_alone(on, caplog, ledger):
     model = Decoder(count=2)
     expected = gradients(model, contextlib.nullcontext())
-    recipes._said.clear()
+    recipes._logged.clear()
     torch._dynamo.reset()
     patch = dials.class_patch(type(model.layers[0]), "mlp") if on == "class" else None
     with contextlib.ExitStack() as stack, caplog.at_level("INFO", "liger_hw"):
@@ -343,7 +343,7 @@ class _PassedOn(torch.autograd.Function):
 def test_a_level_that_saves_nothing_says_so_once(hooked, caplog, ledger):
     model = Decoder(count=3)
     expected = gradients(model, contextlib.nullcontext())
-    recipes._said.clear()
+    recipes._logged.clear()
     for module in model.modules() if hooked else ():
         module.register_forward_pre_hook(lambda module, args: tuple(map(_PassedOn.apply, args)))
         module.register_forward_hook(lambda module, args, output: _PassedOn.apply(output))
@@ -358,7 +358,7 @@ def test_a_level_that_saves_nothing_says_so_once(hooked, caplog, ledger):
 
 def test_frozen_layers_are_not_said_to_save_nothing(caplog):
     model = Decoder(count=2).requires_grad_(False)
-    recipes._said.clear()
+    recipes._logged.clear()
     with caplog.at_level("WARNING", "liger_hw"), liger_hw.activations("cheap", model):
         model(some_input().detach())
     assert not caplog.records

@@ -234,7 +234,7 @@ def test_it_steps_aside(classes, recomputed, caplog):
     with patched(model, classes=classes), caplog.at_level(logging.INFO, "liger_hw"):
         expected = step(model)
         recomputed.clear()
-        recipes._said.clear()
+        recipes._logged.clear()
         caplog.clear()
         with torch.no_grad():
             model(input_ids=IDS, labels=IDS)
@@ -296,7 +296,7 @@ def test_torch_compile_gains_no_break(classes, caplog):
     for name, options in (("keep", KEEP), ("default", {})):
         torch._dynamo.reset()
         with patched(model, classes=classes, **options), caplog.at_level(logging.INFO, "liger_hw"):
-            recipes._said.clear()
+            recipes._logged.clear()
             caplog.clear()
             whole = torch.compile(model, backend="aot_eager", fullgraph=True)
             found[name] = step(whole)
