@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
     """A public name; or a function of `functional`, or a layer that only the shim has, which Liger has here.
 
     Raises `ImportError` for a name of Liger's that has a replacement: its words reach whoever imports the name, and
-    those of an `AttributeError` do not.
+    the words of an `AttributeError` do not.
     """
     if name in HOME or not name.lower().startswith(("liger", "apply_liger", "autoliger")):
         return _find(name)

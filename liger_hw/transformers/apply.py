@@ -123,20 +123,20 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     """The public `apply_liger_kernel_to_<name>` of a spec, with its real signature, which it enforces."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, default=default) for name, default in spec.parameters]
-    own = ("experts", "activations")  # not in Liger
-    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in own]
+    additions = ("experts", "activations")  # not in Liger
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in additions]
     if spec.also:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature(parameters)
-    known = [*(name for name, _ in spec.parameters), *spec.also, *own]
+    known = [*(name for name, _ in spec.parameters), *spec.also, *additions]
 
     def function(*args: Any, **kwargs: Any) -> PatchReport:
         for name in [name for name in kwargs if name not in known]:
             hint = _nearest(name, known)
-            said = f"{spec.function_name}() got an unexpected keyword argument {name!r}"
+            message = f"{spec.function_name}() got an unexpected keyword argument {name!r}"
             if not spec.also:
-                raise TypeError(f"{said}; {hint}")
-            warnings.warn(f"{said}, which is ignored; {hint}", stacklevel=2)  # the default filter shows it once
+                raise TypeError(f"{message}; {hint}")
+            warnings.warn(f"{message}, which is ignored; {hint}", stacklevel=2)  # the default filter shows it once
             del kwargs[name]
         for value, parameter in zip(args, parameters):
             if parameter.name != "model" and isinstance(value, (type, torch.nn.Module)):
@@ -159,7 +159,7 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     function.__module__ = __name__
     function.__signature__ = signature
     unknown = "is ignored with a warning" if spec.also else "raises `TypeError`"
-    parts = ", ".join(name for name in known if name not in ("model", *own))
+    parts = ", ".join(name for name in known if name not in ("model", *additions))
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
     {parts}: which parts; `cross_entropy` keeps the logits and replaces
@@ -235,7 +235,7 @@ def _checked_model(spec: FamilySpec, model: Any) -> Any:
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` when there is none.
+    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` itself.
 
     What FSDP1's wrappers know of its parameters is noted, since the model inside does not know it.
     """
@@ -342,6 +342,6 @@ def _applicable(function: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
-        name = getattr(function, "__name__", repr(function))  # a partial function, in somebody's entry, has none
+        name = getattr(function, "__name__", repr(function))  # a partial function has none
         log.info("liger_hw: %s has no keyword %s; left out", name, ", ".join(unknown))
     return {name: value for name, value in kwargs.items() if name not in unknown and name != "model"}

@@ -34,9 +34,9 @@ def release(module: nn.Module) -> None:
 
 def _replica(module: nn.Module) -> nn.Module:
     replica = type(module)._replicate_for_data_parallel(module)
-    for name, held in module.__dict__.items():
-        if isinstance(held, types.MethodType) and held.__self__ is module:
-            replica.__dict__[name] = types.MethodType(held.__func__, replica)
+    for name, value in module.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            replica.__dict__[name] = types.MethodType(value.__func__, replica)
     return replica
 
 
@@ -46,4 +46,4 @@ def _state(module: nn.Module) -> Any:
     state = module.__dict__ if its_own is None else its_own(module)
     if not isinstance(state, dict) or sys._getframe(1).f_code is copy.deepcopy.__code__:
         return state
-    return {name: held for name, held in state.items() if name not in _HELPERS and not is_ours(held)}
+    return {name: value for name, value in state.items() if name not in _HELPERS and not is_ours(value)}

@@ -106,7 +106,7 @@ class DeferredLogits:
     head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `cross_entropy(...)` the
     loss, `vocab_size` is the length of the last dimension where it is known without computing
     added: [vocab], which has no gradient, or None for zeros
-    given: what the head was called with, where that is a shard of `hidden`
+    head_input: what the head was called with, where that is a shard of `hidden`
     parent, replay: the object this one was derived from and how, for computing it operation by operation
 
     Public names are a tensor's; the fields that loss.py and output_logits.py read carry an underscore so as not to hide
@@ -125,10 +125,10 @@ class DeferredLogits:
         added: torch.Tensor | None = None,
         parent: "DeferredLogits | None" = None,
         replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        given: torch.Tensor | None = None,
+        head_input: torch.Tensor | None = None,
     ) -> None:
         self._head, self._hidden, self._surroundings = head, hidden, surroundings
-        self._given = hidden if given is None else given
+        self._head_input = hidden if head_input is None else head_input
         self._scale, self._cap, self._added = scale, cap, added
         self._parent, self._replay = parent, replay
         self._derived: list[Any] = []
@@ -189,7 +189,7 @@ class DeferredLogits:
                     self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in self.computed_from()]
                     self._logits = self._head.detached_logits(self._leaves, self._surroundings)
                 else:
-                    self._logits = self._head.logits(self._given, self._surroundings)
+                    self._logits = self._head.logits(self._head_input, self._surroundings)
             else:
                 source = self._parent.materialise()
                 if self._logits is None:
@@ -202,8 +202,8 @@ class DeferredLogits:
         """Compute what is held of what was derived from this, before a program can change the logits in place: some of
         it shares their memory and some is a copy, as it would be had it been computed when it was derived."""
         derived, self._derived = self._derived, []
-        for held in derived:
-            logits = held()
+        for reference in derived:
+            logits = reference()
             if logits is not None:
                 logits.materialise()
 
@@ -219,12 +219,12 @@ class DeferredLogits:
         What is done to either does not show in the other.
         """
         *steps, root = self._chain()
-        made = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, given=root._given)
-        made._left_with, made._is_detached = root._left_with, True
+        twin = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, head_input=root._head_input)
+        twin._left_with, twin._is_detached = root._left_with, True
         for step in reversed(steps):
             changed = {"dtype": step.dtype, "scale": step._scale, "cap": step._cap, "added": step._added}
-            made = made._derive(step._replay, lambda _, hidden=step._hidden: hidden, **changed)
-        return made._derive(lambda x: x if x.is_contiguous() else x.clone())
+            twin = twin._derive(step._replay, lambda _, hidden=step._hidden: hidden, **changed)
+        return twin._derive(lambda x: x if x.is_contiguous() else x.clone())
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -240,7 +240,7 @@ class DeferredLogits:
 
     def computed_from(self) -> list[torch.Tensor]:
         """Of a head that is fused: the hidden states that it was called with, and its weights."""
-        return [self._chain()[-1]._given, *self._head.weights()]
+        return [self._chain()[-1]._head_input, *self._head.weights()]
 
     def has_gradient(self) -> bool:
         """Whether the logits, once computed, require a gradient."""
@@ -359,9 +359,9 @@ class DeferredLogits:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Recorded for fp32, the present dtype and the present device; anything else computes."""
-        for wanted in (*args, *kwargs.values()):
-            same_device = _is_device(wanted) and torch.device(wanted) == self.device
-            if not (same_device or wanted is torch.float32 or wanted is self.dtype or isinstance(wanted, bool)):
+        for target in (*args, *kwargs.values()):
+            same_device = _is_device(target) and torch.device(target) == self.device
+            if not (same_device or target is torch.float32 or target is self.dtype or isinstance(target, bool)):
                 return self.materialise().to(*args, **kwargs)
         dtype = torch.float32 if torch.float32 in (*args, *kwargs.values()) else self.dtype
         return self._derive(lambda x: x.to(*args, **kwargs), dtype=dtype)

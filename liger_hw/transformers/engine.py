@@ -2,8 +2,8 @@
 
 On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
 modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So models made
-before and after are patched alike, except for experts, which a model's configuration names: those of later models. On
-one live model it binds the same functions to that model's modules only, and its configuration names the experts.
+before and after are patched alike; experts, which a model's configuration names, in later models alone. On one live
+model it binds the same functions to that model's modules only, and its configuration names the experts.
 Nothing else changes: no function of torch, none that families share, no parameter, no class of a module. What is not
 recognised keeps its own code, and the report says why.
 """
@@ -81,8 +81,8 @@ def _apply(
             "pass cross_entropy=True together with fused_linear_cross_entropy=False, or leave both at their defaults"
         )
     if env.get("LIGER_HW_DISABLE"):
-        wanted = (part for part, on in options.items() if on)
-        report.rows += [PatchRow(part, "-", "-", "left alone: LIGER_HW_DISABLE is set") for part in wanted]
+        parts = (part for part, on in options.items() if on)
+        report.rows += [PatchRow(part, "-", "-", "left alone: LIGER_HW_DISABLE is set") for part in parts]
         log.warning("liger_hw: %s is not patched: LIGER_HW_DISABLE is set", report.family)
         return report
     with PATCH_LOCK:
@@ -111,13 +111,13 @@ class _Patcher:
         """Of a live model's modules."""
 
     def patch(self, options: dict[str, bool]) -> None:
-        wanted = {part for part, on in options.items() if on}
-        if "rope" in wanted:
+        parts = {part for part, on in options.items() if on}
+        if "rope" in parts:
             self.patch_rope()
-        if wanted - {"rope", *_LOSSES}:
+        if parts - {"rope", *_LOSSES}:
             self.patch_modules(options)
         for part in _LOSSES:
-            if part in wanted:
+            if part in parts:
                 self.patch_loss(part)
 
     def patch_rope(self) -> None:
@@ -131,9 +131,9 @@ class _Patcher:
         raise NotImplementedError
 
     def patch_loss(self, part: str) -> None:
-        found = False
+        has_model = False
         for owner, model in self.causal_lms():
-            found = True
+            has_model = True
             slot = forward_slot(owner)
             current = getattr(owner, slot)
             where, found_mark = f"{type(model).__name__}.forward", getattr(current, PATCH_MARK, None)
@@ -159,7 +159,7 @@ class _Patcher:
             if part == _FUSED_LOSS and owner is model and (reason := why_not_fused(model, head)):
                 kernel, words = _PLAIN_LOSS, f"logits computed: {reason}"
             self.change(part, where, kernel, Patch(owner, slot, replacement), words)
-        if not found:
+        if not has_model:
             self.keep(part, "-", part, f"left alone: {self.without_causal_lm()}")
 
     def without_causal_lm(self) -> str:
@@ -197,7 +197,7 @@ def _is_foreign(owner: Any, forward: Callable) -> bool:
 
 
 def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
-    """The part that a kernel belongs to among those on offer, or None when there is none or it is not wanted."""
+    """The part that a kernel belongs to among those on offer, or None where its option is absent or false."""
     part = {"fused_gate_up_swiglu": "swiglu", "fused_moe": _EXPERTS, "gated_rms_norm": "rms_norm"}.get(kernel, kernel)
     if part not in options and part in MLPS:
         part = next((name for name in MLPS if name in options), part)
@@ -271,25 +271,25 @@ class _ModelPatcher(_Patcher):
             if options.get(found_mark[0]) and found_mark[0] not in ("rope", *_LOSSES):
                 self.keep(found_mark[0], where, found_mark[1], ALREADY, module)
             return
-        found = self.recognise(module)
-        part = _wanted_part(found.kernel, options) if found else None
-        own_slot = found.slot if isinstance(found, Match) else "forward"
+        result = self.recognise(module)
+        part = _wanted_part(result.kernel, options) if result else None
+        own_slot = result.slot if isinstance(result, Match) else "forward"
         if part is None or slot != (forward_slot(module) if own_slot == "forward" else own_slot):
             return
-        if isinstance(found, Match):
+        if isinstance(result, Match):
             its_own = getattr(current, "__self__", None) is module
-            if not its_own and found.kernel == "fused_moe" and is_spread(module, current):
-                self._patch_spread(module, where, part, found)
+            if not its_own and result.kernel == "fused_moe" and is_spread(module, current):
+                self._patch_spread(module, where, part, result)
                 return
-            if not its_own or current.__func__ is not getattr(type(module), found.slot):
-                found = Refused("its forward was replaced by something else", found.kernel)
-        if isinstance(found, Refused):
-            self.keep(part, where, found.kernel, f"left alone: {found.reason}", module)
+            if not its_own or current.__func__ is not getattr(type(module), result.slot):
+                result = Refused("its forward was replaced by something else", result.kernel)
+        if isinstance(result, Refused):
+            self.keep(part, where, result.kernel, f"left alone: {result.reason}", module)
             return
-        forward = self._forward(module, part, found, current.__func__)
-        if found.kernel == "fused_moe":
+        forward = self._forward(module, part, result, current.__func__)
+        if result.kernel == "fused_moe":
             self._choose(module)
-        self.change(part, where, found.kernel, Patch(module, slot, types.MethodType(forward, module)), found.variant)
+        self.change(part, where, result.kernel, Patch(module, slot, types.MethodType(forward, module)), result.variant)
 
     def _patch_spread(self, module: nn.Module, where: str, part: str, match: Match) -> None:
         """Patch what the name `liger_hw` runs: expert parallelism has replaced the forward, and calls the class's."""
@@ -336,7 +336,7 @@ class _ModelPatcher(_Patcher):
                     self.keep("rope", f"{type(module).__name__}.forward", "rope", _REPLACED, module)
                 continue
             forward = probing.current_forward(module, slot)
-            where, own = f"{type(module).__name__}.forward", forward
+            where, unpatched = f"{type(module).__name__}.forward", forward
             if getattr(forward, PATCH_MARK, ("",))[0] == "rope":
                 self.keep("rope", where, "rope", ALREADY)
                 continue
@@ -347,43 +347,43 @@ class _ModelPatcher(_Patcher):
                     continue
                 if function not in results:
                     results[function] = rotary.recognise(function, rotary.halves_are_shared(modules, function))
-                found = results[function]
-                if isinstance(found, Refused):
-                    self.keep("rope", function_at, "rope", f"left alone: {found.reason}", module)
+                result = results[function]
+                if isinstance(result, Refused):
+                    self.keep("rope", function_at, "rope", f"left alone: {result.reason}", module)
                     continue
                 key = (forward, name)
                 if key not in copies:
-                    copies[key] = _copy_calling(forward, name, function, found)
+                    copies[key] = _copy_calling(forward, name, function, result)
                 if isinstance(copies[key], str):
                     self.keep("rope", where, "rope", copies[key], module)
                     continue
                 forward = method = copies[key]  # may call a second rotary function
-                if own is type(module).forward:
+                if unpatched is type(module).forward:
                     if forward not in methods:
-                        methods[forward] = while_its_class_has(own, forward)
-                        mark(methods[forward], "rope", found.kernel)
+                        methods[forward] = while_its_class_has(unpatched, forward)
+                        mark(methods[forward], "rope", result.kernel)
                     method = methods[forward]
                 bound = types.MethodType(method, module)
-                self.change("rope", where, found.kernel, Patch(module, slot, bound), found.variant)
+                self.change("rope", where, result.kernel, Patch(module, slot, bound), result.variant)
 
 
-def _copy_calling(forward: Callable, name: str, function: Callable, found: Match) -> Callable | str:
-    """A copy of an attention's forward that calls the kernel where it calls `name`, or why there is none."""
+def _copy_calling(forward: Callable, name: str, function: Callable, match: Match) -> Callable | str:
+    """A copy of an attention's forward that calls the kernel where it calls `name`, or why it cannot be copied."""
     scope = forward
     while name not in getattr(scope, "__globals__", {}) and hasattr(scope, "__wrapped__"):
         scope = scope.__wrapped__
-    private = private_name(name, found.variant)
+    private = private_name(name, match.variant)
     if private not in scope.__globals__:  # harmless, shared by every patched instance, so never taken away
-        replacement = where_kernels_run(found.replacement, function)
+        replacement = where_kernels_run(match.replacement, function)
         module = sys.modules.get(scope.__globals__["__name__"])
         if module is not None:
             replacement = while_its_module_has(module, name, function, replacement)
-        scope.__globals__[private] = marked(replacement, "rope", found.kernel, function)
+        scope.__globals__[private] = marked(replacement, "rope", match.kernel, function)
     try:
         copied = rebind(forward, name, private)
     except CannotRebind as error:
         return f"left alone: {error}; patch the classes instead (model=None)"
-    mark(copied, "rope", found.kernel)
+    mark(copied, "rope", match.kernel)
     return copied
 
 
@@ -418,35 +418,35 @@ class _ClassPatcher(_Patcher):
                 if options.get(found_mark[0]):
                     self.keep(found_mark[0], f"{cls.__name__}.forward", found_mark[1], ALREADY)
                 continue
-            found = [(module, self.recognise(module)) for module in modules]
-            kernel = next((result.kernel for _, result in found if result), None)
+            results = [(module, self.recognise(module)) for module in modules]
+            kernel = next((result.kernel for _, result in results if result), None)
             part = _wanted_part(kernel, options) if kernel else None
             if not part:
                 continue
             if cls.__module__ == self.modeling.__name__:
-                self._patch_class(cls, part, found)
-            elif match := next((result for _, result in found if isinstance(result, Match)), None):
+                self._patch_class(cls, part, results)
+            elif match := next((result for _, result in results if isinstance(result, Match)), None):
                 borrowed[part, cls] = match
             else:
-                reason = next(result.reason for _, result in found if isinstance(result, Refused))
+                reason = next(result.reason for _, result in results if isinstance(result, Refused))
                 self.keep(part, f"{cls.__name__}.forward", kernel, f"left alone: {reason}")
         if borrowed:
             self._patch_new_models(options, borrowed)
 
-    def _patch_class(self, cls: type, part: str, found: list[tuple[Any, Match | Refused | None]]) -> None:
+    def _patch_class(self, cls: type, part: str, results: list[tuple[Any, Match | Refused | None]]) -> None:
         """One forward for all of a class's instances: each match, guarded by what its sample had that decides it."""
-        slot = next((result.slot for _, result in found if isinstance(result, Match)), "forward")
+        slot = next((result.slot for _, result in results if isinstance(result, Match)), "forward")
         where, original = f"{cls.__name__}.{slot}", getattr(cls, slot)
         unknown = probing.EVERYTHING in probing.reads(cls, original)
         matches: list[tuple[probing.Guards, Match]] = []
-        for module, result in found:
+        for module, result in results:
             if isinstance(result, Match) and not unknown:
                 guards = probing.guards_of(module, original, result.used)
                 if not any(g == guards and m is result for g, m in matches):
                     matches.append((guards, result))
-        matches = [pair for pair in matches if not any(_contradicts(*pair, *sample) for sample in found)]
+        matches = [pair for pair in matches if not any(_contradicts(*pair, *sample) for sample in results)]
         if not matches:
-            refused = next((result for _, result in found if isinstance(result, Refused)), None)
+            refused = next((result for _, result in results if isinstance(result, Refused)), None)
             reason = "it hands itself on" if unknown else "its instances differ in ways that cannot be told apart"
             reason = refused.reason if refused else f"{reason}; patch a live model"
             self.keep(part, where, refused.kernel if refused else part, f"left alone: {reason}")
@@ -463,8 +463,8 @@ class _ClassPatcher(_Patcher):
         self.change(part, where, match.kernel, Patch(cls, slot, forward), " or ".join(filter(None, words)))
 
     def _choose_by_default(self) -> None:
-        """Have the configurations of models that are made from now on name liger_hw, where the program names no
-        implementation of experts. Those of models that exist name one, and do not say who has chosen it."""
+        """Have the configurations of later models name liger_hw, where the program names no implementation of experts.
+        An existing model's configuration names one, and does not say who has chosen it."""
         slot = "get_correct_experts_implementation"
         for sample in self.samples:
             owners = [
@@ -507,13 +507,13 @@ class _ClassPatcher(_Patcher):
                 if hasattr(function, PATCH_MARK):
                     self.keep("rope", where, "rope", ALREADY)
                     continue
-                found = rotary.recognise(function, rotary.halves_are_shared(modules, function))
-                if isinstance(found, Refused):
-                    self.keep("rope", where, "rope", f"left alone: {found.reason}")
+                result = rotary.recognise(function, rotary.halves_are_shared(modules, function))
+                if isinstance(result, Refused):
+                    self.keep("rope", where, "rope", f"left alone: {result.reason}")
                     continue
-                replacement = where_kernels_run(found.replacement, function)
-                replacement = marked(replacement, "rope", found.kernel, function)
-                self.change("rope", where, found.kernel, Patch(self.modeling, name, replacement), found.variant)
+                replacement = where_kernels_run(result.replacement, function)
+                replacement = marked(replacement, "rope", result.kernel, function)
+                self.change("rope", where, result.kernel, Patch(self.modeling, name, replacement), result.variant)
         if not done:
             self.keep("rope", short, "rope", "left alone: no attention of its own calls a rotary function")
 

@@ -49,8 +49,8 @@ def triton_grpo_loss(
     completion_mask: [batch, length], 1 where a token counts; None: all do
     old_logp, ref_logp: [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed with beta)
     max_completion_length: what dr_grpo divides by with reduce=True; None: length
-    inplace: backward writes the gradient over the logits, which nobody else may use afterwards
-    The options are those of LigerFusedLinearGRPOLoss; chunked_loss/policy.py has the formulas.
+    inplace: backward writes the gradient over the logits, which are not to be used afterwards
+    The other options are LigerFusedLinearGRPOLoss's; chunked_loss/policy.py has the formulas.
 
     Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where
     a token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean that the loss
@@ -87,8 +87,8 @@ def triton_grpo_loss(
         vespo_k_neg=vespo_k_neg,
         vespo_lambda_neg=vespo_lambda_neg,
     )
-    given = advantages, old_logp, ref_logp, vllm_is_ratio
-    mask, advantages, *others = policy_tensors(_NAME, logits, completion_mask, *given, loss_type)
+    policy = advantages, old_logp, ref_logp, vllm_is_ratio
+    mask, advantages, *others = policy_tensors(_NAME, logits, completion_mask, *policy, loss_type)
     target = torch.full((shape[0], shape[1] + 1), _IGNORED, dtype=torch.int64, device=logits.device)
     target[:, :-1] = completion_ids.masked_fill(~mask, _IGNORED)
     rows = logits.reshape(-1, logits.shape[-1])

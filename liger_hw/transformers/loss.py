@@ -123,22 +123,22 @@ class OutputHead:
     ) -> None:
         self.module, self.fused, self.wants, self.counted, self.rows = module, fused, wants, counted, rows
         self.access: Access | None = None
-        self.found: dict[str, torch.Tensor] = {}
-        self.called = self.computed = self.asked = False
+        self.results: dict[str, torch.Tensor] = {}
+        self.called = self.computed = self.loss_called = False
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.called = True
         if args or kwargs or not isinstance(hidden, torch.Tensor):
             return self.module(hidden, *args, **kwargs)
-        given = hidden
+        head_input = hidden
         if self.fused and (hidden.is_cpu or hidden.dtype in KERNEL_DTYPES):
-            found = find_access(self.module)
-            if isinstance(found, str):
-                _warn(found)
+            access = find_access(self.module)
+            if isinstance(access, str):
+                _warn(access)
             else:
-                self.access, hidden = found, found.arrived(hidden)
+                self.access, hidden = access, access.arrived(hidden)
         surroundings = Surroundings(hidden.device.type)
-        return DeferredLogits(self, hidden, surroundings, surroundings.dtype or hidden.dtype, given=given)
+        return DeferredLogits(self, hidden, surroundings, surroundings.dtype or hidden.dtype, head_input=head_input)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -160,7 +160,7 @@ class OutputHead:
         the logits are still deferred, or where the head itself has said why."""
         if not self.called:
             return f"{model} computes its logits elsewhere, in full, which is right but takes their memory"
-        if self.asked or not self.computed or self.access is None:
+        if self.loss_called or not self.computed or self.access is None:
             return ""
         return (
             f"{model}, or its loss function, does more with the logits than the loss can take along; they are computed "
@@ -193,7 +193,7 @@ class OutputHead:
 
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
-        self.asked = True
+        self.loss_called = True
         loss = self.fused_loss(logits, target, options)
         if loss is not None:
             return loss
@@ -274,7 +274,7 @@ class OutputHead:
     def _loss_of(self, result: Any) -> torch.Tensor:
         if not self.wants:
             return result
-        self.found = {name: getattr(result, name) for name in self.wants}
+        self.results = {name: getattr(result, name) for name in self.wants}
         return result.loss
 
 
@@ -315,8 +315,8 @@ def head_path(model: nn.Module) -> str:
 
 def why_not_fused(model: nn.Module, head_at: str) -> str:
     """Why the head of a live model computes its logits, or "" where the loss takes hidden states and weight."""
-    found = find_access(_at(model, head_at))
-    return found if isinstance(found, str) else ""
+    access = find_access(_at(model, head_at))
+    return access if isinstance(access, str) else ""
 
 
 def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: list[bool]) -> Callable:
@@ -330,8 +330,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides; it
     means nothing without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy`
     and `outputs.predicted_tokens`, one a position, meaning nothing where the label is ignored; without them these
-    attributes are None); `shift_labels` alone gives a loss too. Logits that are skipped are computed if somebody reads
-    them before backward; they are None inside torch.compile, in replicas of `nn.DataParallel`, and where the head's
+    attributes are None); `shift_labels` alone gives a loss too. Logits that are skipped are computed if they are read
+    before backward; they are None inside torch.compile, in replicas of `nn.DataParallel`, and where the head's
     weight is sharded, since one rank may read them alone.
     """
     from .functional import liger_cross_entropy, liger_fused_linear_cross_entropy  # noqa: F401  loaded before a step
@@ -380,8 +380,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         # transformers' pipeline parallelism takes the last stage's logits and sends them to every rank
         trains = self.training and not getattr(self, "_pp_forward_wrapped", False)
         skip = fused and (trains and not inside_a_function() if skip_logits is None else bool(skip_logits))
-        asked = return_token_accuracy, return_predicted_tokens
-        wants = tuple(name for name, is_wanted in zip(_ATTRIBUTES, asked) if is_wanted)
+        flags = return_token_accuracy, return_predicted_tokens
+        wants = tuple(name for name, is_wanted in zip(_ATTRIBUTES, flags) if is_wanted)
         if fused and not skip and not wants:
             return original(self, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -445,7 +445,7 @@ def _has_its_own_loss(model: nn.Module) -> bool:
 
 
 _ATTRIBUTES = ("token_accuracy", "predicted_tokens")
-"""What outputs have beside those of the family."""
+"""What outputs have beside the family's attributes."""
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
 
 
@@ -485,7 +485,7 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
         return left[-1][1]
 
     outputs = _replaced(outputs, settled)
-    for name, value in head.found.items():
+    for name, value in head.results.items():
         if isinstance(outputs, dict):
             outputs[name] = value
         elif hasattr(outputs, "__dict__") and not isinstance(outputs, torch.Tensor):

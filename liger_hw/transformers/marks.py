@@ -42,20 +42,20 @@ def original_of(function: Callable) -> Callable:
     return function
 
 
-def is_our_method(held: Any) -> bool:
+def is_our_method(value: Any) -> bool:
     """`is_ours` of a module's attribute, in a way that torch.compile can trace: a wrapper around it is not itself."""
-    function = getattr(held, "__func__", held)
+    function = getattr(value, "__func__", value)
     return getattr(function, _ITSELF, None) is function
 
 
-def is_ours(held: Any) -> bool:
+def is_ours(value: Any) -> bool:
     """Whether a function, bound method, class or view is one that a patch put in place, and no wrapper around it."""
-    function = getattr(held, "__func__", held)
+    function = getattr(value, "__func__", value)
     if isinstance(function, types.FunctionType):
         return function in _OURS
-    if isinstance(held, type):
-        return PATCH_MARK in vars(held)
-    return hasattr(type(held), PATCH_MARK)
+    if isinstance(value, type):
+        return PATCH_MARK in vars(value)
+    return hasattr(type(value), PATCH_MARK)
 
 
 def switch_off(replacement: Any) -> None:

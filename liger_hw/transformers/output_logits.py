@@ -35,15 +35,15 @@ class OutputLogitsFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:-1]  # neither the logits themselves nor the last one, the parent
-        found: list[torch.Tensor | None] = [None] * len(needed)
+        grads: list[torch.Tensor | None] = [None] * len(needed)
         if grad is not None:
             computed = ctx.logits.materialise()
             places = [place for place, is_needed in enumerate(needed) if is_needed]
             leaves = [ctx.logits.leaves[place] for place in places]
             gradients = torch.autograd.grad(computed, leaves, grad, retain_graph=True, allow_unused=True)
             for place, gradient in zip(places, gradients):
-                found[place] = gradient
-        return None, *found, None
+                grads[place] = gradient
+        return None, *grads, None
 
 
 class _Read(torch.autograd.Function):
@@ -71,10 +71,10 @@ class _Beside(torch.autograd.Function):
 
 
 def _stand_in(logits: DeferredLogits) -> "OutputLogits":
-    made = torch.Tensor._make_wrapper_subclass(OutputLogits, logits.shape, dtype=logits.dtype, device=logits.device)
-    torch._C._set_throw_on_mutable_data_ptr(made)  # as FakeTensor: who asks for its memory must not get address 0
-    made._logits = logits
-    return made
+    stand_in = torch.Tensor._make_wrapper_subclass(OutputLogits, logits.shape, dtype=logits.dtype, device=logits.device)
+    torch._C._set_throw_on_mutable_data_ptr(stand_in)  # as FakeTensor: who asks for its memory must not get address 0
+    stand_in._logits = logits
+    return stand_in
 
 
 def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) -> Any:
@@ -94,11 +94,11 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
     if parent is None:
         logits = logits.detached_twin()
     logits.leave()
-    made = OutputLogitsFunction.apply(logits, *computed_from, parent)
-    made._made_by, made._parent, made._derived = made.grad_fn, parent, []
+    result = OutputLogitsFunction.apply(logits, *computed_from, parent)
+    result._made_by, result._parent, result._derived = result.grad_fn, parent, []
     if parent is not None:
-        parent._derived.append(weakref.ref(made))
-    return made
+        parent._derived.append(weakref.ref(result))
+    return result
 
 
 class OutputLogits(torch.Tensor):
@@ -133,8 +133,8 @@ class OutputLogits(torch.Tensor):
                 computed = self._logits.materialise().detach()
                 with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(needs_grad):
                     self._plain = _Read.apply(self, computed)
-            for held in self._derived:
-                derived = held()
+            for reference in self._derived:
+                derived = reference()
                 if derived is not None:
                     derived.materialise()
         return self._plain
@@ -187,12 +187,12 @@ class OutputLogits(torch.Tensor):
     def _recorded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """What a recorded operation makes of deferred logits; None where it is not recorded."""
         if func in _CLONES:
-            made, parent = self._logits, None
+            result, parent = self._logits, None
         else:
-            made, parent = getattr(self._logits, _RECORDED[func])(*args, **kwargs), self
-        if not isinstance(made, DeferredLogits):
+            result, parent = getattr(self._logits, _RECORDED[func])(*args, **kwargs), self
+        if not isinstance(result, DeferredLogits):
             return None
-        return output_logits(made, parent)
+        return output_logits(result, parent)
 
     def __repr__(self) -> str:
         return repr(self._logits)
@@ -213,9 +213,9 @@ class OutputLogits(torch.Tensor):
             # A clone is computed on its own, so that neither sees the other change, and with nothing in the graph.
             is_clone = func in _CLONES and not named and not torch.is_grad_enabled()
             if first.is_deferred and (func in _RECORDED or is_clone):
-                made = first._recorded(func, rest, named)
-                if made is not None:
-                    return made
+                result = first._recorded(func, rest, named)
+                if result is not None:
+                    return result
         return func(*_computed(args), **_computed(kwargs))
 
     @classmethod
@@ -261,7 +261,7 @@ _OF_GRAPH = {
     *_getters("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"),
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
 }
-"""What concerns the place in the autograd graph, which is that of the tensor that stands for the logits."""
+"""What concerns the place in the autograd graph: the stand-in's place, not the logits'."""
 
 _CLONES = {torch.Tensor.clone, torch.clone}
 """Recorded without grad alone, for DDP: a function of its own clones every output."""

@@ -88,11 +88,11 @@ def guarded(
     if match.inputs > 1:
 
         def forward(self, *args, **kwargs):
-            given = (*args, *(kwargs[name] for name in names[1 + len(args) :] if name in kwargs))
-            fits = len(given) == len(args) + len(kwargs) == match.inputs and all(t is not None for t in given)
-            if not fits or not applies(self, given[0]):
+            inputs = (*args, *(kwargs[name] for name in names[1 + len(args) :] if name in kwargs))
+            fits = len(inputs) == len(args) + len(kwargs) == match.inputs and all(t is not None for t in inputs)
+            if not fits or not applies(self, inputs[0]):
                 return instead(self, *args, **kwargs)
-            return replacement(self, *given)
+            return replacement(self, *inputs)
 
     elif len(names) > 2:
 
@@ -122,9 +122,9 @@ def _method_of_its_class(slot: str) -> Callable:
     return method
 
 
-def _is_another(held: Callable, original: Callable) -> bool:
+def _is_another(current: Callable, original: Callable) -> bool:
     """Whether a class's method is neither `original` nor what a patch of the class put in its place."""
-    return held is not original and original_of(held) is not original
+    return current is not original and original_of(current) is not original
 
 
 def while_its_class_has(original: Callable, forward: Callable) -> Callable:
@@ -132,8 +132,8 @@ def while_its_class_has(original: Callable, forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def bound(self, *args, **kwargs):
-        held = self.__class__.forward
-        return (held if _is_another(held, original) else forward)(self, *args, **kwargs)
+        current = self.__class__.forward
+        return (current if _is_another(current, original) else forward)(self, *args, **kwargs)
 
     return bound
 

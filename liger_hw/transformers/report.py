@@ -88,9 +88,9 @@ class Patch:
             copies.prepare(self.owner)
 
     def revert(self) -> bool:
-        """Restore the very object that was there; false, with a warning, while somebody else's replaces ours.
+        """Restore the very object that was there; false, with a warning, while another object replaces ours.
 
-        A class's function, which hooks of its instances may hold on to, and one under somebody's wrapper no longer run
+        A class's function, which hooks of its instances may hold on to, and one under another wrapper no longer run
         a kernel from then on.
         """
         restored = self._restore()
@@ -101,20 +101,20 @@ class Patch:
         return restored
 
     def _restore(self) -> bool:
-        held = vars(self.owner)
-        current = held.get(self.name, _MISSING)
+        attributes = vars(self.owner)
+        current = attributes.get(self.name, _MISSING)
         if current is self.replacement:
             if self.original is _MISSING:
                 delattr(self.owner, self.name)
             else:
                 setattr(self.owner, self.name, self.original)
             return True
-        if held.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
+        if attributes.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
             self.owner._old_forward = _own_method(self.owner, "forward")
             return True
-        if "_old_forward" in held and not is_ours(held["_old_forward"]):  # the hook's, and ours was taken out of it
+        if "_old_forward" in attributes and not is_ours(attributes["_old_forward"]):  # ours was taken out of the hook's
             return True
-        if is_ours(current) or is_ours(held.get("_old_forward")) or current is not self.original:
+        if is_ours(current) or is_ours(attributes.get("_old_forward")) or current is not self.original:
             owner = getattr(self.owner, "__qualname__", None) or getattr(self.owner, "__name__", None)
             owner = owner or type(self.owner).__name__
             log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, owner)
@@ -144,14 +144,14 @@ def _revert_model(model: torch.nn.Module) -> int:
     count = 0
     with PATCH_LOCK:
         for module in model.modules():
-            held = vars(module)
-            slots = [s for s in SLOTS if is_ours(held.get(s))]
+            attributes = vars(module)
+            slots = [s for s in SLOTS if is_ours(attributes.get(s))]
             for slot in slots:
                 delattr(module, slot)
             count += len(slots)
             if slots:
-                choice.release(held.get("config"))
-            if is_ours(held.get("_old_forward")):
+                choice.release(attributes.get("config"))
+            if is_ours(attributes.get("_old_forward")):
                 module._old_forward = _own_method(module, "forward")
                 count += 1
             copies.release(module)
@@ -164,7 +164,7 @@ _class_reports: list["PatchReport"] = []
 
 
 def _patched_class(model: torch.nn.Module) -> type | None:
-    """A class to `revert` where classes of a model are patched: its own, else that of a part of it."""
+    """A class to `revert` where classes of a model are patched: its own class, else a part's."""
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     with PATCH_LOCK:
         for cls in classes:
@@ -178,11 +178,11 @@ def _patched_class(model: torch.nn.Module) -> type | None:
 def _revert_classes(cls: type) -> int:
     defined_in = {base.__module__ for base in cls.__mro__}
     with PATCH_LOCK:
-        found = [report for report in _class_reports if report.module in defined_in]
-        before = sum(len(report.patches) for report in found)
-        for report in reversed(found):
+        reports = [report for report in _class_reports if report.module in defined_in]
+        before = sum(len(report.patches) for report in reports)
+        for report in reversed(reports):
             report.revert()
-        return before - sum(len(report.patches) for report in found)
+        return before - sum(len(report.patches) for report in reports)
 
 
 def _own_method(owner: Any, name: str) -> Any:
@@ -294,7 +294,7 @@ class PatchReport:
     def revert(self) -> None:
         """Put back every original, newest first. Doing it twice does nothing more.
 
-        A place that somebody else has changed since is left as it is, with a warning, and tried again by the next call.
+        A place that other code has changed since is left as it is, with a warning, and tried again by the next call.
         """
         with PATCH_LOCK:
             self.patches = [patch for patch in reversed(self.patches) if not patch.revert()][::-1]
@@ -367,12 +367,12 @@ def _launched_ops() -> set[str]:
 
 def config_source(kernel: str) -> str:
     """Where the launch configurations of an op have come from so far in this process, per variant."""
-    found: dict[str, set[str]] = {}
+    layers_of: dict[str, set[str]] = {}
     for plan in registry.plans():
         if plan.tunable.op == kernel:
-            found.setdefault(plan.tunable.variant, set()).add(plan.layer)
-    if found:
-        return ", ".join(f"{variant}: {'/'.join(sorted(layers))}" for variant, layers in found.items())
+            layers_of.setdefault(plan.tunable.variant, set()).add(plan.layer)
+    if layers_of:
+        return ", ".join(f"{variant}: {'/'.join(sorted(layers))}" for variant, layers in layers_of.items())
     if not torch.accelerator.is_available() and not registry.interpreting():
         return "torch reference" if env.get("LIGER_HW_CPU_REFERENCE") else "its own code on a CPU"
     return "resolved at the first launch"

@@ -53,12 +53,12 @@ _TAKES_CONFIGS = int(version("transformers").split(".")[0]) >= 5
 _DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "dropout_prob", "layerdrop")
 
 
-def tiny_config(config_class: type, **own: Any) -> Any:
-    """A small configuration of the class; `own` goes before what this module would choose, nested by sub-configuration.
+def tiny_config(config_class: type, **chosen: Any) -> Any:
+    """A small configuration of the class. `chosen` goes before this module's sizes, nested by sub-configuration.
 
     Raises whatever the class raises for sizes that do not fit it.
     """
-    given = {**_OWN.get(config_class.__name__, {}), **own}
+    chosen_here = {**_OWN.get(config_class.__name__, {}), **chosen}
     try:
         default = config_class()
     except Exception:  # a class that cannot be made without its sizes is made with them
@@ -69,13 +69,13 @@ def tiny_config(config_class: type, **own: Any) -> Any:
     if "kv_lora_rank" in known:  # multi-head latent attention has as many keys as heads
         values["num_key_value_heads"] = HEADS
     for name, sub_class in (getattr(config_class, "sub_configs", None) or {}).items():
-        inner = given.pop(name, {})
+        inner = chosen_here.pop(name, {})
         current = getattr(default, name, None)
         kind = type(current) if hasattr(type(current), "sub_configs") else sub_class
         if isinstance(inner, dict) and hasattr(kind, "to_dict") and (current is not None or inner):
             small = tiny_config(kind, **inner)
             values[name] = small if _TAKES_CONFIGS else small.to_dict()
-    config = config_class(**{**values, **given})
+    config = config_class(**{**values, **chosen_here})
     config.use_cache = False
     return config
 
@@ -129,11 +129,11 @@ _OWN: dict[str, dict[str, Any]] = {
 """Configuration class -> values it needs beside or instead."""
 
 
-def tiny_model(cls: type, seed: int = 0, **own: Any) -> Any:
+def tiny_model(cls: type, seed: int = 0, **chosen: Any) -> Any:
     """A model of `cls` in training mode, weights drawn from `seed` and large enough that logits differ clearly."""
     import torch
 
-    config = tiny_config(cls.config_class, **own)
+    config = tiny_config(cls.config_class, **chosen)
     state = torch.get_rng_state()
     try:
         torch.manual_seed(seed)

@@ -32,12 +32,12 @@ def causal_lms() -> dict[str, str]:
 
 def forwards(model: Any) -> dict[str, Any]:
     """Module name -> what its forward and gate are, for comparing before and after."""
-    found = {}
+    functions = {}
     for name, module in model.named_modules():
         for slot in SLOTS:
-            held = getattr(module, slot, None)
-            found[name, slot] = getattr(held, "__func__", held), slot in vars(module)
-    return found
+            forward = getattr(module, slot, None)
+            functions[name, slot] = getattr(forward, "__func__", forward), slot in vars(module)
+    return functions
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def check_step(
     row = Row(family, class_name)
     try:
         model, loss = tiny_training(class_name, seed, device)
-        expected, wanted = step(model, loss, seed)
+        expected, expected_grads = step(model, loss, seed)
     except Exception as error:
         row.reason = first_line(error)
         return row
@@ -134,7 +134,7 @@ def check_step(
         else:
             report = apply() if classes else apply(model=model)
         try:
-            found, grads = step(model, loss, seed)
+            actual, grads = step(model, loss, seed)
         finally:
             report.revert()
     if forwards(model) != before:
@@ -142,9 +142,9 @@ def check_step(
         return row
     again, again_grads = step(model, loss, seed)
     row.note(report, calls)
-    row.loss_error = _relative(found, expected)
-    row.grad_error, worst = _worst(grads, wanted)
-    noise = max(_relative(again, expected), _worst(again_grads, wanted)[0])
+    row.loss_error = _relative(actual, expected)
+    row.grad_error, worst = _worst(grads, expected_grads)
+    noise = max(_relative(again, expected), _worst(again_grads, expected_grads)[0])
     if noise > GRAD_RTOL:
         row.outcome, row.reason = WRONG, f"the unpatched model itself does not repeat its step ({noise:.1e})"
     elif row.loss_error > LOSS_RTOL or row.grad_error > GRAD_RTOL:
@@ -164,18 +164,18 @@ def step(model: Any, loss: Callable[[], torch.Tensor], seed: int) -> tuple[torch
     return value.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs() / expected.abs().clamp(min=1e-9))
+def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result - expected).abs() / expected.abs().clamp(min=1e-9))
 
 
-def _worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
+def _worst(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
     """(largest error of a gradient relative to its largest entry, parameter); infinite for a missing gradient."""
-    if found.keys() != wanted.keys():
-        return float("inf"), sorted(found.keys() ^ wanted.keys())[0]
+    if result.keys() != expected.keys():
+        return float("inf"), sorted(result.keys() ^ expected.keys())[0]
     worst, where = 0.0, ""
-    for name, gradient in wanted.items():
+    for name, gradient in expected.items():
         scale = gradient.abs().max()
-        error = float((found[name] - gradient).abs().max() / (scale + GRAD_ATOL))
+        error = float((result[name] - gradient).abs().max() / (scale + GRAD_ATOL))
         if not error <= worst:
             worst, where = error, name
     return worst, where
@@ -215,13 +215,13 @@ def _towers(model: Any) -> list[Any]:
     """The vision towers of a model, outermost ones only."""
     from transformers import PreTrainedModel
 
-    found: list[Any] = []
+    towers: list[Any] = []
     for module in model.modules():
         sees = isinstance(module, PreTrainedModel) and getattr(module, "main_input_name", "") == "pixel_values"
         if sees and module.get_output_embeddings() is None and not hasattr(module, "language_model"):
-            if not any(module in list(tower.modules()) for tower in found):
-                found.append(module)
-    return found
+            if not any(module in list(tower.modules()) for tower in towers):
+                towers.append(module)
+    return towers
 
 
 def _tower_input(tower: Any) -> tuple[Any, dict[str, torch.Tensor]] | None:
@@ -248,5 +248,5 @@ def _tower_input(tower: Any) -> tuple[Any, dict[str, torch.Tensor]] | None:
 
 
 def _first_tensor(outputs: Any) -> torch.Tensor:
-    found = getattr(outputs, "last_hidden_state", None)
-    return found if found is not None else outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+    tensor = getattr(outputs, "last_hidden_state", None)
+    return tensor if tensor is not None else outputs if isinstance(outputs, torch.Tensor) else outputs[0]

@@ -144,7 +144,7 @@ def test_a_model_is_patched_alike_while_another_linear_is_in_torch_s_place(monke
 
 LEFT = {
     "muse_spark": ("MuseSparkExperts", "it has a norm after each expert"),
-    "inkling2": ("Inkling2Experts", "its activation is none that the kernel has"),
+    "inkling2": ("Inkling2Experts", "its activation is not one of the kernel's"),
     "llama4": ("Llama4TextExperts", "it takes hidden_states, not tokens, experts and weights"),
     "longcat_flash": ("LongcatFlashExperts", "its projections have shapes"),
     "switch_transformers": ("SwitchTransformersExperts", "its experts are not two batched parameters"),

@@ -1,8 +1,8 @@
 """Recognising a module by what it computes, found by running it: the heart of the patch engine.
 
 `recognise(module)` runs a copy of a norm, gated MLP or experts module on small random inputs, on the CPU, beside the
-kernels' references. It answers with the `Match` that agrees, a `Refused` that says why none does, or None for a module
-that is none of these. `rotary.recognise(function)` does the same for a rotary function.
+kernels' references. It answers with the `Match` that agrees, a `Refused` that says why no kernel does, or None for a
+module of another kind. `rotary.recognise(function)` does the same for a rotary function.
 
 Weights are never read: a norm's copy gets random weights of the same shapes, and an MLP's projections are replaced by
 stand-ins that answer with random numbers. So a sharded, quantised, adapted or not yet loaded (meta) model is probed
@@ -49,11 +49,11 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
     for kind in _KINDS:
         if kind.is_candidate(module):
             with quiet():
-                found = kind.recognise(module, forward)
-                if kind is experts and isinstance(found, Refused) and not experts.has_own_gate(module):
-                    return _gate_of_experts(module, forward, found)
-            if found is not None:
-                return found
+                result = kind.recognise(module, forward)
+                if kind is experts and isinstance(result, Refused) and not experts.has_own_gate(module):
+                    return _gate_of_experts(module, forward, result)
+            if result is not None:
+                return result
             break
     if experts.is_named_so(module):
         return Refused("its experts are not two batched parameters", experts.KERNEL)

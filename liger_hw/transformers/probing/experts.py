@@ -45,7 +45,7 @@ _GATE = "_apply_gate"
 _EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
 _HIDDEN, _INNER = 8, 12
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
-"""Experts implementations of transformers in whose place the op may come; another is somebody's own choice."""
+"""Experts implementations of transformers in whose place the op may come; another is the user's choice."""
 _DENSE = (
     "its routing weights are [tokens, experts], as transformers 4 has them; fused_moe takes [tokens, k], one for each "
     "chosen expert"
@@ -60,7 +60,7 @@ _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
 class Formula(NamedTuple):
     """Which experts `fused_moe` is to compute: the names of the module's parameters, and the op's options.
 
-    up_bias, down_bias: empty where there is none
+    up_bias, down_bias: empty for experts without biases
     """
 
     up: str
@@ -128,12 +128,13 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     chosen = getattr(vars(module).get("config"), "_experts_implementation", None)
     if chosen not in _REPLACED:
         return Refused(f"experts_implementation={chosen!r} was asked for", KERNEL)
-    found = f"its {_GATE} was replaced by something else" if has_own_gate(module) else None
-    found = found or _formula(module, inspect.unwrap(forward))
-    if isinstance(found, str):
-        return Refused(found, KERNEL)
+    if has_own_gate(module):
+        return Refused(f"its {_GATE} was replaced by something else", KERNEL)
+    formula = _formula(module, inspect.unwrap(forward))
+    if isinstance(formula, str):
+        return Refused(formula, KERNEL)
     used = frozenset(owners.parameter_shapes(module)) | {"num_experts"}
-    return Match(KERNEL, str(found), replacement(found), used=used, inputs=3, ready=_ready(type(module)))
+    return Match(KERNEL, str(formula), replacement(formula), used=used, inputs=3, ready=_ready(type(module)))
 
 
 def while_named(guards: Guards) -> Guards:
@@ -142,7 +143,7 @@ def while_named(guards: Guards) -> Guards:
 
 
 def has_own_gate(module: Any) -> bool:
-    """Whether somebody gave this module alone another gate than its class has."""
+    """Whether this module alone has another gate than its class."""
     return _GATE in module.__dict__ and not is_our_method(module.__dict__[_GATE])
 
 
@@ -157,22 +158,22 @@ def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
 
 
 def _formula(module: nn.Module, forward: Callable) -> Formula | str:
-    """The formula, or why there is none."""
+    """The formula, or why no formula of the op is this module's."""
     if lost := owners.forgotten(module):
         return f"FSDP1 holds its {lost[0]}: patch the model before it is wrapped, or pass the wrapper itself"
-    own = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
-    up = next((name for name in _UP if name in own), "")
+    shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
+    up = next((name for name in _UP if name in shapes), "")
     known = {up, _DOWN, up + _BIASES, _DOWN + _BIASES}
-    if not up or _DOWN not in own:
+    if not up or _DOWN not in shapes:
         return "its weights are not there"
-    if unknown := sorted(own.keys() - known):
+    if unknown := sorted(shapes.keys() - known):
         return f"it has {unknown[0]} beside its two projections"
-    dtypes = [getattr(module, name).dtype for name in own]
+    dtypes = [getattr(module, name).dtype for name in shapes]
     if odd := [dtype for dtype in dtypes if not dtype.is_floating_point or dtype.itemsize < 2]:
         return f"its weights are {odd[0]}"
-    layouts = list(_layouts(own[up], own[_DOWN], up == "gate_up_proj"))
+    layouts = list(_layouts(shapes[up], shapes[_DOWN], up == "gate_up_proj"))
     if not layouts:
-        return f"its projections have shapes {own[up]} and {own[_DOWN]}"
+        return f"its projections have shapes {shapes[up]} and {shapes[_DOWN]}"
     if getattr(module, "has_post_expert_norm", False):
         return "it has a norm after each expert"
     if trained := next((name for name, child in module.named_children() if any(True for _ in child.parameters())), ""):
@@ -181,10 +182,10 @@ def _formula(module: nn.Module, forward: Callable) -> Formula | str:
         return f"it takes {' and '.join(_inputs(forward))}, not tokens, experts and weights"
     reasons = []
     for layout in layouts:
-        found = _Probe(module, forward, up, own.keys(), layout).formula()
-        if isinstance(found, Formula):
-            return found
-        reasons.append(found)
+        formula = _Probe(module, forward, up, shapes.keys(), layout).formula()
+        if isinstance(formula, Formula):
+            return formula
+        reasons.append(formula)
     return min(reasons, key=lambda reason: reason.startswith("it cannot be run"))
 
 
@@ -228,7 +229,7 @@ class _Probe:
         hidden, inner, source = _HIDDEN, layout.inner, generator()
         columns = 2 * inner if layout.has_gate else inner
         numbers = self._numbers()
-        # pre-activations that meet no limit, that meet those among its attributes, and any that stand in its code
+        # pre-activations below every limit, above the limits among its attributes, and above any written in its code
         self.scales = 0.3, max([6.0, *numbers]), LARGE
 
         def weight(rows: int, n: int) -> torch.Tensor:
@@ -259,16 +260,16 @@ class _Probe:
                 return "it computes something else for one token"
             for options in self._options():
                 mine = [self._reference(scale, options) for scale in self.scales]
-                if all(agrees(found, wanted, 2e-5) for found, wanted in zip(mine, results)):
+                if all(agrees(result, expected, 2e-5) for result, expected in zip(mine, results)):
                     leaves = [self.x, self.weights, *self.parameters.values()]
                     if not all(has_same_gradients(*pair, leaves, 2e-4) for pair in zip(mine, results)):
-                        return f"its gradients are not those of {KERNEL}"
+                        return f"its gradients are not {KERNEL}'s"
                     if not self._has_gate_of(options):
                         return f"its {_GATE} computes something else than its own loop"
                     if elsewhere := open_branch(self.forward, self.module, self.facts):
                         return elsewhere
                     return Formula(self.up, self.up_bias, self.down_bias, tuple(options.items()))
-        return "its activation is none that the kernel has"
+        return "its activation is not one of the kernel's"
 
     def _takes_dense_weights(self) -> bool:
         """Whether its own forward runs on routing weights [tokens, experts], before or after the index."""
@@ -323,6 +324,6 @@ class _Probe:
     def _numbers(self) -> list[float]:
         """Positive finite numbers among the attributes that its forward reads; sizes are none."""
         named = reads(type(self.module), self.forward)
-        held = vars(self.module).items()
-        values = [v for n, v in held if type(v) in (int, float) and (n in named or EVERYTHING in named)]
+        attributes = vars(self.module).items()
+        values = [v for n, v in attributes if type(v) in (int, float) and (n in named or EVERYTHING in named)]
         return [float(v) for v in values if 0 < v < float("inf") and v not in self.layout.sizes]

@@ -26,7 +26,7 @@ EVERYTHING = "*"
 """Among what a function reads when it passes `self` on to something that may read any attribute."""
 
 _OF_CONFIG = "config."
-"""Before a name that a function may look up on a configuration: those of code that names one."""
+"""Prefix of a name that a function may look up on a configuration."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
@@ -42,23 +42,23 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
     if EVERYTHING in names:
         names = names | vars(module).keys() | module._modules.keys() | module._parameters.keys()
     sizes = _weight_sizes(module)
-    found: list[tuple[str, str, Any]] = []
+    guards: list[tuple[str, str, Any]] = []
     flattened = owners.parameter_shapes(module).keys() - module._parameters.keys()
     for name in sorted(names - used - flattened):
         if name in module._modules:
             child = module._modules[name]
-            found.append(("child", name, None if child is None else _state(child)))
+            guards.append(("child", name, None if child is None else _state(child)))
         elif name in module._parameters:
-            found.append(("none", name, module._parameters[name] is None))
+            guards.append(("none", name, module._parameters[name] is None))
         elif name in vars(module) and name not in (*_MODULE_ATTRIBUTES, *INSTANCE_FORWARDS, "config"):
-            found += _value_guard(name, module, sizes)
+            guards += _value_guard(name, module, sizes)
         elif name not in INSTANCE_FORWARDS and not hasattr(nn.Module, name):
             member = inspect.getattr_static(type(module), name, None)
             if isinstance(member, types.FunctionType):
-                found.append(("method", name, member))
+                guards.append(("method", name, member))
     for name in sorted(used & module._parameters.keys()):
         shape = owners.parameter_shapes(module)[name]
-        found.append(("dims", name, None if shape is None else len(shape)))
+        guards.append(("dims", name, None if shape is None else len(shape)))
     config = vars(module).get("config")
     if config is not None and "config" in names:
         if EVERYTHING not in names:
@@ -68,8 +68,8 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
         for name in sorted(names & set(vars(config))):
             value = vars(config)[name]
             if isinstance(value, (bool, int, float, str, type(None))) and value not in sizes:
-                found.append(("config", name, value))
-    return tuple(found)
+                guards.append(("config", name, value))
+    return tuple(guards)
 
 
 def holds(module: nn.Module, guards: Guards) -> bool:
@@ -91,8 +91,8 @@ def holds(module: nn.Module, guards: Guards) -> bool:
         elif kind == "same":
             agree = getattr(module, name, None) == value
         else:
-            held = getattr(module, name, None)
-            agree = held is value.held or _comparable(held, module) == value.comparable
+            current = getattr(module, name, None)
+            agree = current is value.value or _comparable(current, module) == value.comparable
         if not agree:
             return False
     return True
@@ -100,8 +100,8 @@ def holds(module: nn.Module, guards: Guards) -> bool:
 
 def is_method_of(cls: type, name: str, function: Callable | None) -> bool:
     """Whether a class has `function` by this name, or what a patch put in its place."""
-    held = getattr(cls, name, None)
-    return held is function or original_of(held) is original_of(function)
+    current = getattr(cls, name, None)
+    return current is function or original_of(current) is original_of(function)
 
 
 _UNKNOWN = -1
@@ -112,8 +112,8 @@ def _dims_now(module: nn.Module, name: str) -> int | None:
 
     A parameter that PEFT computes is not looked up, which would compute it once more.
     """
-    own = module._parameters if name in module._parameters else module.__dict__  # FSDP1 and replicas: an attribute
-    weight = own.get(name, module)
+    # FSDP1 and replicas keep a weight as an attribute
+    weight = (module._parameters if name in module._parameters else module.__dict__).get(name, module)
     return None if weight is None else weight.dim() if isinstance(weight, torch.Tensor) else _UNKNOWN
 
 
@@ -129,8 +129,8 @@ def _value_guard(name: str, module: nn.Module, sizes: set[int]) -> Guards:
 class _Value:
     """An attribute's value. Two are equal where both compute alike, so that guards can be compared and hashed."""
 
-    def __init__(self, held: Any, owner: nn.Module) -> None:
-        self.held, self.comparable = held, _comparable(held, owner)
+    def __init__(self, value: Any, owner: nn.Module) -> None:
+        self.value, self.comparable = value, _comparable(value, owner)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _Value) and self.comparable == other.comparable
@@ -173,8 +173,8 @@ class _State(NamedTuple):
 def _state(child: nn.Module) -> _State:
     if child._parameters or child._modules or child._buffers:
         return _State(type(child))
-    own = [name for name in vars(child) if name not in _MODULE_ATTRIBUTES and name not in INSTANCE_FORWARDS]
-    attributes = tuple((name, _Value(vars(child)[name], child)) for name in own)
+    names = [name for name in vars(child) if name not in _MODULE_ATTRIBUTES and name not in INSTANCE_FORWARDS]
+    attributes = tuple((name, _Value(vars(child)[name], child)) for name in names)
     return _State(type(child), type(child).forward, is_customised(child), attributes)
 
 
@@ -185,22 +185,22 @@ def _has_state(child: Any, state: _State) -> bool:
     if forward is not None and (cls.forward is not forward or is_customised(child) != customised):
         return False
     for name, value in attributes:
-        held = child.__dict__.get(name)
-        if held is not value.held and _comparable(held, child) != value.comparable:
+        current = child.__dict__.get(name)
+        if current is not value.value and _comparable(current, child) != value.comparable:
             return False
     return True
 
 
 def _weight_sizes(module: nn.Module) -> set[int]:
     """The sizes of a module's and its children's weights."""
-    found: set[int] = set()
+    sizes: set[int] = set()
     for part in (module, *module.children()):
         for shape in owners.parameter_shapes(part).values():
-            found |= set(shape or ())
+            sizes |= set(shape or ())
         for name in ("in_features", "out_features"):
             if isinstance(getattr(part, name, None), int):
-                found.add(getattr(part, name))
-    return found
+                sizes.add(getattr(part, name))
+    return sizes
 
 
 # -- what a forward reads, from its code -----------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def _weight_sizes(module: nn.Module) -> set[int]:
 
 @functools.lru_cache(maxsize=1024)
 def reads(cls: type, function: Callable) -> frozenset[str]:
-    """Names that `function` may look up on self: its own, those of the methods it names, and of what it decorates.
+    """Names that `function`, the methods it names and the function it decorates may look up on self.
 
-    Those that it may look up on self's configuration are there with `config.` before them too.
+    A name that it may look up on self's configuration is there with `config.` before it too.
     `EVERYTHING` is among them when it passes self on to a function that may read anything.
     """
     seen: set[str] = set()
@@ -231,9 +231,9 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
             inherited = "super" in names or "__class__" in names
             for name in (names | {item.__name__}) if inherited else names:
                 for base in cls.__mro__ if inherited else ():
-                    held = vars(base).get(name)
-                    if isinstance(held, types.FunctionType) and base is not nn.Module:
-                        waiting.append(held)
+                    method = vars(base).get(name)
+                    if isinstance(method, types.FunctionType) and base is not nn.Module:
+                        waiting.append(method)
                 member = inspect.getattr_static(cls, name, None)
                 if isinstance(member, (types.FunctionType, property)) and not hasattr(nn.Module, name):
                     waiting.append(member)
@@ -245,10 +245,10 @@ def _names(code: types.CodeType | None, done: set[types.CodeType]) -> set[str]:
     if code is None or code in done:
         return set()
     done.add(code)
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names(constant, done)
+            names |= _names(constant, done)
         elif isinstance(constant, str) and constant.isidentifier():
-            found.add(constant)  # getattr(self, "name")
-    return found
+            names.add(constant)  # getattr(self, "name")
+    return names

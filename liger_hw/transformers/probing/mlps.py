@@ -158,8 +158,8 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
     if len(inputs) != 1:
         return Refused(f"it takes {' and '.join(inputs) or 'no input'}", "swiglu")
     if has_others or len(projections) not in (2, 3):
-        found = ", ".join(type(child).__name__ for child in children.values())
-        return Refused(f"it is not two or three projections around an activation ({found})", "swiglu")
+        classes = ", ".join(type(child).__name__ for child in children.values())
+        return Refused(f"it is not two or three projections around an activation ({classes})", "swiglu")
     return _customised_activation(module, "swiglu") or _Probe(module, forward, projections).answer()
 
 
@@ -178,7 +178,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _customised_activation(module: nn.Module, kernel: str) -> Refused | None:
-    """A kernel does not call the activation module, so nobody's hooks on it would run."""
+    """A kernel does not call the activation module, so hooks on it would not run."""
     for name, child in module._modules.items():
         if child is not None and _kind(child) in ("act", "dropout") and is_customised(child):
             return Refused(f"{name} has hooks or a forward of its own, which the kernel would not run", kernel)
@@ -189,10 +189,10 @@ def _customised_activation(module: nn.Module, kernel: str) -> Refused | None:
 
 
 class _Call(NamedTuple):
-    """One call of a projection: its name, what it was given, what its stand-in answered."""
+    """One call of a projection: its name, its input, and what its stand-in answered."""
 
     name: str
-    given: torch.Tensor
+    input: torch.Tensor
     answer: torch.Tensor
 
 
@@ -234,8 +234,9 @@ class _Probe:
 
     def __init__(self, module: nn.Module, forward: Callable, projections: dict[str, nn.Module]) -> None:
         self.module, self.forward, self.projections = module, forward, projections
-        own, named = vars(module), reads(type(module), forward)
-        self.numbers = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
+        names = reads(type(module), forward)
+        floats = [name for name, value in vars(module).items() if type(value) is float]
+        self.numbers = [name for name in floats if name in names or EVERYTHING in names]
         self.multipliers: dict[str, float] = {}
         others = frozenset(list(inspect.signature(forward).parameters)[2:])  # with one of these, the module's own runs
         self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}), dtypes=True)
@@ -243,31 +244,31 @@ class _Probe:
     def answer(self) -> Match | Refused:
         """With every number it reads taken for a multiplier, of a value unlike all others; else with none."""
         self.multipliers = {name: 1.25 + 0.5 * i for i, name in enumerate(self.numbers)}
-        found = self._answer() if self.multipliers else None
-        if not isinstance(found, Match):
+        result = self._answer() if self.multipliers else None
+        if not isinstance(result, Match):
             self.multipliers = {}
-            found = self._answer()
+            result = self._answer()
         rates = [child.p for child in self.module._modules.values() if isinstance(child, nn.Dropout)]
         rates += [getattr(self.module, name) for name in self.numbers if "drop" in name]
         dropped = next((rate for rate in rates if rate > 0), None)
-        if dropped is not None and isinstance(found, Refused):
-            return Refused(f"it drops out (p={dropped})", found.kernel)
-        return found
+        if dropped is not None and isinstance(result, Refused):
+            return Refused(f"it drops out (p={dropped})", result.kernel)
+        return result
 
     def _answer(self) -> Match | Refused:
         y, x, calls = self._run(_Case())
         if isinstance(y, str):
             return Refused(y, "swiglu")
         with torch.enable_grad():
-            found = self._formula(x, y, calls)
-        if isinstance(found, Refused):
-            return found
-        match, formula = found
+            result = self._formula(x, y, calls)
+        if isinstance(result, Refused):
+            return result
+        match, formula = result
         elsewhere = self._elsewhere(formula) or open_branch(self.forward, self.module, self.facts)
         return Refused(elsewhere, match.kernel) if elsewhere else match
 
     def _run(self, case: "_Case") -> tuple[torch.Tensor | str, torch.Tensor, list[_Call]]:
-        """The module's result of one run, or why there is none, its input, and the calls of its projections."""
+        """The module's result of one run, or why it cannot be run; its input; and the calls of its projections."""
         source = generator()
         calls: list[_Call] = []
         stand_ins = {name: _StandIn(name, child, calls, source, case) for name, child in self.projections.items()}
@@ -286,9 +287,9 @@ class _Probe:
             if isinstance(y, str):
                 continue  # nor does the module
             answers = {call.name: call.answer for call in calls}
-            given = next((call.given for call in calls if call.name == formula.down), None)
+            activated = next((call.input for call in calls if call.name == formula.down), None)
             tolerance = 1e-5 if case.dtype is torch.float32 else 4 * torch.finfo(case.dtype).eps
-            if given is None or not agrees(given, formula.expected(answers), tolerance):
+            if activated is None or not agrees(activated, formula.expected(answers), tolerance):
                 return f"it computes something else {case}"
             if not agrees(y, answers[formula.down] * formula.scale, tolerance):
                 return f"it computes something else {case}"
@@ -296,14 +297,14 @@ class _Probe:
 
     def _cast(self, down: str) -> Cast:
         """The dtypes of down's weight that its input is cast to."""
-        found = set()
+        dtypes = set()
         for dtype in _WEIGHTS:
             case = _Case(dtype=torch.bfloat16 if dtype is torch.float32 else torch.float32, weight=dtype)
             calls = self._run(case)[2]
-            given = next((call.given for call in calls if call.name == down), None)
-            if given is not None and given.dtype is dtype:
-                found.add(dtype)
-        return frozenset(found)
+            activated = next((call.input for call in calls if call.name == down), None)
+            if activated is not None and activated.dtype is dtype:
+                dtypes.add(dtype)
+        return frozenset(dtypes)
 
     # -- how the activation is recognised -----------------------------------------------------------------------------
 
@@ -314,54 +315,54 @@ class _Probe:
             return Refused(f"it calls its projections as {', '.join(names) or 'nothing'}", "swiglu")
         *inputs, down = calls
         for call in inputs:
-            if not is_equal(call.given, x):
+            if not is_equal(call.input, x):
                 return Refused(f"{call.name} does not take the module's own input", "swiglu")
         scale = next((n for n, v in {"": 1.0, **self.multipliers}.items() if agrees(y, down.answer * v)), None)
         if scale is None:
             return Refused(f"it goes on after {down.name}", "swiglu")
-        found = self._two_inputs(inputs, down, scale) if len(inputs) == 2 else self._one_input(*inputs, down, scale)
-        if isinstance(found, Refused):
-            return found
-        match, expected = found
+        result = self._two_inputs(inputs, down, scale) if len(inputs) == 2 else self._one_input(*inputs, down, scale)
+        if isinstance(result, Refused):
+            return result
+        match, expected = result
         answers = {call.name: call.answer for call in calls}
-        if not has_same_gradients(expected(answers), down.given, [call.answer for call in inputs], 1e-4):
-            return Refused(f"its gradients are not those of {match.kernel}", match.kernel)
+        if not has_same_gradients(expected(answers), down.input, [call.answer for call in inputs], 1e-4):
+            return Refused(f"its gradients are not {match.kernel}'s", match.kernel)
         return match, _Formula(expected, down.name, self.multipliers.get(scale, 1.0))
 
     def _two_inputs(self, inputs: list[_Call], down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
         """act(gate(x)) * up(x), with the function of the reference."""
         for gate, up in (inputs, inputs[::-1]):
-            found = _gated_activation(down.given, gate.answer, up.answer, {"": 1.0, **self.multipliers})
-            if found:
+            gated = _gated_activation(down.input, gate.answer, up.answer, {"": 1.0, **self.multipliers})
+            if gated:
                 names = {"gate": gate.name, "up": up.name, "down": down.name}
-                scales = {"gate_scale": found.gate_scale, "out_scale": scale}
+                scales = {"gate_scale": gated.gate_scale, "out_scale": scale}
                 options = {"up_first": up is inputs[0], "cast": self._cast(down.name)}
-                replacement = gated_replacement(found.act, **names, **scales, **options)
+                replacement = gated_replacement(gated.act, **names, **scales, **options)
                 used = frozenset((*names.values(), *scales.values())) - {""}
-                match = Match(_gate_op(found.act), found.act, replacement, used=used)
-                return match, _of_two(found.reference, gate.name, up.name)
-        return Refused(_why_not(down.given, *(call.answer for call in inputs)), "swiglu")
+                match = Match(_gate_op(gated.act), gated.act, replacement, used=used)
+                return match, _of_two(gated.reference, gate.name, up.name)
+        return Refused(_why_not(down.input, *(call.answer for call in inputs)), "swiglu")
 
     def _one_input(self, up: _Call, down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
         """act(gate) * up of the two halves of one projection, or max(up(x), 0)^2."""
         used = frozenset((up.name, down.name, scale)) - {""}
-        if up.answer.shape[-1] == 2 * down.given.shape[-1]:
+        if up.answer.shape[-1] == 2 * down.input.shape[-1]:
             for order in (1, -1):
-                found = _gated_activation(down.given, *up.answer.chunk(2, -1)[::order], {"": 1.0})
-                if found:
+                gated = _gated_activation(down.input, *up.answer.chunk(2, -1)[::order], {"": 1.0})
+                if gated:
                     gate_first = order == 1
-                    activation = halves_replacement(found.act, gate_first)
+                    activation = halves_replacement(gated.act, gate_first)
                     cast = self._cast(down.name)
                     replacement = one_projection_replacement(activation, up.name, down.name, scale, cast)
-                    words = found.act if gate_first else f"{found.act}, up first"
-                    match = Match(_gate_op(found.act, gate_first), words, replacement, used=used)
-                    return match, _of_halves(found.reference, up.name, order)
-            return Refused(_why_not(down.given, *up.answer.chunk(2, -1)), "swiglu")
-        if agrees(relu_squared_reference(up.answer), down.given):
+                    words = gated.act if gate_first else f"{gated.act}, up first"
+                    match = Match(_gate_op(gated.act, gate_first), words, replacement, used=used)
+                    return match, _of_halves(gated.reference, up.name, order)
+            return Refused(_why_not(down.input, *up.answer.chunk(2, -1)), "swiglu")
+        if agrees(relu_squared_reference(up.answer), down.input):
             replacement = one_projection_replacement(squared_relu, up.name, down.name, scale, self._cast(down.name))
             match = Match("relu_squared", "", replacement, used=used)
             return match, lambda answers: relu_squared_reference(answers[up.name])
-        plain = next((name for name, act in _ONE_LAUNCH.items() if agrees(act(up.answer), down.given)), None)
+        plain = next((name for name, act in _ONE_LAUNCH.items() if agrees(act(up.answer), down.input)), None)
         if plain:
             return Refused(f"its activation has no gate: torch's {plain} is one launch already", "swiglu")
         return Refused("its activation has no gate, and no kernel", "swiglu")
@@ -441,7 +442,7 @@ class _Gated(NamedTuple):
 
 
 def _gated_activation(
-    wanted: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
+    expected: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
 ) -> _Gated | None:
     """The gated activation of (gate, up) that is `wanted`, in fp32. Only silu's kernel takes a multiplier."""
     kinds = [("silu", name, functools.partial(_scaled_swiglu, value)) for name, value in multipliers.items()]
@@ -450,7 +451,7 @@ def _gated_activation(
         for act, approximate in (("gelu_tanh", "tanh"), ("gelu", "none"))
     ]
     for act, name, reference in kinds:
-        if agrees(reference(gate, up), wanted):
+        if agrees(reference(gate, up), expected):
             return _Gated(act, name, reference)
     return None
 
@@ -460,18 +461,18 @@ def _scaled_swiglu(scale: float, gate: torch.Tensor, up: torch.Tensor) -> torch.
 
 
 def _gate_op(act: str, one_tensor_gate_first: bool = False) -> str:
-    """The op of a gated activation; that of two halves of one tensor has its own where the gate comes first."""
+    """The op of a gated activation. Two halves of one tensor have another op where the gate comes first."""
     if act != "silu":
         return "geglu"
     return "fused_gate_up_swiglu" if one_tensor_gate_first else "swiglu"
 
 
-def _why_not(wanted: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> str:
+def _why_not(expected: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> str:
     for gate, up in ((one, other), (other, one)):
         for name, activation in (("relu", torch.relu), ("sigmoid", torch.sigmoid)):
-            if wanted.shape == up.shape and agrees(activation(gate) * up, wanted):
+            if expected.shape == up.shape and agrees(activation(gate) * up, expected):
                 return f"it is gated by {name}: no kernel"
-    return "its activation is none of silu, tanh gelu and gelu times the other half (clamped, limited or in pairs)"
+    return "its activation is not silu, tanh gelu or gelu times the other half (it is clamped, limited or in pairs)"
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------
@@ -499,23 +500,23 @@ def _recognise_experts(module: nn.Module) -> Match | Refused:
             return Refused(f"its {name} has parameters of its own", kernel)
     width = 2 * min(down.shape[1:])
     gate_up = random(2 * BATCH[1], width + width % 4, source=generator())
-    wanted = run(type(module)._apply_gate, copied, gate_up)
+    expected = run(type(module)._apply_gate, copied, gate_up)
     in_eval = run(type(module)._apply_gate, probe_copy(module, {}, {}, training=False), gate_up)
-    if isinstance(wanted, str) or isinstance(in_eval, str):
-        return Refused(str(wanted if isinstance(wanted, str) else in_eval), kernel)
-    if not is_equal(in_eval, wanted):
+    if isinstance(expected, str) or isinstance(in_eval, str):
+        return Refused(str(expected if isinstance(expected, str) else in_eval), kernel)
+    if not is_equal(in_eval, expected):
         return Refused("it computes something else in eval mode", kernel)
     if elsewhere := open_branch(type(module)._apply_gate, module):
         return Refused(elsewhere, kernel)
     for gate_first in (True, False):
         halves = gate_up.chunk(2, -1)
-        found = _gated_activation(wanted, *(halves if gate_first else halves[::-1]), {"": 1.0})
-        if found:
+        gated = _gated_activation(expected, *(halves if gate_first else halves[::-1]), {"": 1.0})
+        if gated:
             gate, up = (LARGE * half for half in (halves if gate_first else halves[::-1]))
             large = run(type(module)._apply_gate, copied, LARGE * gate_up)
-            if isinstance(large, str) or not agrees(found.reference(gate, up), large):
+            if isinstance(large, str) or not agrees(gated.reference(gate, up), large):
                 return Refused("its gate has a limit", kernel)
-            words = f"{found.act}, {implementation or 'batched'} experts"
-            replacement = halves_replacement(found.act, gate_first)
-            return Match(_gate_op(found.act, gate_first), words, replacement, slot="_apply_gate")
-    return Refused(_why_not(wanted, *gate_up.chunk(2, -1)), kernel)
+            words = f"{gated.act}, {implementation or 'batched'} experts"
+            replacement = halves_replacement(gated.act, gate_first)
+            return Match(_gate_op(gated.act, gate_first), words, replacement, slot="_apply_gate")
+    return Refused(_why_not(expected, *gate_up.chunk(2, -1)), kernel)

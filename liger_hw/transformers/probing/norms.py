@@ -199,9 +199,9 @@ class _GatedVariant:
         order = f"{self.activation} {'after' if self.norm_before_gate else 'before'} the norm"
         words = f"{order}, {mode}" + (", in groups" if self.groups.name else "")
         used = frozenset(name for name in (self.weight, eps, self.groups.name) if isinstance(name, str) and name)
-        held = {"input_dtype_of": self.weight if one_dtype else "", "outside_autocast": outside_autocast}
+        conditions = {"input_dtype_of": self.weight if one_dtype else "", "outside_autocast": outside_autocast}
         ready = takes_what_is_there((self.weight,), eps)
-        return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready, **held)
+        return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready, **conditions)
 
 
 # -- how it is run, and how the variant is recognised -----------------------------------------------------------------
@@ -240,12 +240,12 @@ class _Probe:
         epsilons = self._epsilons()
         reason = "" if epsilons else "it has no epsilon of its own; make it with one (eps=1e-6)"
         for eps in epsilons:
-            wanted = self._original(eps, _HIGH, _HIGH)
-            if isinstance(wanted, str):
-                reason = reason or wanted
+            expected = self._original(eps, _HIGH, _HIGH)
+            if isinstance(expected, str):
+                reason = reason or expected
                 continue
             for variant in self._variants():
-                if agrees(self._reference(variant, eps, "llama", _HIGH, _HIGH), wanted):
+                if agrees(self._reference(variant, eps, "llama", _HIGH, _HIGH), expected):
                     return self._with_casting_mode(eps, variant)
         return Refused(reason or "it computes neither an RMSNorm nor a LayerNorm", kind)
 
@@ -255,8 +255,9 @@ class _Probe:
 
     def _epsilons(self) -> list[str | float]:
         """What may be the epsilon: attributes that the forward reads, and small numbers written in its code."""
-        own, named = vars(self.module), reads(type(self.module), self.forward)
-        attributes = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
+        names = reads(type(self.module), self.forward)
+        floats = [name for name, value in vars(self.module).items() if type(value) is float]
+        attributes = [name for name in floats if name in names or EVERYTHING in names]
         code = getattr(self.forward, "__code__", None)
         constants = code.co_consts if code is not None else ()
         return [*attributes, *(c for c in constants if type(c) is float and 0.0 < c < 1e-2)]
@@ -281,7 +282,7 @@ class _Probe:
         if not good:
             return Refused(f"it rounds in bf16 unlike {kernel} in any casting mode", kernel)
         if not self._has_same_gradients(eps, variant):
-            return Refused(f"its gradients are not those of {kernel}", kernel)
+            return Refused(f"its gradients are not {kernel}'s", kernel)
         mixed = [mode for mode in good if not self.weights or self._rounds_alike(eps, variant, mode, _HIGH)]
         mode = (mixed or good)[0]
         elsewhere = self._elsewhere(eps, variant, mode)
@@ -298,18 +299,18 @@ class _Probe:
     def _elsewhere(self, eps: str | float, variant: _Variant, mode: str) -> str:
         """Where a variant that agrees so far does not: in other shapes, of large numbers, in eval mode, in fp16; "" for
         nowhere."""
-        own = self.x
-        cases = [(x, 1.0, "") for x in (own, *self.others)]
-        cases.append((own, LARGE if isinstance(eps, str) else LARGE / _SMALL, f" of about {LARGE:g}"))
+        first = self.x
+        cases = [(x, 1.0, "") for x in (first, *self.others)]
+        cases.append((first, LARGE if isinstance(eps, str) else LARGE / _SMALL, f" of about {LARGE:g}"))
         for training in (True, False):
             self.training = training
             for x, scale, words in cases:
                 self.x, self.more = x * scale, tuple(t * scale for t in self._more_of(x))
-                wanted = self._original(eps, _HIGH, _HIGH)
-                found = self._reference(variant, eps, mode, _HIGH, _HIGH)
-                if isinstance(wanted, torch.Tensor) and not agrees(found, wanted):
+                expected = self._original(eps, _HIGH, _HIGH)
+                result = self._reference(variant, eps, mode, _HIGH, _HIGH)
+                if isinstance(expected, torch.Tensor) and not agrees(result, expected):
                     return f"of {list(x.shape)}{words} in {_mode(training)} it is no {variant.kernel}"
-            self.x, self.more = own, self._more_of(own)
+            self.x, self.more = first, self._more_of(first)
             for dtype in (_LOW, torch.float16):
                 if not self._rounds_alike(eps, variant, mode, dtype, dtype):
                     return f"in {dtype} in {_mode(training)} it is no {variant.kernel}"
@@ -319,16 +320,16 @@ class _Probe:
         self, eps: str | float, variant: _Variant, mode: str, w_dtype: torch.dtype, x_dtype: torch.dtype = _LOW
     ) -> bool:
         """Whether results of inputs in `x_dtype`, with weights in `w_dtype`, differ by one rounding in a few places."""
-        wanted = self._original(eps, x_dtype, w_dtype)
-        if isinstance(wanted, str):  # torch's own norms refuse mixed dtypes, and then so may ours
+        expected = self._original(eps, x_dtype, w_dtype)
+        if isinstance(expected, str):  # torch's own norms refuse mixed dtypes, and then so may ours
             return w_dtype is not x_dtype
-        found = self._reference(variant, eps, mode, x_dtype, w_dtype)
-        if isinstance(found, str) or found.dtype != wanted.dtype or found.shape != wanted.shape:
+        result = self._reference(variant, eps, mode, x_dtype, w_dtype)
+        if isinstance(result, str) or result.dtype != expected.dtype or result.shape != expected.shape:
             return False
-        low = found.dtype is x_dtype
-        difference = (found.float() - wanted.float()).abs()
+        low = result.dtype is x_dtype
+        difference = (result.float() - expected.float()).abs()
         step = torch.finfo(x_dtype).eps if low else 1e-5
-        if not bool((difference <= step * wanted.float().abs() + 1e-5).all()):
+        if not bool((difference <= step * expected.float().abs() + 1e-5).all()):
             return False
         return not low or float((difference > 0).float().mean()) <= _MISMATCHES
 
@@ -391,8 +392,9 @@ class _GatedProbe(_Probe):
         return (random(*x.shape, source=generator().manual_seed(1)),)
 
     def _variants(self) -> Iterator[_GatedVariant]:
-        width, own = self.x.shape[-1], vars(self.module)
-        numbers = [name for name in own if type(own[name]) is int and 1 < own[name] < width and not width % own[name]]
+        width = self.x.shape[-1]
+        integers = [(name, value) for name, value in vars(self.module).items() if type(value) is int]
+        numbers = [name for name, value in integers if 1 < value < width and not width % value]
         groups = [_Groups(), *(_Groups(name, count) for name in numbers for count in (False, True))]
         for weight in self.weights:
             for activation in gated.ACTIVATIONS:

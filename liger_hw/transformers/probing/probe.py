@@ -63,7 +63,7 @@ class Refused:
 def quiet() -> Iterator[None]:
     """No change of random state, no autocast, no gradient, no default device for what runs inside; tensors that are
     numbers, and that autograd may use, whatever the caller patches under: inference mode, or torch's fake tensors.
-    What it saves for backward is nobody else's: checkpointing counts what is saved in a forward, of which the first
+    Its saved tensors are hidden from other hooks: checkpointing counts what is saved in a forward, of which the first
     call of experts by their name may be a part."""
     with contextlib.ExitStack() as stack:
         if torch._C._len_torch_dispatch_stack():
@@ -121,8 +121,8 @@ def random(*shape: int, source: torch.Generator) -> torch.Tensor:
 
 def current_forward(module: Any, slot: str = "forward") -> Callable:
     """The function behind a module's or class's attribute, unbound."""
-    held = getattr(module, slot)
-    return getattr(held, "__func__", held)
+    function = getattr(module, slot)
+    return getattr(function, "__func__", function)
 
 
 def required_inputs(forward: Callable) -> list[str]:
@@ -191,16 +191,16 @@ def run(function: Callable, *args: Any) -> torch.Tensor | str:
 
 def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
     """Name -> what a module, or one of its children, has by it, with how often tensors were changed in place."""
-    found: dict[str, tuple[Any, ...]] = {}
+    values: dict[str, tuple[Any, ...]] = {}
     parts = {"": module, **module._modules} if isinstance(module, nn.Module) else {}
     for part, each in parts.items():
-        held = {**each._buffers, **vars(each)} if isinstance(each, nn.Module) else {}
-        for name, value in held.items():
+        attributes = {**each._buffers, **vars(each)} if isinstance(each, nn.Module) else {}
+        for name, value in attributes.items():
             items = (*value, *value.values()) if isinstance(value, dict) else value
             values = tuple(items) if isinstance(value, _CONTAINERS) else (value,)
             versions = (t._version for t in values if isinstance(t, torch.Tensor) and not t.is_inference())
-            found[f"{part}.{name}" if part else name] = (*values, *versions)
-    return found
+            values[f"{part}.{name}" if part else name] = (*values, *versions)
+    return values
 
 
 def _is_same(before: tuple[Any, ...] | None, after: tuple[Any, ...]) -> bool:
@@ -211,26 +211,28 @@ def _is_same(before: tuple[Any, ...] | None, after: tuple[Any, ...]) -> bool:
     )
 
 
-def agrees(found: Any, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
+def agrees(result: Any, expected: torch.Tensor, tolerance: float = 1e-5) -> bool:
     """Whether two results have the same shape and dtype and differ by rounding only."""
-    if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
+    if not isinstance(result, torch.Tensor) or result.shape != expected.shape or result.dtype != expected.dtype:
         return False
-    scale = wanted.abs().max().clamp(min=1e-3)
-    return bool(((found - wanted).abs() <= tolerance * (wanted.abs() + scale)).all())
+    scale = expected.abs().max().clamp(min=1e-3)
+    return bool(((result - expected).abs() <= tolerance * (expected.abs() + scale)).all())
 
 
-def is_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def is_equal(result: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and values."""
-    return found.shape == wanted.shape and found.dtype == wanted.dtype and bool((found == wanted).all())
+    return result.shape == expected.shape and result.dtype == expected.dtype and bool((result == expected).all())
 
 
-def has_same_gradients(found: torch.Tensor, wanted: torch.Tensor, leaves: list[torch.Tensor], tolerance: float) -> bool:
-    """Whether both results pass the same gradients on to every leaf: no part of what is wanted is detached."""
-    if not wanted.requires_grad:
+def has_same_gradients(
+    result: torch.Tensor, expected: torch.Tensor, leaves: list[torch.Tensor], tolerance: float
+) -> bool:
+    """Whether both results pass the same gradients on to every leaf, so that no part of the result is detached."""
+    if not expected.requires_grad:
         return False
-    direction = wanted.detach().cos()
+    direction = expected.detach().cos()
     with torch.enable_grad():
         theirs, ours = (
-            torch.autograd.grad((result * direction).sum(), leaves, allow_unused=True) for result in (wanted, found)
+            torch.autograd.grad((y * direction).sum(), leaves, allow_unused=True) for y in (expected, result)
         )
     return all(a is not None and b is not None and agrees(b, a, tolerance) for a, b in zip(theirs, ours))

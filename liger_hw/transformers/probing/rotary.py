@@ -150,9 +150,9 @@ def _complex_angles(tokens_axis: int, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def rotary(*args, **kwargs):
-        given = *args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)
-        found = rotated(*given) if len(given) == len(args) + len(kwargs) == 3 else None
-        return found or original(*args, **kwargs)
+        inputs = *args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)
+        result = rotated(*inputs) if len(inputs) == len(args) + len(kwargs) == 3 else None
+        return result or original(*args, **kwargs)
 
     del rotary.__wrapped__  # what rebind looks for is a decorator around an original that still runs
     return rotary
@@ -163,16 +163,16 @@ def _complex_angles(tokens_axis: int, original: Callable) -> Callable:
 
 def functions_called(forward: Callable) -> dict[str, Callable]:
     """Name -> rotary function that an attention's forward calls by that name, in its own module."""
-    found: dict[str, Callable] = {}
+    functions: dict[str, Callable] = {}
     item: Any = forward
     while item is not None:
         code, scope = getattr(item, "__code__", None), getattr(item, "__globals__", {})
         for name in code.co_names if code else ():
             function = plain_function(scope.get(name)) if "rot" in name.lower() else None
             if function is not None:
-                found[name] = function
+                functions[name] = function
         item = getattr(item, "__wrapped__", None)
-    return found
+    return functions
 
 
 def plain_function(value: Any) -> types.FunctionType | None:
@@ -225,10 +225,10 @@ def recognise(function: Callable, shared_halves: bool) -> Match | Refused:
     with quiet():
         for form in forms:
             inputs = form.inputs(shared_halves)
-            wanted = [_outcome(function, given, {}) for given in inputs]
-            ran = [i for i, value in enumerate(wanted) if value is not None]
+            expected = [_outcome(function, arguments, {}) for arguments in inputs]
+            ran = [i for i, value in enumerate(expected) if value is not None]
             for kernel in form.kernels(shared_halves) if ran else ():
-                if all(_is_same(wanted[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
+                if all(_is_same(expected[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
                     absent = frozenset(names) - set(inputs[0])
                     if elsewhere := open_branch(function, facts=Facts(frozenset(inputs[0]), absent)):
                         return Refused(elsewhere, "rope")
@@ -236,18 +236,18 @@ def recognise(function: Callable, shared_halves: bool) -> Match | Refused:
     return Refused("it turns other pairs, or in another order, than any kernel", "rope")
 
 
-def _outcome(function: Callable, given: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
+def _outcome(function: Callable, arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
     """q and k rotated; None when the function does not take such inputs."""
-    positional = [value for name, value in given.items() if name != "unsqueeze_dim"]
-    named = {name: value for name, value in given.items() if name == "unsqueeze_dim"}
+    positional = [value for name, value in arguments.items() if name != "unsqueeze_dim"]
+    named = {name: value for name, value in arguments.items() if name == "unsqueeze_dim"}
     try:
         return tuple(function(*positional, **named, **options))
     except Exception:  # a width or layout it was not written for
         return None
 
 
-def _is_same(wanted: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...] | None) -> bool:
-    return found is not None and len(wanted) == len(found) and all(agrees(f, w) for f, w in zip(found, wanted))
+def _is_same(expected: tuple[torch.Tensor, ...], result: tuple[torch.Tensor, ...] | None) -> bool:
+    return result is not None and len(expected) == len(result) and all(map(agrees, result, expected))
 
 
 # -- forms: the probes' inputs, and the kernels ----------------------------------------------------------------------
@@ -275,7 +275,7 @@ def _takes_q_and_k(names: list[str]) -> bool:
 
 def _q_and_k_inputs(shared_halves: bool) -> list[dict[str, Any]]:
     """cos and sin of several widths and kinds; a function that does not take one says so by raising."""
-    found = []
+    cases = []
     for kind, width in _ANGLE_WIDTHS.items():
         if kind == "unequal halves" and shared_halves:
             continue
@@ -283,8 +283,8 @@ def _q_and_k_inputs(shared_halves: bool) -> list[dict[str, Any]]:
             source = generator()
             q, k = _heads(source, axis)
             cos, sin = _angles(source, 2, _TOKENS, width, equal=kind in ("equal halves", "partial"))
-            found.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
-    return found
+            cases.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
+    return cases
 
 
 def _words(shared_halves: bool) -> str:
@@ -307,13 +307,13 @@ def _q_and_k_kernels(shared_halves: bool) -> list[_Kernel]:
 
 
 def _patches_inputs(shared_halves: bool) -> list[dict[str, Any]]:
-    found = []
+    cases = []
     for width in (_WIDTH, _WIDTH // 2):
         source = generator()
         q, k = (normal(_TOKENS, heads, _WIDTH, source=source) for heads in (4, 2))
         cos, sin = _angles(source, _TOKENS, width, equal=shared_halves)
-        found.append({"q": q, "k": k, "cos": cos, "sin": sin})
-    return found
+        cases.append({"q": q, "k": k, "cos": cos, "sin": sin})
+    return cases
 
 
 def _patches_kernels(shared: bool) -> list[_Kernel]:
@@ -376,7 +376,7 @@ def halves_are_shared(modules: list[nn.Module], function: Callable) -> bool:
     A kernel may then read one of them. It is found by running copies of the rotary embeddings among `modules`. Every
     caller must be inside a module that holds an embedding of equal halves and has callers of rotary functions in no
     second child, a tower say, that may be fed otherwise. No other embedding may feed the function either: one that
-    gives frequencies (those of towers in transformers 4) feeds what is called inside its holder, any other may feed
+    gives frequencies (a tower's in transformers 4) feeds what is called inside its holder, any other may feed
     all.
     """
     look = functools.cache(functions_called)
@@ -388,8 +388,8 @@ def halves_are_shared(modules: list[nn.Module], function: Callable) -> bool:
             if not gives:
                 continue
             parts = [[holder], *(list(child.modules()) for child in holder.children())]
-            called = [found for part in parts if (found := {f for module in part for f in calls[module]})]
-            feeds = any(function in found for found in called)
+            called = [functions for part in parts if (functions := {f for module in part for f in calls[module]})]
+            feeds = any(function in functions for functions in called)
             if gives == {"equal halves"}:
                 known.update(holder.modules() if len(called) == 1 else ())
             elif gives != {"frequencies"} or feeds or not called:

@@ -1,9 +1,9 @@
 """What the source of a forward says: the branches that it may take, and whether it hands its module on.
 
 A module is recognised by runs on a few inputs. Its code may turn off the way on others: of another length, dtype or
-device. So every condition in its source, and in that of what it calls, must ask for what guards hold (guards.py), which
-is attributes of the module, or for its mode, since the probes run both. `open_branch` names the first one that does
-not. Code without source is left alone.
+device. So every condition in its source, and in the functions that it calls, may ask only for attributes of the module,
+which guards compare (guards.py), and for its mode, since the probes run both. `open_branch` names the first condition
+that asks for more. Code without source is left alone.
 """
 
 from __future__ import annotations
