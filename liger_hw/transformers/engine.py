@@ -325,11 +325,10 @@ class _ModelPatcher(_Patcher):
         return self.forwards[key]
 
     def patch_rope(self) -> None:
-        modules = list(self.model.modules())
         results: dict[Callable, Match | Refused] = {}
         copies: dict[tuple, Callable | str] = {}
         methods: dict[Callable, Callable] = {}
-        for module in modules:
+        for module in self.model.modules():
             slot = forward_slot(module)
             if _is_foreign(module, getattr(module, slot)):
                 if rotary.functions_called(type(module).forward):
@@ -346,7 +345,7 @@ class _ModelPatcher(_Patcher):
                     self.keep("rope", function_at, "rope", ALREADY)
                     continue
                 if function not in results:
-                    results[function] = rotary.recognise(function, rotary.halves_are_shared(modules, function))
+                    results[function] = rotary.recognise(function)
                 result = results[function]
                 if isinstance(result, Refused):
                     self.keep("rope", function_at, "rope", f"left alone: {result.reason}", module)
@@ -493,7 +492,6 @@ class _ClassPatcher(_Patcher):
             self.report.rows.append(row)
 
     def patch_rope(self) -> None:
-        modules = [module for sample in self.samples for module in sample.modules()]
         short = self.modeling.__name__.rpartition(".")[2]
         done: set[str] = set()
         for cls in self.instances:
@@ -507,7 +505,7 @@ class _ClassPatcher(_Patcher):
                 if hasattr(function, PATCH_MARK):
                     self.keep("rope", where, "rope", ALREADY)
                     continue
-                result = rotary.recognise(function, rotary.halves_are_shared(modules, function))
+                result = rotary.recognise(function)
                 if isinstance(result, Refused):
                     self.keep("rope", where, "rope", f"left alone: {result.reason}")
                     continue

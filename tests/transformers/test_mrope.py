@@ -1,7 +1,4 @@
-"""Qwen2-VL in transformers 4, with cos and sin of three axes: the kernel reads one of two equal halves in text only.
-
-Of the halves of the towers, made outside an embedding, nothing is known.
-"""
+"""Qwen2-VL in transformers 4, with cos and sin of three axes, of equal halves and of unequal ones."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ def family(request):
 
 
 @pytest.fixture
-def shared_halves(monkeypatch):
-    """The kernel's `shared_halves` at every call, also of a replacement that an earlier test left in place."""
-    found = []
+def mrope_calls(monkeypatch):
+    """The arguments of every call of the kernel, also of a replacement that an earlier test left in place."""
+    calls = []
     real = Qwen2VLMRopeFunction.apply
-    monkeypatch.setattr(Qwen2VLMRopeFunction, "apply", lambda *a: found.append(a[-1]) or real(*a))
-    return found
+    monkeypatch.setattr(Qwen2VLMRopeFunction, "apply", lambda *args: calls.append(args) or real(*args))
+    return calls
 
 
 def _loss(model):
@@ -56,35 +53,26 @@ def _rotary_rows(report):
     return {(row.kernel, row.variant) for row in report.patched if row.part == "rope"}
 
 
-def _steps_alike(family, shared_halves, scope, shared):
-    """A step, patched and not: the same numbers, with `shared_halves` as given at every call."""
-    name, _, cls = family
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+def test_a_step_of_text_and_patches(family, scope, unequal, mrope_calls, monkeypatch):
+    name, modeling, cls = family
+    if unequal:
+        embedding = getattr(modeling, f"{FAMILIES[name]}RotaryEmbedding")
+        real = embedding.forward
+        monkeypatch.setattr(
+            embedding,
+            "forward",
+            lambda self, x, ids: tuple(t * torch.linspace(0.5, 1, t.shape[-1]) for t in real(self, x, ids)),
+        )
     apply = getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")
     model = tiny_model(cls)
-    expected, wanted = step(model, _loss(model), 0)
+    expected, expected_gradients = step(model, _loss(model), 0)
     with apply(model=model) if scope == "instance" else apply() as report:
-        assert _rotary_rows(report) == {("vision_rope", ""), ("qwen2vl_mrope", "halves shared" if shared else "")}
-        found, gradients = step(model, _loss(model), 0)
-    assert shared_halves == [shared] * 4
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert gradients.keys() == wanted.keys()
-    for parameter, gradient in wanted.items():
+        assert _rotary_rows(report) == {("vision_rope", ""), ("qwen2vl_mrope", "")}
+        loss, gradients = step(model, _loss(model), 0)
+    assert len(mrope_calls) == 4
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[parameter], gradient, rtol=2e-4, atol=1e-5, msg=parameter)
-
-
-@pytest.mark.parametrize("scope", ["classes", "instance"])
-def test_halves_of_text_are_known_to_be_equal(family, shared_halves, scope):
-    _steps_alike(family, shared_halves, scope, True)
-
-
-@pytest.mark.parametrize("scope", ["classes", "instance"])
-def test_unequal_halves_of_text_are_both_read(family, shared_halves, scope, monkeypatch):
-    name, modeling, _ = family
-    embedding = getattr(modeling, f"{FAMILIES[name]}RotaryEmbedding")
-    real = embedding.forward
-
-    def unequal(self, x, position_ids):
-        return tuple(t * torch.linspace(0.5, 1, t.shape[-1]) for t in real(self, x, position_ids))
-
-    monkeypatch.setattr(embedding, "forward", unequal)
-    _steps_alike(family, shared_halves, scope, False)

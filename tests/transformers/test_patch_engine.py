@@ -140,7 +140,7 @@ def test_rope_on_an_instance_leaves_the_module_function_to_others(family, batch,
     seen = []
     real = functional.liger_rope
     monkeypatch.setattr(functional, "liger_rope", lambda *a, **k: seen.append(1) or real(*a, **k))
-    name = private_name("apply_rotary_pos_emb", "halves shared")
+    name = private_name("apply_rotary_pos_emb", "")
     monkeypatch.delattr(family.modeling, name, raising=False)
     patched, other = family.model(), family.model()
     with family.apply(model=patched):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import sys
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_hw.transformers import apply_liger_kernel_to_qwen2_5_vl, probing
+from liger_hw.transformers import probing
 from liger_hw.transformers.probing import Match, Refused, rotary
-from liger_hw.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -520,7 +518,7 @@ def test_a_default_dtype_does_not_matter():
     """from_pretrained(dtype=torch.bfloat16) makes, and a patched class's new models are probed, under that default."""
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = [probing.recognise(norm(_llama)), probing.recognise(mlp(_gated)), rotary.recognise(_llama_rope, True)]
+        found = [probing.recognise(norm(_llama)), probing.recognise(mlp(_gated)), rotary.recognise(_llama_rope)]
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(isinstance(match, Match) for match in found), found
@@ -627,20 +625,20 @@ def _complex_rope(xq, xk, freqs_cis):
 
 
 ROTARY = {
-    "llama": (_llama_rope, "rope", "halves shared"),
-    "partial": (_partial_rope, "rope", "halves shared"),
+    "llama": (_llama_rope, "rope", ""),
+    "partial": (_partial_rope, "rope", ""),
     "cohere": (_cohere_rope, "interleaved_rope", ""),
     "glm": (_glm_rope, "interleaved_rope", "one angle a pair"),
     "llama4": (_complex_rope, "llama4_rope", ""),
-    "vision": (_vision_rope, "vision_rope", "halves shared"),
-    "three axes": (_three_axes_rope, "qwen2vl_mrope", "halves shared"),
+    "vision": (_vision_rope, "vision_rope", ""),
+    "three axes": (_three_axes_rope, "qwen2vl_mrope", ""),
 }
 
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_rotary_functions(name):
     function, kernel, variant = ROTARY[name]
-    found = rotary.recognise(function, shared_halves=True)
+    found = rotary.recognise(function)
     assert isinstance(found, Match), found
     assert (found.kernel, found.variant) == (kernel, variant)
     assert callable(found.replacement)
@@ -653,7 +651,7 @@ def test_keywords_in_any_order():
         torch.randn(1, 5, 2, 8),
         torch.polar(torch.ones(1, 5, 4), torch.randn(1, 5, 4)),
     )
-    replacement = rotary.recognise(_complex_rope, True).replacement
+    replacement = rotary.recognise(_complex_rope).replacement
     found = replacement(freqs_cis=angles, xk=k, xq=q)
     for a, b in zip(found, _complex_rope(q, k, angles)):
         torch.testing.assert_close(a, b)
@@ -664,7 +662,7 @@ def test_keywords_in_any_order():
 def test_real_angles_run_the_familys_own_code():
     """`model.to(torch.bfloat16)` makes Llama 4's vision angles real: the family's product with them is defined."""
     q, k, angles = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 4)
-    found = rotary.recognise(_complex_rope, True).replacement(q, k, angles)
+    found = rotary.recognise(_complex_rope).replacement(q, k, angles)
     for a, b in zip(found, _complex_rope(q, k, angles), strict=True):
         assert torch.equal(a, b)
 
@@ -678,31 +676,11 @@ def _turned_by(function):
 
 @pytest.mark.parametrize("function", [_llama_rope, _vision_rope, _three_axes_rope])
 def test_halves_that_may_differ_are_both_read(function):
-    found = rotary.recognise(function, shared_halves=False)
+    found = rotary.recognise(function)
     assert found.variant == ""
     given = _turned_by(function)
     for a, b in zip(found.replacement(*given), function(*given), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("function", [_llama_rope, _vision_rope, _three_axes_rope])
-def test_of_equal_halves_one_is_read(function):
-    q, k, cos, sin, *more = _turned_by(function)
-    halves = [t[..., :4] for t in (cos, sin)]
-    equal, one = ([torch.cat((t, t * other), -1) for t in halves] for other in (1, float("nan")))
-    found = rotary.recognise(function, shared_halves=True).replacement(q, k, *one, *more)
-    for a, b in zip(found, function(q, k, *equal, *more), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("function", [_llama_rope, _vision_rope, _three_axes_rope])
-def test_who_reads_one_half_is_known_where_halves_are_equal(function):
-    def of_one_half(q, k, cos, sin, *more, **named):
-        return function(q, k, *(torch.cat((t[..., : t.shape[-1] // 2],) * 2, -1) for t in (cos, sin)), *more, **named)
-
-    of_one_half.__signature__ = inspect.signature(function)
-    assert isinstance(rotary.recognise(of_one_half, shared_halves=True), Match)
-    assert isinstance(rotary.recognise(of_one_half, shared_halves=False), Refused)
 
 
 def test_other_rotary_functions_are_refused():
@@ -712,180 +690,17 @@ def test_other_rotary_functions_are_refused():
     def of_one(x, cos, sin, unsqueeze_dim=1):
         return x
 
-    assert "turns other pairs" in rotary.recognise(backwards, True).reason
-    assert "it takes (x, cos, sin, unsqueeze_dim)" in rotary.recognise(of_one, True).reason
+    assert "turns other pairs" in rotary.recognise(backwards).reason
+    assert "it takes (x, cos, sin, unsqueeze_dim)" in rotary.recognise(of_one).reason
 
 
 def test_a_call_without_a_form_runs_the_original():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
     cos = torch.randn(1, 5, 8, requires_grad=True)
-    replacement = rotary.recognise(_llama_rope, True).replacement
+    replacement = rotary.recognise(_llama_rope).replacement
     for given in ((q, q, cos, cos.detach()), (q[0], q[0], cos.detach()[0], cos.detach()[0])):
         axis = 1 if given[0].dim() == 4 else 0
         found, wanted = replacement(*given, unsqueeze_dim=axis), _llama_rope(*given, unsqueeze_dim=axis)
         torch.testing.assert_close(found, wanted)
     with pytest.raises(RuntimeError):  # as the original does
         replacement(q, k, cos, cos)
-
-
-class _TextRotary(nn.Module):
-    """cos and sin of three axes; other: what the second half has times the first."""
-
-    def __init__(self, other=1.0):
-        super().__init__()
-        self.register_buffer("inv_freq", torch.rand(4), persistent=False)
-        self.other = other
-
-    def forward(self, x, position_ids):
-        freqs = position_ids.expand(3, -1, -1)[..., None].float() * self.inv_freq
-        angles = torch.cat((freqs, freqs * self.other), -1)
-        return angles.cos(), angles.sin()
-
-
-class _TowerRotary(_TextRotary):
-    def forward(self, seqlen):
-        return torch.outer(torch.arange(seqlen), self.inv_freq)
-
-
-class _RotaryOfPixels(_TextRotary):
-    def forward(self, pixels):
-        return self.inv_freq[: pixels.shape[1]]
-
-
-class VisionRope2D(_TextRotary):
-    pass
-
-
-class _RotatoryEmbedding(_TextRotary):
-    pass
-
-
-class _RotaryOfAttributes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.freqs = torch.zeros(8)  # of equal halves for now
-
-    def forward(self, x, position_ids=None):
-        angles = torch.arange(x.shape[-2])[:, None] * self.freqs
-        return angles.cos(), angles.sin()
-
-
-class _Places(_RotaryOfAttributes):
-    """Nothing of its name or its buffers says that it makes cos and sin."""
-
-
-rotate_text, rotate_patches = _three_axes_rope, _vision_rope
-
-
-class _TextAttention(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return rotate_text(q, k, cos, sin, [1, 2, 1])
-
-
-class _PatchAttention(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return rotate_patches(q, k, cos, sin)
-
-
-def _shared(**parts):
-    """Of text and of patches, whether halves are known to be equal."""
-    modules = list(nn.ModuleDict(parts).modules())
-    return tuple(rotary.halves_are_shared(modules, function) for function in (_three_axes_rope, _vision_rope))
-
-
-def _part(embedding, *attentions):
-    return nn.Sequential(embedding, nn.Sequential(*attentions))
-
-
-def test_frequencies_of_a_tower_say_nothing_of_text():
-    tower, text = _part(_TowerRotary(), _PatchAttention()), _part(_TextRotary(), _TextAttention())
-    assert _shared(text=text) == (True, False)
-    assert _shared(tower=tower, text=text) == _shared(text=text, tower=tower) == (True, False)
-    assert _shared(tower=tower) == (False, False)
-    assert _shared(tower=_part(_TextRotary(), _PatchAttention()), text=text) == (True, True)
-
-
-MAY_FEED_TEXT = {
-    "cos and sin of unequal halves": (_TextRotary(2.0), _PatchAttention()),
-    "an unknown embedding": (_RotaryOfPixels(), _PatchAttention()),
-    "a name in other letters": (VisionRope2D(2.0), _PatchAttention()),
-    "a name spelled otherwise": (_RotatoryEmbedding(2.0), _PatchAttention()),
-    "frequencies without a buffer": (_RotaryOfAttributes(), _PatchAttention()),
-    "frequencies, beside attentions of text": (_TowerRotary(), _PatchAttention(), _TextAttention()),
-    "frequencies that nobody is seen to take": (_TowerRotary(), nn.Identity()),
-}
-
-
-@pytest.mark.parametrize("name", MAY_FEED_TEXT)
-def test_what_may_feed_text_decides_of_it(name):
-    text = _part(_TextRotary(), _TextAttention())
-    tower = _part(*MAY_FEED_TEXT[name])
-    assert _shared(tower=tower, text=text) == _shared(text=text, tower=tower) == (False, False)
-
-
-def test_unequal_halves_of_three_axes_are_seen():
-    tower = _part(_TowerRotary(), _PatchAttention())
-    assert _shared(tower=tower, text=_part(_TextRotary(2.0), _TextAttention())) == (False, False)
-
-    class RotaryOfOneAxisEqual(_TextRotary):
-        def forward(self, x, position_ids):
-            return super().forward(x, position_ids) if position_ids.dim() == 3 else (torch.ones(1, 5, 8),) * 2
-
-    assert _shared(tower=tower, text=_part(RotaryOfOneAxisEqual(2.0), _TextAttention())) == (False, False)
-    assert _shared(tower=tower, text=_part(RotaryOfOneAxisEqual(), _TextAttention())) == (True, False)
-
-
-def test_halves_of_two_axes_are_not_equal():
-    class RotaryOfTwoAxes(_TextRotary):
-        def forward(self, x, position_ids):
-            p = position_ids.expand(3, *position_ids.shape[-2:])[..., None].float()
-            angles = torch.cat((p[1] * self.inv_freq, p[2] * self.inv_freq), -1)
-            return angles.cos(), angles.sin()
-
-    assert _shared(text=_part(RotaryOfTwoAxes(), _TextAttention())) == (False, False)
-
-
-@pytest.mark.parametrize("how", ["forward", "hook"])
-def test_an_embedding_changed_after_it_was_made_is_unknown(how):
-    changed = _TextRotary()
-    if how == "hook":
-        changed.register_forward_hook(lambda module, args, out: out)
-    else:
-        changed.forward = lambda *args: _TextRotary.forward(changed, *args)
-    assert _shared(text=_part(_TextRotary(), _TextAttention())) == (True, False)
-    assert _shared(text=_part(changed, _TextAttention())) == (False, False)
-
-
-def test_the_embedding_of_text_says_nothing_of_a_tower():
-    text, tower = _part(_TextRotary(), _TextAttention()), _part(_Places(), _PatchAttention())
-    assert _shared(tower=tower, text=text) == (True, False)
-    assert _shared(tower=_part(_Places(), _TextAttention()), text=text) == (False, False)  # one function for both
-    for inside in (tower, _part(_Places(), _TextAttention())):  # the tower in the module that holds text's embedding
-        assert _shared(text=nn.Sequential(_TextRotary(), nn.Sequential(_TextAttention()), inside)) == (False, False)
-
-
-def test_embeddings_may_be_held_in_a_dictionary():
-    for other in (1.0, 2.0):
-        held = nn.ModuleDict({"near": _TextRotary(), "far": _TextRotary(other)})
-        assert _shared(text=_part(held, _TextAttention())) == (other == 1.0, False)
-
-
-@pytest.mark.parametrize("name", ["VisionRope2D", "Places"])
-def test_a_tower_of_an_embedding_of_any_name_keeps_its_numbers(name):
-    modeling = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
-    if hasattr(modeling, "apply_multimodal_rotary_pos_emb"):
-        pytest.skip("in this transformers a tower makes cos and sin itself")
-    model = tiny_model(modeling.Qwen2_5_VLForConditionalGeneration)
-    tower = model.model.visual
-    freqs = torch.rand(tower.blocks[0].attn.head_dim)
-
-    def forward(self, x, *args, **kwargs):
-        angles = torch.arange(16)[:, None] * freqs
-        return angles.cos(), angles.sin()
-
-    tower.rotary_pos_emb = type(name, (nn.Module,), {"forward": forward})()
-    patches, grid = torch.randn(16, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 4]])
-    wanted = tower(patches, grid).last_hidden_state
-    report = apply_liger_kernel_to_qwen2_5_vl(model=model)
-    assert ("vision_rope", "") in {(row.kernel, row.variant) for row in report.patched}
-    torch.testing.assert_close(tower(patches, grid).last_hidden_state, wanted, rtol=1e-4, atol=1e-5)

@@ -429,8 +429,8 @@ WORKLOADS = {
     "qwen3_8b": (4, 4096, 32, 8, 128),
     "gemma3_4b": (4, 4096, 8, 4, 256),
 }
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves as patched models pass
-it."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads
+them."""
 
 
 def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:

@@ -104,7 +104,7 @@ WORKLOADS = {
     "qwen3_vl": (16, 1024, 16, 16, 72),
 }
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each. They
-come with shared_halves, as patched models pass it."""
+come with shared_halves, as Liger reads them."""
 
 
 def _sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
