@@ -179,9 +179,7 @@ class Choice:
         host = SHARE * free_host_memory() if device.type != "cpu" else math.inf
         self.prediction, self.planned_for = planner.best(budget, host), shape
         self.levels = self.prediction.levels
-        log.info(
-            "liger_hw: activations=%r at %d x %d: %s (%s)", self.setting, *shape, self.prediction, planner.assumptions
-        )
+        log.info("liger_hw: activations=%r at %d x %d: %s (%s)", self.setting, *shape, self.prediction, planner.given)
         self.end()
         if device.type != "cpu":
             self._check = _Check(self.prediction, device)
