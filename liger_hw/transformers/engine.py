@@ -40,7 +40,6 @@ from .report import (
     Patch,
     PatchReport,
     PatchRow,
-    PickleNote,
     forward_slot,
 )
 
@@ -236,13 +235,6 @@ class _ModelPatcher(_Patcher):
         self.model = model
         self.paths = {module: name for name, module in model.named_modules()}
         self.forwards: dict[tuple, Callable] = {}  # modules that compute the same share one function
-
-    def patch(self, options: dict[str, bool]) -> None:
-        super().patch(options)
-        if self.report.patches:
-            note = PickleNote(self.model)
-            note.apply()
-            self.report.patches.insert(0, note)  # reverted last
 
     def causal_lms(self) -> Iterator[tuple[Any, Any]]:
         for module in self.model.modules():

@@ -8,7 +8,6 @@ knows.
 from __future__ import annotations
 
 import functools
-import html
 import logging
 import threading
 import types
@@ -155,7 +154,6 @@ def _revert_model(model: torch.nn.Module) -> int:
                 module._old_forward = _own_method(module, "forward")
                 count += 1
             copies.release(module)
-        vars(model).pop(PickleNote.NAME, None)
     return count
 
 
@@ -187,41 +185,6 @@ def _revert_classes(cls: type) -> int:
 
 def _own_method(owner: Any, name: str) -> Any:
     return types.MethodType(getattr(type(owner), name), owner)
-
-
-class PickleNote:
-    """An attribute of a patched live model, which warns when the model is pickled that the kernels are not stored.
-
-    Pickle stores a bound method as its object and its name, so what is loaded has the class's own forward. A deep copy
-    keeps the kernels. What is loaded needs no liger_hw: the note is stored as its words.
-    """
-
-    NAME = "_liger_hw_note"
-    WORDS = (
-        "%s is pickled while liger_hw's kernels are on it, and they are not stored: what is loaded runs its own code, "
-        "until it is patched again"
-    )
-
-    def __init__(self, model: Any) -> None:
-        self.owner = weakref.ref(model)
-        self.words = self.WORDS % type(model).__name__
-
-    def apply(self) -> None:
-        setattr(self.owner(), self.NAME, self)
-
-    def revert(self) -> bool:
-        """Gone with the last kernel: other calls' may still be there."""
-        model = self.owner()
-        if model is not None and not any(is_ours(v) for m in model.modules() for v in vars(m).values()):
-            vars(model).pop(self.NAME, None)
-        return True
-
-    def __reduce__(self) -> tuple:
-        log.warning("liger_hw: %s", self.words)
-        return str, (self.words,)
-
-    def __deepcopy__(self, memo: dict) -> "PickleNote":
-        return self
 
 
 class NewModels:
@@ -271,7 +234,7 @@ class PatchReport:
     family: str
     target: str
     rows: list[PatchRow] = field(default_factory=list)
-    patches: list[Patch | NewModels | PickleNote] = field(default_factory=list)
+    patches: list[Patch | NewModels] = field(default_factory=list)
     module: str = ""
     unnamed: list[str] = field(default_factory=list)
 
@@ -323,15 +286,6 @@ class PatchReport:
     def __str__(self) -> str:
         cells, notes = with_notes(self._cells(), places=(2, 3))
         return "\n".join([f"{self.family}: {self.target}", table(cells), *map(fold, [*notes, *self._others()])])
-
-    def _repr_html_(self) -> str:
-        """The table, for notebooks."""
-        head, *body = ([html.escape(cell) for cell in row] for row in self._cells())
-        lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
-        lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
-        after = "".join(f"<p>{html.escape(line)}</p>" for line in self._others())
-        title = html.escape(f"{self.family}: {self.target}")
-        return f"<table><caption>{title}</caption>{''.join(lines)}</table>{after}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         """A header, and one row for all places that are alike."""
