@@ -35,7 +35,6 @@ from .report import (
     ALREADY,
     PATCH_LOCK,
     PATCHED,
-    SLOTS,
     NewModels,
     Patch,
     PatchReport,
@@ -135,14 +134,14 @@ class _Patcher:
             has_model = True
             slot = forward_slot(owner)
             current = getattr(owner, slot)
-            where, found_mark = f"{type(model).__name__}.forward", getattr(current, PATCH_MARK, None)
+            where, old_mark = f"{type(model).__name__}.forward", _mark_of(current)
             head = head_path(model)
-            if found_mark is not None and found_mark[0] != part:
+            if old_mark is not None and old_mark[0] != part:
                 raise ValueError(
-                    f"{where} is already patched for {found_mark[0]}; revert() that patch before asking for {part}"
+                    f"{where} is already patched for {old_mark[0]}; revert() that patch before asking for {part}"
                 )
-            if found_mark is not None or not head:
-                state = ALREADY if found_mark is not None else "left alone: it has no output head of its own"
+            if old_mark is not None or not head:
+                state = ALREADY if old_mark is not None else "left alone: it has no output head of its own"
                 self.keep(part, where, part, state, owner)
                 continue
             if _is_foreign(owner, current):
@@ -168,9 +167,6 @@ class _Patcher:
         """`probing.recognise`, once for all modules that cannot differ in what they compute."""
         forward = type(module).forward
         guards = probing.guards_of(module, forward, frozenset())
-        gate = getattr(type(module), "_apply_gate", None)
-        if gate is not None:
-            guards += probing.guards_of(module, gate, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
         own_gate = probing.experts.has_own_gate(module)
         children = tuple(module._modules)
@@ -185,6 +181,11 @@ class _Patcher:
 
     def change(self, part: str, where: str, kernel: str, patch: Patch, variant: str = "") -> None:
         self.report.change(PatchRow(part, where, kernel, PATCHED, variant), patch)
+
+
+def _mark_of(function: Any) -> tuple[str, str] | None:
+    """(part, kernel) of a function that a patch has put in place."""
+    return getattr(function, PATCH_MARK, None)
 
 
 _REPLACED = "left alone: its forward was replaced by something else; patch the model before that"
@@ -251,29 +252,25 @@ class _ModelPatcher(_Patcher):
         for module in self.model.modules():
             if probing.is_overlooked(module):
                 self.report.unnamed.append(type(module).__name__)
-            for slot in (forward_slot(module), *SLOTS[1:]):
-                if callable(getattr(module, slot, None)):
-                    self._patch_module(module, slot, options)
+            self._patch_module(module, options)
 
-    def _patch_module(self, module: nn.Module, slot: str, options: dict[str, bool]) -> None:
-        current = getattr(module, slot)
-        where = f"{type(module).__name__}.{slot.removeprefix('_old_')}"
-        found_mark = getattr(current, PATCH_MARK, None)
-        if found_mark is not None:
-            if options.get(found_mark[0]) and found_mark[0] not in ("rope", *_LOSSES):
-                self.keep(found_mark[0], where, found_mark[1], ALREADY, module)
+    def _patch_module(self, module: nn.Module, options: dict[str, bool]) -> None:
+        slot = forward_slot(module)
+        current, where = getattr(module, slot), f"{type(module).__name__}.forward"
+        if old_mark := _mark_of(current) or _mark_of(getattr(module, SLOT, None)):
+            if options.get(old_mark[0]) and old_mark[0] not in ("rope", *_LOSSES):
+                self.keep(old_mark[0], where, old_mark[1], ALREADY, module)
             return
         result = self.recognise(module)
         part = _wanted_part(result.kernel, options) if result else None
-        own_slot = result.slot if isinstance(result, Match) else "forward"
-        if part is None or slot != (forward_slot(module) if own_slot == "forward" else own_slot):
+        if part is None:
             return
         if isinstance(result, Match):
             its_own = getattr(current, "__self__", None) is module
             if not its_own and result.kernel == "fused_moe" and is_spread(module, current):
                 self._patch_spread(module, where, part, result)
                 return
-            if not its_own or current.__func__ is not getattr(type(module), result.slot):
+            if not its_own or current.__func__ is not type(module).forward:
                 result = Refused("its forward was replaced by something else", result.kernel)
         if isinstance(result, Refused):
             self.keep(part, where, result.kernel, f"left alone: {result.reason}", module)
@@ -312,7 +309,6 @@ class _ModelPatcher(_Patcher):
             switch = [True]
             forward = guarded(match, guards, original, switch, of_one_module=True)
             marked(forward, part, match.kernel, original, switch)
-            forward.__name__ = match.slot  # pickle finds a bound method by it; transformers' default gate has another
             self.forwards[key] = forward
         return self.forwards[key]
 
@@ -403,11 +399,10 @@ class _ClassPatcher(_Patcher):
     def patch_modules(self, options: dict[str, bool]) -> None:
         borrowed: dict[tuple[str, type], Match] = {}
         for cls, modules in self.instances.items():
-            marks = (getattr(getattr(cls, slot, None), PATCH_MARK, None) for slot in SLOTS)
-            found_mark = next(filter(None, marks), None)
-            if found_mark is not None and found_mark[0] not in _LOSSES:
-                if options.get(found_mark[0]):
-                    self.keep(found_mark[0], f"{cls.__name__}.forward", found_mark[1], ALREADY)
+            old_mark = _mark_of(cls.forward)
+            if old_mark is not None and old_mark[0] not in _LOSSES:
+                if options.get(old_mark[0]):
+                    self.keep(old_mark[0], f"{cls.__name__}.forward", old_mark[1], ALREADY)
                 continue
             results = [(module, self.recognise(module)) for module in modules]
             kernel = next((result.kernel for _, result in results if result), None)
@@ -426,8 +421,7 @@ class _ClassPatcher(_Patcher):
 
     def _patch_class(self, cls: type, part: str, results: list[tuple[Any, Match | Refused | None]]) -> None:
         """One forward for all of a class's instances: each match, guarded by what its sample had that decides it."""
-        slot = next((result.slot for _, result in results if isinstance(result, Match)), "forward")
-        where, original = f"{cls.__name__}.{slot}", getattr(cls, slot)
+        where, original = f"{cls.__name__}.forward", cls.forward
         unknown = probing.EVERYTHING in probing.reads(cls, original)
         matches: list[tuple[probing.Guards, Match]] = []
         for module, result in results:
@@ -451,7 +445,7 @@ class _ClassPatcher(_Patcher):
             forward = guarded(match, guards, forward, switch)
         words, match = sorted({m.variant for _, m in matches}), matches[0][1]
         marked(forward, part, match.kernel, original, switch)
-        self.change(part, where, match.kernel, Patch(cls, slot, forward), " or ".join(filter(None, words)))
+        self.change(part, where, match.kernel, Patch(cls, "forward", forward), " or ".join(filter(None, words)))
 
     def _choose_by_default(self) -> None:
         """Have the configurations of later models name liger_hw, where the program names no implementation of experts.

@@ -75,11 +75,10 @@ def _recognised(module: torch.nn.Module) -> Callable:
     plain = _unparametrized(module)
     of_class = original_of(type(plain).forward)
     result = probing.recognise(plain, of_class)
-    if isinstance(result, probing.Match) and result.slot == "forward":
+    if isinstance(result, probing.Match):
         forward = guarded(result, probing.guards_of(plain, of_class, result.used), default, [True])
     else:
-        is_refused = isinstance(result, probing.Refused)
-        why_invalid = result.reason if is_refused else result.variant if result else "they are no experts"
+        why_invalid = result.reason if result else "they are no experts"
         _log_once(f"liger_hw: {type(module).__name__} runs by {_DEFAULT}: {why_invalid}")
         forward = default
     _forwards[id(module)] = forward

@@ -62,8 +62,8 @@ def guarded(
 ) -> Callable:
     """A method that computes `match.replacement` in `original`'s place, with its argument's name.
 
-    of_one_module: it is bound to live modules, and stands for what their class has in `match.slot`, which was
-    `original`. A module may be given another class, or its class another method, which then runs.
+    of_one_module: it is bound to live modules, and stands for their class's forward, which was `original`. A module may
+    be given another class, or its class another method, which then runs.
 
     `original` itself runs for modules that do not meet `guards`, for inputs of another dtype than the match asks for,
     where `keeps_own_code` says so, for nested tensors, when more or fewer arguments are given than the match takes,
@@ -71,13 +71,12 @@ def guarded(
     """
     replacement, weight, outside_autocast = match.replacement, match.input_dtype_of, match.outside_autocast
     names = list(inspect.signature(original).parameters)
-    slot = match.slot
-    instead = _method_of_its_class(slot) if of_one_module else original
+    instead = _forward_of_its_class if of_one_module else original
 
     def applies(self: Any, x: Any) -> bool:
         if not switch or keeps_own_code(x) or x.is_nested or (guards and not probing.holds(self, guards)):
             return False
-        if of_one_module and _is_another(getattr(type(self), slot), original):
+        if of_one_module and _is_another(type(self).forward, original):
             return False
         if outside_autocast and torch.is_autocast_enabled(x.device.type):
             return False
@@ -115,11 +114,8 @@ def guarded(
     return forward
 
 
-def _method_of_its_class(slot: str) -> Callable:
-    def method(self, *args, **kwargs):
-        return getattr(type(self), slot)(self, *args, **kwargs)
-
-    return method
+def _forward_of_its_class(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
 
 
 def _is_another(current: Callable, original: Callable) -> bool:

@@ -30,9 +30,9 @@ _MISSING = object()
 PATCHED = "patched"
 ALREADY = "already patched"
 
-SLOTS = ("forward", "_apply_gate", choice.SLOT)
-"""Methods of a module that a patch may replace or add: its forward, the gate of batched experts, and what runs experts
-whose forward transformers has replaced."""
+SLOTS = ("forward", choice.SLOT)
+"""Methods of a module that a patch may replace or add: its forward, and what runs experts whose forward transformers
+has replaced."""
 
 PATCH_LOCK = fork_safe(threading.RLock())
 """Held while anything is patched or reverted, so that calls in several threads follow one another."""
@@ -40,7 +40,7 @@ PATCH_LOCK = fork_safe(threading.RLock())
 
 def patched_parts(model: Any) -> dict[str, int]:
     """Kernel -> how many of a model's modules run it, by patches of the model or of its classes."""
-    places = ((module, slot) for module in model.modules() for slot in (forward_slot(module), *SLOTS[1:]))
+    places = ((module, slot) for module in model.modules() for slot in (forward_slot(module), choice.SLOT))
     marks = (getattr(getattr(module, slot, None), PATCH_MARK, None) for module, slot in places)
     return dict(Counter(mark[1] for mark in marks if mark is not None))
 

@@ -31,7 +31,7 @@ def causal_lms() -> dict[str, str]:
 
 
 def forwards(model: Any) -> dict[str, Any]:
-    """Module name -> what its forward and gate are, for comparing before and after."""
+    """(module name, slot) -> what a patch may replace there, for comparing before and after."""
     functions = {}
     for name, module in model.named_modules():
         for slot in SLOTS:

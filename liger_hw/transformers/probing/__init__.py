@@ -16,7 +16,6 @@ guards.py says when a match that was found on one module applies to another.
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any, Callable
 
 from torch import nn
@@ -50,8 +49,6 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
         if kind.is_candidate(module):
             with quiet():
                 result = kind.recognise(module, forward)
-                if kind is experts and isinstance(result, Refused) and not experts.has_own_gate(module):
-                    return _gate_of_experts(module, forward, result)
             if result is not None:
                 return result
             break
@@ -74,11 +71,3 @@ def is_overlooked(module: Any) -> bool:
     if not children:
         return not module._buffers and len(shapes) in (1, 2) and len(shapes[0]) == 1 and len(set(shapes)) == 1
     return not shapes and len(children) in (2, 3) and all(type(child) is nn.Linear for child in children)
-
-
-def _gate_of_experts(module: Any, forward: Callable, refused: Refused) -> Match | Refused:
-    """The kernel of the gate alone, where transformers' own products stay; else why the experts keep their own code."""
-    gate = mlps.recognise(module, forward)
-    if isinstance(gate, Match):
-        return replace(gate, variant=f"{gate.variant}, gate only: {refused.reason}")
-    return refused

@@ -1,7 +1,7 @@
-"""MLPs: gated, of squared ReLU, and the gate of batched experts, whatever their projections are.
+"""MLPs: gated, or of squared ReLU, whatever their projections are.
 
 In order: what takes an MLP's place, which modules may be one, how a copy is run with stand-ins for its projections,
-how the activation between them is recognised, and experts, where only the gate is replaced.
+and how the activation between them is recognised.
 
 Projections are never looked into: a stand-in notes what it is called with and answers with random numbers, so sharded,
 quantised, adapted and not yet loaded (meta) projections are alike. They are called as before, in the family's own
@@ -23,7 +23,6 @@ from ...kernels.pointwise.swiglu import swiglu_reference
 from ...kernels.pointwise.tiled_mlp import tileable
 from ...recompute.recipes import project
 from ...runtime.saved_tensors import owns_outputs
-from ..choice import NAME
 from .guards import EVERYTHING, reads
 from .probe import (
     BATCH,
@@ -145,8 +144,6 @@ def is_candidate(module: nn.Module) -> bool:
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
     """The activation kernel that belongs between `module`'s projections."""
-    if callable(getattr(module, "_apply_gate", None)) and module._parameters:
-        return _recognise_experts(module)
     children = {name: child for name, child in module._modules.items() if child is not None}
     projections = {name: child for name, child in children.items() if _kind(child) == "projection"}
     has_others = any(_kind(child) == "other" for child in children.values())
@@ -473,50 +470,3 @@ def _why_not(expected: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> 
             if expected.shape == up.shape and agrees(activation(gate) * up, expected):
                 return f"it is gated by {name}: no kernel"
     return "its activation is not silu, tanh gelu or gelu times the other half (it is clamped, limited or in pairs)"
-
-
-# -- experts ---------------------------------------------------------------------------------------------------------
-
-
-def _recognise_experts(module: nn.Module) -> Match | Refused:
-    """The gate that every batched experts implementation of transformers calls between its two products."""
-    kernel = "fused_gate_up_swiglu"
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation not in (None, "grouped_mm", "batched_mm", NAME):
-        return Refused(f"experts_implementation={implementation!r} does not call its gate", kernel)
-    down = module._parameters.get("down_proj")
-    copied = probe_copy(module, {}, {})
-    if getattr(module, "has_gate", True) is False:
-        y = run(type(module)._apply_gate, copied, random(*BATCH, 16, source=generator()))
-        return Refused("its experts have no gate" if not isinstance(y, str) else y, kernel)
-    if down is None or down.dim() != 3:
-        return Refused("its experts are not kept as two batched projections", kernel)
-    customised = _customised_activation(module, kernel)
-    if customised:
-        return customised
-    named = reads(type(module), type(module)._apply_gate)
-    for name, child in module.named_children():
-        if name in named and any(True for _ in child.parameters()):
-            return Refused(f"its {name} has parameters of its own", kernel)
-    width = 2 * min(down.shape[1:])
-    gate_up = random(2 * BATCH[1], width + width % 4, source=generator())
-    expected = run(type(module)._apply_gate, copied, gate_up)
-    in_eval = run(type(module)._apply_gate, probe_copy(module, {}, {}, training=False), gate_up)
-    if isinstance(expected, str) or isinstance(in_eval, str):
-        return Refused(str(expected if isinstance(expected, str) else in_eval), kernel)
-    if not is_equal(in_eval, expected):
-        return Refused("it computes something else in eval mode", kernel)
-    if elsewhere := open_branch(type(module)._apply_gate, module):
-        return Refused(elsewhere, kernel)
-    for gate_first in (True, False):
-        halves = gate_up.chunk(2, -1)
-        gated = _gated_activation(expected, *(halves if gate_first else halves[::-1]), {"": 1.0})
-        if gated:
-            gate, up = (LARGE * half for half in (halves if gate_first else halves[::-1]))
-            large = run(type(module)._apply_gate, copied, LARGE * gate_up)
-            if isinstance(large, str) or not agrees(gated.reference(gate, up), large):
-                return Refused("its gate has a limit", kernel)
-            words = f"{gated.act}, {implementation or 'batched'} experts"
-            replacement = halves_replacement(gated.act, gate_first)
-            return Match(_gate_op(gated.act, gate_first), words, replacement, slot="_apply_gate")
-    return Refused(_why_not(expected, *gate_up.chunk(2, -1)), kernel)

@@ -32,7 +32,6 @@ class Match:
 
     kernel: op name; variant: in words, for the report
     replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
-    slot: attribute of the module that `replacement` replaces
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
     input_dtype_of: weight whose dtype an input must have for the match to hold; empty if any input will do
     inputs: how many tensors `replacement` takes after the module
@@ -43,7 +42,6 @@ class Match:
     kernel: str
     variant: str
     replacement: Callable
-    slot: str = "forward"
     used: frozenset[str] = frozenset()
     input_dtype_of: str = ""
     inputs: int = 1
