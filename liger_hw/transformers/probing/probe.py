@@ -189,7 +189,7 @@ def run(function: Callable, *args: Any) -> torch.Tensor | str:
 
 def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
     """Name -> what a module, or one of its children, has by it, with how often tensors were changed in place."""
-    values: dict[str, tuple[Any, ...]] = {}
+    states: dict[str, tuple[Any, ...]] = {}
     parts = {"": module, **module._modules} if isinstance(module, nn.Module) else {}
     for part, each in parts.items():
         attributes = {**each._buffers, **vars(each)} if isinstance(each, nn.Module) else {}
@@ -197,8 +197,8 @@ def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
             items = (*value, *value.values()) if isinstance(value, dict) else value
             values = tuple(items) if isinstance(value, _CONTAINERS) else (value,)
             versions = (t._version for t in values if isinstance(t, torch.Tensor) and not t.is_inference())
-            values[f"{part}.{name}" if part else name] = (*values, *versions)
-    return values
+            states[f"{part}.{name}" if part else name] = (*values, *versions)
+    return states
 
 
 def _is_same(before: tuple[Any, ...] | None, after: tuple[Any, ...]) -> bool:
