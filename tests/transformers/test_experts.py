@@ -460,7 +460,7 @@ def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(moe_call
     with caplog.at_level(logging.WARNING, "liger_hw"):
         assert_same(step(module, *arguments), expected, 0, 0)
         module(*arguments)
-    assert not moe_calls and caplog.text.count("Inkling2Experts runs by grouped_mm: its activation is none") == 1
+    assert not moe_calls and caplog.text.count("Inkling2Experts runs by grouped_mm: its activation is not one") == 1
 
 
 # -- what training code does with experts ----------------------------------------------------------------------------

@@ -369,7 +369,7 @@ NOT_MLPS = {
     "no gate": (lambda: mlp(_plain, nn.GELU(), gate=False), "has no gate"),
     "clamped": (
         lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)).clamp(max=s.limit) * s.up_proj(x))),
-        "none of",
+        "not silu",
     ),
     "a limit that few numbers meet": (
         lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x).clamp(max=s.far)) * s.up_proj(x))),
