@@ -12,7 +12,7 @@ import torch
 from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check_numbers, define, empty_like, first_order
+from ...runtime.operator import Function, check_flags, check_numbers, define, empty_like, first_order
 from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import ActivationOperators, activation_tunables, evenly_spaced, launch_activation
@@ -118,6 +118,7 @@ def liger_fused_gate_up_swiglu(
     Raises `ValueError` for an odd last dimension or a dtype that does not fit.
     """
     check_numbers("liger_fused_gate_up_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    check_flags("liger_fused_gate_up_swiglu", owned=owned)
     return FusedGateUpSiLUMulFunction.apply(y, gate_multiplier, down_multiplier, owned)
 
 

@@ -19,7 +19,7 @@ import torch
 from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op
-from ...runtime.operator import Function, check, first_order
+from ...runtime.operator import Function, check, check_flags, first_order
 from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
@@ -91,6 +91,7 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh", *, 
     """
     if approximate not in APPROXIMATIONS:
         check(False, "liger_geglu", f"approximate must be one of {', '.join(APPROXIMATIONS)}, got {approximate!r}")
+    check_flags("liger_geglu", owned=owned)
     return GELUMulFunction.apply(a, b, approximate, owned)
 
 

@@ -17,7 +17,7 @@ import torch
 from ... import registry
 from ...recompute.recipes import project
 from ...registry import Op
-from ...runtime.operator import Function, check, check_numbers, first_order
+from ...runtime.operator import Function, check, check_flags, check_numbers, first_order
 from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
@@ -91,6 +91,7 @@ def liger_swiglu(
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_numbers("liger_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    check_flags("liger_swiglu", owned=owned)
     return SiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier, owned)
 
 
