@@ -403,7 +403,7 @@ def test_a_pickle_of_a_patched_model_needs_no_liger_hw(family, tmp_path):
         "import torch\n"
         f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
         "ids = torch.tensor([[5, 6, 7]])\n"
-        "assert type(model(ids, labels=ids).logits) is torch.Tensor and 'patched again' in model._liger_hw_note\n"
+        "assert type(model(ids, labels=ids).logits) is torch.Tensor\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
