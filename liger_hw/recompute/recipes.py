@@ -25,6 +25,7 @@ from typing import Any, Callable
 import torch
 
 from ..locks import fork_safe
+from ..private import allows_saved_tensor_hooks, hooks_on_top
 
 log = logging.getLogger("liger_hw")
 
@@ -442,7 +443,7 @@ class Scope:
             hooks.__exit__(*error)
 
 
-_hooks_on_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_hooks_on_top = hooks_on_top
 """Gives this thread's innermost saved-tensor hooks, or None where there are none; torch has it since 2.8."""
 _STEPPED_ASIDE = Scope(KEEP)
 
@@ -461,7 +462,7 @@ def inside_foreign_hooks() -> bool:
     """Whether the innermost saved-tensor hooks are not a scope's, or hooks are forbidden."""
     hooks = innermost_hooks()
     if hooks is None:
-        return not torch._C._autograd._saved_tensors_hooks_is_enabled()
+        return not allows_saved_tensor_hooks()
     return hooks[0] is not pack and hooks[0] is not _pack_kept
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..private import keeps_graph
 from ..recompute import recipes
 from .operator import is_transformed
 
@@ -54,9 +55,6 @@ def may_overwrite(ctx: Any, saved: tuple[torch.Tensor, ...]) -> bool:
     return ctx.owned and not graph_is_kept() and not is_transformed() and all([type(t) is torch.Tensor for t in saved])
 
 
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-
-
 def graph_is_kept() -> bool:
     """Whether this backward may run again over the same saved tensors: with retain_graph, while torch.compile traces,
     and where this version of torch cannot tell.
@@ -64,4 +62,4 @@ def graph_is_kept() -> bool:
     A captured device graph counts by the call it recorded: replaying a backward twice after one forward is
     retain_graph.
     """
-    return torch.compiler.is_compiling() or _keeps_graph is None or _keeps_graph()
+    return torch.compiler.is_compiling() or keeps_graph is None or keeps_graph()

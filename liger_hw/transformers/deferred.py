@@ -21,6 +21,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..private import graph_task, has_forward_gradients, is_functorch_wrapped
 from ..recompute import recipes
 from ..runtime.checks import autocast_dtype
 
@@ -40,7 +41,7 @@ class Surroundings:
         self.grad = torch.is_grad_enabled()
         self.dtype = autocast_dtype(device_type)
         self.hooks = _hooks_in_force()
-        self.tracked = self.grad and (torch.compiler.is_compiling() or torch._C._is_fwd_grad_enabled())
+        self.tracked = self.grad and (torch.compiler.is_compiling() or has_forward_gradients())
 
     def restored(self) -> contextlib.ExitStack:
         """Context manager that brings them back where they have changed since.
@@ -73,7 +74,7 @@ class _Held(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor) -> "_Held":
-        is_wrapper = torch._C._functorch.is_functorch_wrapped_tensor(t)
+        is_wrapper = is_functorch_wrapped(t)
         has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_wrapper
         return cls(t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None)
 
@@ -93,9 +94,9 @@ def inside_a_function() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task() != -1:
         return recipes.supported() and recipes.innermost_hooks() is None
-    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+    return not has_forward_gradients() and not torch.is_inference_mode_enabled()
 
 
 class DeferredLogits:
@@ -271,7 +272,7 @@ class DeferredLogits:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or not self._surroundings.grad:
                 return
-        elif torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+        elif has_forward_gradients() or torch.is_inference_mode_enabled():
             return  # only the forward of an autograd.Function switches forward-mode gradients off as well
         if self._surroundings.tracked and self._head.has_gradient(self._hidden):
             raise GradientWouldBeLost(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
+from ..private import refuses_data_ptr, without_torch_function
 from ..runtime.operator import first_order
 from .deferred import DeferredLogits
 
@@ -72,7 +73,7 @@ class _Beside(torch.autograd.Function):
 
 def _stand_in(logits: DeferredLogits) -> "OutputLogits":
     stand_in = torch.Tensor._make_wrapper_subclass(OutputLogits, logits.shape, dtype=logits.dtype, device=logits.device)
-    torch._C._set_throw_on_mutable_data_ptr(stand_in)  # as FakeTensor: who asks for its memory must not get address 0
+    refuses_data_ptr(stand_in)  # as FakeTensor: who asks for its memory must not get address 0
     stand_in._logits = logits
     return stand_in
 
@@ -131,7 +132,7 @@ class OutputLogits(torch.Tensor):
                     self._plain = self._logits._replay(source)
             else:
                 computed = self._logits.materialise().detach()
-                with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(needs_grad):
+                with without_torch_function(), torch.set_grad_enabled(needs_grad):
                     self._plain = _Read.apply(self, computed)
             for reference in self._derived:
                 derived = reference()
@@ -174,7 +175,7 @@ class OutputLogits(torch.Tensor):
 
         An autograd.Function that returns it, as DDP's does, gives it another.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return self.requires_grad, self.grad_fn is self._made_by
 
     def _is_moved(self) -> bool:
@@ -204,7 +205,7 @@ class OutputLogits(torch.Tensor):
         if func in _KNOWN or func in _OF_GRAPH:
             if func in _WATCHING:
                 first._has_hook = True
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if isinstance(first, OutputLogits):
             rest, named = _computed(args[1:]), {k: _computed(v) for k, v in kwargs.items() if v is not first}

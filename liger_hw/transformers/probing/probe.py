@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...distributed import owners
+from ...private import n_dispatch_modes
 from ...text import first_line
 
 BATCH = (2, 3)
@@ -64,7 +65,7 @@ def quiet() -> Iterator[None]:
     Its saved tensors are hidden from other hooks: checkpointing counts what is saved in a forward, of which the first
     call of experts by their name may be a part."""
     with contextlib.ExitStack() as stack:
-        if torch._C._len_torch_dispatch_stack():
+        if n_dispatch_modes():
             from torch.utils._python_dispatch import _disable_current_modes
 
             stack.enter_context(_disable_current_modes())
