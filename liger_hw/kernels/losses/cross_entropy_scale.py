@@ -145,7 +145,7 @@ def _misfit(grad, grad_output, stats) -> str:
     return ""
 
 
-_SHAPES = "grad [n_rows, *]; grad_output [] | [n_rows]; stats [0] | [5]"
+_SHAPES = "grad [n_rows, *]; grad_output [] | [n_rows]; stats [0] | [5] | [8]"
 cross_entropy_bwd = define(
     "cross_entropy_bwd(Tensor grad, Tensor grad_output, Tensor stats) -> Tensor",
     shapes=_SHAPES,
