@@ -90,23 +90,29 @@ def _differentiate(outputs: Any, inputs: list[torch.Tensor]) -> None:
     torch.autograd.grad(outputs, inputs, output_grads(outputs, 0), allow_unused=True)
 
 
-def _names(rule, n_dims: int) -> list[str]:
-    """The name of each dimension of a tensor with `n_dims`, "" for a number; `.` for all where it has no such form."""
+def _names(rule, shape: torch.Size) -> list[str]:
+    """The name of each dimension of a tensor, "" for a number; `.` for all where no form has as many dimensions.
+
+    Of several forms it is the one that says the most about the tensor's shape by numbers.
+    """
+    fitting = []
     for form in rule.forms:
-        names = [name for _, name in form]
-        if "*" in names:
-            place = names.index("*")
-            names[place : place + 1] = ["*"] * (n_dims - len(names) + 1)
-        if len(names) == n_dims:
-            return names
-    return [rule.count[1]] if rule.count is not None else ["."] * n_dims
+        sizes = list(form)
+        if (1, "*") in sizes:
+            place = sizes.index((1, "*"))
+            sizes[place : place + 1] = [(1, "*")] * (len(shape) - len(sizes) + 1)
+        if len(sizes) == len(shape) and all(name or factor == n for (factor, name), n in zip(sizes, shape)):
+            fitting.append([name for _, name in sizes])
+    if fitting:
+        return max(fitting, key=lambda names: names.count(""))
+    return [rule.count[1]] if rule.count is not None else ["."] * len(shape)
 
 
 def _is_free(name: str, args: tuple, label: str, axis: int) -> bool:
     """Whether a dimension may have any size: the declaration has its name in no other place."""
     rules = [rule for rule in declared[name].rules if isinstance(args[rule.place], torch.Tensor)]
     rule = next(rule for rule in rules if rule.name == label)
-    names = _names(rule, args[rule.place].dim())
+    names = _names(rule, args[rule.place].shape)
     if label in ("q", "k") and "head_axis" in (arguments := _arguments(name)) and "dq" not in arguments:
         if axis == args[arguments.index("head_axis")]:
             return True
@@ -114,14 +120,14 @@ def _is_free(name: str, args: tuple, label: str, axis: int) -> bool:
     if size in ("", ".") or names.count(size) > 1 and size != "*":
         return False
     same = {"*", "rows"} if size == "*" else {size}
-    return not any(same & {*_names(o, args[o.place].dim())} for o in rules if o is not rule)
+    return not any(same & {*_names(o, args[o.place].shape)} for o in rules if o is not rule)
 
 
 def _may_grow(name: str, args: tuple, label: str) -> bool:
     """Whether a tensor may have a dimension more: it has leading dimensions that no other tensor shares."""
     rules = [rule for rule in declared[name].rules if isinstance(args[rule.place], torch.Tensor)]
     rule = next(rule for rule in rules if rule.name == label)
-    others = {n for o in rules if o is not rule for n in _names(o, args[o.place].dim())}
+    others = {n for o in rules if o is not rule for n in _names(o, args[o.place].shape)}
     return any(n == "*" for form in rule.forms for _, n in form) and not others & {"*", "rows"}
 
 
@@ -136,6 +142,10 @@ def _retyped(tensor: torch.Tensor) -> torch.Tensor:
 def _changes(name: str, args: tuple) -> Iterator[tuple[str, tuple]]:
     """(what is changed, the arguments) of one tensor that does not fit each."""
     kinds = {rule.name: rule.kind for rule in declared[name].rules}
+    of_numbers = {
+        rule.name: [tuple(n for n, _ in form) for form in rule.forms if not any(size for _, size in form)]
+        for rule in declared[name].rules
+    }
     names = _arguments(name)
     present = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
     for place in present:
@@ -154,7 +164,8 @@ def _changes(name: str, args: tuple) -> Iterator[tuple[str, tuple]]:
             if not _is_free(name, args, label, axis):
                 for smaller in sorted({size - 1, 1} & set(range(1, size))):
                     short = tensor.narrow(axis, 0, smaller).contiguous()
-                    yield f"{label} {tuple(tensor.shape)} with {smaller} in dimension {axis}", changed(short)
+                    if tuple(short.shape) not in of_numbers[label]:
+                        yield f"{label} {tuple(tensor.shape)} with {smaller} in dimension {axis}", changed(short)
         if tensor.numel() and not _may_grow(name, args, label):
             yield f"{label} with one dimension more", changed(tensor[None].expand(2, *tensor.shape))
 
