@@ -25,6 +25,7 @@ class Model:
     qk_norm: q and k are normalised, each head by itself; joint_qk_norm: all heads of q, and all of k, as one row
     tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
     window: of attention that slides, 0 for none; positions: the longest sequence that it was made for, 0 if unknown
+    experts: of each layer, top_k of them for a token, each expert_width wide (0: `intermediate`)
     """
 
     name: str
@@ -45,6 +46,8 @@ class Model:
     window: int = 0
     positions: int = 0
     joint_qk_norm: bool = False
+    top_k: int = 0
+    expert_width: int = 0
 
 
 KNOWN = {
@@ -225,4 +228,6 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         window=max(0, field("sliding_window", default=0, least=-1)) if config.get("use_sliding_window", True) else 0,
         experts=field("num_local_experts", "num_experts", "n_routed_experts", default=0, least=0),
         positions=field("max_position_embeddings", "n_positions", default=0, least=0),
+        top_k=field("num_experts_per_tok", "moe_topk", default=0, least=0),
+        expert_width=field("moe_intermediate_size", default=0, least=0),
     )

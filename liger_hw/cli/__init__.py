@@ -41,6 +41,7 @@ COMMANDS = {
     "hub": "print the folder from which the `kernels` package loads the layers of liger_hw",
     "check": "what a patch would change in a model, from its name or configuration, without weights",
     "doctor": "run every op once against its reference here, and print what belongs into a bug report",
+    "estimate": "tokens/s and GiB of a model on a GPU that you may not have: Hugging Face, Liger, liger_hw",
     "plan": "activation levels of a model, the memory they take and the best mix that fits",
     "lock": "write liger-hw.lock, which pins every configuration of a model",
 }

@@ -1,0 +1,94 @@
+"""`liger-hw estimate llama-3-8b --gpu h100 --batch 2 --seq 4096`: what a training step gives before a GPU is rented.
+
+    liger-hw estimate mistral-7b --gpu h200 --batch 2 --seq 4096 --layers 8
+    liger-hw estimate my/config.json --gpu mi300x --batch 1 --seq 8k --lora
+    liger-hw estimate llama-3-8b --gpu h100 --batch 2 --seq 4096 --gpus 8 --engine fsdp2
+
+Tokens a second and GiB of one GPU, for Hugging Face, Liger and liger_hw, from the planner and from rates measured on
+one H200. It needs no GPU and no weights, and says what it does not know. `liger-hw plan` has the memory dial's levels.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..recompute.estimate import ENGINES, PEAK_TFLOPS, Estimate
+from ..text import fold, json_text, table
+from . import UsageError, user_errors
+from .arguments import A_MODEL, positive, tokens
+
+MEASURED = "h200"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    parser.add_argument("--gpu", choices=PEAK_TFLOPS, required=True, help="what to train on, by name")
+    parser.add_argument("--batch", type=positive, required=True, help="sequences a GPU takes at a time")
+    parser.add_argument("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
+    parser.add_argument("--layers", type=positive, help="other than the model has (default: the model's)")
+    parser.add_argument("--lora", action="store_true", help="adapters on every linear layer; the rest does not train")
+    parser.add_argument(
+        "--gpus", type=positive, default=1, help="of one host, that share the model's state (default 1)"
+    )
+    parser.add_argument("--engine", choices=ENGINES, help="what shards over them (default fsdp2)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict, replace
+
+    from ..autotune import models
+    from ..backends import known_target
+    from ..recompute.estimate import estimates
+
+    if arguments.engine and arguments.gpus == 1:
+        raise UsageError(f"estimate: --engine {arguments.engine} shards over several GPUs; add --gpus N")
+    with user_errors("estimate"):
+        model = models.find(arguments.model)
+        model = replace(model, layers=arguments.layers or model.layers)
+        rows = estimates(
+            model,
+            arguments.batch,
+            arguments.seq,
+            PEAK_TFLOPS[arguments.gpu],
+            known_target(arguments.gpu).bandwidth,
+            lora=arguments.lora,
+            gpus=arguments.gpus,
+            engine=arguments.engine or "fsdp2",
+        )
+    unknown = _unknown(arguments, bool(model.experts))
+    if arguments.json:
+        print(
+            json_text({"model": model.name, "estimates": [asdict(row) for row in rows], "unknown": unknown}, indent=2)
+        )
+        return 0
+    gpus = f"{arguments.gpus} x {arguments.gpu}, {arguments.engine or 'fsdp2'}" if arguments.gpus > 1 else arguments.gpu
+    print(f"{model.name}, {model.layers} layers, batch {arguments.batch} x {arguments.seq}, bf16, AdamW, {gpus}")
+    print(_table(rows))
+    print(fold("Not known: " + "; ".join(unknown) + "."))
+    return 0
+
+
+def _table(rows: list[Estimate]) -> str:
+    base = rows[0].tokens_per_second
+    lines = [("a GPU", "tokens/s", "gain", "peak GiB")]
+    for row in rows:
+        gain = "" if row is rows[0] else f"{row.tokens_per_second / base - 1:+.0%}"
+        lines.append((row.arm, f"{row.tokens_per_second:,.0f}", gain, f"{row.peak / 2**30:.1f}"))
+    return table(lines)
+
+
+def _unknown(arguments: argparse.Namespace, experts: bool) -> list[str]:
+    """What the estimate leaves out or takes over from elsewhere, for this command line."""
+    notes = ["the data loader, logging and checkpoints", "an attention other than transformers' default"]
+    if arguments.gpu != MEASURED:
+        notes.append(f"{arguments.gpu} was not timed: what an H200 reaches of its data sheet's rates stands for it")
+    if arguments.batch * arguments.seq < 4096:
+        notes.append("the host's own time, which sets the pace of small batches")
+    if arguments.lora:
+        notes.append("the adapters' own products and the speed of LoRA, which was not timed")
+    if experts:
+        notes.append("how tokens spread over experts: Mixtral-8x7B's speed, evenly routed, stands for all")
+    if arguments.gpus > 1:
+        notes.append(f"a link other than NVLink, and more GPUs than the four that were timed ({arguments.gpus} here)")
+    return notes
