@@ -109,7 +109,7 @@ def estimates(
         )
         if gpus > 1:
             peak += buffers + _parameters(planner) * 2 * (1 + (LORA_SHARE if lora else 1) * 3) // gpus
-        seconds = _seconds(arm, planner, bool(model.experts), lora, *rates)
+        seconds = _seconds(arm, planner, bool(model.experts), lora, gpus, *rates)
         rows.append(Estimate(arm.name, share * planner.tokens / seconds, int(peak)))
     return rows
 
@@ -144,7 +144,7 @@ def _more_kept(planner: Planner) -> int:
     return tokens * (2 * m.intermediate + 6 * normed)
 
 
-def _seconds(arm: Arm, planner: Planner, experts: bool, lora: bool, flops: float, rate: float) -> float:
+def _seconds(arm: Arm, planner: Planner, experts: bool, lora: bool, gpus: int, flops: float, rate: float) -> float:
     """Of one step. flops: of matrix products, a second; rate: bytes moved a second."""
     m, tokens, passes = planner.model, planner.tokens, 2 if lora else 3  # without the gradients of weights
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
@@ -159,5 +159,5 @@ def _seconds(arm: Arm, planner: Planner, experts: bool, lora: bool, flops: float
         scores, causal = 0.0, 2 * tokens * planner.seq * q * (1 / forward + 2.5 / backward)
     layer = (products + wide + causal) / flops + (small + scores) / rate
     head = passes * 2 * tokens * planner.head_parameters / flops + tokens * m.vocab * arm.logit / rate
-    update = _parameters(planner) * planner.given.trainable / planner.given.shards * UPDATE_BYTES / rate
+    update = _parameters(planner) * (LORA_SHARE if lora else 1) / gpus * UPDATE_BYTES / rate
     return m.layers * layer + head + update
