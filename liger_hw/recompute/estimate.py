@@ -38,7 +38,7 @@ class Arm:
     """What one way of training costs beside the matrix products.
 
     small: bytes that norms, gates and rotary embeddings move, over what fused kernels must move
-    logit: bytes moved for each logit; experts: time of a layer's expert products over that of dense ones
+    logit: bytes moved for each logit; experts: time of a layer's expert products over the time of dense ones
     kept_logit: bytes at the peak for each logit beside those that the planner counts
     fused_loss, level: as the planner takes them
     """
@@ -135,7 +135,7 @@ def _parameters(planner: Planner) -> int:
 
 
 def _more_kept(planner: Planner) -> int:
-    """Bytes that a layer of transformers keeps beside those of fused kernels.
+    """Bytes that a layer of transformers keeps beside what fused kernels keep.
 
     The gate's activation, and of each norm its input in fp32 and what it multiplies with the weight.
     """
