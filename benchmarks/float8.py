@@ -6,7 +6,7 @@
     python benchmarks/float8.py --convergence --out curves.json               1,000 steps of 87M parameters, three seeds
 
 Arms: `bf16` is liger_hw's patch alone, `rowwise` and `tensorwise` the patch with `liger_hw.float8`, `frozen` the first
-with `keep_frozen`; `torchao` and `torchao-compiled` are torchao's rowwise float8 training on the patched model, `te` the
+with `keep_frozen`; `torchao` and `torchao-compiled` are torchao's rowwise training on the patched model, `te` the
 linears of TransformerEngine. An arm whose package does not import is listed with the reason.
 
 --convergence trains a model on Python's own standard library, byte by byte, in bf16 and in FP8 from the same weights on

@@ -231,6 +231,11 @@ def test_assumptions_move_what_they_should():
     assert peak(8, fused_loss=False) - peak(8) == pytest.approx(8 * 4096 * 128256 * 8, rel=0.2), (
         "logits, and their fp32"
     )
+    float8, plain = (Planner(model, 1, 4096, Assumptions(float8=on)) for on in (True, False))
+    assert 1.2 < float8.float8_gain() == plain.float8_gain() < 1.5
+    inputs = 4096 * (3 * 4096 + 14336)  # of the linears, q, k, v and gate, up share theirs; o's is attention's as well
+    assert plain.layer.kept["keep"] - float8.layer.kept["keep"] == inputs - 2 * 4096 * 4096
+    assert float8.layer.kept["cheap"] - plain.layer.kept["cheap"] == inputs
     with pytest.raises(ValueError, match="unknown optimizer 'adamq'; known: adamw"):
         Assumptions(optimizer="adamq")
     with pytest.raises(ValueError, match="does not know layers with experts; name a level"):

@@ -124,7 +124,7 @@ def test_an_input_that_changed_is_quantised_again():
     assert first.grad_fn is not None
 
 
-@pytest.mark.parametrize("setting", ["cheap", "mlp", "full"])
+@pytest.mark.parametrize("setting", ["cheap", "mlp", "full", "tiled"])
 def test_the_memory_dial_gives_the_same_gradients(setting):
     model = _llama()
     liger_hw.float8(model, smallest=16)
