@@ -1,6 +1,6 @@
 """Gives the layers of a model their levels: every layer's forward runs in its own level's scope, or checkpointed.
 
-A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` that of the layers' class, and
+A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` the forward of the layers' class, and
 nothing else. With "fit" or a size the levels are planned at the first forward that trains, when batch, sequence length
 and dtype are known, and again when a larger batch comes. After the first two optimizer steps the log says how far the
 prediction was from the measured peak.
@@ -179,7 +179,8 @@ class Choice:
         host = SHARE * free_host_memory() if device.type != "cpu" else math.inf
         self.prediction, self.planned_for = planner.best(budget, host), shape
         self.levels = self.prediction.levels
-        log.info("liger_hw: activations=%r at %d x %d: %s (%s)", self.setting, *shape, self.prediction, planner.given)
+        words = "liger_hw: activations=%r at %d x %d: %s (%s)"
+        log.info(words, self.setting, *shape, self.prediction, planner.assumptions)
         self.end()
         if device.type != "cpu":
             self._check = _Check(self.prediction, device)
@@ -423,7 +424,7 @@ def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Seq
 
 
 def _last_at_cheap(original: Callable[..., Any], of_class: bool, switch: list[bool]) -> Callable[..., Any]:
-    """The forward of a class's layers, of which the last of a model is at `cheap`, or that of one such layer alone.
+    """The forward of a class's layers, of which the last of a model is at `cheap`, or the forward of one such layer.
 
     It gives way to levels that are named, to other saved-tensor hooks and to torch.compile, and where no kernel runs.
     """
