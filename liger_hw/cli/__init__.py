@@ -43,6 +43,7 @@ COMMANDS = {
     "doctor": "run every op once against its reference here, and print what belongs into a bug report",
     "estimate": "tokens/s and GiB of a model on a GPU that you may not have: Hugging Face, Liger, liger_hw",
     "plan": "activation levels of a model, the memory they take and the best mix that fits",
+    "prebuild": "lock file and compiled kernels of a model in one folder, for a container image",
     "lock": "write liger-hw.lock, which pins every configuration of a model",
 }
 
