@@ -246,9 +246,9 @@ def test_a_person_can_read_a_kernel():
 
 
 CEILING = (
-    52_760,
+    52_915,
     "what the package had on 2026-11-27, long sequences (820), and training in FP8 (960), attention residuals and "
-    "neighbourhood attention (1030), estimates (265)",
+    "neighbourhood attention (1030), estimates and prebuilt folders (420)",
 )
 """Lines of the package, and why they are that many. It is raised only with what was added, and what that is worth."""
 
