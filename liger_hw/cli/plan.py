@@ -203,5 +203,8 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         )
     if planner.assumptions.float8:
         notes.append(f"--float8: a step at `keep` is predicted to be {planner.float8_gain():.2f}x as fast as in bf16.")
+    parts = planner.layer.growing | {"two layer inputs at `offload`": 2 * planner.layer.kept["full"]}
+    words = ", ".join(f"{name} {size / planner.tokens / 1024:.1f}" for name, size in parts.items())
+    notes.append(f"What grows at `tiled` and `offload`, in KiB a token, while a layer goes back: {words}.")
     meaning = "Speed is against `keep`; `default` is a patch without activations=."
     print(fold("\n".join([*notes, f"Assumed: {planner.assumptions}; {attention}. {meaning}"])))

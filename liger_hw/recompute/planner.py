@@ -94,6 +94,7 @@ class Layer:
 
     kept: bytes that are kept for its backward; transient: bytes beside them while its backward runs
     extra: time of what is recomputed; time: of forward and backward at `keep`. Both in FLOPs of a GEMM
+    growing: what grows with the sequence while a layer at `tiled` or `offload` goes back, in bytes
     """
 
     kept: dict[str, int]
@@ -101,6 +102,7 @@ class Layer:
     extra: dict[str, float]
     time: float
     parameters: int
+    growing: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,9 @@ class Planner:
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide}
         kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
 
+        without_mlp = keep - kept["full"] - gated - 2 * unit * wide
+        growing = self._growing(without_mlp, unit, stream)
+
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
         gradients = unit * wide + stream * m.hidden + int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
         transient = {
@@ -185,7 +190,7 @@ class Planner:
             "cheap": gradients + unit * wide,
             "mlp": gradients + unit * (3 * wide + m.hidden),
             "full": gradients + keep - kept["full"],
-            "tiled": self._tiled(keep - kept["full"] - gated - 2 * unit * wide, unit, stream),
+            "tiled": self._tiled(without_mlp, unit, stream, growing),
         }
         # this layer's input, and the next layer's that is on its way
         transient["offload"] = transient["tiled"] + 2 * kept["full"]
@@ -197,27 +202,33 @@ class Planner:
             for level in kept:
                 again = unit * m.hidden + rotated if level not in ("cheap", "mlp") else 0  # the norm's output
                 transient[level] = max(transient[level], scores + again - kept[level])
-        return Layer(kept, transient, *self._times(linear, q, kv), parameters)
+        return Layer(kept, transient, *self._times(linear, q, kv), parameters, growing)
 
-    def _tiled(self, without_mlp: int, unit: int, stream: int) -> int:
-        """Bytes beside a layer's input while it goes back with its MLP in tiles: at a tile, or in attention.
+    def _growing(self, without_mlp: int, unit: int, stream: int) -> dict[str, int]:
+        """What grows with the sequence where the MLP runs in tiles, at its worst moment: attention's backward.
 
         without_mlp: what backward keeps but for the MLP's wide tensors, less the layer's input
         """
+        m = self.model
+        q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+        grouped = 2 * unit * q if kv < q else 0  # gradients of k and v for every head
+        return {
+            "norm output, q, k, v and attention's output": without_mlp - 2 * unit * m.hidden,
+            "their gradients and the residual stream's": unit * (2 * q + 2 * kv) + stream * m.hidden,
+            "temporaries of attention's backward": self.tokens * 4 * q + grouped,  # q's gradient in fp32
+        }
+
+    def _tiled(self, without_mlp: int, unit: int, stream: int, growing: dict[str, int]) -> int:
+        """Bytes beside a layer's input while it goes back with its MLP in tiles: at a tile, or in attention."""
         from ..kernels.pointwise.tiled_mlp import TILE_ROWS
 
         m, assumed = self.model, self.assumptions
-        q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
-        gradient = stream * m.hidden
-        rows = min(TILE_ROWS, self.tokens)
         weights = int(assumed.trainable * 3 * m.hidden * m.intermediate)
-        sums = weights * max(4, assumed.dtype_bytes)
-        tile = rows * assumed.compute_bytes * (4 * m.intermediate + 2 * m.hidden) + sums
-        # attention: beside gradients of its output, of q, k and v an fp32 one of q, and k's and v's for every head
-        grouped = 2 * unit * q if kv < q else 0
-        attention = unit * (2 * q + 2 * kv) + self.tokens * 4 * q + grouped - 2 * unit * m.hidden
-        attention += weights * assumed.dtype_bytes  # the MLP's gradients are complete
-        return without_mlp + gradient + max(unit * m.hidden + tile, attention)
+        rows = min(TILE_ROWS, self.tokens)
+        tile = rows * assumed.compute_bytes * (4 * m.intermediate + 2 * m.hidden)
+        tile += weights * max(4, assumed.dtype_bytes)  # gradients, summed in fp32
+        at_a_tile = without_mlp + (stream + unit) * m.hidden + tile
+        return max(at_a_tile, sum(growing.values()) + weights * assumed.dtype_bytes)
 
     @property
     def attention(self) -> str:

@@ -63,6 +63,21 @@ def test_gradients_are_those_of_tiled(offloading, monkeypatch):
     assert offloading.pinned > 0
 
 
+def test_tiles_of_weights_that_are_no_plain_parameters(offloading, monkeypatch):
+    """As ZeRO-3 has them: checkpoints of tiles within a layer's checkpoint, summed by autograd."""
+    monkeypatch.setattr(tiled_mlp, "TILE_ROWS", 4)
+    model = Decoder(count=3, dtype=torch.float64)
+    expected = gradients(model, contextlib.nullcontext())
+    for p in model.parameters():
+        p.ds_id = 1
+    calls = []
+    model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
+    for level in ("tiled", "offload"):
+        for a, b in zip(gradients(model, liger_hw.activations(level, model)), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert len(calls) >= 2 * 2 * 3, "three tiles, forward and backward"
+
+
 def test_pinned_memory_is_used_again(offloading):
     model = Decoder(count=4)
     with liger_hw.activations("offload", model):
