@@ -73,22 +73,6 @@ def tokens_table() -> str:
     return "\n".join(lines)
 
 
-def separate_table() -> str:
-    """A parameter for each expert: the op and a loop, beside the op on batched parameters."""
-    run, arms = _run("separate"), ("separate", "loop", "batched")
-    lines = [
-        "| sizes of | tokens | ms: the op | a loop | batched | host, ms: the op | a loop | peak, MiB: the op | a loop |"
-    ]
-    lines.append("|---" * 9 + "|")
-    for layer in sorted(run["layers"], key=list(LAYERS).index):
-        found = {row["arm"]: row for row in run["rows"] if row["shape"] == layer and "arm" in row}
-        cells = [LAYERS[layer], str(run["layers"][layer][0]), *(f"{found[arm]['ms']:.3g}" for arm in arms)]
-        cells += [f"{found[arm]['host_ms']:.3g}" for arm in arms[:2]]
-        cells += [f"{found[arm]['peak_mib']:.0f}" for arm in arms[:2]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def tried_table() -> str:
     """The whole op under other configurations, over its time as it was: of each layer the median of three turns."""
     run = _run("configurations")
@@ -128,7 +112,6 @@ def models_table() -> str:
 
 
 TABLES = {
-    "separate": separate_table,
     "layers": layers_table,
     "tokens": tokens_table,
     "tried": tried_table,

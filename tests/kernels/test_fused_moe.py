@@ -61,44 +61,6 @@ def test_routes(lane, generator, seed, route):
     verify(get_op("fused_moe"), sample(lane, generator, ROUTES[route]), seed)
 
 
-@pytest.mark.parametrize("skips_unused", [False, True])
-@pytest.mark.parametrize("route", ["most experts without a token", "some slots of nobody", "no token"])
-def test_experts_of_separate_weights(lane, generator, route, skips_unused):
-    """The same bits as of a stack of them; None for experts without a token, if asked for."""
-    x, up, down, index, weights = sample(lane, generator, ROUTES[route]).args
-    pairs = [tuple(half.detach().clone().requires_grad_() for half in expert.chunk(2)) for expert in up]
-    downs = [expert.detach().clone().requires_grad_() for expert in down]
-    expected = liger_fused_moe(x, up, down, index, weights)
-    direction = torch.randn(expected.shape, generator=generator).to(lane.device)
-    leaves = x, weights, up, down
-    dx, dweights, dup, ddown = torch.autograd.grad(expected, leaves, direction)
-    out = liger_fused_moe(x, pairs, downs, index, weights, skips_unused=skips_unused)
-    assert torch.equal(out, expected)
-    leaves = x, weights, *(w for pair in pairs for w in pair), *downs
-    found = torch.autograd.grad(out, leaves, direction, allow_unused=True)
-    wanted = [dx, dweights, *(half for expert in dup for half in expert.chunk(2)), *ddown]
-    unused = [skips_unused and not (index == expert).any() for expert in range(EXPERTS)]
-    without = [False, False, *(is_unused for is_unused in unused for _ in range(2)), *unused]
-    for mine, theirs, is_none in zip(found, wanted, without, strict=True):
-        assert mine is None if is_none else torch.equal(mine, theirs)
-
-
-@pytest.mark.cpu
-def test_separate_weights_that_do_not_fit_are_refused():
-    x, up, down, index, weights = (torch.zeros(3, 8), torch.zeros(2, 8, 8), torch.zeros(2, 8, 4), *_two_of_two(3))
-    pairs, downs = [tuple(expert.chunk(2)) for expert in up], list(down)
-    for args, options, why in (
-        ((pairs, downs[:1]), {}, "a pair of gate and up, and one down, for each expert"),
-        (([], []), {}, "a pair of gate and up, and one down, for each expert"),
-        ((pairs, [downs[0], downs[1].mT]), {}, r"every gate and up must be \[4, 8\] and every down \[8, 4\]"),
-        ((pairs, [downs[0], downs[1].bfloat16()]), {}, "every weight must have x's dtype torch.float32"),
-        ((pairs, downs), {"down_bias": torch.zeros(2, 8)}, "take no bias"),
-        ((up, down), {"skips_unused": True}, "skips_unused is for experts of separate weights"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            liger_fused_moe(x, *args, index, weights, **options)
-
-
 def _two_of_two(n_tokens):
     """(expert indices, weights) of tokens that choose both experts."""
     return torch.tensor([[0, 1]] * n_tokens), torch.full((n_tokens, 2), 0.5)

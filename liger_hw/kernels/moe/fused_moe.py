@@ -23,17 +23,14 @@ https://arxiv.org/abs/2512.14080 (the gradient of w from da, so that no expert's
 from __future__ import annotations
 
 import math
-from typing import Sequence
 
 import torch
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.host_copy import HostCopy
 from ...runtime.operator import (
     Function,
     autocast_dtype,
-    check,
     check_flags,
     check_tensors,
     define,
@@ -277,76 +274,13 @@ class FusedMoEFunction(Function):
         return dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None
 
 
-class SeparateExpertsFunction(Function):
-    """The same of experts whose projections are separate parameters, without biases.
-
-    `apply(x, top_k_index, top_k_weights, how, skips_unused, *weights)`: what `How` has, then gate and up of the first
-    expert, of the second and so on, and then down of each. They are stacked for forward, and once more for backward: a
-    stack that lived in between would hold every weight of a model twice. Each weight's gradient is a view of the
-    stack's. skips_unused: it is None where the expert has no token
-    """
-
-    @staticmethod
-    def forward(ctx, x, top_k_index, top_k_weights, how, skips_unused, *weights):
-        ctx.how = how
-        gate_up, down = _stacked(weights, x.dtype)
-        out, *saved = fused_moe_fwd(x, gate_up, down, top_k_index, top_k_weights, None, None, how)
-        ctx.save_for_backward(x, top_k_index, top_k_weights, *saved, *weights)
-        ctx.n_saved = len(saved)
-        ctx.offsets = HostCopy(Routing(*saved[1:]).offsets) if skips_unused else None
-        return out
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dout):
-        x, top_k_index, top_k_weights, *rest = ctx.saved_tensors
-        (z, *routed), weights = rest[: ctx.n_saved], rest[ctx.n_saved :]
-        n_up = len(weights) // 3 * 2
-        needs_x, _, needs_routing, _, _, *needs = ctx.needs_input_grad
-        needed = [needs_x, any(needs[:n_up]), any(needs[n_up:]), needs_routing, False, False]
-        inputs = x, *_stacked(weights, x.dtype), top_k_index, top_k_weights
-        gradients = fused_moe_bwd(dout, *inputs, None, z, *routed, needed, ctx.how)
-        dx, dup, ddown, dweights, _, _ = (g if want else None for g, want in zip(gradients, needed))
-        of_weights = (*_unstacked(dup, weights[:n_up]), *_unstacked(ddown, weights[n_up:]))
-        offsets = None if ctx.offsets is None else ctx.offsets.read()
-        if offsets is not None:
-            used = offsets.diff().ne(0).tolist()
-            pairs = [is_used for is_used in used for _ in range(2)]
-            needs = [need and is_used for need, is_used in zip(needs, (*pairs, *used))]
-        of_weights = [g if need else None for g, need in zip(of_weights, needs)]
-        return dx, None, dweights, None, None, *of_weights
-
-
-def _stacked(weights, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate_up_proj, down_proj) in a dtype, from gate and up of each of E experts, then down of each."""
-    n_experts = len(weights) // 3
-    stacks = []
-    for each in (weights[: 2 * n_experts], weights[2 * n_experts :]):
-        rows, columns = each[0].shape
-        stack = each[0].new_empty((len(each) * rows, columns), dtype=dtype)
-        torch.cat(each, out=stack)  # which casts without a copy of the weights in between
-        stacks.append(stack.view(n_experts, -1, columns))
-    return stacks[0], stacks[1]
-
-
-def _unstacked(gradient, weights) -> list[torch.Tensor | None]:
-    """The gradient of each weight in its dtype, as views of one tensor; None for all without a gradient."""
-    if gradient is None:
-        return [None] * len(weights)
-    dtypes = {w.dtype for w in weights}
-    gradients = gradient.view(len(weights), -1, gradient.shape[-1])
-    if len(dtypes) == 1:
-        gradients = gradients.to(*dtypes)
-    return [g.to(w.dtype) for g, w in zip(gradients.unbind(), weights)]
-
-
 # -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_moe(
     x: torch.Tensor,
-    gate_up_proj: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]],
-    down_proj: torch.Tensor | Sequence[torch.Tensor],
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
@@ -359,7 +293,6 @@ def liger_fused_moe(
     has_gate: bool = True,
     is_transposed: bool = False,
     is_concatenated: bool = True,
-    skips_unused: bool = False,
 ) -> torch.Tensor:
     """The experts of a mixture-of-experts layer, after its router.
 
@@ -367,9 +300,6 @@ def liger_fused_moe(
         autocast, which casts all of them to its dtype
     gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
     down_proj: [E, H, I], or [E, I, H] if is_transposed
-        Where each expert has separate parameters, both are sequences: of E pairs (gate [I, H], up [I, H]), and of E
-        tensors [H, I]. They are stacked for forward and again for backward; such experts take no bias, no layout and
-        no has_gate=False.
     top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E) contributes nothing, as the
         sentinels of expert parallelism want it; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises
         `IndexError`. An expert may be named twice.
@@ -381,22 +311,14 @@ def liger_fused_moe(
         up_offset=1.0.
     has_gate: False for act(x @ up_proj), with up_proj in the place of gate_up_proj
     is_concatenated: g is the first half of the 2 I columns and u the second; False: they alternate, g first
-    skips_unused: the weights of an expert without a token get no gradient (None), as in a loop that skips it, and not
-        zeros. For separate weights only. Inside torch.compile and while a graph is captured it has no effect.
 
     Returns [T, H] in x's dtype. Differentiable in x, both weights, both biases and top_k_weights; gradients that are
     not required are not computed. Raises `ValueError` for shapes, dtypes, devices or options that do not fit,
     `TypeError` for other types.
     """
     op = "liger_fused_moe"
-    flags = {"has_gate": has_gate, "is_transposed": is_transposed, "is_concatenated": is_concatenated}
-    check_flags(op, **flags, skips_unused=skips_unused)
+    check_flags(op, has_gate=has_gate, is_transposed=is_transposed, is_concatenated=is_concatenated)
     gate = Gate.checked(op, activation, alpha, limit, up_offset, has_gate, is_concatenated)
-    if not isinstance(gate_up_proj, torch.Tensor) and not isinstance(down_proj, torch.Tensor):
-        plain = gate_up_bias is None and down_bias is None and has_gate and not is_transposed and is_concatenated
-        check(plain, op, "experts of separate weights take no bias, no has_gate=False and no layout; stack the weights")
-        return _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused)
-    check(not skips_unused, op, "skips_unused is for experts of separate weights; these are stacked")
     check_tensors(op, x=x, gate_up_proj=gate_up_proj, down_proj=down_proj)
     own_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
     if dtype is not None and torch.float64 not in (x.dtype, down_proj.dtype):
@@ -404,47 +326,6 @@ def liger_fused_moe(
         gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
     return FusedMoEFunction.apply(*tensors, How(*gate.numbers(), bool(is_transposed))).to(own_dtype)
-
-
-def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused) -> torch.Tensor:
-    """`liger_fused_moe` of experts with separate parameters."""
-    try:
-        pairs, downs = [tuple(pair) for pair in gate_up_proj], tuple(down_proj)
-    except TypeError:
-        kinds = " and ".join(type(weights).__name__ for weights in (gate_up_proj, down_proj))
-        raise TypeError(f"{op}: weights must be tensors, or sequences of pairs and of tensors, got {kinds}") from None
-    fits = len(pairs) == len(downs) > 0 and all(len(pair) == 2 for pair in pairs)
-    check(fits, op, f"expected a pair of gate and up, and one down, for each expert, got {len(pairs)} and {len(downs)}")
-    weights = (*(w for pair in pairs for w in pair), *downs)
-    check_tensors(op, x=x, gate=weights[0], down=downs[0])
-    if why_invalid := _separate_misfit(x, weights):
-        check(False, op, why_invalid)
-    own_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
-    if dtype is not None and torch.float64 not in (x.dtype, downs[0].dtype):
-        x = x.to(dtype)
-    else:
-        different = next((w.dtype for w in weights if w.dtype is not x.dtype), None)
-        check(different is None, op, f"every weight must have x's dtype {x.dtype}, got {different}")
-    how = How(*gate.numbers(), is_transposed=False)
-    routed = top_k_index, top_k_weights
-    return SeparateExpertsFunction.apply(x, *routed, how, bool(skips_unused), *weights).to(own_dtype)
-
-
-def _separate_misfit(x, weights) -> str:
-    """Why separate weights do not fit x and each other, or ""."""
-    if x.dim() != 2:
-        return f"x must be [T, H], got {tuple(x.shape)}"
-    if not all(isinstance(w, torch.Tensor) and w.dim() == 2 for w in weights):
-        return "every weight of a separate expert must be a matrix"
-    n_up = len(weights) // 3 * 2
-    up, down = (weights[0].shape[0], x.shape[1]), (x.shape[1], weights[0].shape[0])
-    for place, weight in enumerate(weights):
-        expected = up if place < n_up else down
-        if weight.shape != expected:
-            return f"every gate and up must be {list(up)} and every down {list(down)}, got {list(weight.shape)}"
-        if weight.device != x.device:
-            return f"a weight is on {weight.device} but x is on {x.device}; move them to one device"
-    return ""
 
 
 class LigerExperts(torch.nn.Module):
