@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key, tile_space
 from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch
 from ...runtime.triton_import import tl, triton
+from ..rows.tuning import column_tiles
 from .row_sums import BWD, JOIN, MOST_UNSORTED, UNSORTED, embedding_tunable, sum_rows, sum_unsorted
 from .stable_sort import MERGE, SORT, sort_indices
 
@@ -57,13 +58,8 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_T": tokens, "BLOCK_SIZE": block}, warps)
-        for tokens in (1, 2, 4, 8)
-        for block in sorted({min(key[0], n) for n in (512, 1024, 2048, 4096, 8192)})
-        for warps in (1, 2, 4, 8)
-        if 4 <= tokens * block // (warps * target.warp_size) <= 64
-    ]
+    tiles = [{"BLOCK_T": tokens, **columns} for tokens in (1, 2, 4, 8) for columns in column_tiles(key, 512, 8192)]
+    return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 64))
 
 
 FWD = embedding_tunable("fwd", _embedding_fwd_kernel, {"BLOCK_T": 1, "BLOCK_SIZE": 128}, _fwd_heuristic, _fwd_space)

@@ -9,11 +9,15 @@ all.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.operator import cdiv, launch, with_fallback
 from ...runtime.triton_import import tl, triton
+from ..rows.tuning import column_tiles
 
 MOST_UNSORTED = 64
 """Tokens up to which every program looks at all of them, and nothing is sorted."""
@@ -274,13 +278,9 @@ def _unsorted_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _unsorted_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"ROWS": max(1, size // key[0]), "BLOCK_SIZE": block}, warps)
-        for size in (2048, 4096, 16384)
-        for block in sorted({min(key[0], n) for n in (512, 1024, 2048)})
-        for warps in (1, 2, 4, 8)
-        if 4 <= block // (warps * target.warp_size) <= 16
-    ]
+    rows = sorted({max(1, size // key[0]) for size in (2048, 4096, 16384)})
+    configs = tile_space(target, column_tiles(key, 512, 2048), (1, 2, 4, 8), per_thread=(4, 16))
+    return [replace(config, blocks={"ROWS": n, **config.blocks}) for config in configs for n in rows]
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -297,15 +297,10 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"CHUNK": chunk, "GROUP": group, "ROWS": max(1, size // key[0]), "BLOCK_SIZE": block}, warps)
-        for chunk in (16, 32, 64)
-        for group in (4, 8)
-        for size in (8192, 16384)
-        for block in sorted({min(key[0], n) for n in (256, 512, 1024)})
-        for warps in (1, 2, 4, 8)
-        if 4 <= block // (warps * target.warp_size) <= 16
-    ]
+    rows = sorted({max(1, size // key[0]) for size in (8192, 16384)})
+    configs = tile_space(target, column_tiles(key, 256, 1024), (1, 2, 4, 8), per_thread=(4, 16))
+    choices = itertools.product((16, 32, 64), (4, 8), rows, configs)
+    return [replace(c, blocks={"CHUNK": chunk, "GROUP": g, "ROWS": n, **c.blocks}) for chunk, g, n, c in choices]
 
 
 def _join_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -315,13 +310,8 @@ def _join_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _join_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_M": rows, "BLOCK_SIZE": block}, warps)
-        for rows in (8, 16, 32)
-        for block in sorted({min(key[0], n) for n in (128, 256, 512)})
-        for warps in (1, 2, 4, 8)
-        if 4 <= rows * block // (warps * target.warp_size) <= 64
-    ]
+    tiles = [{"BLOCK_M": rows, **columns} for rows in (8, 16, 32) for columns in column_tiles(key, 128, 512)]
+    return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 64))
 
 
 UNSORTED = embedding_tunable(

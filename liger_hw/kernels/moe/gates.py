@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
+from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, tile_space
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
 from ..pointwise.elementwise import activation
@@ -223,12 +223,8 @@ def _gate_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps)
-        for block in sorted({max(16, min(key[0], n)) for n in (256, 512, 1024, 2048)})
-        for warps in (1, 2, 4, 8)
-        if 4 <= block // (warps * target.warp_size) <= 16
-    ]
+    tiles = [{"BLOCK_SIZE": block} for block in sorted({max(16, min(key[0], n)) for n in (256, 512, 1024, 2048)})]
+    return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 16))
 
 
 def _tunable(variant: str, kernel, heuristic, *neutral: str) -> Tunable:

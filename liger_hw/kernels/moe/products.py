@@ -15,6 +15,7 @@ expert and never stored. So no row can put a NaN into another.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -299,24 +300,14 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
             chosen = heuristic(target, key)
             configs.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
         lowest = 32 if of_weights else min(64, 1 << key[3])
-        for block_m, block_n in (
-            (32, 128),
-            (64, 64),
-            (64, 128),
-            (128, 64),
-            (128, 128),
-            (64, 256),
-            (128, 256),
-            (256, 128),
-        ):
-            for block_k in (32, 64, 128) if block_m >= lowest else ():
-                for warps in (4, 8):
-                    for stages in (2, 3, 4):
-                        config = _tile(block_m, block_n, block_k, warps, stages)
-                        accumulators = block_m * block_n // (warps * target.warp_size)
-                        is_deep = 4 * _shared(config, key[4]) >= target.shared_memory  # enough loads on their way
-                        if _shared(config, key[4]) <= target.shared_memory and is_deep and 32 <= accumulators <= 128:
-                            configs.append(config)
+        sizes = ((32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (128, 256), (256, 128))
+        for (block_m, block_n), block_k, warps, stages in itertools.product(sizes, (32, 64, 128), (4, 8), (2, 3, 4)):
+            config = _tile(block_m, block_n, block_k, warps, stages)
+            accumulators = block_m * block_n // (warps * target.warp_size)
+            shared = _shared(config, key[4])
+            is_deep = 4 * shared >= target.shared_memory  # enough loads on their way
+            if block_m >= lowest and shared <= target.shared_memory and is_deep and 32 <= accumulators <= 128:
+                configs.append(config)
         return configs
 
     def valid(config: LaunchConfig, key: Key) -> str | None:

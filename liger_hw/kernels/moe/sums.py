@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
+from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, tile_space
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
+from ..rows.tuning import column_tiles
 from .routing import DIMS, Routing
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -103,13 +104,8 @@ def _combine_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _combine_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, 1, 0, hint)
-        for block in sorted({min(key[0], n) for n in (512, 1024, 2048, 4096)})
-        for warps in (1, 2, 4, 8)
-        for hint in ("none", "stream")
-        if 4 <= block // (warps * target.warp_size) <= 32
-    ]
+    tiles = column_tiles(key, 512, 4096)
+    return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 32), hints=("none", "stream"))
 
 
 def _tiled_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -118,13 +114,8 @@ def _tiled_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _tiled_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_T": rows, "BLOCK_SIZE": block}, warps)
-        for rows in (8, 16, 32)
-        for block in (64, 128, 256)
-        for warps in (2, 4, 8)
-        if 4 <= rows * block // (warps * target.warp_size) <= 64
-    ]
+    tiles = [{"BLOCK_T": rows, "BLOCK_SIZE": block} for rows in (8, 16, 32) for block in (64, 128, 256)]
+    return tile_space(target, tiles, (2, 4, 8), per_thread=(4, 64))
 
 
 def _tunable(variant: str, kernel, heuristic, space) -> Tunable:

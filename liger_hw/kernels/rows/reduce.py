@@ -11,7 +11,7 @@ from typing import Callable
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
+from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, tile_space
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
 
@@ -54,13 +54,9 @@ def column_sum_tunable(
         return LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1)
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
-        return [
-            LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, warps)
-            for rows in ((256, 512, 1024, 2048) if key[0] == 1 else (8, 16, 32, 64, 128))
-            for columns in ((1,) if key[0] == 1 else (16, 32, 64, 128))
-            for warps in (1, 2, 4, 8)
-            if 4 <= rows * columns // (warps * target.warp_size) <= 64
-        ]
+        rows, columns = ((256, 512, 1024, 2048), (1,)) if key[0] == 1 else ((8, 16, 32, 64, 128), (16, 32, 64, 128))
+        tiles = [{"BLOCK_M": m, "BLOCK_N": n} for m in rows for n in columns]
+        return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 64))
 
     return Tunable(
         op, "dw", kernels=(_column_sum_kernel,), key=key, dims=dims, heuristic=heuristic, safe=safe, space=space
