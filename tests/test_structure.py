@@ -48,7 +48,6 @@ IN_A_STEP = sorted(
 )
 WAITS = [
     "self._arrived.synchronize()",  # runtime/host_copy.py: for numbers on their way since the forward
-    "used = offsets.diff().ne(0).tolist()",  # kernels/moe/fused_moe.py: of those numbers, which are on the host
 ]
 
 THREADS = [  # runtime/saved_tensors.py: counts of tensors of its own, out of reach of the caller's saved-tensor hooks

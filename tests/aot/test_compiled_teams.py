@@ -14,6 +14,7 @@ from liger_hw.kernels.norms import group_norm
 
 OTHERS = ((16, 32, 1024, 320), (32, 32, 256, 1280), (4, 32, 4096, 1280), (3, 32, 197, 1280), (4, 32, 121, 1920))
 SPILLS = 16  # 11 x 11 places of 60 channels on sm86 with Triton 3.6: 96 registers for five programs a multiprocessor
+ROWS = ((2048, 65536), (1024, 16384))
 
 
 def _teams(op, sizes, dtype, target) -> set:
@@ -30,7 +31,11 @@ def test_a_team_is_resident(arch, dtype):
     target, found = known_target(arch), {}
     for sizes in (*group_norm.WORKLOADS.values(), *OTHERS):
         found |= {one: sizes for one in _teams("group_norm", sizes, dtype, target)}
-    assert {one.tunable for one in found} == {"group_norm.fwd", "group_norm.bwd"}
+    for op in ("rms_norm", "fused_add_rms_norm", "layer_norm"):
+        for sizes in ROWS:
+            found |= {one: sizes for one in _teams(op, sizes, dtype, target)}
+    names = {"group_norm.fwd", "group_norm.bwd", "rms_norm.bwd", "fused_add_rms_norm.bwd", "layer_norm.bwd"}
+    assert {one.tunable for one in found} == names
     with CompilePool(min(4, os.cpu_count() or 1)) as workers:
         for certificate in aot.certify(found, workers):
             assert certificate.ok and certificate.resources.spills <= SPILLS, str(certificate)

@@ -30,7 +30,9 @@ def test_launches(arch):
         return [launch.tunable.removeprefix(f"{name}.") for launch in traced]
 
     for name in ("rms_norm", "fused_add_rms_norm", "layer_norm"):
-        assert launches(name, 1, 4096) == ["fwd", "bwd"], name
+        for rows in (1, 2, 16, 128):
+            assert launches(name, rows, 4096) == ["fwd", "bwd"], (name, rows)
+        assert launches(name, 7, 4097) == ["fwd", "bwd"]
         assert launches(name, 1000, 4096) == ["fwd", "bwd", "dw"], name
     assert launches("modulated_rms_norm", 1, 1, 1152) == ["fwd", "bwd"]
     assert launches("modulated_rms_norm", 8, 16, 1152) == ["fwd", "bwd", "bwd_all_sums"]

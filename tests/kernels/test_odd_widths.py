@@ -1,4 +1,4 @@
-"""Rows that do not begin at 16 bytes. Softmax and sparsemax read and write them in whole vectors, norms by element."""
+"""Rows that do not begin at 16 bytes are read and written in whole vectors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from harness import make, verify
 
 from liger_hw import registry
+from liger_hw.kernels.rows.blocks import blocks_key, count_tiles, row_layout, share_tiles
 from liger_hw.kernels.rows.row import row_vector
 from liger_hw.registry import LaunchConfig
 
@@ -34,6 +35,25 @@ def test_elements_of_a_vector():
     assert vector(777, offset=8) == 8 and vector(777, offset=1) == 1
     assert vector(777, stride=785) == 8 and vector(777, stride=784) == 1
     assert vector(4096, stride=8192) == 1 and vector(4096, stride=4104) == 8
+
+
+@pytest.mark.cpu
+def test_layout_of_norms():
+    """The widest vectors whose pad fits, in no more blocks than the columns need; by element else."""
+
+    def layout(n_cols, block, dtype=torch.float16, stride=None):
+        return row_layout(n_cols, block, torch.empty(5, stride or n_cols, dtype=dtype)[:, :n_cols])
+
+    assert layout(2304, 2048) == (True, 256, 1) and layout(2305, 2048) == (True, 512, 8)
+    assert layout(1000, 1024) == (True, 0, 8) and layout(2047, 2048) == (True, 0, 2)
+    assert layout(4097, 4096) == (True, 16, 8) and layout(3070, 2048) == (True, 1024, 4)
+    assert layout(511, 512) == (True, 0, 2) and layout(512, 512) == (True, 0, 1) and layout(513, 512) == (False, 0, 1)
+    assert layout(2047, 2048, torch.float32) == (True, 0, 2) and layout(777, 1024, stride=785) == (True, 0, 8)
+    assert blocks_key(9, 2304, 2) == blocks_key(9, 2305, 2) == (2048, 4, 2, 1)
+    assert blocks_key(9, 2047, 2) == (2048, 4, 2, 0) and blocks_key(9, 2048, 2) == (2048, 4, 2)
+    assert [count_tiles(n, 2, 8) for n in (1, 7, 16, 17, 31)] == [1, 7, 8, 9, 16] and count_tiles(17, 2, 1) == 9
+    assert [share_tiles(n, 24, 8) for n in (1, 12, 132)] == [8, 8, 24] and share_tiles(0, 5, 1) == 1
+    assert [share_tiles(n, 5, 8) for n in (1, 132)] == [5, 5]
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -83,6 +103,26 @@ def test_a_row_of_nans_is_alone(lane, tiles, dtype, seed):
     for plain, seen in zip(*results):
         assert torch.equal(seen[whole], plain[whole])
     assert results[1][0][[2, 4, 8]].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "dyt"])
+@pytest.mark.lanes("interpret", "gpu")
+def test_a_row_of_nans_is_alone_in_a_norm(lane, name, dtype, seed):
+    """One block and two; more rows than a program has at once."""
+    op = registry.get_op(name)
+    for n_cols in (131, 1030):
+        sample = make(op, (19, n_cols), dtype, lane.device, seed)
+        upstream = torch.ones_like(sample.args[0])
+        results = []
+        for broken in (False, True):
+            x = sample.args[0].detach().clone()
+            if broken:
+                x[[2, 4, 18]] = float("nan")
+            y = op.function(x.requires_grad_(), *sample.args[1:])
+            results.append((y.detach(), torch.autograd.grad(y, x, upstream)[0]))
+        whole = [i for i in range(19) if i not in (2, 4, 18)]
+        for plain, other in zip(*results):
+            assert torch.equal(other[whole], plain[whole])
 
 
 @pytest.mark.parametrize("sizes", [(257, 4097), (130, 32767), (133, 49155), (64, 50257)])

@@ -5,7 +5,9 @@
 
 A persistent kernel: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps its share
 of dw and db in registers, and stores one fp32 row of partial sums, which `rows.reduce.column_sum` adds up. Rows too
-wide to hold get their means from a kernel of their own, and the backward works on column tiles.
+wide to hold are shared by the programs of a cooperative grid (`wide_backward.py`); on devices without one a further
+kernel computes their means, and the backward works on column tiles. Where rows are few, a launch costs more than
+reading them twice: further programs of the same launch sum dw and db, a few columns of all rows each.
 """
 
 from __future__ import annotations
@@ -14,39 +16,37 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, row_key
+from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     as_column,
     blocks_key,
+    count_tiles,
     first_columns,
-    load_columns,
     load_row_values,
+    load_scale,
     load_tile,
-    row_blocks,
+    row_layout,
     row_sums,
     row_sums_of_two,
     second_columns,
+    share_tiles,
     store_columns,
     store_tile,
     tile_mask,
+    tile_rows,
     to_fp32,
+    touched_mask,
     which_exist,
+    whole_mask,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.row import row_pad
 from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, row_tunable
-
-
-@triton.jit
-def load_scale(W_ptr, cols, exist, offset):
-    """offset + W in fp32; offset may be None."""
-    w = to_fp32(load_columns(W_ptr, cols, exist))
-    if w is not None:
-        if offset is not None:
-            w = w + offset
-    return w
+from .wide_backward import norm_wide_bwd_kernel, wide_heuristic
 
 
 @triton.jit
@@ -63,11 +63,11 @@ def normalised(x, mean, rstd, CASTING: tl.constexpr):
 
 
 @triton.jit
-def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr):
+def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr, pad=0):
     """Store the sums over the rows of a block: of `first` and, if BOTH, of `second`, `width` elements behind them."""
-    store_columns(Line_ptr, cols, tl.sum(first, axis=0), exist)
+    store_columns(Line_ptr, cols, tl.sum(first, axis=0), exist, pad)
     if BOTH:
-        store_columns(Line_ptr + width, cols, tl.sum(second, axis=0), exist)
+        store_columns(Line_ptr + width, cols, tl.sum(second, axis=0), exist, pad)
 
 
 @triton.jit
@@ -97,6 +97,37 @@ def _input_gradient(m, h, shift, dot, rstd, ds):
     return dx
 
 
+@triton.jit
+def _store_column_sums(
+    DY_ptr,
+    X_ptr,
+    STATS_ptr,
+    Partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    tile,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLS: tl.constexpr,
+):
+    """dw and, if HAS_BIAS, db of SUM_COLS columns, from all rows, of which there are SUM_ROWS at most."""
+    rows = tl.arange(0, SUM_ROWS).to(tl.int64)
+    row_mask = rows < n_rows
+    cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
+    exist = cols < n_cols
+    mask = tile_mask(row_mask, exist)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+    mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
+    rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
+    _, _, dw = _products(x, dy, None, mean, rstd, CASTING)
+    store_partial_sums(Partial_ptr, n_cols, dw, dy, cols, exist, HAS_BIAS)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _norm_bwd_kernel(
     DY_ptr,
@@ -118,7 +149,10 @@ def _norm_bwd_kernel(
     SUBTRACT_MEAN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_2: tl.constexpr,
+    VECTOR: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -134,15 +168,25 @@ def _norm_bwd_kernel(
     DS_ptr: a gradient to add to dx, or None.
     Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where neither is needed.
     ONE_TILE: every program has one tile, and no loop stands between its loads.
+    SUM_ROWS: 0, or the power of two that holds all rows: the programs from n_tiles on then store dw and db, SUM_COLS
+    columns each.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    SUMS: tl.constexpr = Partial_ptr is not None
-    cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2)
+    SUMS: tl.constexpr = Partial_ptr is not None and SUM_ROWS == 0
+    if SUM_ROWS:
+        if pid >= n_tiles:
+            _store_column_sums(
+                DY_ptr, X_ptr, STATS_ptr, Partial_ptr, DY_row_stride, X_row_stride, n_rows, n_cols, pid - n_tiles,
+                CASTING, SUBTRACT_MEAN, HAS_BIAS, SUM_ROWS, SUM_COLS,
+            )  # fmt: skip
+            return
+    pad = row_pad(pid * n_cols, VECTOR)
+    cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2, pad, VECTOR)
     cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
-    exist_2 = which_exist(cols_2, n_cols)
-    w = load_scale(W_ptr, cols, exist, offset)
-    w_2 = load_scale(W_ptr, cols_2, exist_2, offset)
+    exist_2 = which_exist(cols_2, n_cols, pad, VECTOR)
+    w = load_scale(W_ptr, cols, exist, offset, pad)
+    w_2 = load_scale(W_ptr, cols_2, exist_2, offset, pad)
     if SUMS:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -151,17 +195,21 @@ def _norm_bwd_kernel(
             db_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
     end, step = (pid + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        rows = tile_rows(tile, ROWS, VECTOR)
         row_mask = rows < n_rows
         mask = tile_mask(row_mask, exist)
         mask_2 = tile_mask(row_mask, exist_2)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
-        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
-        dy_2 = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT))
+        touched = touched_mask(row_mask, cols, pad, n_cols, VECTOR)
+        touched_2 = touched_mask(row_mask, cols_2, pad, n_cols, VECTOR)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR))
+        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+        dy_2 = to_fp32(
+            load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+        )
         if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
-            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
+            ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
         mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
         rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
         m, h, dy_h = _products(x, dy, w, mean, rstd, CASTING)
@@ -194,17 +242,21 @@ def _norm_bwd_kernel(
                 dot = row_sums(m * h, mh_2)
             dot = as_column(dot / n_cols)
         if not ONE_TILE:
-            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        store_tile(DX_ptr, rows, n_cols, cols, _input_gradient(m, h, shift, dot, rstd, ds), mask)
+            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
+        whole = whole_mask(row_mask, cols, pad, n_cols, VECTOR)
+        dx = _input_gradient(m, h, shift, dot, rstd, ds)
+        store_tile(DX_ptr, rows, n_cols, cols, dx, mask, whole, VECTOR)
         if BLOCK_2:
             if not ONE_TILE:
-                ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
-            store_tile(DX_ptr, rows, n_cols, cols_2, _input_gradient(m_2, h_2, shift, dot, rstd, ds_2), mask_2)
+                ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+            whole_2 = whole_mask(row_mask, cols_2, pad, n_cols, VECTOR)
+            dx_2 = _input_gradient(m_2, h_2, shift, dot, rstd, ds_2)
+            store_tile(DX_ptr, rows, n_cols, cols_2, dx_2, mask_2, whole_2, VECTOR)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
-        store_partial_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS)
+        store_partial_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS, pad)
         if BLOCK_2:
-            store_partial_sums(line_ptr, n_cols, dw_2, db_2, cols_2, exist_2, HAS_BIAS)
+            store_partial_sums(line_ptr, n_cols, dw_2, db_2, cols_2, exist_2, HAS_BIAS, pad)
 
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_mod"])
@@ -318,6 +370,9 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
     """
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
+        shared = wide_heuristic(target, key, grads)
+        if shared is not None:
+            return shared
         if grads == 2:
             return two_gradients_heuristic(target, key, streams)
         return bwd_heuristic(target, key, streams, grads)
@@ -329,16 +384,24 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
         op,
         "bwd",
         _norm_bwd_kernel,
+        norm_wide_bwd_kernel,
         key=blocks_key,
         heuristic=heuristic,
         space=space,
-        valid=persistent_misfit,
+        valid=lambda config, key: (
+            persistent_misfit(config, key) or cooperative_misfit(config, cdiv(key[0], config.blocks["BLOCK_SIZE"]))
+        ),
     )
     sums = column_sum_tunable(op, columns=lambda n_rows, n_cols: grads * n_cols)
     return BackwardTunables(bwd, means_tunable(op, means), sums)
 
 
 # -- launching the backward ------------------------------------------------------------------------------------------
+
+
+MOST_ROWS_SUMMED = 128
+"""Rows whose parameter gradients one launch sums beside the rows' programs, at most: a tile a few columns wide holds
+them, and each multiprocessor has one row."""
 
 
 def row_means(
@@ -378,17 +441,28 @@ def norm_backward(
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     strides = rows_of(dy)[2], x_stride, 0 if ds is None else rows_of(ds)[2]
     plan = tunables.bwd.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
+    kind = casting, subtract_mean, parts == 2
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
-    whole, block_2 = row_blocks(n_cols, block)
-    n_tiles, col_tiles = cdiv(n_rows, rows), 1 if whole else cdiv(n_cols, block)
-    means = None
-    if col_tiles > 1:
-        means = row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
-    programs = max(1, min(plan.programs // col_tiles, n_tiles))
-    # with many rows a loop of one turn costs nothing that counts
-    one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
-    partial = partial_sums(x, programs, parts * n_cols, dtype) if parts else None
-    args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
-    flags = casting, subtract_mean, parts == 2, block_2, one_tile
-    launch(plan, _norm_bwd_kernel, (programs, col_tiles), args, flags)
+    if COOPERATIVE in plan.options:
+        splits = cdiv(n_cols, block)
+        groups = min(n_rows, plan.programs // splits)
+        partial = partial_sums(x, groups, parts * n_cols, dtype) if parts else None
+        tensors, numbers = (dy, x, w, stats, ds, dx, partial), (*strides, n_rows, n_cols)
+        launch_cooperative(plan, norm_wide_bwd_kernel, groups * splits, splits, n_rows, tensors, numbers, kind, offset)
+    else:
+        whole, block_2, vector = row_layout(n_cols, block, x, dy, ds, dx)
+        n_tiles, col_tiles = count_tiles(n_rows, rows, vector), 1 if whole else cdiv(n_cols, block)
+        means = None if whole else row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
+        programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
+        # with many rows a loop of one turn costs nothing that counts
+        one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
+        sum_rows = sum_cols = sum_programs = 0
+        if one_tile and parts and 1 < n_rows <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors):
+            sum_rows = next_power_of_2(n_rows)
+            sum_cols = max(16, 1024 // sum_rows)
+            sum_programs = cdiv(n_cols, sum_cols)
+        partial = partial_sums(x, 1 if sum_rows else programs, parts * n_cols, dtype) if parts else None
+        args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
+        flags = *kind, block_2, vector, one_tile, sum_rows, sum_cols
+        launch(plan, _norm_bwd_kernel, (programs + sum_programs, col_tiles), args, flags)
     return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)

@@ -31,8 +31,22 @@ from ...runtime.operator import (
 )
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
-from ..rows.blocks import first_columns, load_tile, store_tile
+from ..rows.blocks import (
+    count_tiles,
+    first_columns,
+    load_columns,
+    load_tile,
+    share_tiles,
+    store_columns,
+    store_tile,
+    tile_mask,
+    tile_rows,
+    to_fp32,
+    touched_mask,
+    whole_mask,
+)
 from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
+from ..rows.row import row_pad, row_vector
 from ..rows.tuning import persistent_misfit, row_tunable, rows_per_program
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -82,6 +96,7 @@ def _dyt_fwd_kernel(
     X_row_stride,
     n_rows,
     n_cols,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -91,17 +106,19 @@ def _dyt_fwd_kernel(
     """Program (r, c) computes row tile r of column tile c."""
     wait_for_previous(DEPENDENT)
     tile = tl.program_id(0).to(tl.int64)
-    rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    rows = tile_rows(tile, ROWS, VECTOR)
     row_mask = rows < n_rows
-    cols, col_mask = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0)
-    mask = row_mask[:, None] & col_mask[None, :]
-    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
-    gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    pad = row_pad(tile * n_cols, VECTOR)
+    positions, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0, pad, VECTOR)
+    mask = tile_mask(row_mask, exist)
+    touched = touched_mask(row_mask, positions, pad, n_cols, VECTOR)
+    x = load_tile(X_ptr, rows, X_row_stride, positions, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR).to(tl.float32)
+    gamma = load_columns(Gamma_ptr, positions, exist, pad).to(tl.float32)
     t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x, X_ptr.dtype.element_ty == tl.float32)
     y = gamma[None, :] * t
     if Beta_ptr is not None:
-        y += tl.load(Beta_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    store_tile(Y_ptr, rows, n_cols, cols, y, mask)
+        y += load_columns(Beta_ptr, positions, exist, pad).to(tl.float32)[None, :]
+    store_tile(Y_ptr, rows, n_cols, positions, y, mask, whole_mask(row_mask, positions, pad, n_cols, VECTOR), VECTOR)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -119,6 +136,7 @@ def _dyt_bwd_kernel(
     n_cols,
     n_tiles,
     HAS_BETA: tl.constexpr,
+    VECTOR: tl.constexpr,
     ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -135,20 +153,22 @@ def _dyt_bwd_kernel(
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    cols, col_mask = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0)
+    pad = row_pad(pid * n_cols, VECTOR)
+    positions, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0, pad, VECTOR)
     alpha = tl.load(Alpha_ptr).to(tl.float32)
-    gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # d is a quarter of the slope
+    gamma = 4.0 * load_columns(Gamma_ptr, positions, exist, pad).to(tl.float32)  # d is a quarter of the slope
     if Partial_ptr is not None:
         dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed once at the end, not once a tile
         dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        rows = tile_rows(tile, ROWS, VECTOR)
         row_mask = rows < n_rows
-        mask = row_mask[:, None] & col_mask[None, :]
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
-        dy = load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
+        mask = tile_mask(row_mask, exist)
+        touched = touched_mask(row_mask, positions, pad, n_cols, VECTOR)
+        x = to_fp32(load_tile(X_ptr, rows, X_row_stride, positions, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR))
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, positions, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR))
         t, slope = _tanh_and_slope(alpha * x, X_ptr.dtype.element_ty == tl.float32)
         d = dy * slope
         if Partial_ptr is not None:
@@ -157,12 +177,13 @@ def _dyt_bwd_kernel(
             if HAS_BETA:
                 dbeta += dy
         dx = alpha * gamma[None, :] * d
-        store_tile(DX_ptr, rows, n_cols, cols, dx, mask)
+        whole = whole_mask(row_mask, positions, pad, n_cols, VECTOR)
+        store_tile(DX_ptr, rows, n_cols, positions, dx, mask, whole, VECTOR)
     if Partial_ptr is not None:
-        partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA) + cols
-        tl.store(partial_ptrs, tl.sum(dgamma, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
+        partial_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA)
+        store_columns(partial_ptr, positions, tl.sum(dgamma, axis=0), exist, pad)
         if HAS_BETA:
-            tl.store(partial_ptrs + n_cols, tl.sum(dbeta, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
+            store_columns(partial_ptr + n_cols, positions, tl.sum(dbeta, axis=0), exist, pad)
         share = tl.sum(tl.sum(dalpha, axis=0) * gamma, axis=0)
         alpha_ptr = Alpha_partial_ptr + pid * tl.num_programs(1) + tl.program_id(1)
         tl.store(alpha_ptr, share.to(Alpha_partial_ptr.dtype.element_ty))
@@ -248,8 +269,9 @@ def _fwd(x, alpha, gamma, beta):
     if n_rows:
         plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        grid = (cdiv(n_rows, blocks["ROWS"]), cdiv(n_cols, blocks["BLOCK_SIZE"]))
-        launch(plan, _dyt_fwd_kernel, grid, (x, alpha, gamma, beta, y, stride, n_rows, n_cols))
+        vector = row_vector(x, y)
+        grid = (count_tiles(n_rows, blocks["ROWS"], vector), cdiv(n_cols + vector - 1, blocks["BLOCK_SIZE"]))
+        launch(plan, _dyt_fwd_kernel, grid, (x, alpha, gamma, beta, y, stride, n_rows, n_cols), (vector,))
     return y
 
 
@@ -264,15 +286,17 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         return dx, params, dalpha
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    n_tiles, col_tiles = cdiv(n_rows, blocks["ROWS"]), cdiv(n_cols, blocks["BLOCK_SIZE"])
-    programs = max(1, min(plan.programs // col_tiles, n_tiles))
+    # one tile holds all rows where it can: one for each pad would need a launch that sums dgamma
+    vector = 1 if n_rows <= blocks["ROWS"] else row_vector(x, dy, dx)
+    n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], vector), cdiv(n_cols + vector - 1, blocks["BLOCK_SIZE"])
+    programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
     partial = alpha_partial = None
     if parts:
         partial = partial_sums(x, programs, parts * n_cols, dtype)
         alpha_partial = partial_sums(x, programs * col_tiles, 1, alpha.dtype)
     strides = rows_of(dy)[2], x_stride
     args = (dy, x, alpha, gamma, dx, partial, alpha_partial, *strides, n_rows, n_cols, n_tiles)
-    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, programs == n_tiles))
+    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, vector, programs == n_tiles))
     if parts:
         params = column_sum(DW, partial, dtype)
         dalpha = column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)

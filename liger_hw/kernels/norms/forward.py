@@ -15,23 +15,30 @@ import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable
 from ...runtime.dependent_launch import wait_for_previous
-from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
+from ...runtime.operator import dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     as_column,
     blocks_key,
+    count_tiles,
     first_columns,
     keep_narrow,
     load_columns,
     load_tile,
-    row_blocks,
+    row_layout,
     row_sums,
     second_columns,
+    share_tiles,
     squared,
+    store_at,
     store_tile,
     tile_mask,
+    tile_rows,
+    touched_mask,
     which_exist,
+    whole_mask,
 )
+from ..rows.row import align_down, row_pad
 from ..rows.tuning import fwd_heuristic, fwd_space, row_tunable
 
 _WIDEST = 65536
@@ -173,6 +180,7 @@ def _norm_fwd_kernel(
     SUBTRACT_MEAN: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     BLOCK_2: tl.constexpr,
+    VECTOR: tl.constexpr,
     LOOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -181,7 +189,7 @@ def _norm_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program, in one block or two (BLOCK_2); wider rows in tiles of columns.
+    """ROWS rows a program, in one block or two (BLOCK_2), VECTOR apart; wider rows in tiles of columns.
 
     R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr, B_ptr, offset may be None.
     LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and
@@ -191,43 +199,48 @@ def _norm_fwd_kernel(
     pid = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = X_ptr.dtype.element_ty
     if not LOOP:
-        rows = (pid * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        rows = tile_rows(pid, ROWS, VECTOR)
         row_mask = rows < n_rows
     if WHOLE_ROW:
         # wide rows load W and B after the reductions, and stay narrow across them: registers do not hold all of it
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
         NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
-        cols, exist = first_columns(0, n_cols, BLOCK_SIZE, BLOCK_2)
+        pad = row_pad(pid * n_cols, VECTOR)
+        cols, exist = first_columns(0, n_cols, BLOCK_SIZE, BLOCK_2, pad, VECTOR)
         cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
-        exist_2 = which_exist(cols_2, n_cols)
+        exist_2 = which_exist(cols_2, n_cols, pad, VECTOR)
         if LOOP:
-            w = load_columns(W_ptr, cols, exist)
-            b = load_columns(B_ptr, cols, exist)
-            w_2 = load_columns(W_ptr, cols_2, exist_2)
-            b_2 = load_columns(B_ptr, cols_2, exist_2)
+            w = load_columns(W_ptr, cols, exist, pad)
+            b = load_columns(B_ptr, cols, exist, pad)
+            w_2 = load_columns(W_ptr, cols_2, exist_2, pad)
+            b_2 = load_columns(B_ptr, cols_2, exist_2, pad)
         start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
         for turn in tl.range(start, end, step, num_stages=STAGES):
             if LOOP:
-                rows = (turn * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+                rows = tile_rows(turn, ROWS, VECTOR)
                 row_mask = rows < n_rows
             mask = tile_mask(row_mask, exist)
             mask_2 = tile_mask(row_mask, exist_2)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            touched = touched_mask(row_mask, cols, pad, n_cols, VECTOR)
+            touched_2 = touched_mask(row_mask, cols_2, pad, n_cols, VECTOR)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
+            r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
             x = _add_residual(x, r)
             if not (LOOP or LATE):
-                w = load_columns(W_ptr, cols, exist)
-                b = load_columns(B_ptr, cols, exist)
-            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
-            r_2 = load_tile(R_ptr, rows, R_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+                w = load_columns(W_ptr, cols, exist, pad)
+                b = load_columns(B_ptr, cols, exist, pad)
+            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+            r_2 = load_tile(R_ptr, rows, R_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
             x_2 = _add_residual(x_2, r_2)
             if not LOOP:
-                w_2 = load_columns(W_ptr, cols_2, exist_2)
-                b_2 = load_columns(B_ptr, cols_2, exist_2)
+                w_2 = load_columns(W_ptr, cols_2, exist_2, pad)
+                b_2 = load_columns(B_ptr, cols_2, exist_2, pad)
+            whole = whole_mask(row_mask, cols, pad, n_cols, VECTOR)
+            whole_2 = whole_mask(row_mask, cols_2, pad, n_cols, VECTOR)
             if S_ptr is not None:
-                store_tile(S_ptr, rows, n_cols, cols, x, mask)
+                store_tile(S_ptr, rows, n_cols, cols, x, mask, whole, VECTOR)
                 if BLOCK_2:
-                    store_tile(S_ptr, rows, n_cols, cols_2, x_2, mask_2)
+                    store_tile(S_ptr, rows, n_cols, cols_2, x_2, mask_2, whole_2, VECTOR)
             h = x
             h_2 = x_2
             mean = None
@@ -239,8 +252,8 @@ def _norm_fwd_kernel(
                 h_2 = _centred(x_2, mean, mask_2)
             rstd = tl.rsqrt(row_sums(squared(h), squared(h_2)) / n_cols + eps)
             if LATE:
-                w = load_columns(W_ptr, cols, exist)
-                b = load_columns(B_ptr, cols, exist)
+                w = load_columns(W_ptr, cols, exist, pad)
+                b = load_columns(B_ptr, cols, exist, pad)
             if NARROW:
                 h = keep_narrow(x, as_column(rstd))
                 if SUBTRACT_MEAN:
@@ -248,15 +261,15 @@ def _norm_fwd_kernel(
             # the compiler schedules by the order of addresses and arithmetic: an RMS norm wants the addresses first (up
             # to 3% on an H200, Triton 3.6), a layer norm of 4096 columns wants them last (2%: 80 registers, not 96)
             if not SUBTRACT_MEAN:
-                y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
+                y_ptrs = Y_ptr + align_down(rows[:, None] * n_cols, VECTOR) + cols[None, :]
             y = _scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
             if SUBTRACT_MEAN:
-                y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
-            tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=mask)
+                y_ptrs = Y_ptr + align_down(rows[:, None] * n_cols, VECTOR) + cols[None, :]
+            store_at(y_ptrs, y, mask, whole)
             if BLOCK_2:
                 h_2 = h_2.to(tl.float32) * as_column(rstd)
                 y = _scale_and_shift(h_2, w_2, b_2, offset, DTYPE, CASTING)
-                store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2)
+                store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2, whole_2, VECTOR)
             _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
     else:
         _norm_by_tiles(
@@ -291,13 +304,13 @@ def norm_forward(tunable, x, w, eps, offset, casting, residual=None, b=None, sub
     stats = x.new_empty((2, n_rows) if subtract_mean else n_rows, dtype=torch.float32)
     if n_rows:
         plan = tunable.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
-        whole, block_2 = row_blocks(n_cols, plan.config.blocks["BLOCK_SIZE"])
-        n_tiles = programs = cdiv(n_rows, plan.config.blocks["ROWS"])
+        whole, block_2, vector = row_layout(n_cols, plan.config.blocks["BLOCK_SIZE"], x, residual, y)
+        n_tiles = programs = count_tiles(n_rows, plan.config.blocks["ROWS"], vector)
         loop = whole and 0 < plan.programs < n_tiles
         if loop:
-            programs = plan.programs
+            programs = share_tiles(plan.programs, n_tiles, vector)
         tensors = x, residual, w, b, y, s, stats
         numbers = stride, r_stride, n_rows, n_cols, n_tiles if loop else None, eps, offset
-        flags = casting, subtract_mean, whole, block_2, loop
+        flags = casting, subtract_mean, whole, block_2, vector, loop
         launch(plan, _norm_fwd_kernel, (programs,), (*tensors, *numbers), flags)
     return (y, stats) if residual is None else (y, s, stats)

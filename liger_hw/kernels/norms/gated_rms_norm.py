@@ -44,7 +44,7 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
-from ..rows.tuning import persistent_misfit, row_tunable, row_warps, rows_per_program
+from ..rows.tuning import persistent_misfit, row_tiles, row_tunable, row_warps, rows_per_program
 
 _NAME = "liger_gated_rms_norm"
 ACTIVATIONS = ("silu", "sigmoid")
@@ -237,11 +237,8 @@ def _safe(target: Target, key: Key) -> LaunchConfig:
 
 
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
-    tiles = [
-        {"BLOCK_SIZE": key[0], "ROWS": rows} for rows in (1, 2, 4, 8, 16, 32) if rows * key[0] <= max(key[0], 8192)
-    ]
     how = {"per_thread": (4, 64), "stages": (1, 2), "ctas": (2, 4, 8), "hints": ("none", "stream")}
-    return tile_space(target, tiles, (1, 2, 4, 8, 16, 32), **how)
+    return tile_space(target, row_tiles({key[0]}), (1, 2, 4, 8, 16, 32), **how)
 
 
 def _holds_a_row(config: LaunchConfig, key: Key) -> str | None:

@@ -50,11 +50,12 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row. Many rows in
-    two blocks are taken by a persistent kernel, where W and B fit its registers beside a row."""
+    """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row, unless masks
+    and parts of vectors give a thread more to do. Many rows in two blocks are taken by a persistent kernel, where W and
+    B fit its registers beside a row."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
-    if key[0] == 4096 and 1 << key[1] > 16 * target.multiprocessors:
+    if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
         config = replace(config, num_warps=warps)
     many = 1 << key[1] > 32 * target.multiprocessors
     if key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many:

@@ -20,6 +20,7 @@ from ..rows.blocks import (
     first_columns,
     load_columns,
     load_row_values,
+    load_scale,
     load_tile,
     most_columns,
     row_sums,
@@ -33,7 +34,6 @@ from ..rows.blocks import (
 from ..rows.reduce import column_sum_tunable
 from ..rows.tuning import WIDEST_BLOCK, persistent_misfit, rows_per_program, safe
 from .backward import (
-    load_scale,
     means_tunable,
     normalised,
     store_partial_sums,

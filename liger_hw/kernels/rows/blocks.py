@@ -4,14 +4,22 @@ A Triton block is a power of two wide, so a row of 2304 columns would leave 44% 
 taken as a first block of BLOCK_SIZE columns and a second one of BLOCK_2 (0: no second block). The columns, values and
 masks of the second block have names that end in _2.
 
+Rows that begin anywhere are laid out as row.py says: position p of a row's blocks holds column p - pad. A program takes
+rows that are VECTOR apart, which have the same pad, so that its weights and the sums of its columns stay in place.
+
 The device functions take None for a second block that does not exist, or for a tensor that is not there, and return
 None for it. They return None alone, never within a tuple, and take no tuple: Triton before 3.7 and before 3.3 cannot.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from ...registry import Key, next_power_of_2, row_key
 from ...runtime.triton_import import tl, triton
+from .row import align_down, holds_column, in_touched_vector, in_whole_vector, row_vector
 
 _NARROWEST_FIRST, WIDEST_FIRST = 1024, 8192
 """Widths of a first block beside a second one: narrower rows lose little to padding, and no program could hold the two
@@ -28,7 +36,7 @@ def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
         return True, 0
     # a second block of more than half the first would make the two as wide as the next power of two
     if rest <= block // 2 and _NARROWEST_FIRST <= block <= WIDEST_FIRST:
-        return True, next_power_of_2(rest)
+        return True, max(16, next_power_of_2(rest))
     return False, 0
 
 
@@ -38,42 +46,81 @@ def most_columns(columns: int) -> int:
 
 
 def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key`; for a row in two blocks the key of its first block, and a last 1."""
+    """`row_key`. For a row in two blocks the key of its first block, and a last 1; where rows in one block begin
+    anywhere, a last 0."""
     first = 1 << max(0, n_cols.bit_length() - 1)
     if row_blocks(n_cols, first)[1]:
         return (*row_key(n_rows, first, itemsize), 1)
-    return row_key(n_rows, n_cols, itemsize)
+    key = row_key(n_rows, n_cols, itemsize)
+    return (*key, 0) if n_cols & 15 else key
 
 
-# -- columns and masks -----------------------------------------------------------------------------------------------
+def row_layout(n_cols: int, block: int, *tensors: torch.Tensor | None) -> tuple[bool, int, int]:
+    """(WHOLE_ROW, BLOCK_2, VECTOR) for the rows of row-major tensors: the widest vectors whose pad fits.
+
+    A second block for the pad alone took longer, on an H100, than 4 bytes at a time.
+    """
+    whole, block_2 = row_blocks(n_cols, block)
+    vector = row_vector(*tensors) if whole and n_cols & 15 else 1
+    while vector > 1:
+        fits, padded_2 = row_blocks(n_cols + vector - math.gcd(vector, n_cols), block)
+        if fits and (padded_2 > 0) == (block_2 > 0):
+            return True, padded_2, vector
+        vector //= 2
+    return whole, block_2, 1
+
+
+def count_tiles(n_rows: int, rows: int, vector: int) -> int:
+    """Tiles of `rows` rows, `vector` apart, in `n_rows`."""
+    full, rest = divmod(n_rows, rows * vector)
+    return full * vector + min(rest, vector)
+
+
+def share_tiles(programs: int, n_tiles: int, vector: int) -> int:
+    """Programs, about `programs` at most, that share the tiles so that all rows of a program have the same pad."""
+    return min(n_tiles, max(vector, programs // vector * vector))
+
+
+# -- rows, positions and masks ---------------------------------------------------------------------------------------
 
 
 @triton.jit
-def first_columns(start, n_cols, BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr):
-    """(columns, which of them exist) of the first block. Before a second one all do: a constant says so."""
-    cols = start + tl.arange(0, BLOCK_SIZE)
-    if BLOCK_2:
+def tile_rows(tile, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """The rows of a tile, int64: VECTOR apart."""
+    if VECTOR == 1:
+        rows = tile * ROWS + tl.arange(0, ROWS)
+    else:
+        rows = tile // VECTOR * (VECTOR * ROWS) + tile % VECTOR + VECTOR * tl.arange(0, ROWS)
+    return rows.to(tl.int64)
+
+
+@triton.jit
+def first_columns(start, n_cols, BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr, pad=0, VECTOR: tl.constexpr = 1):
+    """(positions, which of them hold columns) of the first block. Before a second one all do, unless there is a pad: a
+    constant says so."""
+    positions = start + tl.arange(0, BLOCK_SIZE)
+    if BLOCK_2 and VECTOR == 1:
         exist = tl.full([BLOCK_SIZE], 1, tl.int1)
     else:
-        exist = cols < n_cols
-    return cols, exist
+        exist = holds_column(positions, pad, n_cols, VECTOR)
+    return positions, exist
 
 
 @triton.jit
 def second_columns(BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr):
-    """The columns of the second block, or None."""
-    cols = None
+    """The positions of the second block, or None."""
+    positions = None
     if BLOCK_2:
-        cols = BLOCK_SIZE + tl.arange(0, BLOCK_2)
-    return cols
+        positions = BLOCK_SIZE + tl.arange(0, BLOCK_2)
+    return positions
 
 
 @triton.jit
-def which_exist(cols, n_cols):
-    """Which of these columns the row has."""
+def which_exist(positions, n_cols, pad=0, VECTOR: tl.constexpr = 1):
+    """Which of these positions hold columns."""
     exist = None
-    if cols is not None:
-        exist = cols < n_cols
+    if positions is not None:
+        exist = holds_column(positions, pad, n_cols, VECTOR)
     return exist
 
 
@@ -86,41 +133,85 @@ def tile_mask(row_mask, exist):
     return mask
 
 
+@triton.jit
+def touched_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
+    """[rows, positions]: what `load_tile` reads besides, whole vectors. None where it reads by columns."""
+    mask = None
+    if VECTOR > 1:
+        if positions is not None:
+            mask = tile_mask(row_mask, in_touched_vector(positions, pad, n_cols, VECTOR))
+    return mask
+
+
+@triton.jit
+def whole_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
+    """[rows, positions]: what `store_tile` stores in vectors. None where the compiler sees them itself."""
+    mask = None
+    if VECTOR > 1:
+        if positions is not None:
+            mask = tile_mask(row_mask, in_whole_vector(positions, pad, n_cols, VECTOR))
+    return mask
+
+
 # -- loads and stores ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_tile(Ptr, rows, stride, cols, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
-    """A tile in the tensor's own dtype, 0 outside `mask`."""
+def load_tile(
+    Ptr,
+    rows,
+    stride,
+    positions,
+    mask,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    touched=None,
+    VECTOR: tl.constexpr = 1,
+):
+    """A tile in the tensor's own dtype, 0 outside `mask`. touched: from `touched_mask`."""
     x = None
     if Ptr is not None:
-        if cols is not None:
-            ptrs = Ptr + rows[:, None] * stride + cols[None, :]
-            x = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        if positions is not None:
+            ptrs = Ptr + align_down(rows[:, None] * stride, VECTOR) + positions[None, :]
+            read = mask if touched is None else touched
+            x = tl.load(ptrs, mask=read, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            if touched is not None:
+                x = tl.where(mask, x, 0.0).to(x.dtype)
     return x
 
 
 @triton.jit
-def store_tile(Ptr, rows, stride, cols, value, mask):
-    """Store a tile in the tensor's dtype."""
-    ptrs = Ptr + rows[:, None] * stride + cols[None, :]
-    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
+def store_tile(Ptr, rows, stride, positions, value, mask, whole=None, VECTOR: tl.constexpr = 1):
+    """Store a tile in the tensor's dtype. whole: from `whole_mask`."""
+    ptrs = Ptr + align_down(rows[:, None] * stride, VECTOR) + positions[None, :]
+    store_at(ptrs, value, mask, whole)
 
 
 @triton.jit
-def load_columns(Ptr, cols, exist):
-    """These columns of a vector, as a weight, in its own dtype."""
+def store_at(ptrs, value, mask, whole):
+    """`store_tile` at pointers."""
+    value = value.to(ptrs.dtype.element_ty)
+    if whole is None:
+        tl.store(ptrs, value, mask=mask)
+    else:
+        tl.store(ptrs, value, mask=whole)
+        tl.store(ptrs, value, mask=mask & ~whole)
+
+
+@triton.jit
+def load_columns(Ptr, positions, exist, pad=0):
+    """The columns at these positions of a vector, as a weight, in its own dtype."""
     w = None
     if Ptr is not None:
-        if cols is not None:
-            w = tl.load(Ptr + cols, mask=exist, other=0.0)
+        if positions is not None:
+            w = tl.load(Ptr + (positions - pad), mask=exist, other=0.0)
     return w
 
 
 @triton.jit
-def store_columns(Ptr, cols, value, exist):
-    """Store these columns of a vector, in its dtype."""
-    tl.store(Ptr + cols, value.to(Ptr.dtype.element_ty), mask=exist)
+def store_columns(Ptr, positions, value, exist, pad=0):
+    """Store the columns at these positions of a vector, in its dtype."""
+    tl.store(Ptr + (positions - pad), value.to(Ptr.dtype.element_ty), mask=exist)
 
 
 @triton.jit
@@ -139,6 +230,16 @@ def to_fp32(x):
     if x is not None:
         wide = x.to(tl.float32)
     return wide
+
+
+@triton.jit
+def load_scale(W_ptr, cols, exist, offset, pad=0):
+    """offset + the weight at these positions, in fp32; offset may be None."""
+    w = to_fp32(load_columns(W_ptr, cols, exist, pad))
+    if w is not None:
+        if offset is not None:
+            w = w + offset
+    return w
 
 
 @triton.jit

@@ -104,14 +104,36 @@ def align_down(offset, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def holds_column(positions, pad, n_cols, VECTOR: tl.constexpr):
+    """Which positions hold columns of the row."""
+    if VECTOR == 1:
+        exist = positions < n_cols
+    else:
+        exist = (positions >= pad) & (positions < pad + n_cols)
+    return exist
+
+
+@triton.jit
+def in_touched_vector(positions, pad, n_cols, VECTOR: tl.constexpr):
+    """Which positions are in a vector that begins before the row ends."""
+    return positions // VECTOR * VECTOR < pad + n_cols
+
+
+@triton.jit
+def in_whole_vector(positions, pad, n_cols, VECTOR: tl.constexpr):
+    """Which positions are in a vector of the row's columns alone."""
+    vectors = positions // VECTOR * VECTOR
+    return (vectors >= pad) & (vectors + VECTOR <= pad + n_cols)
+
+
+@triton.jit
 def _row_mask(rows_exist, pad, n_cols, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
     """[rows, WIDTH]: which positions hold columns."""
     positions = tl.arange(0, WIDTH)
     if VECTOR == 1:
         mask = rows_exist & (positions < n_cols)[None, :]
     else:
-        positions = positions[None, :]
-        mask = rows_exist & ((positions >= pad) & (positions < pad + n_cols))
+        mask = rows_exist & holds_column(positions[None, :], pad, n_cols, VECTOR)
     return mask
 
 
@@ -123,13 +145,11 @@ def load_row(
 
     rows_exist, pad: [rows, 1].
     """
-    WIDTH: tl.constexpr = ptrs.shape[1]
-    mask = _row_mask(rows_exist, pad, n_cols, WIDTH, VECTOR)
+    mask = _row_mask(rows_exist, pad, n_cols, ptrs.shape[1], VECTOR)
     if VECTOR == 1:
         x = tl.load(ptrs, mask=mask, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
     else:
-        vectors = (tl.arange(0, WIDTH) // VECTOR * VECTOR)[None, :]
-        touched = rows_exist & (vectors < pad + n_cols)
+        touched = rows_exist & in_touched_vector(tl.arange(0, ptrs.shape[1])[None, :], pad, n_cols, VECTOR)
         x = tl.load(ptrs, mask=touched, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         x = tl.where(mask, x, other).to(x.dtype)
     return x
@@ -139,14 +159,12 @@ def load_row(
 def store_row(ptrs, value, rows_exist, pad, n_cols, VECTOR: tl.constexpr):
     """Write the columns of `value`, of any dtype, at `ptrs` as in `load_row`: the body in vectors, the edges by
     element."""
-    WIDTH: tl.constexpr = ptrs.shape[1]
-    mask = _row_mask(rows_exist, pad, n_cols, WIDTH, VECTOR)
+    mask = _row_mask(rows_exist, pad, n_cols, ptrs.shape[1], VECTOR)
     value = value.to(ptrs.dtype.element_ty)
     if VECTOR == 1:
         tl.store(ptrs, value, mask=mask)
     else:
-        vectors = (tl.arange(0, WIDTH) // VECTOR * VECTOR)[None, :]
-        body = rows_exist & (vectors >= pad) & (vectors + VECTOR <= pad + n_cols)
+        body = rows_exist & in_whole_vector(tl.arange(0, ptrs.shape[1])[None, :], pad, n_cols, VECTOR)
         tl.store(ptrs, value, mask=body)
         tl.store(ptrs, value, mask=mask & ~body)
 

@@ -6,9 +6,9 @@ for, whatever the op. All are powers of two.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
-from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch
 from .blocks import most_columns
 
@@ -52,16 +52,19 @@ def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_BLOCK) -> Launc
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, few, key[0] * rows))
 
 
-def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    widest = key[0]
+def row_tiles(widths: Iterable[int]) -> list[dict[str, int]]:
+    """Tiles of these widths for `tile_space`: up to 32 rows, of more than one at most 8192 elements."""
     return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 0, hint)
-        for block in {min(widest, 8192), min(widest, 16384), min(widest, 65536)}
+        {"BLOCK_SIZE": block, "ROWS": rows}
+        for block in sorted(widths)
         for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16, 32)
-        for hint in ("none", "stream")
-        if rows * block <= max(block, 8192) and 4 <= rows * block // (warps * target.warp_size) <= 64
+        if rows * block <= max(block, 8192)
     ]
+
+
+def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    tiles = row_tiles({min(key[0], widest) for widest in (8192, 16384, 65536)})
+    return tile_space(target, tiles, (1, 2, 4, 8, 16, 32), per_thread=(4, 64), hints=("none", "stream"))
 
 
 def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) -> LaunchConfig:
@@ -86,6 +89,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas, deepest = 1, 4, 4  # with a modulation: four rows' gradients and scales spill
     elif block == 4096 and grads > 1 and streams == 2 and 3 * block_bytes <= target.shared_memory:
         rows, ctas, deepest = 1, 1, 4
+    elif block == 4096 and grads == 1 and key[3:] and (key[3] == 0 or streams > 2):
+        rows, ctas = 1, 1  # masks and parts of vectors, or a third stream in two blocks, leave registers for one row
     elif block == 4096 and many and grads == 1 and 4 * block_bytes <= target.shared_memory:
         rows, ctas = 2, 1
     tile, most = block * rows, (most_columns(block) if grads else block) * rows
@@ -94,26 +99,22 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         room = 1
     warps = target.warps(tile, 32 if rows > 3 or rows > 1 and tile > 4096 else 16, 16)
     if 1 << key[1] <= target.multiprocessors:
-        # a row in two blocks has up to half as much again to hold
+        # a row in two blocks, or with masks and parts of vectors, has up to half as much again to hold
         warps = latency_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, min(deepest, room), ctas)
 
 
 def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
-    columns = key[0]
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas, hint)
-        for block in ({columns} if columns <= 8192 else {2048, 4096, min(columns, 16384)})
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (2, 4, 8, 16)
-        for stages in (1, 2, 3, 4)
-        for ctas in (1, 2, 3, 4, 6)
-        for hint in ("none", "stream")
-        if rows * block <= max(block, 8192)
-        and 8 <= rows * block // (warps * target.warp_size) <= 64
-        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and streams * (stages - 1) * rows * key[2] * max(block * ctas, most_columns(block)) <= target.shared_memory
-    ]
+    tiles = row_tiles({key[0]} if key[0] <= 8192 else {2048, 4096, min(key[0], 16384)})
+    how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6), "hints": ("none", "stream")}
+    size = streams * key[2]
+
+    def fits(config: LaunchConfig) -> bool:
+        """Whether rows in two blocks fit shared memory too."""
+        columns, rows = most_columns(config.blocks["BLOCK_SIZE"]), config.blocks["ROWS"]
+        return size * (config.num_stages - 1) * rows * columns <= target.shared_memory
+
+    return [config for config in tile_space(target, tiles, (2, 4, 8, 16), **how, staged_bytes=size) if fits(config)]
 
 
 def safe(target: Target, key: Key) -> LaunchConfig:

@@ -1,0 +1,145 @@
+"""Backward of norms over rows too wide for one program: the programs of a cooperative grid share a row.
+
+Each program keeps one column tile of the rows of its team, and with it that tile's share of dw and db. The means of a
+row need all tiles: the team exchanges partial sums (`runtime/cooperative.py`), so that x and dy are read once. Devices
+without cooperative grids take a kernel for the means and column tiles instead (`backward.py`).
+"""
+
+from __future__ import annotations
+
+from ...registry import Key, LaunchConfig, Target
+from ...runtime.cooperative import MAX_SPLITS, collect, publish, resident_options
+from ...runtime.dependent_launch import wait_for_previous
+from ...runtime.operator import cdiv
+from ...runtime.triton_import import tl, triton
+from ..rows.blocks import load_scale
+
+NARROWEST_SHARED = 16384
+"""Columns from which a row is shared."""
+
+
+@triton.jit
+def _load_part(Ptr, row, stride, cols, mask):
+    """A program's columns of a row."""
+    return tl.load(Ptr + row * stride.to(tl.int64) + cols, mask=mask, other=0.0)
+
+
+@triton.jit
+def _weighted(dy, W_ptr, cols, exist, offset):
+    """dy * (offset + W) in fp32. W is read again for each row, from cache."""
+    w = load_scale(W_ptr, cols, exist, offset)
+    return dy.to(tl.float32) if w is None else dy.to(tl.float32) * w
+
+
+@triton.jit(do_not_specialize=["n_rows", "splits"])
+def norm_wide_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    STATS_ptr,
+    DS_ptr,
+    DX_ptr,
+    Partial_ptr,
+    Words_ptr,
+    DY_row_stride,
+    X_row_stride,
+    DS_row_stride,
+    n_rows,
+    n_cols,
+    splits,
+    offset,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program g * splits + s takes column tile s of the rows g, g + groups, ...: memory is read once.
+
+    The loop is software-pipelined by one row: it publishes the partial sums of row i + 1 before it collects row i's,
+    which are there by then. The second time, x and dy of row i come from the multiprocessor's L1. In registers they
+    would leave no room for dw, which stays there for all rows.
+    Words_ptr [n_rows, LANES], zeroed: each tile's sums of m (with SUBTRACT_MEAN) and of m * h.
+    Partial_ptr [groups, n_cols], or None: dw; twice as wide if HAS_BIAS, for db behind it.
+    """
+    wait_for_previous(DEPENDENT)
+    split = tl.program_id(0) % splits
+    groups = tl.num_programs(0) // splits
+    group = tl.program_id(0) // splits
+    cols = split * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    exist = cols < n_cols
+    rstd_ptr = STATS_ptr + (n_rows if SUBTRACT_MEAN else 0)
+    if Partial_ptr is not None:
+        dw = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        db = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for next_row in tl.range(group, n_rows + groups, groups):  # the last turn only collects
+        valid = next_row < n_rows
+        mask = exist & valid
+        x = _load_part(X_ptr, next_row, X_row_stride, cols, mask)
+        dy = _load_part(DY_ptr, next_row, DY_row_stride, cols, mask)
+        h = x.to(tl.float32)
+        if SUBTRACT_MEAN:
+            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 where no column is, but dy is
+        h = h * tl.load(rstd_ptr + next_row, mask=valid, other=0.0)
+        if Partial_ptr is not None:
+            rounded = h
+            if CASTING == 0:
+                rounded = h.to(x.dtype).to(tl.float32)
+            dw += dy.to(tl.float32) * rounded
+            if HAS_BIAS:
+                db += dy.to(tl.float32)
+        m = _weighted(dy, W_ptr, cols, exist, offset)
+        if SUBTRACT_MEAN:
+            total, dot = tl.split(tl.sum(tl.join(m, m * h), axis=0))  # one exchange between the warps
+        else:
+            dot = tl.sum(m * h, axis=0)
+            total = dot
+        if valid:
+            publish(Words_ptr + next_row * tl.full([], LANES, tl.int64) + split, total, dot)
+        row = next_row - groups
+        valid = row >= 0
+        mask = exist & valid
+        rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
+        if SUBTRACT_MEAN:
+            mean = tl.load(STATS_ptr + row, mask=valid, other=0.0)
+        if DS_ptr is not None:
+            ds = _load_part(DS_ptr, row, DS_row_stride, cols, mask)
+        totals, dots = collect(Words_ptr + row * tl.full([], LANES, tl.int64), tl.where(valid, splits, 0), LANES)
+        dot = tl.sum(dots, axis=0) / n_cols
+        x = _load_part(X_ptr, row, X_row_stride, cols, mask).to(tl.float32)
+        m = _weighted(_load_part(DY_ptr, row, DY_row_stride, cols, mask), W_ptr, cols, exist, offset)
+        if SUBTRACT_MEAN:
+            shift = tl.sum(totals, axis=0) / n_cols * rstd
+            dx = m * rstd - shift - (x - mean) * (dot * rstd * rstd)
+        else:
+            dx = rstd * (m - x * rstd * dot)
+        if DS_ptr is not None:
+            dx += ds.to(tl.float32)
+        dx_ptrs = DX_ptr + row * n_cols.to(tl.int64) + cols
+        tl.store(dx_ptrs, dx.to(DX_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    if Partial_ptr is not None:
+        line_ptr = Partial_ptr + group * n_cols.to(tl.int64) * (1 + HAS_BIAS)
+        tl.store(line_ptr + cols, dw, mask=exist)
+        if HAS_BIAS:
+            tl.store(line_ptr + n_cols + cols, db, mask=exist)
+
+
+def _shared_row(target: Target, key: Key, tile_bytes: int, warps: int, ctas: int) -> LaunchConfig | None:
+    """Programs that take `tile_bytes` of a row each; None where rows are fewer than about four a group of programs."""
+    block = tile_bytes // key[2]
+    programs, splits = ctas * target.multiprocessors, cdiv(key[0], block)
+    if splits > min(programs, MAX_SPLITS) or (1 << key[1]) * splits < 4 * programs:
+        return None
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, warps, 1, ctas, vendor=resident_options(target, warps, ctas))
+
+
+def wide_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
+    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them; of wider rows
+    twice as many programs of half the size. None where rows are not shared: narrower ones, and those that
+    begin anywhere."""
+    if not target.cooperative or key[0] < NARROWEST_SHARED or key[3:]:
+        return None
+    ctas = 5 - grads
+    config = _shared_row(target, key, 4096, 2, 2 * ctas) if key[0] >= 2 * NARROWEST_SHARED else None
+    return _shared_row(target, key, 8192, 4, ctas) if config is None else config
