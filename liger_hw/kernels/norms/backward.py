@@ -36,6 +36,7 @@ from ..rows.blocks import (
     share_tiles,
     store_columns,
     store_tile,
+    tile_count,
     tile_mask,
     tile_rows,
     to_fp32,
@@ -112,9 +113,9 @@ def _store_column_sums(
     SUBTRACT_MEAN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SUM_ROWS: tl.constexpr,
-    SUM_COLS: tl.constexpr,
 ):
-    """dw and, if HAS_BIAS, db of SUM_COLS columns, from all rows, of which there are SUM_ROWS at most."""
+    """dw and, if HAS_BIAS, db of a few columns, from all rows, of which there are SUM_ROWS at most."""
+    SUM_COLS: tl.constexpr = 16 if SUM_ROWS >= 64 else 1024 // SUM_ROWS  # as `_summed_columns`
     rows = tl.arange(0, SUM_ROWS).to(tl.int64)
     row_mask = rows < n_rows
     cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
@@ -128,7 +129,7 @@ def _store_column_sums(
     store_partial_sums(Partial_ptr, n_cols, dw, dy, cols, exist, HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _norm_bwd_kernel(
     DY_ptr,
     X_ptr,
@@ -143,16 +144,13 @@ def _norm_bwd_kernel(
     DS_row_stride,
     n_rows,
     n_cols,
-    n_tiles,
     offset,
     CASTING: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_2: tl.constexpr,
     VECTOR: tl.constexpr,
-    ONE_TILE: tl.constexpr,
     SUM_ROWS: tl.constexpr,
-    SUM_COLS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -167,18 +165,19 @@ def _norm_bwd_kernel(
     rows.
     DS_ptr: a gradient to add to dx, or None.
     Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where neither is needed.
-    ONE_TILE: every program has one tile, and no loop stands between its loads.
-    SUM_ROWS: 0, or the power of two that holds all rows: the programs from n_tiles on then store dw and db, SUM_COLS
-    columns each.
+    SUM_ROWS: None where programs loop over their tiles. Else each has one, and no loop stands between its loads; with
+    the power of two that holds all rows in place of 0, the programs behind the last tile's store dw and db.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    SUMS: tl.constexpr = Partial_ptr is not None and SUM_ROWS == 0
+    ONE_TILE: tl.constexpr = SUM_ROWS is not None
+    SUMS: tl.constexpr = Partial_ptr is not None and (SUM_ROWS is None or SUM_ROWS == 0)
+    n_tiles = tile_count(n_rows, ROWS, VECTOR)
     if SUM_ROWS:
         if pid >= n_tiles:
             _store_column_sums(
                 DY_ptr, X_ptr, STATS_ptr, Partial_ptr, DY_row_stride, X_row_stride, n_rows, n_cols, pid - n_tiles,
-                CASTING, SUBTRACT_MEAN, HAS_BIAS, SUM_ROWS, SUM_COLS,
+                CASTING, SUBTRACT_MEAN, HAS_BIAS, SUM_ROWS,
             )  # fmt: skip
             return
     pad = row_pad(pid * n_cols, VECTOR)
@@ -399,9 +398,14 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 # -- launching the backward ------------------------------------------------------------------------------------------
 
 
-MOST_ROWS_SUMMED = 128
+_MOST_ROWS_SUMMED = 128
 """Rows whose parameter gradients one launch sums beside the rows' programs, at most: a tile a few columns wide holds
 them, and each multiprocessor has one row."""
+
+
+def _summed_columns(rows: int) -> int:
+    """Columns of a program that sums `rows` rows: 1024 elements, but at least 32 bytes of a row."""
+    return max(16, 1024 // rows)
 
 
 def row_means(
@@ -456,13 +460,12 @@ def norm_backward(
         programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
         # with many rows a loop of one turn costs nothing that counts
         one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
-        sum_rows = sum_cols = sum_programs = 0
-        if one_tile and parts and 1 < n_rows <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors):
+        sum_rows, sum_programs = 0 if one_tile else None, 0
+        if one_tile and parts and 1 < n_rows <= min(_MOST_ROWS_SUMMED, plan.target.multiprocessors):
             sum_rows = next_power_of_2(n_rows)
-            sum_cols = max(16, 1024 // sum_rows)
-            sum_programs = cdiv(n_cols, sum_cols)
+            sum_programs = cdiv(n_cols, _summed_columns(sum_rows))
         partial = partial_sums(x, 1 if sum_rows else programs, parts * n_cols, dtype) if parts else None
-        args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
-        flags = *kind, block_2, vector, one_tile, sum_rows, sum_cols
+        args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, offset)
+        flags = *kind, block_2, vector, sum_rows
         launch(plan, _norm_bwd_kernel, (programs + sum_programs, col_tiles), args, flags)
     return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)

@@ -32,6 +32,7 @@ from ..rows.blocks import (
     squared,
     store_at,
     store_tile,
+    tile_count,
     tile_mask,
     tile_rows,
     touched_mask,
@@ -160,7 +161,7 @@ def _norm_by_tiles(
     _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _norm_fwd_kernel(
     X_ptr,
     R_ptr,
@@ -173,7 +174,6 @@ def _norm_fwd_kernel(
     R_row_stride,
     n_rows,
     n_cols,
-    n_tiles,
     eps,
     offset,
     CASTING: tl.constexpr,
@@ -214,6 +214,7 @@ def _norm_fwd_kernel(
             b = load_columns(B_ptr, cols, exist, pad)
             w_2 = load_columns(W_ptr, cols_2, exist_2, pad)
             b_2 = load_columns(B_ptr, cols_2, exist_2, pad)
+        n_tiles = tile_count(n_rows, ROWS, VECTOR)
         start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
         for turn in tl.range(start, end, step, num_stages=STAGES):
             if LOOP:
@@ -310,7 +311,7 @@ def norm_forward(tunable, x, w, eps, offset, casting, residual=None, b=None, sub
         if loop:
             programs = share_tiles(plan.programs, n_tiles, vector)
         tensors = x, residual, w, b, y, s, stats
-        numbers = stride, r_stride, n_rows, n_cols, n_tiles if loop else None, eps, offset
+        numbers = stride, r_stride, n_rows, n_cols, eps, offset
         flags = casting, subtract_mean, whole, block_2, vector, loop
         launch(plan, _norm_fwd_kernel, (programs,), (*tensors, *numbers), flags)
     return (y, stats) if residual is None else (y, s, stats)

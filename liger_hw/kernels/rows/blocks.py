@@ -85,6 +85,16 @@ def share_tiles(programs: int, n_tiles: int, vector: int) -> int:
 
 
 @triton.jit
+def tile_count(n_rows, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """`count_tiles` on the device."""
+    if VECTOR == 1:
+        count = tl.cdiv(n_rows, ROWS)
+    else:
+        count = n_rows // (ROWS * VECTOR) * VECTOR + tl.minimum(n_rows % (ROWS * VECTOR), VECTOR)
+    return count
+
+
+@triton.jit
 def tile_rows(tile, ROWS: tl.constexpr, VECTOR: tl.constexpr):
     """The rows of a tile, int64: VECTOR apart."""
     if VECTOR == 1:
