@@ -15,38 +15,7 @@ from typing import Any, Callable
 import torch
 
 from ..kernels.pointwise.tiled_mlp import apply_tiled_mlp
-from ..transformers.functional import (
-    liger_attn_res,
-    liger_dyt,
-    liger_embedding,
-    liger_fused_add_rms_norm,
-    liger_fused_ce_tvd,
-    liger_fused_gate_up_swiglu,
-    liger_fused_linear_jsd,
-    liger_fused_linear_kl_div,
-    liger_fused_linear_scaled_cross_entropy,
-    liger_fused_linear_scaled_cross_entropy_tp,
-    liger_fused_moe,
-    liger_fused_neighborhood_attention,
-    liger_geglu,
-    liger_group_norm,
-    liger_jsd,
-    liger_kl_div,
-    liger_layer_norm,
-    liger_llama4_rope,
-    liger_modulated_rms_norm,
-    liger_multi_token_attention,
-    liger_poly_norm,
-    liger_qwen2vl_mrope,
-    liger_relu_squared,
-    liger_rms_norm,
-    liger_rope,
-    liger_softmax,
-    liger_sparsemax,
-    liger_swiglu,
-    liger_tvd,
-    liger_vocab_parallel_cross_entropy,
-)
+from ..transformers import functional
 from .functional import cross_entropy, fused_linear_cross_entropy
 
 
@@ -60,36 +29,38 @@ def _applied(function: Callable[..., Any], *unused: int) -> Any:
     return type(function.__name__, (), {"__doc__": f"`{function.__name__}`", "apply": staticmethod(apply)})
 
 
-LigerAttnResFunction = _applied(liger_attn_res)
+LigerAttnResFunction = _applied(functional.liger_attn_res)
 LigerCrossEntropyFunction = _applied(cross_entropy)
-LigerDyTFunction = _applied(liger_dyt)
-LigerEmbeddingFunction = _applied(liger_embedding)
-LigerFusedAddRMSNormFunction = _applied(liger_fused_add_rms_norm)
-LigerFusedCETVDFunction = _applied(liger_fused_ce_tvd)
-LigerFusedGateUpSiLUMulFunction = _applied(liger_fused_gate_up_swiglu, 1)  # in_place
+LigerDyTFunction = _applied(functional.liger_dyt)
+LigerEmbeddingFunction = _applied(functional.liger_embedding)
+LigerFusedAddRMSNormFunction = _applied(functional.liger_fused_add_rms_norm)
+LigerFusedCETVDFunction = _applied(functional.liger_fused_ce_tvd)
+LigerFusedGateUpSiLUMulFunction = _applied(functional.liger_fused_gate_up_swiglu, 1)  # in_place
 LigerFusedLinearCrossEntropyFunction = _applied(fused_linear_cross_entropy, 15, 16)  # ce_impl, ce_mode
-LigerFusedLinearJSDFunction = _applied(liger_fused_linear_jsd, 9, 10)  # jsd_impl, jsd_mode
-LigerFusedLinearKLDivFunction = _applied(liger_fused_linear_kl_div)
-LigerFusedLinearScaledCrossEntropyFunction = _applied(liger_fused_linear_scaled_cross_entropy, 5)  # m_tiles_per_cluster
-LigerFusedLinearScaledCrossEntropyTPFunction = _applied(liger_fused_linear_scaled_cross_entropy_tp)
-LigerFusedMoEFunction = _applied(liger_fused_moe)
-LigerFusedNeighborhoodAttentionFunction = _applied(liger_fused_neighborhood_attention)
-LigerGELUMulFunction = _applied(liger_geglu)
-LigerGroupNormFunction = _applied(liger_group_norm)
-LigerJSDFunction = _applied(liger_jsd, 5, 6)  # jsd_impl, jsd_mode
-LigerLayerNormFunction = _applied(liger_layer_norm)
-LigerLlama4RopeFunction = _applied(liger_llama4_rope, 3)  # BLOCK_SIZE
-LigerModulatedRMSNormFunction = _applied(liger_modulated_rms_norm)
-LigerMultiTokenAttentionFunction = _applied(liger_multi_token_attention)
-LigerPolyNormFunction = _applied(liger_poly_norm)
-LigerQwen2VLMRopeFunction = _applied(liger_qwen2vl_mrope)
-LigerRMSNormFunction = _applied(liger_rms_norm, 6)  # row_mode
-LigerReLUSquaredFunction = _applied(liger_relu_squared)
-LigerRopeFunction = _applied(liger_rope)
-LigerSiLUMulFunction = _applied(liger_swiglu)
-LigerSoftmaxFunction = _applied(liger_softmax)
-LigerSparsemaxFunction = _applied(liger_sparsemax)
-LigerVocabParallelCEFunction = _applied(liger_vocab_parallel_cross_entropy)
+LigerFusedLinearJSDFunction = _applied(functional.liger_fused_linear_jsd, 9, 10)  # jsd_impl, jsd_mode
+LigerFusedLinearKLDivFunction = _applied(functional.liger_fused_linear_kl_div)
+LigerFusedLinearScaledCrossEntropyFunction = _applied(
+    functional.liger_fused_linear_scaled_cross_entropy, 5
+)  # m_tiles_per_cluster
+LigerFusedLinearScaledCrossEntropyTPFunction = _applied(functional.liger_fused_linear_scaled_cross_entropy_tp)
+LigerFusedMoEFunction = _applied(functional.liger_fused_moe)
+LigerFusedNeighborhoodAttentionFunction = _applied(functional.liger_fused_neighborhood_attention)
+LigerGELUMulFunction = _applied(functional.liger_geglu)
+LigerGroupNormFunction = _applied(functional.liger_group_norm)
+LigerJSDFunction = _applied(functional.liger_jsd, 5, 6)  # jsd_impl, jsd_mode
+LigerLayerNormFunction = _applied(functional.liger_layer_norm)
+LigerLlama4RopeFunction = _applied(functional.liger_llama4_rope, 3)  # BLOCK_SIZE
+LigerModulatedRMSNormFunction = _applied(functional.liger_modulated_rms_norm)
+LigerMultiTokenAttentionFunction = _applied(functional.liger_multi_token_attention)
+LigerPolyNormFunction = _applied(functional.liger_poly_norm)
+LigerQwen2VLMRopeFunction = _applied(functional.liger_qwen2vl_mrope)
+LigerRMSNormFunction = _applied(functional.liger_rms_norm, 6)  # row_mode
+LigerReLUSquaredFunction = _applied(functional.liger_relu_squared)
+LigerRopeFunction = _applied(functional.liger_rope)
+LigerSiLUMulFunction = _applied(functional.liger_swiglu)
+LigerSoftmaxFunction = _applied(functional.liger_softmax)
+LigerSparsemaxFunction = _applied(functional.liger_sparsemax)
+LigerVocabParallelCEFunction = _applied(functional.liger_vocab_parallel_cross_entropy)
 
 
 class LigerKLDivLossFunction:
@@ -103,7 +74,7 @@ class LigerKLDivLossFunction:
         log_target: bool = False,
         eps: float = 1e-10,
     ) -> torch.Tensor:
-        return liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
+        return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
 
 
 class LigerTVDLossFunction:
@@ -117,7 +88,7 @@ class LigerTVDLossFunction:
         reduction: str = "batchmean",
         ignore_index: int = -100,
     ) -> torch.Tensor:
-        return liger_tvd(p, q, shift_labels, reduction, ignore_index)
+        return functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
 
 
 class LigerTiledMLPFunction:
@@ -147,7 +118,7 @@ class LigerMLPFunction:
         down_multiplier: float = 1.0,
     ) -> torch.Tensor:
         gate, up = (torch.nn.functional.linear(input, weight) for weight in (gate_weight, up_weight))
-        y = torch.nn.functional.linear(liger_swiglu(gate, up, gate_multiplier), down_weight)
+        y = torch.nn.functional.linear(functional.liger_swiglu(gate, up, gate_multiplier), down_weight)
         return y if down_multiplier == 1.0 else y * down_multiplier
 
 
