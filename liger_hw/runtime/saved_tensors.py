@@ -19,10 +19,10 @@ _PACKAGES = ("torch", "torchao", "peft", "bitsandbytes")
 
 
 def owns_outputs(*projections: torch.nn.Module) -> bool:
-    """Whether only the caller will hold what these modules return when it calls them.
+    """Whether no code but the caller's keeps what these modules return when it calls them.
 
-    Linear layers, plain, quantised or with adapters, without hooks or another forward. Saved-tensor hooks of others,
-    except for checkpointing's, may keep what is saved.
+    That is so of linear layers, plain, quantised or with adapters, without hooks or another forward. It is not so under
+    saved-tensor hooks of other programs, which may keep what is saved; those of checkpointing do not.
     """
     if torch.compiler.is_compiling():
         return False
@@ -40,14 +40,15 @@ def _checkpoints(hooks: Any) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    held = module.__dict__
+    attributes = module.__dict__
     if type(module) is not torch.nn.Linear:
-        if type(module).__module__.partition(".")[0] not in _PACKAGES or not hasattr(module, "out_features"):
+        package = type(module).__module__.partition(".")[0]
+        base = attributes["_modules"].get("base_layer")
+        if package not in _PACKAGES or not hasattr(module, "out_features"):
             return False
-        adapted = held["_modules"].get("base_layer")
-        if adapted is not None and not _is_plain(adapted):
+        if not _is_plain(base) if base is not None else package == "peft":  # modules_to_save: any module is inside
             return False
-    return not (held["_forward_hooks"] or held["_backward_hooks"] or "forward" in held)
+    return not (attributes["_forward_hooks"] or attributes["_backward_hooks"] or "forward" in attributes)
 
 
 def may_overwrite(ctx: Any, saved: tuple[torch.Tensor, ...]) -> bool:

@@ -134,6 +134,14 @@ def test_adapters_are_projections_too(in_place):
     assert len(in_place) == 1
 
 
+def test_a_module_that_peft_trains_whole_may_keep_what_it_returns(in_place):
+    peft = pytest.importorskip("peft")
+    mlp, x = mlp_and_input(torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["down_proj"], modules_to_save=["gate_proj"])
+    peft.get_peft_model(mlp, config)(x).square().sum().backward()
+    assert not in_place
+
+
 def test_a_call_of_the_function_owns_nothing(in_place):
     a, b = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
     before = [t.detach().clone() for t in (a, b)]
