@@ -80,6 +80,9 @@ _failed: dict[Mark, str] = {}
 """What failed to launch in this process; what failed in earlier ones is in the tables."""
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
+replay_cache: dict[tuple, Any] = {}
+"""What the runtime keeps for the plans in force (`runtime/replay.py`): a new dictionary whenever they change, so that
+what another thread records meanwhile goes with the old one."""
 _deterministic: bool | None = None
 """The last argument of `set_deterministic`."""
 
@@ -234,8 +237,15 @@ def set_table(target: Target, contents: Table) -> None:
 def invalidate() -> None:
     """Forget every resolved plan; the next launch resolves again."""
     with _lock:
+        drop_replays()
         for tunable in registered():
             tunable.plans.clear()
+
+
+def drop_replays() -> None:
+    """Forget every recorded call: some plan that it was made with no longer holds."""
+    global replay_cache
+    replay_cache = {}
 
 
 def reload() -> None:
@@ -337,6 +347,7 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
         return False
     reason = first_line(error)
     with _lock:
+        drop_replays()
         plans = plan.tunable.plans
         for name, other in list(plans.items()):
             if (other.key, other.config) == (plan.key, plan.config):

@@ -240,9 +240,11 @@ def installed(plan: Plan) -> Iterator[None]:
 def everywhere(plan: Plan) -> Iterator[None]:
     """Let launchers use `plan` whatever their key.
 
-    For a process of the tuner's own: two blocks about one tunable may not overlap.
+    For a process of the tuner's own: two blocks about one tunable may not overlap. The order needs no lock: who asks
+    for a plan after the first line gets this one; who asked before records into a cache that the second line drops.
     """
     plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
+    registry.drop_replays()  # made with the plan there was; what is recorded in here with this one is not kept
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""Define an operator, launch it, observe it. Nothing here knows an op."""
+"""Define an operator, launch it, replay it, observe it. Nothing here knows an op."""

@@ -89,15 +89,18 @@ def launch(
     args: tuple[Any, ...],
     flags: tuple[Any, ...] = (),
     was_observed: bool = False,
-) -> None:
-    """Launch `kernel` over `grid` on the current stream of the first tensor's device."""
+) -> tuple | None:
+    """Launch `kernel` over `grid` on the current stream of the first tensor's device.
+
+    Returns what it launched, `(run, head, constants)`: the launching function, what it takes between the stream and the
+    kernel's arguments, and what it takes after them. None where Triton or an observer made the launch.
+    """
     if observers and not was_observed:
-        observed("launch", _launch_observed, plan, kernel, grid, args, flags)
-        return
+        return observed("launch", _launch_observed, plan, kernel, grid, args, flags)
     compiled = plan.compiled
     if compiled is None or not CAN_BE_FAST:
         launch_ordinary(plan, kernel, grid, args, flags)
-        return
+        return None
     name = id(kernel)
     count = _tensor_counts.get(name)
     if count is None:
@@ -119,10 +122,10 @@ def launch(
     if entry is None:
         entry = _find_or_compile(plan, kernel, grid, args, flags, key)
         if entry is None:
-            return
+            return None
     if current_device() != index or is_profiled():
         launch_ordinary(plan, kernel, grid, args, flags)
-        return
+        return None
     run, head, constants = entry
     size = len(grid)
     y, z = (1, 1) if size == 1 else (grid[1], grid[2] if size > 2 else 1)
@@ -130,10 +133,11 @@ def launch(
         run(grid[0], y, z, current_stream(index), *head, *pointers, *numbers, *constants)
     except Exception as error:
         _raise(plan, error)
+    return entry
 
 
-def _launch_observed(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-    launch(plan, kernel, grid, args, flags, was_observed=True)
+def _launch_observed(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
+    return launch(plan, kernel, grid, args, flags, was_observed=True)
 
 
 def tensor_count(kernel: Any, args: tuple) -> int:

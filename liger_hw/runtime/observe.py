@@ -10,8 +10,9 @@
     with observing(Count()) as count:
         liger_rms_norm(x, w)
 
-The tuner learns what an operator launches, ahead-of-time compilation notes what would be launched on a device that is
-not there. Without an observer, a launch pays for one look at `observers`.
+The replay cache records a call with an observer, the tuner learns what an operator launches, ahead-of-time compilation
+notes what would be launched on a device that is not there. While anybody observes, every call goes to its launcher and
+no call is replayed. Where nobody does, a launch pays for one look at `observers`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Observer:
 
     def launch(
         self, proceed: Callable[..., Any], plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple
-    ) -> None:
-        """A launch, as `runtime.launch.launch` was asked for it."""
-        proceed(plan, kernel, grid, args, flags)
+    ) -> tuple | None:
+        """A launch, as `runtime.launch.launch` was asked for it; returns what that returns."""
+        return proceed(plan, kernel, grid, args, flags)
 
     def routine(self, proceed: Callable[..., Any], plan: Any, routine: Any, args: tuple) -> Any:
         """A library's routine in a kernel's place, as `runtime.launch.call_routine` was asked for it; returns its

@@ -2,7 +2,7 @@
 
 `define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU it runs the launcher; on
 the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU the dispatcher
-would only pass the call on, so the function that `define` returns goes to the launcher directly.
+would only pass the call on, so the function that `define` returns goes to the replay cache and the launcher directly.
 
 Op files take everything they use of `runtime` from here: `launch` and the checks of `checks.py` too.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from itertools import islice
-from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple, NoReturn, get_type_hints
+from typing import Any, Callable, ClassVar, Iterable, Iterator, NoReturn, get_type_hints
 
 import torch
 from torch.autograd import forward_ad
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import env, registry
-from ..private import has_transforms, is_batched, is_profiling, n_dispatch_modes, unwrap_if_dead
+from ..private import has_transforms, is_profiling, n_dispatch_modes, unwrap_if_dead
 from .checks import (  # noqa: F401  op files take these from here
     autocast_dtype,
     cdiv,
@@ -44,6 +44,7 @@ from .checks import (  # noqa: F401  op files take these from here
 )
 from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
 from .observe import observed, observers
+from .replay import MISSED, NO_TENSORS, TENSORS, UNSEEN, Numbers, are_plain, coerced, replay
 from .shapes import Shapes
 from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
 from .triton_import import INTERPRET
@@ -67,11 +68,12 @@ def define(
     fake: Callable[..., Any] | tuple[str, ...] | None = None,
     numbers: type | None = None,
     misfit: Callable[..., str] | None = None,
+    recorded: bool = True,
 ) -> Any:
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
-    launcher: runs the Triton kernels
+    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
     reference: the same results in plain torch
     shapes: what the tensors must be, in the words of `shapes.py`; checked in every way that the operator is called
     misfit: what else is wrong with the shapes of arguments that these words allow, or ""
@@ -80,6 +82,7 @@ def define(
     calling the reference on fake tensors, which suits a reference that takes no gradient itself.
     numbers: a NamedTuple whose fields are the schema's last arguments; it need not list them. The three functions, and
     what is returned, take one such tuple in their place.
+    recorded: False for a launcher that never only allocates and launches (`replay.repeated`)
 
     All three functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
     bool for an int, and 0, 1 or None for a bool are converted. None may return one of its inputs.
@@ -105,30 +108,34 @@ def define(
 
     launchers[name] = checked(with_fallback(launcher))
     if env.get("LIGER_HW_DISABLE"):
-        launcher = reference
+        launcher, recorded = reference, False
     run_launcher = with_fallback(launcher)
     is_compiling = torch.compiler.is_compiling
     kinds = [str(argument.real_type) for argument in overload._schema.arguments]
     places = tuple(place for place, kind in enumerate(kinds) if kind in _NUMBERS)
-    coercions = _NumberTypes(places, tuple(_NUMBERS[kinds[place]] for place in places))
+    coercions = Numbers(places, tuple(_NUMBERS[kinds[place]] for place in places))
+    tensors_end = 1 + max(place for place, kind in enumerate(kinds) if "Tensor" in kind)
+
+    def below_dispatcher(*args: Any) -> Any:
+        try:
+            result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
+        except LaunchFailed as failure:
+            _quarantine(failure)
+            result = MISSED
+        if result is UNSEEN:
+            check_args(args)
+        elif result is not MISSED:
+            return result
+        return run_launcher(*args)
+
     for key in ("CUDA", "XPU"):
-        _library.impl(name, checked(run_launcher), key)
+        _library.impl(name, below_dispatcher, key)
     _library.impl(name, checked(run_launcher if INTERPRET else _without_views(reference)), "CPU")
     if fake is None:
         fake = _fake_of(reference)
     elif isinstance(fake, tuple):
         fake = _fake_like(fake, overload._schema)
     torch.library.register_fake(f"liger_hw::{name}", checked(fake), lib=_library)
-
-    passed: dict[tuple, bool] = {}
-
-    def look_at(layout: tuple, args: tuple) -> bool:
-        """Check the first arguments of a layout; whether its numbers are as the schema has them."""
-        check_args(args)
-        if len(passed) >= _MOST_LAYOUTS:
-            passed.clear()
-        passed[layout] = coerced(args, coercions) is args
-        return passed[layout]
 
     def call(*args: Any) -> Any:
         if not (
@@ -140,19 +147,24 @@ def define(
             or is_profiling()
             or torch.jit.is_tracing()
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
-            layout = plain_layout(args)
-            if layout is not None:
-                is_coerced = passed.get(layout)
-                if is_coerced is None:
-                    is_coerced = look_at(layout, args)
-                run, args = run_launcher, args if is_coerced else coerced(args, coercions)
-            else:
-                run = overload
-                expected.check_types(args)
-                refuse_dtensors(name, args)
-            if observers:
-                return observed("operator", lambda call, args: run(*args), call, args)
-            return run(*args)
+            try:
+                result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
+                if result is not MISSED and result is not UNSEEN:
+                    return result
+                if are_plain(args):
+                    if result is UNSEEN:
+                        check_args(args)
+                    run, args = launcher, coerced(args, coercions)
+                else:
+                    run = overload
+                    expected.check_types(args)
+                    refuse_dtensors(name, args)
+                if observers:
+                    return observed("operator", lambda call, args: run(*args), call, args)
+                return run(*args)
+            except LaunchFailed as failure:
+                _quarantine(failure)
+                return run_launcher(*coerced(args, coercions))
         elif is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
@@ -220,51 +232,6 @@ class _Numbers:
 
 
 _NUMBERS = {"float": float, "int": int, "bool": bool}
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
-_MOST_LAYOUTS = 4096  # layouts that never repeat must not be kept without end
-
-
-class _NumberTypes(NamedTuple):
-    """Of an operator's arguments that are numbers: the places, and the types that the schema asks for."""
-
-    places: tuple[int, ...]
-    kinds: tuple[type, ...]
-
-
-def plain_layout(args: tuple) -> tuple | None:
-    """What tells apart calls with plain tensors, the first on a GPU, numbers, and tuples of numbers; None for others.
-
-    A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
-    have no memory of their own.
-    """
-    if type(args[0]) not in _TENSORS or args[0].get_device() < 0:
-        return None
-    layout: list[Any] = []
-    for arg in args:
-        kind = type(arg)
-        if kind in _TENSORS:
-            if is_batched(arg):
-                return None
-            layout += arg.dtype, arg.shape, arg.get_device()
-        elif kind in _NO_TENSORS or kind is tuple and _NO_TENSORS.issuperset(map(type, arg)):
-            layout += kind, arg
-        else:
-            return None
-    return tuple(layout)
-
-
-def coerced(args: tuple, numbers: _NumberTypes) -> tuple:
-    """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
-    places, kinds = numbers
-    if tuple(map(type, map(args.__getitem__, places))) == kinds:
-        return args
-    changed = list(args)
-    for place, kind in zip(places, kinds):
-        number = args[place]
-        if type(number) is not kind and (kind is not int or type(number) is bool):
-            changed[place] = kind(number)
-    return tuple(changed)
 
 
 class LauncherMode(TorchDispatchMode):
@@ -386,7 +353,7 @@ class Function(torch.autograd.Function):
             return super().apply(*args, **kwargs)
         try:
             plain = [
-                a if type(a) in _NO_TENSORS else unwrap_if_dead(a) if type(a) in _TENSORS else _unusual(a) for a in args
+                a if type(a) in NO_TENSORS else unwrap_if_dead(a) if type(a) in TENSORS else _unusual(a) for a in args
             ]
         except _DTensorGiven:
             return apply_sharded(cls, args)

@@ -136,7 +136,7 @@ def run_piece(number: int, seconds: float, dry: bool, keep: Callable[[dict[str, 
             keep(piece)
             next_point += 0.1 * (seconds - warm)
     point()
-    piece["finished"] = True
+    piece["finished"], piece["replays"] = True, len(registry.replay_cache)
     grown = piece["host_growth_mib"], piece["host_growth_of_second_half_mib"], piece["device_growth_mib"]
     piece["held"] = all(size < most for size, most in zip(grown, (HOST_MIB, LATE_MIB, DEVICE_MIB)))
     return piece

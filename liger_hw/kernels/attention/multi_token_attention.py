@@ -37,6 +37,7 @@ from ...runtime.operator import (
     launch,
     no_weight,
 )
+from ...runtime.replay import repeated
 from ..rows.reduce import column_sum, column_sum_tunable
 from ..rows.tuning import rows_per_program, safe
 from .multi_token_attention_kernels import (
@@ -191,6 +192,7 @@ def _empty_sums(dy: torch.Tensor) -> torch.Tensor:
     return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)
 
 
+@repeated
 def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A fill's sums over the keys -> [channels]."""
     return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MOST_SUMS else sums.sum(0).to(dtype)
@@ -259,18 +261,21 @@ def _empty_channels_last(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
+@repeated
 def _softmax_to_channels_last(scores: torch.Tensor) -> torch.Tensor:
     p = _empty_channels_last(scores)
     _over_queries(CHANNELS_FWD, (scores, p))
     return p
 
 
+@repeated
 def _softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     dx = torch.empty(p.shape, dtype=p.dtype, device=p.device)
     _over_queries(CHANNELS_BWD, (dp, p, dx))
     return dx
 
 
+@repeated
 def _fill_from_channels_last(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x up to the diagonal, plus `bias`, and zero after it, with its channels first."""
     y = x.new_empty(x.shape)
@@ -278,6 +283,7 @@ def _fill_from_channels_last(x: torch.Tensor, bias: torch.Tensor | None) -> torc
     return y
 
 
+@repeated
 def _fill_to_channels_last(dy: torch.Tensor, needs_sums: bool) -> tuple[torch.Tensor, ...]:
     """dy up to the diagonal and zero after it, with its channels last; and, if asked for, its sums over the keys."""
     g = _empty_channels_last(dy)
@@ -381,6 +387,7 @@ multi_token_attention_fwd = define(
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
+    recorded=False,
 )
 multi_token_attention_bwd = define(
     f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] needs)"
@@ -390,6 +397,7 @@ multi_token_attention_bwd = define(
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
+    recorded=False,
 )
 
 

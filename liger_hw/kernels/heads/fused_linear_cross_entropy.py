@@ -166,6 +166,7 @@ fused_linear_cross_entropy_fwd = define(
     launcher=_fwd,
     reference=_fwd_reference,
     numbers=HeadCall,
+    recorded=False,
 )
 fused_linear_cross_entropy_bwd = define(
     f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
@@ -173,6 +174,7 @@ fused_linear_cross_entropy_bwd = define(
     launcher=_bwd,
     reference=_bwd_reference,
     numbers=HeadCall,
+    recorded=False,
 )
 
 

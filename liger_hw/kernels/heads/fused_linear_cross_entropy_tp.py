@@ -352,6 +352,7 @@ fused_linear_cross_entropy_tp_fwd = define(
     reference=partial(_forward, plain=True),
     fake=_fwd_fake,
     numbers=_Call,
+    recorded=False,
 )
 fused_linear_cross_entropy_tp_bwd = define(
     f"fused_linear_cross_entropy_tp_bwd(Tensor grad_output, Tensor lse, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
@@ -361,6 +362,7 @@ fused_linear_cross_entropy_tp_bwd = define(
     reference=partial(_backward, plain=True),
     fake=_bwd_fake,
     numbers=_Call,
+    recorded=False,
 )
 
 

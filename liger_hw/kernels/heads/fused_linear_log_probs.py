@@ -299,6 +299,7 @@ linear_log_probs_fwd = define(
     reference=partial(_fwd, plain=True),
     fake=_fwd_fake,
     numbers=LogProbsCall,
+    recorded=False,
 )
 linear_log_probs_bwd = define(
     f"fused_linear_log_probs_bwd({_INPUTS}, Tensor? selected_token_ids, Tensor lse, Tensor saved_entropy, "
@@ -310,6 +311,7 @@ linear_log_probs_bwd = define(
     reference=partial(_bwd, plain=True),
     fake=_bwd_fake,
     numbers=LogProbsCall,
+    recorded=False,
 )
 linear_log_probs_keep = define(
     f"fused_linear_log_probs_keep({_INPUTS}, {_KEPT}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -319,6 +321,7 @@ linear_log_probs_keep = define(
     reference=partial(_keep, plain=True),
     fake=_keep_fake,
     numbers=LogProbsCall,
+    recorded=False,
 )
 linear_log_probs_keep_bwd = define(
     f"fused_linear_log_probs_keep_bwd({_INPUTS}, Tensor lse, Tensor saved_entropy, Tensor? dlogp, "
@@ -329,6 +332,7 @@ linear_log_probs_keep_bwd = define(
     reference=partial(_keep_bwd, plain=True),
     fake=_keep_bwd_fake,
     numbers=LogProbsCall,
+    recorded=False,
 )
 
 

@@ -155,6 +155,7 @@ def linear_distillation_operator(
         launcher=fwd,
         reference=reference,
         numbers=DistillationCall,
+        recorded=False,
     )
 
 

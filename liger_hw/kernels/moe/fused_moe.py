@@ -240,6 +240,7 @@ fused_moe_fwd = define(
     reference=experts_fwd_reference,
     fake=_fwd_fake,
     numbers=How,
+    recorded=False,
 )
 fused_moe_bwd = define(
     f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor? down_bias, Tensor z, Tensor order, Tensor token, Tensor row,"
@@ -251,6 +252,7 @@ fused_moe_bwd = define(
     reference=experts_bwd_reference,
     fake=_bwd_fake,
     numbers=How,
+    recorded=False,
 )
 
 
