@@ -146,7 +146,7 @@ def define(
             or forward_ad._current_level >= 0
             or is_profiling()
             or torch.jit.is_tracing()
-        ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
+        ):  # nothing traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
                 result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
                 if result is not MISSED and result is not UNSEEN:

@@ -1,5 +1,8 @@
 """Replay cache: the second call of a layout is recorded, later calls repeat its allocations and launches.
 
+It is kept since it wins: a training step of a Llama of two layers, whose time is the host's, takes 1.14 times as long
+without it (H100, 2026-11-28, 7 turns that spread by a quarter; 1.07 with the device left out).
+
 A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device)
 and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it is most
 of the host's time. So the second such call is recorded: what it allocates, what it launches with which tensors, what it
@@ -81,12 +84,12 @@ def coerced(args: tuple, numbers: Numbers) -> tuple:
     places, kinds = numbers
     if tuple(map(type, map(args.__getitem__, places))) == kinds:
         return args
-    given = list(args)
+    arguments = list(args)
     for place, kind in zip(places, kinds):
         number = args[place]
         if type(number) is not kind and (kind is not int or type(number) is bool):
-            given[place] = kind(number)
-    return tuple(given)
+            arguments[place] = kind(number)
+    return tuple(arguments)
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +105,7 @@ def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_check(args: tuple) -> None:
-    """Parts of launchers are given what fits."""
+    """Parts of launchers get what fits."""
 
 
 def replay(
@@ -131,7 +134,7 @@ def replay(
                 key += arg.dtype, arg.shape, arg.stride()
             else:
                 key.append(arg)
-    except RuntimeError:  # a tensor without memory of its own, as those of batched gradients
+    except RuntimeError:  # a tensor without memory of its own, as batched gradients have
         return UNSEEN
     key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
     key = tuple(key)
@@ -156,7 +159,7 @@ def replay(
     if _launch.is_profiled():
         return MISSED
 
-    device, allocations, steps, give = entry
+    device, allocations, steps, results_of = entry
     allocated = []
     for like, shape, strides, dtype in allocations:
         if like is None:
@@ -177,30 +180,30 @@ def replay(
             raise
         cache.pop(key, None)  # the launcher knows which plan failed
         return MISSED
-    return give(allocated)
+    return results_of(allocated)
 
 
 def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple, numbers: Numbers) -> Any:
     """Call the launcher, and keep in `cache` what it did, or that it cannot be kept."""
     # one object for each argument, though the caller may have passed one tensor as two
-    given = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
-    recorder = _Recorder(given)
+    arguments = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
+    recorder = _Recorder(arguments)
     with observing(recorder), recorder:
-        result = launcher(*coerced(given, numbers))  # a tensor read here as a number is seen, and not kept
+        result = launcher(*coerced(arguments, numbers))  # a tensor read here as a number is seen, and not kept
     if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
-        cache[key] = recorder.recording(given, result) or _REFUSED
+        cache[key] = recorder.recording(arguments, result) or _REFUSED
     return result
 
 
 class _Recorder(Observer, TorchDispatchMode):
     """Sees every operator of torch and every launch of this thread.
 
-    places: tensor -> where its pointer stands in a replay: first that of None, then of arguments, then of allocations
+    places: tensor -> where its pointer stands in a replay: first None's, then arguments', then allocations'
     """
 
-    def __init__(self, given: tuple) -> None:
+    def __init__(self, arguments: tuple) -> None:
         super().__init__()
-        self.tensors = [None, *(arg for arg in given if isinstance(arg, torch.Tensor))]
+        self.tensors = [None, *(arg for arg in arguments if isinstance(arg, torch.Tensor))]
         self.places = {id(tensor): place for place, tensor in enumerate(self.tensors)}
         self.first = len(self.tensors)
         self.allocated: list[torch.Tensor] = []
@@ -228,25 +231,25 @@ class _Recorder(Observer, TorchDispatchMode):
         return result
 
     def _place(self, tensor: torch.Tensor, place: int) -> None:
-        self.tensors.append(tensor)  # held: its id is its own while we watch
+        self.tensors.append(tensor)  # kept, so that no other tensor takes its id
         self.places[id(tensor)] = place
 
     def launch(
         self, proceed: Callable, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple
     ) -> tuple | None:
-        found = proceed(plan, kernel, grid, args, flags)
+        entry = proceed(plan, kernel, grid, args, flags)
         self.plans.append(plan)
         count = _launch.tensor_count(kernel, args)
         places = [self.places.get(id(arg)) for arg in args[:count]]
-        if found is None or count < 2 or None in places or any(isinstance(arg, torch.Tensor) for arg in args[count:]):
+        if entry is None or count < 2 or None in places or any(isinstance(arg, torch.Tensor) for arg in args[count:]):
             self.refused = True
-            return found
-        run, head, constants = found
+            return entry
+        run, head, constants = entry
         grid = (*grid, 1, 1)[:3]
         self.steps.append((run, grid, head, itemgetter(*places), (*args[count:], *constants)))
-        return found
+        return entry
 
-    def recording(self, given: tuple, result: Any) -> tuple | None:
+    def recording(self, arguments: tuple, result: Any) -> tuple | None:
         """(device, allocations, steps, what gives the result), or None where this is not all that the call did."""
         results = result if isinstance(result, tuple) else () if result is None else (result,)
         places = [self.places.get(id(tensor), 0) - self.first for tensor in results]
@@ -255,28 +258,28 @@ class _Recorder(Observer, TorchDispatchMode):
         shown = dict(zip(places, results))
         allocations = []
         for number, tensor in enumerate(self.allocated):
-            if tensor.data_ptr() & 15 or tensor.device != given[0].device:
+            if tensor.data_ptr() & 15 or tensor.device != arguments[0].device:
                 return None  # an allocator that does not align, or memory of the host
             if shown.get(number, tensor).numel() != tensor.numel():
                 return None  # a part of what was allocated
             tensor = shown.get(number, tensor)
-            allocations.append(_allocation(tensor, given))
+            allocations.append(_allocation(tensor, arguments))
         if not results:
-            give = _nothing
+            results_of = _nothing
         elif isinstance(result, tuple) and len(places) == 1:
-            give = lambda made: (made[places[0]],)  # noqa: E731
+            results_of = lambda new: (new[places[0]],)  # noqa: E731
         else:
-            give = itemgetter(*places)
-        return given[0].device, tuple(allocations), tuple(self.steps), give
+            results_of = itemgetter(*places)
+        return arguments[0].device, tuple(allocations), tuple(self.steps), results_of
 
 
-def _nothing(made: list) -> None:
+def _nothing(new: list) -> None:
     return None
 
 
-def _allocation(tensor: torch.Tensor, given: tuple) -> tuple:
+def _allocation(tensor: torch.Tensor, arguments: tuple) -> tuple:
     """(argument that it is like, shape, strides, dtype): the first alone where there is one, which is cheapest."""
-    for number, arg in enumerate(given):
+    for number, arg in enumerate(arguments):
         if isinstance(arg, torch.Tensor) and (arg.dtype, arg.shape) == (tensor.dtype, tensor.shape):
             if torch.empty_like(arg, device="meta").stride() == tensor.stride():
                 return number, None, None, None
