@@ -1,7 +1,6 @@
 """Replay cache: the second call of a layout is recorded, later calls repeat its allocations and launches.
 
-It is kept since it wins: a training step of a Llama of two layers, whose time is the host's, takes 1.14 times as long
-without it (H100, 2026-11-28, 7 turns that spread by a quarter; 1.07 with the device left out).
+It is for training steps whose time is the host's; what it wins there is in docs/benchmarks/host.md.
 
 A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device)
 and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it is most
