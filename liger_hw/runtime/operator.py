@@ -44,7 +44,7 @@ from .checks import (  # noqa: F401  op files take these from here
 )
 from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
 from .observe import observed, observers
-from .replay import MISSED, NO_TENSORS, TENSORS, UNSEEN, Numbers, are_plain, coerced, replay
+from .replay import MISSED, NO_TENSORS, TENSORS, UNSEEN, NumberTypes, are_plain, coerced, replay
 from .shapes import Shapes
 from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
 from .triton_import import INTERPRET
@@ -92,8 +92,8 @@ def define(
     if call_numbers is not None:
         arguments, _, results = schema.partition(") ->")
         schema, n_others = f"{arguments}, {call_numbers.schema}) ->{results}", arguments.count(",") + 1
-        launcher, reference = (call_numbers.taken_by(run, n_others) for run in (launcher, reference))
-        fake, misfit = (call_numbers.taken_by(run, n_others) if callable(run) else run for run in (fake, misfit))
+        launcher, reference = (call_numbers.taking_numbers(run, n_others) for run in (launcher, reference))
+        fake, misfit = (call_numbers.taking_numbers(run, n_others) if callable(run) else run for run in (fake, misfit))
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.liger_hw, name).default
     expected = declared[name] = Shapes(overload._schema, shapes, misfit)
@@ -113,7 +113,7 @@ def define(
     is_compiling = torch.compiler.is_compiling
     kinds = [str(argument.real_type) for argument in overload._schema.arguments]
     places = tuple(place for place, kind in enumerate(kinds) if kind in _NUMBERS)
-    coercions = Numbers(places, tuple(_NUMBERS[kinds[place]] for place in places))
+    coercions = NumberTypes(places, tuple(_NUMBERS[kinds[place]] for place in places))
     tensors_end = 1 + max(place for place, kind in enumerate(kinds) if "Tensor" in kind)
 
     def below_dispatcher(*args: Any) -> Any:
@@ -175,7 +175,7 @@ def define(
 
     call.__name__ = name
     call.overload = overload
-    return call if call_numbers is None else call_numbers.given_to(call)
+    return call if call_numbers is None else call_numbers.taking_call(call)
 
 
 class _Numbers:
@@ -195,7 +195,7 @@ class _Numbers:
             for (name, of), inner in zip(fields.items(), self.inner)
         )
 
-    def apart(self, call: Any) -> Iterable[Any]:
+    def numbers_of(self, call: Any) -> Iterable[Any]:
         """The numbers of a call, in the order of the schema."""
         if self.is_flat:
             return call
@@ -204,31 +204,31 @@ class _Numbers:
             if inner is None:
                 numbers.append(value)
             else:
-                numbers.extend(inner.apart(value))
+                numbers.extend(inner.numbers_of(value))
         return numbers
 
-    def together(self, numbers: Iterator[Any]) -> Any:
+    def call_of(self, numbers: Iterator[Any]) -> Any:
         """The call that has these numbers."""
         if self.is_flat:
             return self.kind(*islice(numbers, len(self.inner)))
-        return self.kind(*(next(numbers) if inner is None else inner.together(numbers) for inner in self.inner))
+        return self.kind(*(next(numbers) if inner is None else inner.call_of(numbers) for inner in self.inner))
 
-    def given_to(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+    def taking_call(self, operator: Callable[..., Any]) -> Callable[..., Any]:
         """The operator, as a function whose last argument is the call."""
 
         def with_call(*args: Any) -> Any:
-            return operator(*args[:-1], *self.apart(args[-1]))
+            return operator(*args[:-1], *self.numbers_of(args[-1]))
 
         with_call.__name__, with_call.overload = operator.__name__, operator.overload
         return with_call
 
-    def taken_by(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:
+    def taking_numbers(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:
         """`run`, whose last argument after `n_others` is the call, as a function of its numbers."""
 
-        def with_call(*args: Any) -> Any:
-            return run(*args[:n_others], self.together(iter(args[n_others:])))
+        def with_numbers(*args: Any) -> Any:
+            return run(*args[:n_others], self.call_of(iter(args[n_others:])))
 
-        return with_call
+        return with_numbers
 
 
 _NUMBERS = {"float": float, "int": int, "bool": bool}

@@ -51,14 +51,14 @@ _REPEATED = {
 """Operators on an allocation that are done again, between the launches."""
 
 
-class Numbers(NamedTuple):
+class NumberTypes(NamedTuple):
     """Of an operator's arguments that are numbers: the places, and the types that the schema asks for."""
 
     places: tuple[int, ...]
     kinds: tuple[type, ...]
 
 
-_NO_NUMBERS = Numbers((), ())
+_NO_NUMBER_TYPES = NumberTypes((), ())
 
 
 def are_plain(args: tuple) -> bool:
@@ -78,7 +78,7 @@ def are_plain(args: tuple) -> bool:
     return True
 
 
-def coerced(args: tuple, numbers: Numbers) -> tuple:
+def coerced(args: tuple, numbers: NumberTypes) -> tuple:
     """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
     places, kinds = numbers
     if tuple(map(type, map(args.__getitem__, places))) == kinds:
@@ -97,7 +97,7 @@ def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(part)
     def call(*args: Any) -> Any:
-        result = replay(name, part, _no_check, args, len(args), _NO_NUMBERS)
+        result = replay(name, part, _no_check, args, len(args), _NO_NUMBER_TYPES)
         return part(*args) if result is MISSED or result is UNSEEN else result
 
     return call
@@ -108,7 +108,7 @@ def _no_check(args: tuple) -> None:
 
 
 def replay(
-    name: str, launcher: Callable[..., Any], check: Callable[[tuple], None], args: tuple, end: int, numbers: Numbers
+    name: str, launcher: Callable[..., Any], check: Callable[[tuple], None], args: tuple, end: int, numbers: NumberTypes
 ) -> Any:
     """The operator's result. MISSED and UNSEEN: its launcher is to be called, where the arguments `are_plain`, and for
     UNSEEN `check` is to be asked before that. It was for MISSED, and for every layout that is replayed.
@@ -182,7 +182,7 @@ def replay(
     return results_of(allocated)
 
 
-def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple, numbers: Numbers) -> Any:
+def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple, numbers: NumberTypes) -> Any:
     """Call the launcher, and keep in `cache` what it did, or that it cannot be kept."""
     # one object for each argument, though the caller may have passed one tensor as two
     arguments = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
