@@ -11,8 +11,8 @@
         liger_rms_norm(x, w)
 
 The replay cache records a call with an observer, the tuner learns what an operator launches, ahead-of-time compilation
-notes what would be launched on a device that is not there. While there is an observer, every call goes to its launcher and
-no call is replayed. Without one, a launch pays for one look at `observers`.
+notes what would be launched on a device that is not there. While there is an observer, every call goes to its launcher
+and no call is replayed. Without one, a launch pays for one look at `observers`.
 """
 
 from __future__ import annotations
