@@ -245,9 +245,10 @@ def test_a_person_can_read_a_kernel():
 
 
 CEILING = (
-    52_915,
+    53_150,
     "what the package had on 2026-11-27, long sequences (820), and training in FP8 (960), attention residuals and "
-    "neighbourhood attention (1030), estimates and prebuilt folders (420)",
+    "neighbourhood attention (1030), estimates and prebuilt folders (420); recorded calls won more "
+    "than they cost (290)",
 )
 """Lines of the package, and why they are that many. It is raised only with what was added, and what that is worth."""
 
