@@ -71,7 +71,7 @@ class _Head:
         if self.slice.sequence_parallel:  # says what shape the logits have; its values are never read
             n_tokens = hidden.shape[0] * self.slice.group.size()
             whole = hidden.detach().new_zeros(1).expand(n_tokens, *hidden.shape[1:])
-        return DeferredLogits(self, whole, surroundings, surroundings.dtype or hidden.dtype, given=hidden)
+        return DeferredLogits(self, whole, surroundings, surroundings.dtype or hidden.dtype, head_input=hidden)
 
 
 def deferring(original: Callable[..., Any]) -> Callable[..., Any]:

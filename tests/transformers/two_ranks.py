@@ -57,12 +57,25 @@ def first_two_experts(model):
         layer.mlp.gate.register_forward_hook(lambda module, args, found: (*found[:-1], found[-1] % 2))
 
 
+def whole(gradient):
+    """A parameter's gradient from all ranks; torch 2.11 gathers no strided shards of one dimension itself."""
+    if not hasattr(gradient, "full_tensor"):
+        return gradient
+    placement = gradient.placements[0]
+    if len(gradient.placements) > 1 or type(placement).__name__ != "_StridedShard":
+        return gradient.full_tensor()
+    part = gradient.to_local().contiguous()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    blocks = zip(*(p.chunk(placement.split_factor, placement.dim) for p in parts))
+    return torch.cat([block for ranks in blocks for block in ranks], placement.dim)
+
+
 def step(model, *used):
     """(losses, gradients) of the mean of a model's losses on batches; gradients whole."""
     losses = [model(batch, labels=batch).loss for batch in used]
     torch.stack(losses).mean().backward()
-    whole = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
-    return [loss.detach() for loss in losses], whole
+    return [loss.detach() for loss in losses], {n: whole(p.grad) for n, p in model.named_parameters()}
 
 
 def check(name, found, expected):
