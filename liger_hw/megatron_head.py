@@ -129,7 +129,7 @@ def loss_of_deferred(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, labels, logits, *args, **kwargs)
         if logits._parent is not None or not logits.is_deferred:
             return original(self, labels, logits.materialise(), *args, **kwargs)
-        vocab_slice, hidden = logits._head.slice, logits._given
+        vocab_slice, hidden = logits._head.slice, logits._head_input
         by_token = labels.transpose(0, 1).contiguous()  # [batch, tokens] -> as the hidden states
         dtype = logits._surroundings.dtype
         weight = vocab_slice.weight if dtype is None else vocab_slice.weight.to(dtype)

@@ -65,19 +65,9 @@ def cross_entropy(
     return_predicted_tokens=False,
 ):
     """(loss, z_loss, token_accuracy, predicted_tokens), None for what was not asked for."""
-    result = liger_cross_entropy(
-        input,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-    )
+    numbers = reduction, label_smoothing, lse_square_scale, softcap
+    flags = return_z_loss, return_token_accuracy, return_predicted_tokens
+    result = liger_cross_entropy(input, target, weight, None, ignore_index, None, *numbers, *flags)
     return unpack_cross_entropy_result(result)
 
 
