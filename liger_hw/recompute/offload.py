@@ -23,6 +23,7 @@ from typing import Any, Iterator
 
 import torch
 
+from .. import env
 from .recipes import say_once
 
 CHUNK = 64 << 20
@@ -180,7 +181,10 @@ def host_memory(device: torch.device) -> HostMemory:
 
 
 def free_host_memory() -> int:
-    """Bytes of host memory that this process could still use: what is available, within the container's limit."""
+    """Bytes of host memory that this process could still use: what is available, within the container's limit.
+
+    Of several processes on one host, as torchrun starts them, each has an equal share.
+    """
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -190,4 +194,4 @@ def free_host_memory() -> int:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free.append(limit - used + int(kinds.get("file", 0)))  # cached files make room
-    return max(0, min(free))
+    return max(0, min(free)) // max(1, env.launcher_number("LOCAL_WORLD_SIZE", 1))

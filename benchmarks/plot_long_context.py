@@ -1,0 +1,50 @@
+"""docs/long-context.png: peak memory and speed against tokens by level, as planned, and the runs of a results file.
+
+python benchmarks/plot_long_context.py docs/long-context.png benchmarks/results/long-context-h200.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from liger_hw.autotune import models
+from liger_hw.recompute.levels import LEVELS, level_of_each
+from liger_hw.recompute.planner import Planner
+
+GIB = 1 << 30
+TOKENS = [1 << power for power in range(13, 21)]
+LIMITS = {"H100": 78, "H200": 139}
+
+
+def main(out: str, *results: str) -> int:
+    model = models.find("llama-3-8b")
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for level in LEVELS:
+        predictions = [Planner(model, 1, seq).predict(level_of_each(level, model.layers)) for seq in TOKENS]
+        memory.plot(TOKENS, [one.peak / GIB for one in predictions], label=level)
+        speed.plot(TOKENS, [100 * one.speed for one in predictions], label=level)
+    for name, limit in LIMITS.items():
+        memory.axhline(limit, color="gray", linewidth=0.8, linestyle=":")
+        memory.annotate(name, (TOKENS[0], limit), fontsize=8, va="bottom")
+    rows = [row for path in results for row in json.load(open(path))["runs"]]
+    whole = [row for row in rows if "peak_gib" in row and row["layers"] == model.layers]
+    memory.plot([row["tokens"] for row in whole], [row["peak_gib"] for row in whole], "k*", label="measured")
+    memory.set(yscale="log", ylabel="peak GiB, with AdamW's states in bf16", ylim=(30, 3000))
+    speed.set(ylabel="speed, % of keep", ylim=(70, 102))
+    for axes in (memory, speed):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(TOKENS, [f"{seq >> 10}K" for seq in TOKENS])
+        axes.set_xlabel("tokens of one sequence, Llama-3-8B")
+    memory.legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
