@@ -88,7 +88,8 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says."""
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
+        with Tiles() if level in ("tiled", "offload") else contextlib.nullcontext():
+            return forward(*args, **kwargs)
     if level not in CHECKPOINTED:
         aside = recipes.inside_foreign_hooks()
         with recipes.Scope(_SCOPES[level]) as scope:

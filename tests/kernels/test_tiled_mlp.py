@@ -181,9 +181,9 @@ def test_a_scope_tiles_what_is_longer_than_a_tile(monkeypatch):
     with Tiles():
         found = run(plain, x)
         with torch.no_grad():
-            assert torch.equal(plain(x), expected[0])
+            torch.testing.assert_close(plain(x), expected[0], rtol=1e-12, atol=1e-12)
         plain(x[0, :8])
-    assert calls == [7, 7, 6, 7, 7, 6, 2, 8]
+    assert calls == [7, 7, 6] * 3 + [8]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

@@ -54,14 +54,14 @@ class Tiles:
 
 
 def tileable(forward: Run) -> Run:
-    """Let a module's `forward(self, x)` run in tiles inside a `Tiles` scope, where gradients are on and x is long."""
+    """Let a module's `forward(self, x)` run in tiles inside a `Tiles` scope, where x has more rows than a tile."""
 
     @functools.wraps(forward)
     def in_tiles(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not _local.depth:
             return forward(self, x)
         rows = x.numel() // max(1, x.shape[-1])
-        if rows <= TILE_ROWS or not torch.is_grad_enabled():
+        if rows <= TILE_ROWS:
             return forward(self, x)
         y = _run_in_tiles(forward, self, x.reshape(rows, x.shape[-1]), -(-rows // TILE_ROWS))
         return y.view(*x.shape[:-1], y.shape[-1])
