@@ -274,10 +274,42 @@ TRAINED = {
     "mistral": "Mistral-7B",
     "llama3": "Llama-3-8B",
     "qwen3": "Qwen3-8B",
+    "qwen2": "Qwen2-7B",
+    "olmo2": "OLMo-2-7B",
+    "granite": "Granite-3-8B",
     "gemma2": "Gemma-2-2B",
     "phi3": "Phi-3-mini",
-    "mixtral": "Mixtral-8x7B",
 }
+
+
+def trained() -> dict[str, dict[str, dict[str, Any]]]:
+    """Model and layers -> arm -> its row of `speed_table.py`."""
+    models = published.read("speed-table")["models"]
+    return {
+        f"{title}, {models[name]['layers']} of {models[name]['of']}": models[name]["arms"]
+        for name, title in TRAINED.items()
+    }
+
+
+def _with_experts() -> dict[str, dict[str, dict[str, Any]]]:
+    """Mixtral, of `experts.sh`: Liger's first step of it tunes for minutes, and was not run again."""
+    record = published.read("e2e-experts-mixtral")
+    rows = {row["arm"]: row for row in record["summary"]}
+    return {f"Mixtral-8x7B, {record['plan']['layers']} of {record['shape']['layers']}": rows}
+
+
+def _speeds(arms: dict[str, dict[str, Any]]) -> list[str]:
+    return [f"{arms[arm]['tokens_per_second']:,.0f}" if arm in arms else "-" for arm in ("hf", "liger", "liger_hw")]
+
+
+def _over(arms: dict[str, dict[str, Any]], other: str, digits: int) -> str:
+    if other not in arms:
+        return "-"
+    return f"{arms['liger_hw']['tokens_per_second'] / arms[other]['tokens_per_second'] - 1:+.{digits}%}"
+
+
+def _gib(arms: dict[str, dict[str, Any]]) -> str:
+    return " / ".join(f"{arms[arm]['peak_gib']:.1f}" if arm in arms else "-" for arm in ("hf", "liger", "liger_hw"))
 
 
 def models_table() -> str:
@@ -286,53 +318,19 @@ def models_table() -> str:
         "losses apart |",
         "|---" * 8 + "|",
     ]
-    for model, title in TRAINED.items():
-        if (found := published.found(f"e2e-{model}")) is None:
-            continue
-        arms = {row["arm"]: row for row in found["summary"]}
-        speed = [arms[arm]["tokens_per_second"] for arm in ("hf", "liger", "liger_hw")]
-        cells = [f"{title}, {found['plan']['layers']} of {found['shape']['layers']}", *(f"{n:,.0f}" for n in speed)]
-        cells += [f"{speed[2] / other - 1:+.1%}" for other in speed[:2]]
-        cells.append(" / ".join(f"{arms[arm]['peak_gib']:.1f}" for arm in ("hf", "liger", "liger_hw")))
-        losses = {(run["arm"], run["round"]): run["losses"] for run in found["runs"]}
-        others = [losses.get(place) for place in (("hf", 1), ("liger", 0), ("liger_hw", 0))]
-        apart = [max(abs(a - b) for a, b in zip(losses["hf", 0], one)) if one else None for one in others]
-        cells.append(" / ".join("-" if one is None else f"{one:.3f}" for one in apart))
+    for title, arms in trained().items():
+        apart = " / ".join(f"{arms[arm]['losses_apart']:.3f}" for arm in ("liger", "liger_hw"))
+        cells = [title, *_speeds(arms), _over(arms, "hf", 1), _over(arms, "liger", 1), _gib(arms), apart]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def speed_table() -> str:
-    """What README shows of `models_table`: what a training step gains and what memory it takes."""
+    """What README shows of `models_table`, and Mixtral: what a training step gains and what memory it takes."""
     lines = ["| layers of | Hugging Face | + Liger 0.8.5 | + liger_hw | gain | peak GiB |", "|---" * 6 + "|"]
-    for title, arms in trained().items():
-        speed = [f"{arms[arm]['tokens_per_second']:,.0f}" for arm in ("hf", "liger", "liger_hw")]
-        gain = arms["liger_hw"]["tokens_per_second"] / arms["hf"]["tokens_per_second"] - 1
-        peaks = " / ".join(f"{arms[arm]['peak_gib']:.1f}" for arm in ("hf", "liger", "liger_hw"))
-        lines.append("| " + " | ".join([title, *speed, f"{gain:+.0%}", peaks]) + " |")
-    return "\n".join([*lines, _later_experts()])
-
-
-def _later_experts() -> str:
-    """The row of Mixtral since `fused_moe`: a shorter run, without Liger."""
-    arms = {row["arm"]: row for row in published.read("e2e-experts-mixtral")["summary"]}
-    hf, ours = arms["hf"], arms["liger_hw"]
-    gain = ours["tokens_per_second"] / hf["tokens_per_second"] - 1
-    speed = [f"{hf['tokens_per_second']:,.0f}", "-", f"{ours['tokens_per_second']:,.0f}"]
-    peaks = f"{hf['peak_gib']:.1f} / - / {ours['peak_gib']:.1f}"
-    return "| " + " | ".join(["the same, `fused_moe`", *speed, f"{gain:+.0%}", peaks]) + " |"
-
-
-def trained() -> dict[str, dict[str, dict[str, Any]]]:
-    """Model and layers -> arm -> its row of `liger-hw bench e2e`."""
-    runs = {title: published.found(f"e2e-{model}") for model, title in TRAINED.items()}
-    return {
-        f"{title}, {found['plan']['layers']} of {found['shape']['layers']}": {
-            row["arm"]: row for row in found["summary"]
-        }
-        for title, found in runs.items()
-        if found is not None
-    }
+    for title, arms in (trained() | _with_experts()).items():
+        lines.append("| " + " | ".join([title, *_speeds(arms), _over(arms, "hf", 0), _gib(arms)]) + " |")
+    return "\n".join(lines)
 
 
 def draw_end_to_end(path: Path) -> None:
@@ -350,15 +348,18 @@ def draw_end_to_end(path: Path) -> None:
         axes.plot(*zip(*points.values()), color="0.75", linewidth=1, zorder=1)
         axes.scatter(*points["liger"], color=size_plots.COLOURS["liger"], s=34, zorder=2)
         axes.scatter(*points["liger_hw"], color=size_plots.COLOURS["liger_hw"], s=54, zorder=3)
-        axes.annotate(title.split(",")[0], points["liger_hw"], (6, 4), textcoords="offset points", fontsize=8)
+        name, left = title.split(",")[0], points["liger_hw"][0] < 0.6  # so that neighbours' names do not meet
+        place = {"xytext": (-7 if left else 7, 2), "ha": "right" if left else "left"}
+        axes.annotate(name, points["liger_hw"], textcoords="offset points", fontsize=8, **place)
     axes.scatter(1, 1, color="0.3", marker="s", s=40, label="Hugging Face")
     axes.scatter([], [], color=size_plots.COLOURS["liger"], label="+ Liger 0.8.5")
     axes.scatter([], [], color=size_plots.COLOURS["liger_hw"], label="+ liger_hw")
     axes.set_xlabel("peak memory, share of Hugging Face's")
     axes.set_ylabel("tokens/s, share of Hugging Face's")
-    axes.set_xlim(0.5, 1.06)
+    axes.set_xlim(0.48, 1.06)
+    axes.margins(y=0.08)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower left", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -11,11 +11,15 @@ one H200. It needs no GPU and no weights, and says what it does not know. `liger
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from ..recompute.estimate import ENGINES, PEAK_TFLOPS, Estimate
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
 from .arguments import A_MODEL, positive, tokens
+
+if TYPE_CHECKING:
+    from ..autotune.models import Model
 
 MEASURED = "h200"
 
@@ -56,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             gpus=arguments.gpus,
             engine=arguments.engine or "fsdp2",
         )
-    unknown = _unknown(arguments, bool(model.experts))
+    unknown = _unknown(arguments, model)
     if arguments.json:
         print(
             json_text({"model": model.name, "estimates": [asdict(row) for row in rows], "unknown": unknown}, indent=2)
@@ -78,7 +82,7 @@ def _table(rows: list[Estimate]) -> str:
     return table(lines)
 
 
-def _unknown(arguments: argparse.Namespace, experts: bool) -> list[str]:
+def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
     """What the estimate leaves out or takes over from elsewhere, for this command line."""
     notes = ["the data loader, logging and checkpoints", "an attention other than transformers' default"]
     if arguments.gpu != MEASURED:
@@ -87,7 +91,9 @@ def _unknown(arguments: argparse.Namespace, experts: bool) -> list[str]:
         notes.append("the host's own time, which sets the pace of small batches")
     if arguments.lora:
         notes.append("the adapters' own products and the speed of LoRA, which was not timed")
-    if experts:
+    if model.vocab % 8:
+        notes.append("how slow the logits' products are elsewhere, at a vocabulary that is no multiple of 8")
+    if model.experts:
         notes.append("how tokens spread over experts: Mixtral-8x7B's speed, evenly routed, stands for all")
     if arguments.gpus > 1:
         notes.append(f"a link other than NVLink, and more GPUs than the four that were timed ({arguments.gpus} here)")

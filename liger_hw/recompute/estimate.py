@@ -2,7 +2,7 @@
 
 Memory is the planner's (`planner.py`). Time is a sum: matrix products at a share of the device's bf16 rate, attention
 as the planner counts it, and the bytes that everything else moves, at a large copy's rate. Six models timed on one H200
-(benchmarks/results/e2e-*-h200.json) gave the shares in `ARMS`; a test holds the estimate to 10% of each of them.
+gave the shares in `ARMS`; a test holds the estimate to 10% of each of them, and of two that were timed later.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ EAGER_BYTES = 150.0
 """Bytes that eager attention with softcapped scores moves for each score, forward and backward."""
 UPDATE_BYTES = 14
 """Bytes that a fused AdamW moves for each bf16 parameter: four are read, three written."""
+SHARDED_MORE = 5
+"""Bytes that an engine shards of each parameter beside bf16 weights, gradients and states, since it keeps fp32 ones."""
 LORA_SHARE = 0.01
 """Share of the parameters that train under LoRA."""
 ENGINES = {"fsdp2": (0.87, 0), "zero3": (0.69, 6 << 30)}
 """Engine -> share of one device's speed that a device reaches over NVLink, and bytes of its buffers.
 
-Llama-3-8B whole in Trainer, on two and four H200s. Either holds parameters, gradients and states in fp32, sharded.
+Llama-3-8B whole in Trainer, on two and four H200s.
 """
 
 
@@ -108,7 +110,7 @@ def estimates(
             planner.predict(level_of_each(arm.level, model.layers)).peak + planner.tokens * model.vocab * arm.kept_logit
         )
         if gpus > 1:
-            peak += buffers + _parameters(planner) * 2 * (1 + (LORA_SHARE if lora else 1) * 3) // gpus
+            peak += buffers + _parameters(planner) * (2 if lora else SHARDED_MORE) // gpus
         seconds = _seconds(arm, planner, bool(model.experts), lora, gpus, *rates)
         rows.append(Estimate(arm.name, share * planner.tokens / seconds, int(peak)))
     return rows
