@@ -30,6 +30,8 @@ REASONS = {
     "assert_async": "an assertion on the device without waiting for it",
     "integer_matmul": "int8 times int8 to int32 by the vendor's library",
     "has_integer_matmul": "whether a device type has it",
+    "scaled_matmul": "torch has no other product in FP8",
+    "hooks_on_every_module": "whether another program hooks every module, whose outputs or gradients it then sees",
     "grouped_matmul": "several matrix products in one launch by the vendor's library",
     "current_device": "the index of the present GPU, without asking whether torch.cuda is initialised, at every launch",
     "current_stream": "the present stream's handle, without a Stream object, at every launch",
@@ -40,20 +42,17 @@ _FORWARDS = (
     "a model's forward is recognised by what its code names and changed by another name: there is no other way in"
 )
 ELSEWHERE = {
-    "autotune/compile.py": (1, "PTX's word for a pointer, no interface"),
+    "autotune/compile.py": (1, "Triton's front half alone, where it has no compiler for a target"),
     "autotune/compile_ahead.py": (2, "up to Triton 3.6 launchers of several threads take each other's place in Python"),
     "bench/inputs.py": (1, "torch._foreach_copy_: one launch writes back what a timed call overwrote"),
-    "distributed/owners.py": (5, "torch.nn.modules.module's hooks on every module; whose hook a function is"),
-    "kernels/float8/float8_linear.py": (1, "torch._scaled_mm: torch has no other product in FP8"),
-    "runtime/operator.py": (1, "torch._dynamo in a comment"),
-    "runtime/saved_tensors.py": (2, "torch.nn.modules.module's hooks on every module, which may keep an output"),
+    "distributed/owners.py": (1, "whose hook a function is"),
     "transformers/copies.py": (1, "whether copy.deepcopy asks for a state"),
     "transformers/probing/guards.py": (1, _FORWARDS),
     "transformers/probing/norms.py": (1, _FORWARDS),
-    "transformers/probing/rotary.py": (3, _FORWARDS),
+    "transformers/probing/rotary.py": (2, _FORWARDS),
     "transformers/probing/source.py": (3, _FORWARDS),
-    "transformers/rebind.py": (5, _FORWARDS),
-    "transformers/replacing.py": (3, _FORWARDS),
+    "transformers/rebind.py": (2, _FORWARDS),
+    "transformers/replacing.py": (2, _FORWARDS),
 }
 """File -> how often it names a private interface of torch, Triton or Python, and why."""
 
@@ -73,6 +72,7 @@ without_torch_function = _C.DisableTorchFunctionSubclass
 refuses_data_ptr = _C._set_throw_on_mutable_data_ptr
 assert_async = torch._assert_async
 integer_matmul = torch._int_mm
+scaled_matmul = getattr(torch, "_scaled_mm", None)
 grouped_matmul = getattr(torch, "_grouped_mm", None)
 current_device = getattr(_C, "_cuda_getDevice", None)
 current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)
@@ -81,3 +81,11 @@ current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)
 def has_integer_matmul(device_type: str) -> bool:
     """Whether torch multiplies int8 matrices on a device type."""
     return _C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", _C._dispatch_key_for_device(device_type))
+
+
+def hooks_on_every_module() -> tuple[dict, dict, dict, dict]:
+    """The hooks that torch runs on every module, by their numbers: before and after a forward, before and after a
+    backward."""
+    module = torch.nn.modules.module
+    forward = module._global_forward_pre_hooks, module._global_forward_hooks
+    return *forward, module._global_backward_pre_hooks, module._global_backward_hooks

@@ -21,6 +21,8 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from .. import private
+
 FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
 """Whose hooks are on a module. `hooks_of` gives the set of them."""
 
@@ -197,9 +199,7 @@ def hooks_of(module: nn.Module) -> set[str]:
 
 def hooks_on_every_module() -> bool:
     """Whether torch runs any hooks on every module, as `register_module_forward_hook` registers them."""
-    of_torch = torch.nn.modules.module
-    forward = of_torch._global_forward_pre_hooks or of_torch._global_forward_hooks
-    return bool(forward or of_torch._global_backward_pre_hooks or of_torch._global_backward_hooks)
+    return any(private.hooks_on_every_module())
 
 
 def _owner_of(hook: Any) -> str:

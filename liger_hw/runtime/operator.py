@@ -297,7 +297,7 @@ def is_transformed() -> bool:
     return has_transforms()
 
 
-# what torch.compiler.assume_constant_result does, which would import torch._dynamo
+# what torch.compiler.assume_constant_result does, without importing the compiler
 is_transformed._dynamo_marked_constant = True
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..private import keeps_graph
+from ..private import hooks_on_every_module, keeps_graph
 from ..recompute import recipes
 from .operator import is_transformed
 
@@ -28,8 +28,8 @@ def owns_outputs(*projections: torch.nn.Module) -> bool:
         return False
     if recipes.inside_foreign_hooks() and not _checkpoints(recipes.innermost_hooks()):
         return False
-    of_torch = torch.nn.modules.module
-    if of_torch._global_forward_hooks or of_torch._global_backward_hooks or not recipes.supported():
+    _, after_forward, _, after_backward = hooks_on_every_module()
+    if after_forward or after_backward or not recipes.supported():
         return False
     return all([_is_plain(module) for module in projections])
 

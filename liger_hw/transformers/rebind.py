@@ -34,10 +34,11 @@ def rebind(function: Callable, name: str, private: str) -> Callable:
     """
     if not isinstance(function, types.FunctionType):
         raise CannotRebind(f"{function!r} is not a Python function")
-    if name in function.__code__.co_names:
+    code = function.__code__
+    if name in code.co_names:
         _check_only_global(function, name)
-        names = tuple(private if n == name else n for n in function.__code__.co_names)
-        return _copy(function, function.__code__.replace(co_names=names), function.__closure__)
+        names = tuple(private if n == name else n for n in code.co_names)
+        return _copy(function, code.replace(co_names=names), function.__closure__)
     inner = getattr(function, "__wrapped__", None)
     if inner is None or function.__closure__ is None:
         raise CannotRebind(f"{function.__qualname__} does not call {name}")
@@ -45,7 +46,7 @@ def rebind(function: Callable, name: str, private: str) -> Callable:
         raise CannotRebind(f"a decorator of {function.__qualname__} hides the function that calls {name}")
     copied = rebind(inner, name, private)
     closure = tuple(types.CellType(copied) if _contents(cell) is inner else cell for cell in function.__closure__)
-    outer = _copy(function, function.__code__, closure)
+    outer = _copy(function, code, closure)
     outer.__wrapped__ = copied
     return outer
 

@@ -42,7 +42,7 @@ def _references_wanted() -> bool:
     return env.get("LIGER_HW_CPU_REFERENCE")
 
 
-# what torch.compiler.assume_constant_result does, which would import torch._dynamo
+# what torch.compiler.assume_constant_result does, without importing the compiler
 _references_wanted._dynamo_marked_constant = True
 
 

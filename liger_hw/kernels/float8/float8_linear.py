@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from ... import registry
+from ... import private, registry
 from ...registry import Op, Sample, normal
 from ...runtime.operator import Function, autocast_dtype, check, check_tensors, first_order, no_view
 from .formats import E4M3, E5M2, Float8Rows, aligned, float8_dtype, why_no_float8
@@ -68,7 +68,7 @@ def product(a, b, scale_a, scale_b) -> torch.Tensor:
     else:
         scale_a = scale_a.expand(a.shape[0]).contiguous()[:, None]
         scale_b = scale_b.expand(width).contiguous()[None, :]
-    y = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+    y = private.scaled_matmul(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
     return y if width == n else y[:, :n]
 
 

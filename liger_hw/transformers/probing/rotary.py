@@ -41,7 +41,8 @@ def _of_q_and_k(kernel: Callable, original: Callable) -> Callable:
             cos, sin, axis = cos[None], sin[None], 1
         return kernel(q, k, cos, sin, axis) if _fits_q_and_k(q, k, cos, sin, axis) else None
 
-    if "position_ids" in original.__code__.co_varnames[: original.__code__.co_argcount]:
+    code = original.__code__
+    if "position_ids" in code.co_varnames[: code.co_argcount]:
 
         def rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
             return rotated(q, k, cos, sin, unsqueeze_dim) or original(q, k, cos, sin, position_ids, unsqueeze_dim)
