@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import _C
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401  launches are learnt without memory; see `REASONS`
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
 
 REASONS = {
     "FakeTensorMode": "tensors without memory that give each operator's result its shape, strides and device; torch "

@@ -308,6 +308,7 @@ def test_private_interfaces_stand_in_one_list():
     counts = {file: count for file, count in files.items() if count}
     wrong = {file: count for file, count in counts.items() if count > private.ELSEWHERE.get(file, (0, ""))[0]}
     assert not wrong, f"take these from liger_hw/private.py: {wrong}"
+    assert not private.ELSEWHERE.keys() - counts.keys(), "no longer there: take it out of private.ELSEWHERE"
 
 
 def test_one_folder_a_vendor():

@@ -24,7 +24,7 @@ MODES = ("fwd", "bwd", "full")
 OF_OPS = ("against", "mode", "sizes", "repeats")
 OF_E2E = ("model", "layers", "batch", "seq", "steps", "rounds", "arms", "checkpointing", "hidden", "text")
 OPTIONS = {"ops": OF_OPS, "moe": (*OF_OPS, "tokens", "routing"), "e2e": OF_E2E}
-"""Benchmark -> its options beside those of every benchmark."""
+"""Benchmark -> its own options, beside what every benchmark takes."""
 
 
 def _mode(text: str) -> str:

@@ -77,14 +77,14 @@ def check_numbers(op: str, **values: float) -> None:
 
 
 def check_integers(op: str, **values: int) -> None:
-    """Raise `TypeError` unless every value is an int: 4.0 is none."""
+    """Raise `TypeError` unless every value is an int; 4.0 is a float."""
     for name, value in values.items():
         if type(value) is not int and not isinstance(value, (int, torch.SymInt)):
             raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 
 
 def check_floats(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is a number to `float()`, a tensor of one element too; text is none."""
+    """Raise `TypeError` unless every value is a number to `float()`, or a tensor of one element; text is refused."""
     for name, value in values.items():
         if type(value) is float:
             continue
@@ -161,8 +161,8 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 def no_view(t: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
     """A result that is a view of a temporary, in `shape`, as a tensor that its user may change in place.
 
-    autograd refuses that of a view that a Function returns. Nobody else may hold the memory: there a change would go
-    unnoticed.
+    autograd refuses such a change of a view that a Function returns. The memory may have no other holder, who would not
+    notice a change.
     """
     return torch.ops.aten._unsafe_view(t, t.shape if shape is None else shape)
 

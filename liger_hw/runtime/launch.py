@@ -291,7 +291,7 @@ def _raise(plan: Plan, error: Exception) -> NoReturn:
 
 def blames_config(error: Exception) -> bool:
     """Whether another configuration may succeed. Memory, a broken device, a missing compiler and our own mistakes are
-    nobody's configuration: they are raised as they are."""
+    no configuration's fault: they are raised as they are."""
     names = {base.__name__ for base in type(error).__mro__}
     return bool(names & set(_CONFIG_ERRORS)) or any(word in str(error) for word in _CONFIG_WORDS)
 

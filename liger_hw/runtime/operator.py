@@ -338,7 +338,7 @@ class Function(torch.autograd.Function):
     torch asks every argument whether it is a tensor, which for a number or a name takes long. A call with DTensors goes
     by `sharding`, the Function's rule (sharding.py); without one it is refused.
 
-    Arguments are those of an op's public function, which has checked the options; tensors are checked by the operators.
+    It takes the arguments of an op's public function, which has checked the options; operators check the tensors.
     A Function checks nothing: under torch.compile an error raised in `forward` reaches the user as an internal error of
     torch. Code written for Liger calls classes of its own (`compat/functions.py`).
     """

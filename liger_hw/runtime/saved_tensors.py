@@ -22,7 +22,7 @@ def owns_outputs(*projections: torch.nn.Module) -> bool:
     """Whether no code but the caller's keeps what these modules return when it calls them.
 
     That is so of linear layers, plain, quantised or with adapters, without hooks or another forward. It is not so under
-    saved-tensor hooks of other programs, which may keep what is saved; those of checkpointing do not.
+    saved-tensor hooks of other programs, which may keep what is saved; checkpointing's do not.
     """
     if torch.compiler.is_compiling():
         return False
