@@ -149,12 +149,10 @@ def named(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def counting(run: Run) -> Iterator[None]:
-    from liger_hw.recompute import dial
     from liger_hw.recompute.recipes import Recipe
     from liger_hw.runtime.observe import Observer, observing
 
     again, compute = threading.local(), Recipe._compute
-    dial.LEAST_BYTES = 0  # the default level is in force for these small models too
 
     def computed_again(recipe: Any) -> torch.Tensor:
         outer = getattr(again, "now", False)  # what a recipe reads may have a recipe itself
