@@ -87,8 +87,8 @@ def triton_grpo_loss(
         vespo_k_neg=vespo_k_neg,
         vespo_lambda_neg=vespo_lambda_neg,
     )
-    policy = advantages, old_logp, ref_logp, vllm_is_ratio
-    mask, advantages, *others = policy_tensors(_NAME, logits, completion_mask, *policy, loss_type)
+    of_tokens = advantages, old_logp, ref_logp, vllm_is_ratio
+    mask, advantages, *others = policy_tensors(_NAME, logits, completion_mask, *of_tokens, loss_type)
     target = torch.full((shape[0], shape[1] + 1), _IGNORED, dtype=torch.int64, device=logits.device)
     target[:, :-1] = completion_ids.masked_fill(~mask, _IGNORED)
     rows = logits.reshape(-1, logits.shape[-1])
