@@ -113,9 +113,11 @@ def _store_column_sums(
     SUBTRACT_MEAN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SUM_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     """dw and, if HAS_BIAS, db of a few columns, from all rows, of which there are SUM_ROWS at most."""
-    SUM_COLS: tl.constexpr = 16 if SUM_ROWS >= 64 else 1024 // SUM_ROWS  # as `_summed_columns`
+    WIDE: tl.constexpr = 64 if BLOCK_SIZE >= 16384 else (32 if BLOCK_SIZE >= 8192 else 16)  # as `summed_columns`
+    SUM_COLS: tl.constexpr = WIDE if SUM_ROWS * WIDE >= 1024 else 1024 // SUM_ROWS
     rows = tl.arange(0, SUM_ROWS).to(tl.int64)
     row_mask = rows < n_rows
     cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
@@ -177,7 +179,7 @@ def _norm_bwd_kernel(
         if pid >= n_tiles:
             _store_column_sums(
                 DY_ptr, X_ptr, STATS_ptr, Partial_ptr, DY_row_stride, X_row_stride, n_rows, n_cols, pid - n_tiles,
-                CASTING, SUBTRACT_MEAN, HAS_BIAS, SUM_ROWS,
+                CASTING, SUBTRACT_MEAN, HAS_BIAS, SUM_ROWS, BLOCK_SIZE,
             )  # fmt: skip
             return
     pad = row_pad(pid * n_cols, VECTOR)
@@ -398,14 +400,14 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 # -- launching the backward ------------------------------------------------------------------------------------------
 
 
-_MOST_ROWS_SUMMED = 128
+MOST_ROWS_SUMMED = 128
 """Rows whose parameter gradients one launch sums beside the rows' programs, at most: a tile a few columns wide holds
 them, and each multiprocessor has one row."""
 
 
-def _summed_columns(rows: int) -> int:
-    """Columns of a program that sums `rows` rows: 1024 elements, but at least 32 bytes of a row."""
-    return max(16, 1024 // rows)
+def summed_columns(rows: int, block: int = 0) -> int:
+    """Columns of a program that sums `rows` rows: 1024 elements, more where columns are many."""
+    return max(16, 1024 // rows, min(64, block // 256))
 
 
 def row_means(
@@ -461,9 +463,9 @@ def norm_backward(
         # with many rows a loop of one turn costs nothing that counts
         one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
         sum_rows, sum_programs = 0 if one_tile else None, 0
-        if one_tile and parts and 1 < n_rows <= min(_MOST_ROWS_SUMMED, plan.target.multiprocessors):
+        if one_tile and parts and 1 < n_rows <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors):
             sum_rows = next_power_of_2(n_rows)
-            sum_programs = cdiv(n_cols, _summed_columns(sum_rows))
+            sum_programs = cdiv(n_cols, summed_columns(sum_rows, block))
         partial = partial_sums(x, 1 if sum_rows else programs, parts * n_cols, dtype) if parts else None
         args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, offset)
         flags = *kind, block_2, vector, sum_rows

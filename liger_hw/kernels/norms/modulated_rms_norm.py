@@ -21,7 +21,7 @@ import math
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, next_power_of_2, normal, row_key
+from ...registry import Op, Plan, Sample, next_power_of_2, normal, row_key
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -39,7 +39,7 @@ from ...runtime.operator import (
 from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums
-from .backward import row_means
+from .backward import MOST_ROWS_SUMMED, row_means, summed_columns
 from .forward import out_dtype
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
 from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm
@@ -68,6 +68,8 @@ def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, 
 
 _MOST_SUMMED_AT_ONCE = 512
 """Partial sums of one column that one program adds up: a tile of as many, 16 columns wide, fits its registers."""
+_FEW_ELEMENTS = 2048
+"""Elements a multiprocessor up to which reading rows twice costs less than a launch that sums."""
 
 
 def _programs_a_group(programs: int, groups: int) -> int:
@@ -101,6 +103,16 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
     return y, rstd
 
 
+def _summed_rows(plan: Plan, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int]:
+    """(SUM_MODS, SUM_ROWS) of programs that sum columns beside those of the rows; zeros where rows are many, and for a
+    single one, which has no sum."""
+    mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
+    few = max(n_rows, mods * per_mod) <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors)
+    if n_rows == 1 or not few or mods * per_mod * n_cols > _FEW_ELEMENTS * plan.target.multiprocessors:
+        return 0, 0
+    return mods, per_mod
+
+
 def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
@@ -126,19 +138,26 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     n_tiles = cdiv(n_rows // groups, rows)
     chunks = max(1, min(_programs_a_group(plan.programs // col_tiles, groups), n_tiles))
     has_shift = shift is not None and not per_row
+    one_tile = whole and chunks == n_tiles
+    sum_mods, sum_rows, sum_programs = 0 if one_tile else None, 0, 0
+    if one_tile and needs_params:
+        sum_mods, sum_rows = _summed_rows(plan, n_mods, n_rows, n_cols)
+    if sum_mods:
+        sum_programs = cdiv(n_cols, summed_columns(sum_mods * sum_rows))
+    complete = per_row or sum_programs > 0  # the launch itself stores dscale and dshift
     partial = None
-    if needs_params and not per_row:
+    if needs_params and not complete:
         partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
     elif needs_params and w is not None:
-        partial = partial_sums(x, chunks, n_cols, w.dtype)
-    stored = (dscale, dshift) if per_row else (None, None)
-    numbers = n_cols, n_rows // groups, n_tiles, chunks, offset
+        partial = partial_sums(x, 1 if sum_programs else chunks, n_cols, w.dtype)
+    stored = (dscale, dshift) if complete else (None, None)
+    numbers = n_cols, n_rows // groups, n_mods, offset
     args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
-    flags = casting, per_row, has_shift, block_2, whole and chunks == n_tiles
-    launch(plan, BWD.kernels[0], (groups * chunks, col_tiles), args, flags)
+    flags = casting, per_row, has_shift, block_2, sum_mods, sum_rows
+    launch(plan, BWD.kernels[0], (groups * chunks + sum_programs, col_tiles), args, flags)
     if not needs_params:
         return dx, *_no_grads(x, w, scale, shift, False)
-    if not per_row:
+    if not complete:
         key = row_key(n_rows, n_cols, x.itemsize)
         partial = _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
     dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)

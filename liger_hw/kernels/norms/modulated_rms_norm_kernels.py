@@ -167,6 +167,19 @@ def _modulated_rms_norm_fwd_kernel(
 # -- gradients of the parameters -------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist):
+    """From q and shift [modulations, columns] of all modulations: dscale, dshift and, where there is a w, dw."""
+    dscale = q
+    if w is not None:
+        dscale = q * w[None, :]
+        dw = tl.sum(q * (1.0 + scale.to(tl.float32)), axis=0)
+        tl.store(DW_ptr + cols, dw.to(DW_ptr.dtype.element_ty), mask=exist)
+    store_tile(DScale_ptr, mods, n_cols, cols, dscale, mask)
+    if DShift_ptr is not None:
+        store_tile(DShift_ptr, mods, n_cols, cols, shift, mask)
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def _modulated_rms_norm_bwd_sums_kernel(
     Partial_ptr,
@@ -244,14 +257,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     mask = is_mod[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
     w = load_scale(W_ptr, cols, exist, offset)
-    dscale = q
-    if w is not None:
-        dscale = q * w[None, :]
-        dw = tl.sum(q * (1.0 + scale.to(tl.float32)), axis=0)
-        tl.store(DW_ptr + cols, dw.to(DW_ptr.dtype.element_ty), mask=exist)
-    store_tile(DScale_ptr, mods, n_cols, cols, dscale, mask)
-    if DShift_ptr is not None:
-        store_tile(DShift_ptr, mods, n_cols, cols, shift, mask)
+    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
@@ -282,7 +288,50 @@ def _modulate_by_row(scale, dw, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, 
     return dw * scale, m * scale
 
 
-@triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks"])
+@triton.jit
+def _store_sums_of_rows(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    Scale_ptr,
+    RSTD_ptr,
+    DScale_ptr,
+    DShift_ptr,
+    DW_ptr,
+    DY_row_stride,
+    X_row_stride,
+    Scale_row_stride,
+    n_cols,
+    rows_per_mod,
+    n_mods,
+    tile,
+    offset,
+    CASTING: tl.constexpr,
+    SUM_MODS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+):
+    """dscale, dshift and dw of a few columns from all rows, as [modulations, rows of one, columns]."""
+    COLS: tl.constexpr = 16 if SUM_MODS * SUM_ROWS >= 64 else 1024 // (SUM_MODS * SUM_ROWS)  # as `summed_columns`
+    cols = tile * COLS + tl.arange(0, COLS)
+    mods = tl.arange(0, SUM_MODS).to(tl.int64)
+    in_mod = tl.arange(0, SUM_ROWS)
+    exist, is_mod = cols < n_cols, mods < n_mods
+    rows = mods[:, None] * rows_per_mod + in_mod[None, :]
+    row_mask = is_mod[:, None] & (in_mod < rows_per_mod)[None, :]
+    mask = row_mask[:, :, None] & exist[None, None, :]
+    x = tl.load(X_ptr + rows[:, :, None] * X_row_stride + cols[None, None, :], mask=mask, other=0.0)
+    dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0)
+    dy = dy.to(tl.float32)
+    rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
+    mask = is_mod[:, None] & exist[None, :]
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    w = load_scale(W_ptr, cols, exist, offset)
+    _, rounded = normalised(x, None, rstd, CASTING)
+    q, shift = tl.sum(dy * rounded, axis=1), tl.sum(dy, axis=1)
+    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
+
+
+@triton.jit(do_not_specialize=["rows_per_group", "n_mods"])
 def _modulated_rms_norm_bwd_kernel(
     DY_ptr,
     X_ptr,
@@ -299,14 +348,14 @@ def _modulated_rms_norm_bwd_kernel(
     Scale_row_stride,
     n_cols,
     rows_per_group,
-    n_tiles,
-    chunks,
+    n_mods,
     offset,
     CASTING: tl.constexpr,
     PER_ROW: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     BLOCK_2: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    SUM_MODS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -319,11 +368,26 @@ def _modulated_rms_norm_bwd_kernel(
     A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
     row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
     DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that are not needed are None.
-    ONE_TILE: every program has one tile, and no loop stands between its loads.
+    SUM_MODS: None where programs loop over their tiles. Else each has one, and no loop stands between its loads. Where
+    it is not 0, the programs behind these store dscale, dshift and dw: SUM_MODS and SUM_ROWS are the powers of two that
+    hold the modulations and the rows of one.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    SUMS: tl.constexpr = Partial_ptr is not None
+    ONE_TILE: tl.constexpr = SUM_MODS is not None
+    SUMS: tl.constexpr = Partial_ptr is not None and (SUM_MODS is None or SUM_MODS == 0)
+    n_tiles = tl.cdiv(rows_per_group, ROWS)
+    groups = 1 if PER_ROW else n_mods
+    chunks = n_tiles if ONE_TILE else tl.num_programs(0) // groups
+    if SUM_MODS:
+        if pid >= groups * n_tiles:
+            rows_per_mod = 1 if PER_ROW else rows_per_group
+            _store_sums_of_rows(
+                DY_ptr, X_ptr, W_ptr, Scale_ptr, RSTD_ptr, DScale_ptr, DShift_ptr, Partial_ptr, DY_row_stride,
+                X_row_stride, Scale_row_stride, n_cols, rows_per_mod, n_mods, pid - groups * n_tiles, offset,
+                CASTING, SUM_MODS, SUM_ROWS,
+            )  # fmt: skip
+            return
     if PER_ROW:
         group, first_tile = (pid * 0).to(tl.int64), pid
     else:
@@ -359,7 +423,9 @@ def _modulated_rms_norm_bwd_kernel(
         share = dy * rounded
         if PER_ROW:
             scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            share, m = _modulate_by_row(scale, share, rounded, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask)
+            dscale_ptr = None if SUM_MODS else DScale_ptr
+            dshift_ptr = None if SUM_MODS else DShift_ptr
+            share, m = _modulate_by_row(scale, share, rounded, dy, m, dscale_ptr, dshift_ptr, rows, n_cols, cols, mask)
         if SUMS:
             first += share
             if HAS_SHIFT:
@@ -372,7 +438,7 @@ def _modulated_rms_norm_bwd_kernel(
             if PER_ROW:
                 scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
                 share, m_2 = _modulate_by_row(
-                    scale, share, rounded, dy_2, m_2, DScale_ptr, DShift_ptr, rows, n_cols, cols_2, mask_2
+                    scale, share, rounded, dy_2, m_2, dscale_ptr, dshift_ptr, rows, n_cols, cols_2, mask_2
                 )
             mh_2 = m_2 * h_2
             if SUMS:
