@@ -104,8 +104,8 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
 
 
 def _summed_rows(plan: Plan, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int]:
-    """(SUM_MODS, SUM_ROWS) where further programs of the launch sum columns; zeros where rows are many, and for a single
-    one, which has no sum."""
+    """(SUM_MODS, SUM_ROWS) where further programs of the launch sum columns; zeros where rows are many, and for one,
+    which has no sum."""
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
     few = max(n_rows, mods * per_mod) <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors)
     if n_rows == 1 or not few or mods * per_mod * n_cols > _FEW_ELEMENTS * plan.target.multiprocessors:
