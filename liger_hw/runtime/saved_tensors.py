@@ -14,7 +14,7 @@ from ..private import hooks_on_every_module, keeps_graph
 from ..recompute import recipes
 from .operator import is_transformed
 
-_PACKAGES = ("torch", "torchao", "peft", "bitsandbytes")
+_PACKAGES = ("torch", "torchao", "peft", "bitsandbytes", "liger_hw")
 """Packages whose projections keep nothing of what they return."""
 
 

@@ -10,6 +10,7 @@ import torch
 
 import liger_hw
 from liger_hw.kernels.float8.float8_linear import liger_float8_linear
+from liger_hw.runtime.saved_tensors import owns_outputs
 from liger_hw.transformers.float8_linears import Float8Linear
 
 transformers = pytest.importorskip("transformers")
@@ -112,6 +113,13 @@ def test_linears_of_one_input_quantise_it_once(monkeypatch):
     calls.clear()
     _gradients(model)
     assert len(calls) == 2 * 3, "q, k, v; o; gate, up (down has no linear beside it of its inputs)"
+
+
+def test_gradients_of_a_gate_are_still_written_over_its_inputs():
+    model = _llama()
+    liger_hw.float8(model, smallest=16)
+    mlp = model.model.layers[0].mlp
+    assert owns_outputs(mlp.gate_proj, mlp.up_proj)
 
 
 def test_an_input_that_changed_is_quantised_again():
