@@ -201,7 +201,7 @@ def _curve(arm: str, seed: int, options: argparse.Namespace) -> Iterator[dict[st
     prepare(model, arm, 64)
     tokens = _text().to(device)
     n_train, length = tokens.numel() * 19 // 20, 512
-    batch = 16 if hidden > 256 else 2
+    batch = 8 if hidden > 256 else 2
     generator = torch.Generator().manual_seed(seed)
     master = [p.detach().float() for p in model.parameters()]  # bf16 weights lose the last updates of a schedule
     optimizer = torch.optim.AdamW(master, 1e-3, betas=(0.9, 0.95), weight_decay=0.1)

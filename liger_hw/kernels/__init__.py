@@ -56,6 +56,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "residual.attn_res": ("liger_attn_res", "LigerAttnRes"),
     "moe.fused_moe": ("liger_fused_moe", "LigerExperts"),
     "float8.float8_linear": ("liger_float8_linear",),
+    "float8.swiglu_float8": ("liger_swiglu_float8",),
+    "float8.geglu_float8": ("liger_geglu_float8",),
     "float8.quantize_float8": ("liger_quantize_float8", "Float8Rows"),
     "embedding.embedding": ("liger_embedding", "LigerEmbedding"),
 }

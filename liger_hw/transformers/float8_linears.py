@@ -15,13 +15,16 @@ from typing import Any, Iterable
 import torch
 from torch import nn
 
+from ..kernels.float8 import geglu_float8, swiglu_float8
 from ..kernels.float8.float8_linear import RECIPES, Float8Weight, Recipe, as_rows, linear, quantized_weight
 from ..kernels.float8.formats import E4M3, Float8Rows, float8_dtype
+from ..kernels.float8.gated_rows import WIDEST, gated_linear
 from ..kernels.float8.quantize_float8 import quantized
 from ..runtime.sharding import is_dtensor
 from ..text import table
 from .replacing import is_traced
 
+GATES = {"silu": swiglu_float8.GATE, "gelu_tanh": geglu_float8.TANH, "gelu": geglu_float8.EXACT}
 SMALLEST = 512
 """A linear with fewer inputs or outputs takes longer to quantise than its product saves."""
 _ROUTERS = ("router", "gate")
@@ -88,6 +91,16 @@ class Float8Linear(nn.Linear):
         if settings.shared is not None and not torch.compiler.is_compiling():
             rows = settings.shared.rows(input, settings.recipe)
         return linear(input, weight, self.bias, rows, settings.weight(weight), settings.recipe, "float8")
+
+    def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
+        """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
+        hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
+        settings, weight = self.float8, self.weight
+        if any(hooks) or act not in GATES or not settings.recipe.rowwise or a.shape[-1] > WIDEST:
+            return None
+        if is_dtensor(weight) or is_dtensor(a) or is_traced() or a.dtype is torch.float64:
+            return None
+        return gated_linear(GATES[act], a, b, weight, self.bias, settings.weight(weight), owned, "float8")
 
 
 @dataclass

@@ -122,6 +122,22 @@ def test_gradients_of_a_gate_are_still_written_over_its_inputs():
     assert owns_outputs(mlp.gate_proj, mlp.up_proj)
 
 
+def test_the_gate_writes_float8_itself(monkeypatch):
+    """Its bytes are those of the gate's kernel and then a quantisation, so that nothing else changes."""
+    from liger_hw.transformers import float8_linears
+
+    model, calls = _llama(), []
+    liger_hw.float8(model, smallest=16)
+    liger_hw.patch(model, activations="keep")
+    fused = float8_linears.gated_linear
+    monkeypatch.setattr(float8_linears, "gated_linear", lambda *args: calls.append(args[1].shape) or fused(*args))
+    result = _gradients(model)
+    assert len(calls) == 2
+    hook = [layer.mlp.down_proj.register_forward_pre_hook(lambda *_: None) for layer in model.model.layers]
+    assert _same(_gradients(model), result) and len(calls) == 2, "a hook sees its input, which then exists"
+    assert len(hook) == 2
+
+
 def test_an_input_that_changed_is_quantised_again():
     block = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 32), "b": torch.nn.Linear(32, 32)})
     liger_hw.float8(block, smallest=16)

@@ -85,8 +85,12 @@ def gated_replacement(
             g = project(getattr(self, gate), x)
             u = project(getattr(self, up), x)
         scales = (getattr(self, gate_scale),) if gate_scale else ()
-        y = kernel(g, u, *scales, owned=owns_outputs(getattr(self, gate), getattr(self, up)))
-        y = _projected(getattr(self, down), y, cast)
+        owned, projection = owns_outputs(getattr(self, gate), getattr(self, up)), getattr(self, down)
+        y = None
+        if not scales and not cast and hasattr(projection, "after_gate"):  # a linear in FP8: the gate writes FP8 itself
+            y = projection.after_gate(act, g, u, owned)
+        if y is None:
+            y = _projected(projection, kernel(g, u, *scales, owned=owned), cast)
         return y * getattr(self, out_scale) if out_scale else y
 
     return replacement

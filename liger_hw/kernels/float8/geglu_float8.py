@@ -1,0 +1,74 @@
+"""GEGLU that writes FP8, and the linear in FP8 that reads it: y = (gelu(a) * b) W^T + bias.
+
+Shapes: a, b [..., n_cols], weight [n_out, n_cols], bias [n_out] or None -> y [..., n_out].
+Dtypes: the product is rounded as in ../pointwise/geglu.py; then a scale for each row as in float8_linear.py.
+Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then geglu's.
+
+Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import check, check_flags, check_tensors
+from ..pointwise.geglu import APPROXIMATIONS, geglu_reference, operators
+from .formats import why_no_float8
+from .gated_rows import Gate, gated_linear, gated_linear_reference, gated_rows, gated_tunable
+from .swiglu_float8 import gated_float8_sample
+
+FWD = gated_tunable("geglu_float8")
+TANH = Gate(gated_rows(FWD, "gelu_tanh", geglu_reference), operators, (True,))
+EXACT = Gate(gated_rows(FWD, "gelu", lambda a, b: geglu_reference(a, b, "none"), "exact_"), operators, (False,))
+
+
+def geglu_float8_reference(a, b, weight, bias=None, approximate="tanh", owned=False, rounds=None):
+    """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
+    return gated_linear_reference(lambda a, b: geglu_reference(a, b, approximate), a, b, weight, bias, rounds)
+
+
+def liger_geglu_float8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    approximate: str = "tanh",
+    owned: bool = False,
+) -> torch.Tensor:
+    """gelu(a) * b times weight^T, plus bias; the product is written and read in FP8, with a scale for each row.
+
+    approximate: `tanh` or `none` (exact). The other arguments, the result and what is raised are as for
+    `liger_swiglu_float8`.
+    """
+    name = "liger_geglu_float8"
+    check_tensors(name, optional=("bias",), a=a, b=b, weight=weight, bias=bias)
+    check_flags(name, owned=owned)
+    check(approximate in APPROXIMATIONS, name, f"approximate must be one of {', '.join(APPROXIMATIONS)}")
+    return gated_linear(TANH if approximate == "tanh" else EXACT, a, b, weight, bias, None, owned, name)
+
+
+WORKLOADS = {"gemma2_2b": (8192, 9216, 2304), "gemma3_12b": (8192, 15360, 3840)}
+"""Problem sizes (n_rows, n_cols, n_out) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, approximate="tanh") -> Sample:
+    sample = gated_float8_sample(sizes, dtype, device, generator)
+    sample.args = *sample.args, approximate
+    return sample
+
+
+OP = registry.register(
+    Op(
+        name="geglu_float8",
+        function=liger_geglu_float8,
+        reference=geglu_float8_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=({}, {"approximate": "none"}),
+        small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
+        why_not=why_no_float8,
+    )
+)

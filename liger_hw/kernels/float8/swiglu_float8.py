@@ -1,0 +1,74 @@
+"""SwiGLU that writes FP8, and the linear in FP8 that reads it: y = (silu(a) * b) W^T + bias.
+
+Shapes: a, b [..., n_cols], weight [n_out, n_cols], bias [n_out] or None -> y [..., n_out].
+Dtypes: the product is rounded as in ../pointwise/swiglu.py; then a scale for each row as in float8_linear.py.
+Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then swiglu's.
+
+Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample, normal
+from ...runtime.operator import check_flags, check_tensors
+from ..pointwise.swiglu import operators, swiglu_reference
+from .formats import why_no_float8
+from .gated_rows import Gate, gated_linear, gated_linear_reference, gated_rows, gated_tunable
+
+FWD = gated_tunable("swiglu_float8")
+GATE = Gate(gated_rows(FWD, "silu", swiglu_reference), operators, (1.0, 1.0))
+
+
+def swiglu_float8_reference(a, b, weight, bias=None, owned=False, rounds=None):
+    """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
+    return gated_linear_reference(swiglu_reference, a, b, weight, bias, rounds)
+
+
+def liger_swiglu_float8(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, owned: bool = False
+) -> torch.Tensor:
+    """silu(a) * b times weight^T, plus bias; the product is written and read in FP8, with a scale for each row.
+
+    a (gate), b (up): [..., n_cols], n_cols at most 65536; weight: [n_out, n_cols]; bias: [n_out] or None. Of one dtype,
+    fp32, fp16 or bf16. owned: backward may write over a and b, as in `liger_swiglu`. Returns [..., n_out].
+    Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.
+    """
+    check_tensors("liger_swiglu_float8", optional=("bias",), a=a, b=b, weight=weight, bias=bias)
+    check_flags("liger_swiglu_float8", owned=owned)
+    return gated_linear(GATE, a, b, weight, bias, None, owned, "liger_swiglu_float8")
+
+
+WORKLOADS = {"llama3_8b": (8192, 14336, 4096), "qwen3_8b": (8192, 12288, 4096), "llama3_70b": (4096, 28672, 8192)}
+"""Problem sizes (n_rows, n_cols, n_out) of real models."""
+
+
+def gated_float8_sample(sizes, dtype, device, generator, *, bias=False) -> Sample:
+    """a, b, weight and bias of (n_rows, n_cols, n_out)."""
+    n_rows, n_cols, n_out = sizes
+    drawn = normal(dtype, device, generator)
+    a, b, weight = drawn(n_rows, n_cols), drawn(n_rows, n_cols), drawn(n_out, n_cols)
+    return Sample(
+        args=(a, b, weight, drawn(n_out) if bias else None),
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_out),
+        moved=(7 * dtype.itemsize + 4) * n_rows * n_cols + 5 * n_rows * n_out + 6 * n_cols * n_out,
+        exact={"rounds": dtype},
+    )
+
+
+OP = registry.register(
+    Op(
+        name="swiglu_float8",
+        function=liger_swiglu_float8,
+        reference=swiglu_float8_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=gated_float8_sample,
+        options=({}, {"bias": True}),
+        small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
+        why_not=why_no_float8,
+    )
+)
