@@ -32,6 +32,7 @@ from activations import GIB, LEVELS, train_step
 
 from liger_hw.backends import with_index
 from liger_hw.bench import e2e, report, training
+from liger_hw.recompute.levels import LEVELS as ALL_LEVELS
 from liger_hw.recompute.levels import in_words, level_of_each
 from liger_hw.recompute.planner import Planner, of_module
 from liger_hw.text import table
@@ -45,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mistral", choices=training.MODELS)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
+    parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=ALL_LEVELS)
     parser.add_argument("--tries", type=int, default=3, help="a level")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], help="try these lengths, instead of a search")
     parser.add_argument("--seconds", type=float, default=150, help="for all tries")

@@ -49,7 +49,7 @@ class HostMemory:
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._latest: Any = _nothing
-        self._leaving: tuple[torch.Tensor, Any] | None = None  # a tensor being copied, and the end of its copy
+        self._leaving: tuple[torch.Tensor, int, Any] | None = None  # being copied, its version, the end of its copy
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -77,16 +77,23 @@ class HostMemory:
             for chunk, part in zip(chunks, _parts(source)):
                 chunk[: part.numel()].copy_(part, non_blocking=True)
             end = self._stream.record_event()
-        self._leaving = source, end
+        self._leaving = source, source._version, end
         entry = _OnHost(self, chunks, source, self._latest)
         self._latest = weakref.ref(entry)
         return entry
 
     def _finish_leaving(self) -> None:
         """Let the computing stream wait for the copy under way; then its tensor's memory can be used again."""
-        if self._leaving is not None:
-            self._module.current_stream(self.device).wait_event(self._leaving[1])
-            self._leaving = None
+        if self._leaving is None:
+            return
+        (source, version, end), self._leaving = self._leaving, None
+        self._module.current_stream(self.device).wait_event(end)
+        if source._version != version:
+            raise RuntimeError(
+                f"activations: the input of a layer at level offload ({source.dtype} {list(source.shape)}) was changed "
+                "in place since, so it cannot be computed again from it; give that layer another level than full, "
+                "tiled and offload"
+            )
 
     def _take(self, nbytes: int) -> list[torch.Tensor] | None:
         """Chunks for `nbytes`, or None where that would pin more than the limit."""

@@ -120,6 +120,17 @@ def test_what_is_too_much_stays_on_the_device(memory, monkeypatch):
     assert level == logging.WARNING and "Give fewer layers the level offload" in sentence
 
 
+def test_a_change_in_place_raises(memory):
+    value = torch.randn(100, requires_grad=True) * 1
+    with memory.hooks():
+        y = value.pow(2)
+        value.detach().mul_(2)
+        with pytest.raises(RuntimeError, match="was changed in place since"):
+            (value * 2).pow(2)
+        (value * 3).pow(2)  # the next one is another tensor's matter
+    assert y.grad_fn is not None
+
+
 def test_small_tensors_and_parameters_stay():
     memory = HostMemory(torch.device("cpu"), limit=1 << 30)
     weight = torch.nn.Parameter(torch.randn(1 << 19))
