@@ -72,6 +72,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.trainer.orpo_trainer": (
         "liger_hw.compat.fsdp",
     ),  # where Axolotl takes `_FSDPForwardRedirection` from
+    "transformers.mhc": (_TRANSFORMERS,),
     "transformers.mlp": (_MODULES,),
     "transformers.tiled_mlp": (_TRANSFORMERS,),
     "transformers.auto_model": (_TRANSFORMERS,),
@@ -91,6 +92,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ops.experimental": (),
     "ops.backends": (),
     "ops.backends.registry": ("liger_hw.compat.impls",),
+    "ops.mhc": (_FUNCTIONS,),
     "ops.grpo_loss": (_LOSSES, _GRPO),
     "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", "liger_hw.kernels.moe.fused_moe"),
     "ops.utils": ("liger_hw.compat.ops_utils",),

@@ -50,6 +50,8 @@ LigerGroupNormFunction = _applied(functional.liger_group_norm)
 LigerJSDFunction = _applied(functional.liger_jsd, 5, 6)  # jsd_impl, jsd_mode
 LigerLayerNormFunction = _applied(functional.liger_layer_norm)
 LigerLlama4RopeFunction = _applied(functional.liger_llama4_rope, 3)  # BLOCK_SIZE
+LigerMHCPostResFunction = _applied(functional.liger_mhc_post_res)
+LigerMHCPreFunction = _applied(functional.liger_mhc_pre)
 LigerModulatedRMSNormFunction = _applied(functional.liger_modulated_rms_norm)
 LigerMultiTokenAttentionFunction = _applied(functional.liger_multi_token_attention)
 LigerPolyNormFunction = _applied(functional.liger_poly_norm)
@@ -61,6 +63,26 @@ LigerSiLUMulFunction = _applied(functional.liger_swiglu)
 LigerSoftmaxFunction = _applied(functional.liger_softmax)
 LigerSparsemaxFunction = _applied(functional.liger_sparsemax)
 LigerVocabParallelCEFunction = _applied(functional.liger_vocab_parallel_cross_entropy)
+
+
+class LigerMHCCoeffsFunction:
+    """`liger_mhc_coeffs` with all arguments by position."""
+
+    @staticmethod
+    def apply(
+        x: torch.Tensor,
+        phi: torch.Tensor,
+        b: torch.Tensor,
+        alpha_pre: torch.Tensor,
+        alpha_post: torch.Tensor,
+        alpha_res: torch.Tensor,
+        allow_fp32: bool,
+        tmax: int,
+        *numbers: float,
+    ) -> tuple[torch.Tensor, ...]:
+        names = "rms_eps", "pre_eps", "sinkhorn_eps", "post_mult"
+        options = {"allow_fp32": allow_fp32, "tmax": tmax, **dict(zip(names, numbers, strict=True))}
+        return functional.liger_mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
 
 
 class LigerKLDivLossFunction:

@@ -16,7 +16,6 @@ REPLACED = {
     r".*ExpertParallel.*|transformers\.moe(\..*)?": (
         "expert parallelism is transformers' own (DistributedConfig): patch the model after from_pretrained"
     ),
-    r".*(mhc|MHC).*": "liger_hw has no such op",
     r"transformers\.trainer(\..*)?": "use TRL's trainer with liger_kernel.chunked_loss.LigerFusedLinearORPOLoss",
     r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "call apply_liger_kernel_to_llama4",
     r"(ops\.)?backends(\..*)?|ops\.configure(\..*)?": (

@@ -40,6 +40,9 @@ from liger_hw.kernels.pointwise.swiglu import LigerSwiGLUMLP as LigerSwiGLUMLP
 from liger_hw.kernels.pointwise.swiglu import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
 from liger_hw.kernels.pointwise.tiled_mlp import apply_tiled_mlp as apply_tiled_mlp
 from liger_hw.kernels.residual.attn_res import LigerAttnRes as LigerAttnRes
+from liger_hw.kernels.residual.mhc_post_res import LigerMHC as LigerMHC
+from liger_hw.kernels.residual.mhc_post_res import liger_mhc_apply as liger_mhc_apply
+from liger_hw.kernels.residual.mhc_post_res import liger_mhc_forward as liger_mhc_forward
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb
 from liger_hw.kernels.rotary.qk_norm_rope import LigerQKNormRope as LigerQKNormRope

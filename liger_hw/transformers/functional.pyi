@@ -50,6 +50,9 @@ from liger_hw.kernels.pointwise.geglu import liger_geglu as liger_geglu
 from liger_hw.kernels.pointwise.relu_squared import liger_relu_squared as liger_relu_squared
 from liger_hw.kernels.pointwise.swiglu import liger_swiglu as liger_swiglu
 from liger_hw.kernels.residual.attn_res import liger_attn_res as liger_attn_res
+from liger_hw.kernels.residual.mhc_coeffs import liger_mhc_coeffs as liger_mhc_coeffs
+from liger_hw.kernels.residual.mhc_post_res import liger_mhc_post_res as liger_mhc_post_res
+from liger_hw.kernels.residual.mhc_pre import liger_mhc_pre as liger_mhc_pre
 from liger_hw.kernels.rotary.interleaved_rope import liger_interleaved_rope as liger_interleaved_rope
 from liger_hw.kernels.rotary.llama4_rope import liger_llama4_rope as liger_llama4_rope
 from liger_hw.kernels.rotary.qk_norm_rope import liger_qk_norm_rope as liger_qk_norm_rope

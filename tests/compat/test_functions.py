@@ -52,6 +52,9 @@ CLASSES = {
     "LigerKLDivLossFunction": "kl_div",
     "LigerLayerNormFunction": "layer_norm",
     "LigerLlama4RopeFunction": "llama4_rope",
+    "LigerMHCCoeffsFunction": "mhc_coeffs",
+    "LigerMHCPostResFunction": "mhc_post_res",
+    "LigerMHCPreFunction": "mhc_pre",
     "LigerModulatedRMSNormFunction": "modulated_rms_norm",
     "LigerMultiTokenAttentionFunction": "multi_token_attention",
     "LigerPolyNormFunction": "poly_norm",
@@ -122,6 +125,8 @@ def arguments(name: str) -> tuple:
     args = make(op, few_sizes(op), torch.float32, "cpu", 0).args
     if name == "LigerFusedLinearScaledCrossEntropyTPFunction":
         return *args[:3], None
+    if name == "LigerMHCCoeffsFunction":
+        return *args, True, 20, 1e-6, 0.0, 1e-6, 2.0
     return args[:3] if name == "LigerFusedLinearScaledCrossEntropyFunction" else args
 
 

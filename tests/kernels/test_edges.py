@@ -24,7 +24,7 @@ LOSSES = {
 ROTARY = {"interleaved_rope", "llama4_rope", "qk_norm_rope", "qwen2vl_mrope", "rope", "vision_rope"}
 REFUSES = {
     "no rows": set(),
-    "no columns": LOSSES | ROTARY | {"fused_moe", "gated_rms_norm", "multi_token_attention"},
+    "no columns": LOSSES | ROTARY | {"fused_moe", "gated_rms_norm", "mhc_coeffs", "multi_token_attention"},
     "one dimension": LOSSES
     | (ROTARY - {"vision_rope"})
     | {"fused_moe", "fused_neighborhood_attention", "group_norm", "multi_token_attention"},
@@ -68,7 +68,7 @@ def test_edge(lane, op, edge, seed):
             torch.testing.assert_close(got.double(), expected.double(), rtol=1e-5, atol=1e-4)
 
 
-SAVED = {"fused_add_rms_norm", "fused_linear_scaled_cross_entropy", "softmax", "sparsemax"}
+SAVED = {"fused_add_rms_norm", "fused_linear_scaled_cross_entropy", "mhc_coeffs", "softmax", "sparsemax"}
 """Ops whose backward reads an output, as torch's softmax does: changed in place, backward raises."""
 
 

@@ -1,0 +1,409 @@
+"""The coefficients of manifold-constrained hyper-connections, from all residual streams of a token.
+
+    mix = x @ phi / sqrt(mean(x^2) + rms_eps), cut into three
+    h_pre = sigmoid(alpha_pre * mix_pre + b_pre) + pre_eps
+    h_post = post_mult * sigmoid(alpha_post * mix_post + b_post)
+    h_res = sinkhorn(softmax(alpha_res * mix_res + b_res) + sinkhorn_eps)
+
+sinkhorn divides columns by their sums plus sinkhorn_eps, and tmax - 1 times rows and then columns.
+
+Shapes: x [..., n_streams, n_cols], phi [n_streams * n_cols, n_mix], b [n_mix] with n_mix = n_streams * (n_streams + 2),
+alphas of one element -> h_pre, h_post [..., n_streams], h_res [..., n_streams, n_streams], all in fp32.
+Dtypes: x, phi, b and the alphas in fp32, fp16 or bf16, each its own; sums are fp32. In half precision the gradient of
+x @ phi is rounded to x's dtype before it is multiplied.
+Saved for backward: x, phi, b, the alphas, h_res, mix, 1 / sqrt(...), and the sums that Sinkhorn divided by.
+Backward: Sinkhorn's steps are undone by multiplying with their sums, and each passes its gradient g of k = a / s on as
+(g - sum(g * k)) / s. Then softmax and sigmoid, dx = dz @ phi^T - x * rstd^2 * mean-weighted dot, dphi = x^T @ dz.
+
+Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Op, Sample, Tunable, next_power_of_2, normal, tile_space
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_flags,
+    check_integers,
+    check_numbers,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+)
+from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.tuning import persistent_misfit
+from .mhc_coeffs_kernels import (
+    _mhc_project_bwd_kernel,
+    _mhc_project_fwd_kernel,
+    _mhc_sinkhorn_bwd_kernel,
+    _mhc_sinkhorn_fwd_kernel,
+)
+
+MOST_STREAMS = 16
+
+
+class Options(NamedTuple):
+    """The numbers of `liger_mhc_coeffs`."""
+
+    tmax: int
+    rms_eps: float
+    pre_eps: float
+    sinkhorn_eps: float
+    post_mult: float
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def _coefficients(mix, b, alphas, n, options):
+    """(h_pre, h_post, h_res, the sums that Sinkhorn divided by [..., steps, n])."""
+    sizes = (n, n, n * n)
+    parts = [a * m + c for a, m, c in zip(alphas, mix.split(sizes, -1), b.split(sizes, -1))]
+    k, sums = parts[2].unflatten(-1, (n, n)).softmax(-1) + options.sinkhorn_eps, []
+    for step in range(2 * options.tmax - 1):
+        sums.append(k.sum(-1 if step % 2 else -2) + options.sinkhorn_eps)
+        k = k / sums[-1].unsqueeze(-1 if step % 2 else -2)
+    return parts[0].sigmoid() + options.pre_eps, options.post_mult * parts[1].sigmoid(), k, torch.stack(sums, -2)
+
+
+def _mixed(x, phi, eps):
+    """(x @ phi, 1 / sqrt(mean(x^2) + eps)) of flattened streams."""
+    flat = x.flatten(-2)
+    return flat @ phi.to(x.dtype), torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+
+
+def mhc_coeffs_reference(
+    x,
+    phi,
+    b,
+    alpha_pre,
+    alpha_post,
+    alpha_res,
+    *,
+    allow_fp32=False,
+    tmax=20,
+    rms_eps=1e-6,
+    pre_eps=0.0,
+    sinkhorn_eps=1e-6,
+    post_mult=2.0,
+):
+    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z, rstd = _mixed(x.to(wide), phi.to(wide), rms_eps)
+    if z.requires_grad and x.dtype is not wide:
+        z.register_hook(lambda gradient: gradient.to(x.dtype).to(wide))
+    alphas = [alpha.to(wide).view(()) for alpha in (alpha_pre, alpha_post, alpha_res)]
+    options = Options(tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    return _coefficients(z * rstd, b.to(wide), alphas, x.shape[-2], options)[:3]
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+DIMS = ("n_tokens", "n_streams", "n_cols")
+
+
+def _key(n_tokens, n_streams, n_cols, itemsize):
+    tokens = (n_tokens - 1).bit_length() if n_tokens > 1 else 0
+    return next_power_of_2(n_streams * n_cols), next_power_of_2(n_streams), tokens, itemsize
+
+
+def _project_config(target, key, tokens, inner, stages, ctas=0):
+    """Tiles whose stages fit into shared memory; products of fp32 are made of registers."""
+    columns = next_power_of_2(max(16, key[1] * (key[1] + 2)))
+    if key[3] > 2:
+        tokens, inner, stages = 16, 32, 1
+    while stages > 1 and stages * inner * (tokens + columns) * key[3] > target.shared_memory // 2:
+        stages -= 1
+    return LaunchConfig({"BLOCK_N": tokens, "BLOCK_K": inner}, target.warps(256 if ctas else 128, 1), stages, ctas)
+
+
+def _project_heuristic(target, key):
+    return _project_config(target, key, 32, 128, 4)
+
+
+def _project_bwd_heuristic(target, key):
+    return _project_config(target, key, 32, 64 if key[1] > 4 else 128, 2, 4)
+
+
+def _project_safe(target, key):
+    return _project_config(target, key, 16, 32, 1, 1)
+
+
+def _project_space(ctas):
+    def space(target, key):
+        choices = [(n, k, s, c) for n in (16, 32, 64) for k in (32, 64, 128, 256) for s in (1, 2, 3, 4) for c in ctas]
+        return list(dict.fromkeys(_project_config(target, key, *choice) for choice in choices))
+
+    return space
+
+
+def _sinkhorn_heuristic(target, key):
+    """A row of a matrix a thread, of which the backward has six copies."""
+    tokens = max(1, min(64, 512 // key[1] ** 2))
+    return LaunchConfig({"TOKENS": tokens}, target.warps(tokens * key[1] ** 2, 4, 4), 1, 4)
+
+
+def _sinkhorn_safe(target, key):
+    return LaunchConfig({"TOKENS": 1}, target.warps(key[1] ** 2, 8, 4), 1, 1)
+
+
+def _sinkhorn_space(target, key):
+    tiles = [{"TOKENS": tokens} for tokens in (1, 2, 4, 8, 16, 32, 64, 128)]
+    return tile_space(target, tiles, (1, 2, 4), per_thread=(1, 32), ctas=(1, 2, 4, 8), width=key[1] ** 2)
+
+
+def _tunable(variant, kernel, heuristic, safe, space, **more):
+    rules = {"key": _key, "dims": DIMS, "heuristic": heuristic, "safe": safe, "space": space}
+    return Tunable("mhc_coeffs", variant, kernels=(kernel,), **rules, **more)
+
+
+_SINKHORN = _sinkhorn_heuristic, _sinkhorn_safe, _sinkhorn_space
+PROJECT_FWD = _tunable("project_fwd", _mhc_project_fwd_kernel, _project_heuristic, _project_safe, _project_space((0,)))
+SINKHORN_FWD = _tunable("sinkhorn_fwd", _mhc_sinkhorn_fwd_kernel, *_SINKHORN)
+SINKHORN_BWD = _tunable("sinkhorn_bwd", _mhc_sinkhorn_bwd_kernel, *_SINKHORN, valid=persistent_misfit)
+PROJECT_BWD = _tunable(
+    "project_bwd",
+    _mhc_project_bwd_kernel,
+    _project_bwd_heuristic,
+    _project_safe,
+    _project_space((1, 2, 4, 8)),
+    valid=persistent_misfit,
+)
+DW = column_sum_tunable(
+    "mhc_coeffs", DIMS, columns=lambda n_tokens, n_streams, n_cols: n_streams**2 * (n_streams + 2) * n_cols
+)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _sizes(x):
+    n_streams, n_cols = x.shape[-2:]
+    return x.shape[:-2].numel(), n_streams, n_cols, n_streams * n_cols, n_streams * (n_streams + 2)
+
+
+def _fwd(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
+    x, phi, b = dense(x), dense(phi), dense(b)
+    n_rows, n_streams, n_cols, n_inner, n_mix = _sizes(x)
+    outer, wide = x.shape[:-2], {"dtype": torch.float32, "device": x.device}
+    h_pre, h_post = torch.empty((*outer, n_streams), **wide), torch.empty((*outer, n_streams), **wide)
+    h_res = torch.empty((*outer, n_streams, n_streams), **wide)
+    mix, rstd = torch.empty((n_rows, n_mix), **wide), torch.empty((n_rows,), **wide)
+    sums = torch.empty((n_rows, 2 * options.tmax - 1, n_streams), **wide)
+    if n_rows:
+        key = _key(n_rows, n_streams, n_cols, x.itemsize)
+        plan = PROJECT_FWD.plan(x.device, key)
+        grid, flags = (cdiv(n_rows, plan.config.blocks["BLOCK_N"]),), (max(16, next_power_of_2(n_mix)),)
+        args = (x, phi, mix, rstd, n_rows, n_inner, n_mix, options.rms_eps)
+        launch(plan, _mhc_project_fwd_kernel, grid, args, flags)
+        plan = SINKHORN_FWD.plan(x.device, key)
+        args = (mix, b, alpha_pre, alpha_post, alpha_res, h_pre, h_post, h_res, sums, n_rows, n_streams)
+        numbers = (options.tmax, options.pre_eps, options.sinkhorn_eps, options.post_mult)
+        grid = (cdiv(n_rows, plan.config.blocks["TOKENS"]),)
+        launch(plan, _mhc_sinkhorn_fwd_kernel, grid, (*args, *numbers), (next_power_of_2(n_streams),))
+    return h_pre, h_post, h_res, mix, rstd, sums
+
+
+def _bwd(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, mix, rstd, sums, options):
+    dpre, dpost, dres, x, phi, b = (dense(t) for t in (dpre, dpost, dres, x, phi, b))
+    n_rows, n_streams, n_cols, n_inner, n_mix = _sizes(x)
+    dx = empty_like(x, x.dtype)
+    if not n_rows:
+        return dx, phi.new_zeros(phi.shape), mix.new_zeros(2 * n_mix)
+    key = _key(n_rows, n_streams, n_cols, x.itemsize)
+    dz, shrink = torch.empty((n_rows, n_mix), dtype=x.dtype, device=x.device), empty_like(rstd, rstd.dtype)
+    plan = SINKHORN_BWD.plan(x.device, key)
+    n_tiles = cdiv(n_rows, plan.config.blocks["TOKENS"])
+    programs = min(plan.programs, n_tiles)
+    params = partial_sums(x, programs, 2 * n_mix, torch.float32)
+    tensors = (dpre, dpost, dres, mix, rstd, h_res, sums, b, alpha_pre, alpha_post, alpha_res, dz, shrink, params)
+    numbers = (n_rows, n_streams, n_tiles, options.tmax, options.post_mult, 1.0 / n_inner)
+    launch(plan, _mhc_sinkhorn_bwd_kernel, (programs,), (*tensors, *numbers), (next_power_of_2(n_streams),))
+    plan = PROJECT_BWD.plan(x.device, key)
+    tiles, columns = (cdiv(n, plan.config.blocks[name]) for n, name in ((n_rows, "BLOCK_N"), (n_inner, "BLOCK_K")))
+    steps = cdiv(tiles, max(1, min(tiles, plan.programs // columns)))
+    shares = cdiv(tiles, steps)
+    partial = partial_sums(x, shares, n_inner * n_mix, phi.dtype)
+    args = (x, phi, dz, shrink, dx, partial, n_rows, n_inner, n_mix, steps)
+    launch(plan, _mhc_project_bwd_kernel, (columns, shares), args, (max(16, next_power_of_2(n_mix)),))
+    return dx, column_sum(DW, partial, phi.dtype).view(phi.shape), column_sum(DW, params, torch.float32)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    w, phi, bias = (t.to(wide) for t in (x, phi, b))
+    alphas = [alpha.to(wide).view(()) for alpha in (alpha_pre, alpha_post, alpha_res)]
+    z, rstd = _mixed(w, phi, options.rms_eps)
+    h_pre, h_post, h_res, sums = _coefficients(z * rstd, bias, alphas, x.shape[-2], options)
+    mix, sums = (z * rstd)[None].flatten(0, -2), sums[None].flatten(0, -3)
+    return h_pre, h_post, h_res, mix, rstd[None].flatten(), sums
+
+
+def _bwd_reference(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, mix, rstd, sums, options):
+    n, wide = x.shape[-2], mix.dtype
+    sizes = (n, n, n * n)
+    alphas = [alpha.to(wide).view(()) for alpha in (alpha_pre, alpha_post, alpha_res)]
+    pre, post, res = (a * m + c for a, m, c in zip(alphas, mix.split(sizes, -1), b.to(wide).split(sizes, -1)))
+    g, k = dres.to(wide).reshape(-1, n, n), h_res.to(wide).reshape(-1, n, n)
+    for step in reversed(range(sums.shape[1])):
+        axis = -1 if step % 2 else -2
+        divisor = sums[:, step].unsqueeze(axis)
+        g, k = (g - (g * k).sum(axis, keepdim=True)) / divisor, k * divisor
+    weights = res.unflatten(-1, (n, n)).softmax(-1)
+    slopes = weights * (g - (weights * g).sum(-1, keepdim=True))
+    pre, post = pre.sigmoid(), post.sigmoid()
+    dpre = dpre.reshape(-1, n) * pre * (1 - pre)
+    dpost = dpost.reshape(-1, n) * options.post_mult * post * (1 - post)
+    dlogits = torch.cat([dpre, dpost, slopes.flatten(1)], -1)
+    dmix = dlogits * torch.cat([a.expand(size) for a, size in zip(alphas, sizes)])
+    flat, r = x.to(wide).reshape(mix.shape[0], n * x.shape[-1]), rstd[:, None]
+    dz = (dmix * r).to(x.dtype).to(wide)
+    dx = dz @ phi.to(wide).T - flat * (r * r * (dmix * mix).sum(-1, keepdim=True) / max(1, flat.shape[-1]))
+    params = torch.cat([dlogits.sum(0), (dlogits * mix).sum(0)])
+    return dx.to(x.dtype).reshape(x.shape), (flat.T @ dz).to(phi.dtype), params
+
+
+def _misfit(x, phi, b, *_rest):
+    n_streams, n_cols = x.shape[-2:]
+    if not 0 < n_streams <= MOST_STREAMS:
+        return f"x must have 1 to {MOST_STREAMS} streams, got {n_streams}"
+    expected = (n_streams * n_cols, n_streams * (n_streams + 2))
+    return "" if phi.shape == expected else f"phi must have shape {expected} to match x, got {tuple(phi.shape)}"
+
+
+def _bwd_misfit(dpre, dpost, dres, *rest):
+    return _misfit(*rest)
+
+
+_SHAPES = "x [*, streams, n]; phi [inner, mixes]; b [mixes]; alpha_pre, alpha_post, alpha_res of 1"
+mhc_coeffs_fwd = define(
+    "mhc_coeffs_fwd(Tensor x, Tensor phi, Tensor b, Tensor alpha_pre, Tensor alpha_post, Tensor alpha_res)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    shapes=_SHAPES,
+    misfit=_misfit,
+    launcher=_fwd,
+    reference=_fwd_reference,
+    numbers=Options,
+)
+mhc_coeffs_bwd = define(
+    "mhc_coeffs_bwd(Tensor dpre, Tensor dpost, Tensor dres, Tensor x, Tensor phi, Tensor b, Tensor alpha_pre,"
+    " Tensor alpha_post, Tensor alpha_res, Tensor h_res, Tensor mix, Tensor rstd, Tensor sums)"
+    " -> (Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; dpre, dpost [*, streams]; dres, h_res [*, streams, streams]; mix [rows, mixes]; rstd [rows]; "
+    "sums [rows, steps, streams]",
+    misfit=_bwd_misfit,
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=lambda dpre, dpost, dres, x, phi, b, *rest: (
+        x.new_empty(x.shape),
+        phi.new_empty(phi.shape),
+        rest[4].new_empty(2 * b.shape[0]),
+    ),
+    numbers=Options,
+)
+
+
+class MHCCoeffsFunction(Function):
+    """Autograd for the coefficients: saves the inputs, h_res, the projections and Sinkhorn's sums."""
+
+    @staticmethod
+    def forward(ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, options):
+        ctx.options = options
+        inputs = x, phi, b, alpha_pre, alpha_post, alpha_res
+        h_pre, h_post, h_res, *rest = mhc_coeffs_fwd(*inputs, options)
+        ctx.save_for_backward(*inputs, h_res, *rest)
+        return h_pre, h_post, h_res
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dpre, dpost, dres):
+        x, phi, b, *alphas = ctx.saved_tensors[:6]
+        dx, dphi, params = mhc_coeffs_bwd(dpre, dpost, dres, *ctx.saved_tensors, ctx.options)
+        n = x.shape[-2]
+        db, dalpha = params.split(b.shape[0])
+        sums = [part.sum().to(a.dtype).view(a.shape) for part, a in zip(dalpha.split((n, n, n * n)), alphas)]
+        return dx, dphi, db.to(b.dtype) if db.dtype is not b.dtype else db.clone(), *sums, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_mhc_coeffs(
+    x: torch.Tensor,
+    phi: torch.Tensor,
+    b: torch.Tensor,
+    alpha_pre: torch.Tensor,
+    alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor,
+    *,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(h_pre, h_post, h_res) of manifold-constrained hyper-connections, from all residual streams of each token.
+
+    x: [..., n_streams, n_cols] with 1 to 16 streams, in fp16 or bf16; in fp32 (fp64 too on the CPU) with allow_fp32
+    phi: [n_streams * n_cols, n_mix]; b: [n_mix], n_mix = n_streams * (n_streams + 2); alphas: tensors of one element
+    tmax: Sinkhorn iterations, at least 1; the eps and post_mult: see the formulas at the top of this module
+    Returns h_pre, h_post [..., n_streams] and h_res [..., n_streams, n_streams], whose rows and columns sum to about
+    1, in fp32. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2512.24880
+    """
+    name = "liger_mhc_coeffs"
+    check_flags(name, allow_fp32=allow_fp32)
+    check_integers(name, tmax=tmax)
+    check_numbers(name, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
+    check(tmax >= 1, name, f"tmax must be at least 1, got {tmax}")
+    if not allow_fp32 and isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float64):
+        check(False, name, f"x must be float16 or bfloat16, got {x.dtype}; allow_fp32=True takes it as it is")
+    options = Options(tmax, float(rms_eps), float(pre_eps), float(sinkhorn_eps), float(post_mult))
+    return MHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, options)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "two_streams": (16384, 2, 2048)}
+"""Problem sizes (n_tokens, n_streams, n_cols)."""
+
+
+def _sample(sizes, dtype, device, generator, *, tmax=20, pre_eps=0.0) -> Sample:
+    n_tokens, n_streams, n_cols = sizes
+    n_inner, n_mix = n_streams * n_cols, n_streams * (n_streams + 2)
+    drawn, wide = normal(dtype, device, generator), torch.promote_types(dtype, torch.float32)
+    x, phi = drawn(n_tokens, n_streams, n_cols), drawn(n_inner, n_mix)
+    phi = (phi.detach() / max(1, n_inner) ** 0.5).requires_grad_()
+    drawn = normal(wide, device, generator)
+    b, alphas = drawn(n_mix), [drawn(1).detach().view(()).abs().requires_grad_() for _ in range(3)]
+    return Sample(
+        args=(x, phi, b, *alphas),
+        kwargs={"allow_fp32": True, "tmax": tmax, "pre_eps": pre_eps},
+        reduction=n_inner,
+        grad_reduction=max(n_tokens * n_mix, n_inner),
+        moved=3 * n_tokens * n_inner * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="mhc_coeffs",
+        function=liger_mhc_coeffs,
+        reference=mhc_coeffs_reference,
+        tunables=(PROJECT_FWD, SINKHORN_FWD, SINKHORN_BWD, PROJECT_BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=({}, {"tmax": 1, "pre_eps": 0.1}),
+    )
+)

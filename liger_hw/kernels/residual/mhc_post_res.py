@@ -1,0 +1,206 @@
+"""Residual streams after a layer under hyper-connections: out[o] = sum over i of h_res[o, i] x[i] + h_post[o] f_out.
+
+Shapes: x [..., n_streams, n_cols], f_out [..., n_cols], h_post [..., n_streams], h_res [..., n_streams, n_streams]
+-> out like x. Dtypes: fp32, fp16 or bf16, each its own; sums in fp32, rounded once. Saved for backward: all inputs.
+Backward, with g = dout:  dx[i] = sum over o of h_res[o, i] * g[o],  df = sum over o of h_post[o] * g[o],
+dh_post[o] = g[o] . f,  dh_res[o, i] = g[o] . x[i].
+
+Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample, normal
+from ...runtime.operator import Function, define, dense, empty_like, first_order
+from .mhc_coeffs import liger_mhc_coeffs
+from .mhc_pre import liger_mhc_pre
+from .streams import mix, mix_backward, mix_tunables
+
+
+def mhc_post_res_reference(x, f_out, h_post, h_res):
+    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mixed = (h_res.to(wide)[..., None] * x.to(wide)[..., None, :, :]).sum(-2)
+    return (mixed + h_post.to(wide)[..., None] * f_out.to(wide)[..., None, :]).to(x.dtype)
+
+
+TUNABLES = FWD, BWD = mix_tunables("mhc_post_res")
+
+
+def _fwd(x, f_out, h_post, h_res):
+    x = dense(x)
+    return mix(FWD, x, dense(f_out), dense(h_res), dense(h_post), empty_like(x, x.dtype))
+
+
+def _bwd(dout, x, f_out, h_post, h_res):
+    dx, df, dh_res, dh_post = mix_backward(BWD, dense(dout), dense(x), dense(f_out), dense(h_res), dense(h_post))
+    return dx, df, dh_post, dh_res
+
+
+def _bwd_reference(dout, x, f_out, h_post, h_res):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g, inputs = dout.to(wide), (x, f_out, h_post, h_res)
+    x, f, p, h = (t.to(wide) for t in inputs)
+    dx, df = (h[..., None] * g[..., None, :]).sum(-3), (p[..., None] * g).sum(-2)
+    dp, dh = (g * f[..., None, :]).sum(-1), (g[..., None, :] * x[..., None, :, :]).sum(-1)
+    return tuple(d.to(t.dtype).contiguous() for d, t in zip((dx, df, dp, dh), inputs))
+
+
+_SHAPES = "x [*, streams, n]; f_out [*, n]; h_post [*, streams]; h_res [*, streams, streams]"
+mhc_post_res_fwd = define(
+    "mhc_post_res_fwd(Tensor x, Tensor f_out, Tensor h_post, Tensor h_res) -> Tensor",
+    shapes=_SHAPES,
+    launcher=_fwd,
+    reference=mhc_post_res_reference,
+    fake=("x",),
+)
+mhc_post_res_bwd = define(
+    "mhc_post_res_bwd(Tensor dout, Tensor x, Tensor f_out, Tensor h_post, Tensor h_res)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; dout [*, streams, n]",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=("x", "f_out", "h_post", "h_res"),
+)
+
+
+class MHCPostResFunction(Function):
+    """Autograd for the mix of streams after a layer: saves its inputs."""
+
+    @staticmethod
+    def forward(ctx, x, f_out, h_post, h_res):
+        ctx.save_for_backward(x, f_out, h_post, h_res)
+        return mhc_post_res_fwd(x, f_out, h_post, h_res)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        return mhc_post_res_bwd(dout, *ctx.saved_tensors)
+
+
+def liger_mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor) -> torch.Tensor:
+    """Residual streams after a layer: sum over i of h_res[o, i] * x[i], plus h_post[o] * f_out.
+
+    x: [..., n_streams, n_cols]; f_out: [..., n_cols]; h_post [..., n_streams] and h_res [..., n_streams, n_streams]
+    from `liger_mhc_coeffs`. fp32, fp16 or bf16 (fp64 too on the CPU). Returns a tensor like x.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    return MHCPostResFunction.apply(x, f_out, h_post, h_res)
+
+
+def liger_mhc_apply(
+    x: torch.Tensor,
+    f_out: torch.Tensor,
+    h_pre: torch.Tensor,
+    h_post: torch.Tensor,
+    h_res: torch.Tensor,
+    *,
+    return_x_in: bool = False,
+) -> Any:
+    """The streams after a layer whose result is f_out; with return_x_in also the layer's input.
+
+    Shapes and errors are as for `liger_mhc_pre` and `liger_mhc_post_res`.
+    """
+    x_out = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (x_out, liger_mhc_pre(x, h_pre)) if return_x_in else x_out
+
+
+def liger_mhc_forward(
+    x: torch.Tensor,
+    layer: Callable[[torch.Tensor], torch.Tensor],
+    phi: torch.Tensor,
+    b: torch.Tensor,
+    alpha_pre: torch.Tensor,
+    alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor,
+    *,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+    return_coeffs: bool = False,
+) -> Any:
+    """The streams x [..., n_streams, n_cols] after `layer`, a function [..., n_cols] -> [..., n_cols].
+
+    The layer's input is cast to the dtype of its first parameter, if it has one. The other arguments and errors are as
+    for `liger_mhc_coeffs`. Returns a tensor like x; with return_coeffs, and (h_pre, h_post, h_res).
+    """
+    numbers = {"tmax": tmax, "rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}
+    alphas = alpha_pre, alpha_post, alpha_res
+    coeffs = liger_mhc_coeffs(x, phi, b, *alphas, allow_fp32=allow_fp32, post_mult=post_mult, **numbers)
+    x_in = liger_mhc_pre(x, coeffs[0])
+    first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
+    x_out = liger_mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), *coeffs[1:])
+    return (x_out, coeffs) if return_coeffs else x_out
+
+
+class LigerMHC(torch.nn.Module):
+    """A layer [..., c] -> [..., c] between hc residual streams of c channels.
+
+    hc: 1 to 16; phi_dtype: of the projection; the other arguments are as for `liger_mhc_coeffs`. phi starts with a
+    standard deviation of 0.02, b at 0, the alphas at 1.
+    """
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        *,
+        hc: int,
+        c: int,
+        tmax: int = 20,
+        rms_eps: float = 1e-6,
+        pre_eps: float = 0.0,
+        sinkhorn_eps: float = 1e-6,
+        post_mult: float = 2.0,
+        phi_dtype: torch.dtype = torch.float16,
+        allow_fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer, self.hc, self.c, self.tmax, self.allow_fp32 = layer, int(hc), int(c), int(tmax), bool(allow_fp32)
+        self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult = rms_eps, pre_eps, sinkhorn_eps, post_mult
+        n_mix = self.hc * (self.hc + 2)
+        self.phi = torch.nn.Parameter((torch.randn(self.hc * self.c, n_mix) * 0.02).to(phi_dtype))
+        self.b = torch.nn.Parameter(torch.zeros(n_mix))
+        self.alpha_pre, self.alpha_post, self.alpha_res = (torch.nn.Parameter(torch.tensor(1.0)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hc, c]; returns the same shape and dtype."""
+        numbers = {name: getattr(self, name) for name in ("tmax", "rms_eps", "pre_eps", "sinkhorn_eps", "post_mult")}
+        alphas = self.alpha_pre, self.alpha_post, self.alpha_res
+        return liger_mhc_forward(x, self.layer, self.phi, self.b, *alphas, allow_fp32=self.allow_fp32, **numbers)
+
+    def extra_repr(self) -> str:
+        return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
+
+
+WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "two_streams": (16384, 2, 2048)}
+"""Problem sizes (n_tokens, n_streams, n_cols)."""
+
+
+def _sample(sizes, dtype, device, generator) -> Sample:
+    n_tokens, n_streams, n_cols = sizes
+    drawn, wide = normal(dtype, device, generator), torch.promote_types(dtype, torch.float32)
+    x, f_out = drawn(n_tokens, n_streams, n_cols), drawn(n_tokens, n_cols)
+    drawn = normal(wide, device, generator)
+    h_post, h_res = drawn(n_tokens, n_streams), drawn(n_tokens, n_streams, n_streams)
+    moved = (5 * n_streams + 3) * n_tokens * n_cols * dtype.itemsize
+    return Sample(args=(x, f_out, h_post, h_res), reduction=n_streams + 1, grad_reduction=n_cols, moved=moved)
+
+
+OP = registry.register(
+    Op(
+        name="mhc_post_res",
+        function=liger_mhc_post_res,
+        reference=mhc_post_res_reference,
+        tunables=TUNABLES,
+        workloads=WORKLOADS,
+        sample=_sample,
+    )
+)

@@ -1,0 +1,106 @@
+"""The input of a layer under hyper-connections: out = sum over i of h_pre[i] * x[i], over residual streams.
+
+Shapes: x [..., n_streams, n_cols], h_pre [..., n_streams] -> out [..., n_cols] in x's dtype. Dtypes: fp32, fp16 or
+bf16, each its own; sums in fp32, rounded once. Saved for backward: x and h_pre. Backward:  dx[i] = h_pre[i] * dout,
+dh_pre[i] = dout . x[i].
+
+Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample, normal
+from ...runtime.operator import Function, define, dense, first_order
+from .streams import mix, mix_backward, mix_tunables
+
+
+def mhc_pre_reference(x, h_pre):
+    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * h_pre.to(wide)[..., None]).sum(-2).to(x.dtype)
+
+
+TUNABLES = FWD, BWD = mix_tunables("mhc_pre")
+
+
+def _fwd(x, h_pre):
+    x = dense(x)
+    out = torch.empty((*x.shape[:-2], x.shape[-1]), dtype=x.dtype, device=x.device)
+    return mix(FWD, x, None, dense(h_pre), None, out)
+
+
+def _bwd(dout, x, h_pre):
+    dx, _, dh_pre, _ = mix_backward(BWD, dense(dout), dense(x), None, dense(h_pre), None)
+    return dx, dh_pre
+
+
+def _bwd_reference(dout, x, h_pre):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g = dout.to(wide)[..., None, :]
+    dx = (h_pre.to(wide)[..., None] * g).to(x.dtype).contiguous()
+    return dx, (g * x.to(wide)).sum(-1).to(h_pre.dtype).contiguous()
+
+
+mhc_pre_fwd = define(
+    "mhc_pre_fwd(Tensor x, Tensor h_pre) -> Tensor",
+    shapes="x [*, streams, n]; h_pre [*, streams]",
+    launcher=_fwd,
+    reference=mhc_pre_reference,
+)
+mhc_pre_bwd = define(
+    "mhc_pre_bwd(Tensor dout, Tensor x, Tensor h_pre) -> (Tensor, Tensor)",
+    shapes="x [*, streams, n]; dout [*, n]; h_pre [*, streams]",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=("x", "h_pre"),
+)
+
+
+class MHCPreFunction(Function):
+    """Autograd for the mix of streams before a layer: saves x and h_pre."""
+
+    @staticmethod
+    def forward(ctx, x, h_pre):
+        ctx.save_for_backward(x, h_pre)
+        return mhc_pre_fwd(x, h_pre)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        return mhc_pre_bwd(dout, *ctx.saved_tensors)
+
+
+def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
+    """Sum over residual streams of h_pre[i] * x[i], a layer's input.
+
+    x: [..., n_streams, n_cols]; h_pre: [..., n_streams], from `liger_mhc_coeffs`. fp32, fp16 or bf16 (fp64 too on the
+    CPU). Returns [..., n_cols] in x's dtype. Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    return MHCPreFunction.apply(x, h_pre)
+
+
+WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "two_streams": (16384, 2, 2048)}
+"""Problem sizes (n_tokens, n_streams, n_cols)."""
+
+
+def _sample(sizes, dtype, device, generator) -> Sample:
+    n_tokens, n_streams, n_cols = sizes
+    x = normal(dtype, device, generator)(n_tokens, n_streams, n_cols)
+    h_pre = normal(torch.promote_types(dtype, torch.float32), device, generator)(n_tokens, n_streams)
+    moved = (3 * n_streams + 2) * n_tokens * n_cols * dtype.itemsize
+    return Sample(args=(x, h_pre), reduction=n_streams, grad_reduction=n_cols, moved=moved)
+
+
+OP = registry.register(
+    Op(
+        name="mhc_pre",
+        function=liger_mhc_pre,
+        reference=mhc_pre_reference,
+        tunables=TUNABLES,
+        workloads=WORKLOADS,
+        sample=_sample,
+    )
+)
