@@ -40,6 +40,22 @@ def load(name: str):
     return LlamaForCausalLM(config), tokenizer
 
 
+def lora():
+    """Adapters on every linear layer but the output head."""
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+
+
+def sharded(model) -> dict:
+    """Arguments of a trainer of transformers or TRL that shard the model's layers over the processes by FSDP2."""
+    layer = type(model.model.layers[0]).__name__
+    return {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": [layer]},
+    }
+
+
 def hub_answers() -> bool:
     """Whether there is a connection, by one request."""
     try:
