@@ -38,7 +38,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
         if action.help == argparse.SUPPRESS or "--help" in action.option_strings:
             continue
         words = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        choices = "\\|".join(map(str, action.choices)) if action.choices else ""
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""  # a table takes no |
         value = (
             ""
             if action.nargs == 0 or not action.option_strings

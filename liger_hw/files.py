@@ -111,9 +111,11 @@ def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
         if mode is not None:
             os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)  # a name that the user knows
         raise
 
 

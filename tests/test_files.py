@@ -17,6 +17,13 @@ from liger_hw.transformers import report as patching
 pytestmark = pytest.mark.cpu
 
 
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path):
+    path = tmp_path / "absent" / "liger-hw.lock"
+    with pytest.raises(FileNotFoundError) as error:
+        files.replace_file(path, b"data")
+    assert error.value.filename == str(path)
+
+
 def test_a_link_stays_a_link_and_its_target_keeps_its_mode(tmp_path):
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     target.write_text("old")

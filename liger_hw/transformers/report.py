@@ -237,6 +237,7 @@ class PatchReport:
     patches: list[Patch | NewModels] = field(default_factory=list)
     module: str = ""
     unnamed: list[str] = field(default_factory=list)
+    reverted: bool = False
 
     @property
     def patched(self) -> list[PatchRow]:
@@ -260,7 +261,9 @@ class PatchReport:
         A place that other code has changed since is left as it is, with a warning, and tried again by the next call.
         """
         with PATCH_LOCK:
+            applied = bool(self.patches)
             self.patches = [patch for patch in reversed(self.patches) if not patch.revert()][::-1]
+            self.reverted = self.reverted or (applied and not self.patches)
             if not self.patches and self in _class_reports:
                 _class_reports.remove(self)
 
@@ -280,12 +283,28 @@ class PatchReport:
 
     def __repr__(self) -> str:
         kept = len({(row.part, row.state) for row in self.rows if row.left_alone})
-        left = f", {kept} kinds left alone" if kept else ""
+        left = ", reverted" if self.reverted else f", {kept} kinds left alone" if kept else ""
         return f"<PatchReport {self.family} ({self.target}): {len(self.patched)} patched{left}; print() shows them>"
 
     def __str__(self) -> str:
         cells, notes = with_notes(self._cells(), places=(2, 3))
-        return "\n".join([f"{self.family}: {self.target}", table(cells), *map(fold, [*notes, *self._others()])])
+        lines = map(fold, [*notes, *self._others(), self._in_short()])
+        return "\n".join([f"{self.family}: {self.target}", table(cells), *lines])
+
+    def _in_short(self) -> str:
+        """One sentence: whether logits are kept, and what is left alone."""
+        if self.reverted:
+            return "Reverted: none of this is in place any more."
+        on_logits = any(row.kernel == "cross_entropy" for row in self.rows)
+        running = {row.kernel for row in self.rows if row.state in (PATCHED, ALREADY)}
+        if not running:
+            return "Nothing runs on kernels."
+        if "fused_linear_cross_entropy" in running:
+            text = "A training step with labels never holds the logits"
+        else:
+            text = "A training step holds the logits" if on_logits else "No loss was recognised"
+        left = sorted({row.part for row in self.rows if row.left_alone})
+        return f"{text}; left alone: {', '.join(left) or 'nothing that was recognised'}."
 
     def _cells(self) -> list[tuple[str, ...]]:
         """A header, and one row for all places that are alike."""
@@ -295,12 +314,13 @@ class PatchReport:
         cells = [("part", "where", "kernel", "state", "configuration")]
         for group, n in groups.items():
             part, where, kernel, state, variant = group
+            shown = _state(state, variant)
             source = sources[kernel] if state in (PATCHED, ALREADY) else "-"
             words = f"{kernel} ({variant})" if variant else kernel
             place = f"{where} x{n}" if n > 1 else where
             if paths[group] and state not in (PATCHED, ALREADY):
                 place += f" ({'first ' if n > 1 else ''}{paths[group]})"
-            cells.append((part, place, words, state, source))
+            cells.append((part, place, words, shown, source))
         return cells
 
     def _others(self) -> list[str]:
@@ -313,6 +333,11 @@ class PatchReport:
         if others:
             lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others))
         return lines
+
+
+def _state(state: str, variant: str) -> str:
+    """The state as the table shows it: of a head that cannot be fused only the loss on its logits is ours."""
+    return "logits kept" if state == PATCHED and variant.startswith("logits computed") else state
 
 
 def _launched_ops() -> set[str]:

@@ -54,6 +54,18 @@ def test_a_long_reason_stands_below_the_table(model, monkeypatch):
     assert max(len(line) for line in lines if line not in reasons) < 160
 
 
+def test_it_ends_with_what_matters_most(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+    model.model.layers[0].mlp.act_fn = torch.nn.Mish()
+    report = liger_hw.patch(model)
+    row = next(line for line in str(report).splitlines() if "cross_entropy (" in line)
+    assert "logits kept" in row and "patched" not in row
+    assert str(report).splitlines()[-1] == "A training step holds the logits; left alone: swiglu."
+    report.revert()
+    assert str(report).splitlines()[-1] == "Reverted: none of this is in place any more."
+    assert "reverted" in repr(report)
+
+
 class Ln(torch.nn.Module):
     def __init__(self):
         super().__init__()
