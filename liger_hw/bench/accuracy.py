@@ -54,7 +54,7 @@ class Accuracy:
             inputs = self.inputs.clone()
             exact = inputs.clone(torch.float64)
             with torch.enable_grad():
-                outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs))
+                outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs, **exact.exact))
                 outputs = [output for output in outputs if output.is_floating_point()]
                 flowing = [inputs.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
                 pairs = [(output, flow.double()) for output, flow in zip(outputs, flowing) if output.requires_grad]

@@ -88,7 +88,7 @@ def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: 
     sample = case.op.sample(sizes, case.dtype, device, generator)
     known = inspect.signature(case.op.function).parameters
     kwargs = {name: value for name, value in sample.kwargs.items() if value is not known[name].default}
-    inputs = Inputs(sample.args, kwargs, seed=1000 + seed, moved=sample.moved)
+    inputs = Inputs(sample.args, kwargs, seed=1000 + seed, moved=sample.moved, exact=sample.exact)
     return case.prepare(inputs) if case.prepare else inputs
 
 

@@ -14,13 +14,14 @@ from ..autotune.record import tensors_in
 class Inputs:
     """Arguments of one call, and the gradients that flow into it (drawn once, the same for every arm).
 
-    moved: bytes the roofline counts, forward and backward
+    moved: bytes the roofline counts, forward and backward; exact: what the reference takes beside in fp64 (`Sample`)
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     moved: int = 0
+    exact: dict[str, Any] = field(default_factory=dict)
     flowing: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -60,7 +61,7 @@ class Inputs:
                 return type(value)(copy(item) for item in value)
             return value
 
-        return Inputs(copy(self.args), {k: copy(v) for k, v in self.kwargs.items()}, self.seed)
+        return Inputs(copy(self.args), {k: copy(v) for k, v in self.kwargs.items()}, self.seed, exact=self.exact)
 
 
 class Work:

@@ -39,7 +39,7 @@ def test_an_arm_computes_what_the_reference_does(name, arm):
     function = peers.arm(arm, op)
     found = tensors_in(function(*inputs.args, **inputs.kwargs))
     exact = inputs.clone(torch.float64)
-    wanted = tensors_in(op.reference(*exact.args, **exact.kwargs))
+    wanted = tensors_in(op.reference(*exact.args, **exact.kwargs, **exact.exact))
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
@@ -136,7 +136,7 @@ def test_quack_is_called_as_it_takes_its_arguments(name, monkeypatch):
     op, inputs = few(name)
     exact = inputs.clone(torch.float64)
     outputs = tensors_in(peers.arm("quack", op)(*inputs.args, **inputs.kwargs))
-    wanted = tensors_in(op.reference(*exact.args, **exact.kwargs))
+    wanted = tensors_in(op.reference(*exact.args, **exact.kwargs, **exact.exact))
     grads = torch.autograd.grad(outputs, inputs.leaves, [torch.ones_like(o) for o in outputs])
     exact_grads = torch.autograd.grad(wanted, exact.leaves, [torch.ones_like(o) for o in wanted])
     for one, other in zip((*outputs, *grads), (*wanted, *exact_grads), strict=True):
