@@ -81,7 +81,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.model": (),
     "transformers.model.loss_utils": (_LOSS_UTILS,),
     "transformers.model.output_classes": (_OUTPUTS,),
-    "ops": (_FUNCTIONS, "liger_hw.kernels", _TILED),
+    "ops": (_FUNCTIONS, _GRPO, "liger_hw.kernels", _TILED),
     "ops.mlp": (_FUNCTIONS,),
     "ops.tiled_mlp": (_FUNCTIONS, _TILED),
     "ops.swiglu": (

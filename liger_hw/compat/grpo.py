@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..chunked_loss.policy import masked_mean as _masked_mean
 from ..chunked_loss.policy import token_shares
 from ..kernels.losses.log_probs import liger_log_probs
+from ..transformers.grpo_loss import triton_grpo_loss
 
 _IGNORED = -100
-__all__ = ["fused_selective_log_softmax", "_masked_mean", "_reduce_grpo_loss"]
+__all__ = ["GrpoLossFunction", "fused_selective_log_softmax", "_masked_mean", "_reduce_grpo_loss"]
 
 
 @torch.no_grad()
@@ -44,3 +47,44 @@ def _reduce_grpo_loss(
     length = per_token_loss.shape[1] if max_completion_length is None else max_completion_length
     share = token_shares("_reduce_grpo_loss", mask, loss_type, length, num_items_in_batch, per_token_loss.dtype)
     return torch.where(mask, per_token_loss * share, 0.0).sum()
+
+
+class GrpoLossFunction:
+    """`triton_grpo_loss` with all arguments by position; three results also with reduce (loss, KL or None, share of
+    clipped tokens). Raises `NotImplementedError` for phi_seq, the weights of a sequence that VESPO makes."""
+
+    @staticmethod
+    def apply(
+        logits: torch.Tensor,
+        old_logp: torch.Tensor | None,
+        ref_logp: torch.Tensor | None,
+        completion_ids: torch.Tensor,
+        advantages: torch.Tensor,
+        completion_mask: torch.Tensor | None,
+        temperature: float,
+        beta: float,
+        eps_low: float,
+        eps_high: float,
+        inplace: bool,
+        loss_type: str = "grpo",
+        max_completion_length: int | None = None,
+        reduce: bool = True,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vllm_is_ratio: torch.Tensor | None = None,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        num_items_in_batch: Any = None,
+        phi_seq: torch.Tensor | None = None,
+    ) -> tuple:
+        if phi_seq is not None:
+            raise NotImplementedError("GrpoLossFunction: phi_seq is not supported; call triton_grpo_loss for vespo")
+        policy = logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta
+        options = max_completion_length, importance_sampling_level, reduce, sapo_temperature_pos, sapo_temperature_neg
+        more = vllm_is_ratio, delta, use_bias_correction_kl, num_items_in_batch
+        results = triton_grpo_loss(*policy, eps_low, eps_high, inplace, loss_type, *options, *more)
+        if not reduce:
+            return results
+        loss, (*kl, clipped) = results
+        return loss, kl[0] if kl else None, clipped

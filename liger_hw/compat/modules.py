@@ -13,6 +13,7 @@ from ..kernels.norms.rms_norm import LigerRMSNorm
 from ..kernels.pointwise.fused_gate_up_swiglu import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP  # named alike in both
 from ..kernels.pointwise.geglu import LigerGEGLUMLP
 from ..kernels.pointwise.swiglu import LigerSwiGLUMLP, check_silu, liger_swiglu
+from ..kernels.rotary.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
 from ..kernels.rotary.rope import liger_rope as liger_rotary_pos_emb
 from ..kernels.rotary.vision_rope import liger_rotary_pos_emb_vision
 
@@ -162,11 +163,10 @@ def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin) -> tuple:
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
-__all__ = sorted(name for name in globals() if name.startswith("Liger")) + [
-    "liger_rotary_pos_emb",
-    "liger_rotary_pos_emb_gpt_oss",
-    "liger_rotary_pos_emb_vision",
-]
+def apply_liger_llama4_rope_full(modeling_module) -> None:
+    """Replace the two rotary functions of Llama 4's modeling module."""
+    modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
+    modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
 
 
 class LigerFusedNeighborhoodAttentionConfig:
@@ -193,3 +193,11 @@ class LigerFusedNeighborhoodAttentionConfig:
 
     def to_dict(self) -> dict:
         return dict(vars(self))
+
+
+__all__ = sorted(name for name in globals() if name.startswith("Liger")) + [
+    "apply_liger_llama4_rope_full",
+    "liger_rotary_pos_emb",
+    "liger_rotary_pos_emb_gpt_oss",
+    "liger_rotary_pos_emb_vision",
+]

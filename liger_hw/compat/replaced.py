@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 
 REPLACED = {
-    r"(ops|transformers)\.(grpo_loss\.)?GrpoLossFunction": (
-        "call liger_kernel.transformers.grpo_loss.triton_grpo_loss"
-    ),
     r"transformers\.model\..*": (
         "call apply_liger_kernel_to_<family> or liger_hw.patch(model); a forward of one's own takes "
         "LigerForCausalLMLoss of liger_kernel.transformers.model.loss_utils"
@@ -17,7 +14,6 @@ REPLACED = {
         "expert parallelism is transformers' own (DistributedConfig): patch the model after from_pretrained"
     ),
     r"transformers\.trainer(\..*)?": "use TRL's trainer with liger_kernel.chunked_loss.LigerFusedLinearORPOLoss",
-    r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "call apply_liger_kernel_to_llama4",
     r"(ops\.)?backends(\..*)?|ops\.configure(\..*)?": (
         "liger_hw has one implementation, chosen by the device of a tensor; liger_hw.registry has its configurations"
     ),

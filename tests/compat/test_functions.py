@@ -93,6 +93,8 @@ FITTING = {
     "LigerGroupNormFunction": {0: {"fewer columns", "fewer rows"}},
     "LigerLayerNormFunction": {0: _ROWS},
     "LigerLlama4RopeFunction": {2: {"fewer columns"}},  # part of a head turns
+    "LigerMHCCoeffsFunction": {0: _ROWS, **{place: {"one dimension more"} for place in (3, 4, 5)}},
+    "LigerMHCPreFunction": {0: {"fewer columns"}},
     "LigerModulatedRMSNormFunction": {0: _ROWS},
     "LigerMultiTokenAttentionFunction": {0: {"fewer rows"}, 1: {"fewer columns"}},  # another batch, another kernel size
     "LigerPolyNormFunction": {0: _ANY, 2: {"one dimension more"}},
@@ -126,7 +128,7 @@ def arguments(name: str) -> tuple:
     if name == "LigerFusedLinearScaledCrossEntropyTPFunction":
         return *args[:3], None
     if name == "LigerMHCCoeffsFunction":
-        return *args, True, 20, 1e-6, 0.0, 1e-6, 2.0
+        return *args[:3], *(alpha.view(1) for alpha in args[3:]), True, 20, 1e-6, 0.0, 1e-6, 2.0
     return args[:3] if name == "LigerFusedLinearScaledCrossEntropyFunction" else args
 
 

@@ -426,6 +426,36 @@ assert hasattr(layers, "LigerMHC")
 """)
 
 
+def test_names_of_the_ops_of_0_8_5():
+    """mHC, attention residuals, neighbourhood attention, Llama 4's two rotary functions, and GRPO's function."""
+    passes("""
+import types
+import torch
+from liger_kernel.ops import GrpoLossFunction, LigerAttnResFunction, LigerMHCPreFunction
+from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction
+from liger_kernel.transformers import LigerMHC, LigerFusedNeighborhoodAttention
+from liger_kernel.transformers.functional import liger_attn_res, liger_mhc_apply, liger_mhc_forward
+from liger_kernel.transformers.fused_neighborhood_attention import LigerFusedNeighborhoodAttentionConfig
+from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+from liger_kernel.transformers.llama4_rope import apply_liger_llama4_rope_full
+from liger_kernel.transformers.mhc import LigerMHC as same
+assert same is LigerMHC and LigerFusedNeighborhoodAttentionConfig().to_dict()["num_heads"] == 12
+modeling = types.SimpleNamespace()
+apply_liger_llama4_rope_full(modeling)
+assert modeling.apply_rotary_emb.__name__ == "liger_llama4_text_rotary_pos_emb"
+torch.manual_seed(0)
+layer = LigerMHC(torch.nn.Linear(6, 6), hc=3, c=6, phi_dtype=torch.float32, allow_fp32=True)
+x = torch.randn(2, 5, 3, 6, requires_grad=True)
+layer(x).square().sum().backward()
+assert x.grad.abs().sum() > 0 and all(p.grad.abs().sum() > 0 for p in layer.parameters())
+logits, ids = torch.randn(2, 5, 11, requires_grad=True), torch.randint(11, (2, 4))
+policy = logits, None, torch.zeros(2, 4), ids, torch.tensor([1.0, -1.0]), None
+loss, kl, clipped = GrpoLossFunction.apply(*policy, 0.9, 0.04, 0.2, 0.4, False, "grpo")
+expected, (expected_kl, _) = triton_grpo_loss(*policy, 0.9, 0.04, 0.2, 0.4, False, "grpo", reduce=True)
+torch.testing.assert_close((loss, kl), (expected, expected_kl))
+""")
+
+
 def test_what_axolotl_imports():
     """Axolotl 0.19: the names that its integration of Liger takes from modules of which nothing else is here."""
     passes("""
