@@ -408,10 +408,10 @@ def turn_misfit(
     widths = (half, rotary_dim) if form.angles == SHARED else (rotary_dim,)
     ends = [(half, 2)] if form.angles == COMPLEX else [(width,) for width in widths]
     planes = (3,) if form.section_1 else ()
-    expected = [(*planes, n, seq_len, *end) for n in {1, batch} for end in ends]
+    expected = [(*planes, n, seq_len, *end) for n in (1, batch) for end in ends]  # sizes may be symbolic
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles is not None and (angles.shape not in expected or angles.shape != cos.shape):
-            shapes = " or ".join(str(list(shape)) for shape in expected)
+            shapes = " or ".join(dict.fromkeys(str(list(shape)) for shape in expected))
             return f"{name} must be {shapes} to match q, got {list(angles.shape)}"
     return ""
 
