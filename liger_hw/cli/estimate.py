@@ -26,7 +26,8 @@ MEASURED = "h200"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=A_MODEL)
-    parser.add_argument("--gpu", choices=PEAK_TFLOPS, required=True, help="what to train on, by name")
+    known = ", ".join(PEAK_TFLOPS)
+    parser.add_argument("--gpu", choices=PEAK_TFLOPS, required=True, metavar="NAME", help=f"what to train on: {known}")
     parser.add_argument("--batch", type=positive, required=True, help="sequences a GPU takes at a time")
     parser.add_argument("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
     parser.add_argument("--layers", type=positive, help="other than the model has (default: the model's)")
