@@ -26,6 +26,7 @@ from ..runtime.operator import check_flags
 from . import probing
 from .choice import CHOICE, SLOT, Choice, chosen_by_default, names_another
 from .experts import as_before, is_spread, register_experts
+from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, rotary
@@ -52,6 +53,8 @@ _EXPERTS, MLPS = "experts", ("swiglu", "geglu", "relu_squared")
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
     """Patch one live model with the parts whose option is true; see `_apply`."""
     report = PatchReport(name, f"one {type(model).__name__}")
+    if misfits := slow_recurrence(model):
+        log.warning(misfits)
     return _apply(_ModelPatcher(model, report), options, activations, model, ())
 
 

@@ -1,0 +1,46 @@
+"""Packages whose kernels a hybrid model runs its recurrence on. Without one, transformers computes in plain torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+from torch import nn
+
+from ..text import first_line
+
+PACKAGES = {
+    "chunk_gated_delta_rule": ("fla", "flash-linear-attention"),
+    "chunk_kda": ("fla", "flash-linear-attention"),
+    "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
+    "mamba_chunk_scan_combined": ("mamba_ssm", "mamba-ssm"),
+    "selective_scan_fn": ("mamba_ssm", "mamba-ssm"),
+}
+"""A function that transformers' modeling modules name -> (package, distribution) that has its kernel."""
+
+
+def slow_recurrence(model: nn.Module) -> str:
+    """One line on the packages that this model's modules would call and cannot, or ""."""
+    modules = {type(module).__module__ for module in model.modules()}
+    modeling = [sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models.")]
+    needed = {package for name, package in PACKAGES.items() if any(hasattr(module, name) for module in modeling)}
+    misfits = [f"{distribution} {why}" for package, distribution in sorted(needed) if (why := _why_unusable(package))]
+    if not misfits:
+        return ""
+    return (
+        f"liger_hw: the recurrence or short convolution of {type(model).__name__} runs in plain torch, many times "
+        f"slower than with kernels: {'; '.join(misfits)}"
+    )
+
+
+def _why_unusable(package: str) -> str:
+    if package in sys.modules:
+        return ""
+    if importlib.util.find_spec(package) is None:
+        return "is not installed"
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # fla refuses some releases of Triton with errors of several kinds
+        return f"cannot be imported ({first_line(error)})"
+    return ""

@@ -1,0 +1,48 @@
+"""What patch() says of a hybrid model whose recurrence has no kernels here."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw.transformers import hybrids
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.cpu
+
+
+def _lfm2():
+    config = transformers.Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        return transformers.Lfm2ForCausalLM(config)
+
+
+def test_missing_packages_are_named(caplog, monkeypatch):
+    monkeypatch.setattr(hybrids, "_why_unusable", lambda package: "is not installed")
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        liger_hw.patch(_lfm2())
+    lines = [record.getMessage() for record in caplog.records if "plain torch" in record.getMessage()]
+    assert len(lines) == 1 and "Lfm2ForCausalLM" in lines[0] and "causal-conv1d is not installed" in lines[0]
+
+
+def test_nothing_is_said_where_they_are_there_or_not_needed(monkeypatch):
+    model = _lfm2()
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.ModuleType("causal_conv1d"))
+    assert hybrids.slow_recurrence(model) == ""
+    monkeypatch.setattr(hybrids, "_why_unusable", lambda package: "is not installed")
+    assert hybrids.slow_recurrence(torch.nn.Linear(2, 2)) == ""
+
+
+def test_a_package_that_refuses_says_why(monkeypatch, tmp_path):
+    (tmp_path / "refuses_triton.py").write_text("raise RuntimeError('Triton is too new\\nmore')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert hybrids._why_unusable("refuses_triton") == "cannot be imported (RuntimeError: Triton is too new)"
+    assert hybrids._why_unusable("no_such_package_at_all") == "is not installed"
