@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from small_decoder import HIDDEN, Decoder, gradients, identical, some_input
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_hw
 from liger_hw.kernels.norms.rms_norm import liger_rms_norm
@@ -56,9 +57,9 @@ def test_layer_inputs_on_the_host(lane, limit, monkeypatch):
     model = Decoder(count=5, dtype=x.dtype).to(lane.device)
     results = []
     for level in ("tiled", "tiled", "offload", "offload"):
-        with liger_hw.activations(level, model):
+        with liger_hw.activations(level, model), sdpa_kernel(SDPBackend.MATH):  # cuDNN's sums in any order
             results.append(gradients(model, contextlib.nullcontext(), x=x.detach().requires_grad_()))
-    assert identical(results[1], results[0]), "attention of short sequences sums in one order"
+    assert identical(results[1], results[0]), "without offload the bits are the same every time"
     assert identical(results[2], results[0]) and identical(results[3], results[0])
     assert 0 < memory.pinned <= limit if limit > 4 << 20 else not memory.pinned
     memory.release()
