@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +155,48 @@ def test_weights_that_are_no_parameters_of_the_module():
     torch.testing.assert_close(flat.grad.view(WIDE, HIDDEN), expected[3], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["gate_proj.weight", "down_proj.bias"])
+def test_hooks_of_parameters_run_once_on_the_whole_gradient(name):
+    """A tensor's hook may change the gradient; one after accumulation sees the changed sum, as without tiles."""
+    seen = {}
+    found = []
+    for layer in pair("swiglu", mlp_bias=True):
+        layer.num_shards = 4
+        calls, parameter = seen.setdefault(layer, []), layer.get_parameter(name)
+        handle = parameter.register_hook(lambda g, calls=calls: calls.append(g.clone()) or g * 0.5)
+        parameter.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p.grad.clone()))
+        found.append(run(layer, some_x(2, 9)))
+        handle.remove()
+        found.append(run(layer, some_x(2, 9)))  # the hook after accumulation alone
+    for plain, tiled in (found[::2], found[1::2], seen.values()):
+        for a, b in zip(tiled, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert [len(calls) for calls in seen.values()] == [3, 3]
+
+
+def test_a_hook_of_a_parameter_after_the_forward_is_refused():
+    _, tiled = pair("swiglu")
+    tiled.num_shards = 3
+    y = tiled(some_x(9))
+    tiled.up_proj.weight.register_hook(lambda g: g * 0.5)
+    with pytest.raises(RuntimeError, match="before the forward"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("needs_dx", [False, True])
+def test_nothing_that_trains_is_used(needs_dx):
+    """The module has a parameter that trains, which fn does not use: backward goes through and gives it nothing."""
+    _, tiled = pair("swiglu")
+    for p in tiled.parameters():
+        p.requires_grad_(False)
+    tiled.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    x = some_x(2, 9).requires_grad_(needs_dx)
+    y = apply_tiled_mlp(lambda module, tile: LigerSwiGLUMLP.forward(module, tile.detach()), tiled, x, 3)
+    (y.sum() + tiled.unused.sum()).backward()
+    assert torch.equal(tiled.unused.grad, torch.ones(3, dtype=torch.float64))
+    assert x.grad is None if not needs_dx else not x.grad.any()
+
+
 def test_only_the_input_is_kept(monkeypatch):
     """What autograd saves of a tiled MLP is its input, and a checkpoint around it stops before the MLP."""
     plain, tiled = pair("swiglu", torch.float32)
@@ -210,3 +253,11 @@ def test_an_mlp_of_three_weights():
     torch.testing.assert_close(scaled, (torch.nn.functional.silu(gate) * up) @ weights[2].t() * 2.0)
     tiled = functions.LigerTiledMLPFunction.apply(LigerSwiGLUMLP.forward, plain, x, 3, None)
     torch.testing.assert_close(tiled, plain(x))
+
+
+def test_the_page_has_its_plans_in_consoles_alone():
+    """No line of a plan's table is in the middle of the page's prose, and a plan is there once."""
+    page = (Path(__file__).resolve().parents[2] / "docs/guides/long-context.md").read_text()
+    prose = "".join(page.split("```")[::2])
+    assert "batch 1 x" not in prose and "activations=  levels" not in prose
+    assert page.count("batch 1 x 65536") == 1

@@ -5,8 +5,9 @@ graph, and takes that tile's gradients. Peak memory is the input, the output and
 
 Gradients: a row's gradient of the input is what the MLP without tiles computes for that row. A weight's gradient is one
 sum over all tiles in fp32 (or the weight's wider dtype), rounded once. For linear layers the products themselves are
-added in fp32. Weights that are no plain parameters (DTensors, ZeRO-3's partitions, FSDP1's views) take torch's
-checkpoint a tile instead, whose sums autograd rounds a tile.
+added in fp32. Weights that are no plain parameters (DTensors, ZeRO-3's partitions, FSDP1's views) or have hooks
+(`register_hook`), which must see the sum alone, take torch's checkpoint a tile instead, whose sums autograd rounds a
+tile.
 
 Source: ALST, https://arxiv.org/abs/2506.13996 (section 3.1).
 """
@@ -139,10 +140,10 @@ def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _are_plain(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all that trains in the module are whole parameters that belong to it."""
+    """Whether all that trains in the module are whole parameters that belong to it, without hooks on gradients."""
     views = (t for part in module.modules() for t in vars(part).values() if isinstance(t, torch.Tensor))
     return not any(t.requires_grad for t in views) and all(
-        type(p) is torch.nn.Parameter and not hasattr(p, "ds_id") for p in weights
+        type(p) is torch.nn.Parameter and not hasattr(p, "ds_id") and not p._backward_hooks for p in weights
     )
 
 
@@ -184,6 +185,8 @@ class _TiledMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple:
         (x,) = (ctx if ctx.saver is None else ctx.saver).saved_tensors
         weights = _trainable(ctx.module)
+        if any(weight._backward_hooks for weight in weights):  # autograd.grad would run them once a tile
+            raise RuntimeError("an MLP in tiles: register hooks on its parameters before the forward, not after it")
         sums = {id(weight): _Sum(weight) for weight in weights}
         needs_dx = ctx.needs_input_grad[0]
         dx = torch.empty_like(x) if needs_dx else None
@@ -192,7 +195,10 @@ class _TiledMLP(torch.autograd.Function):
                 tile = tile.detach().requires_grad_(needs_dx)
                 with torch.enable_grad(), _autocast(ctx.autocast), _SummedLinears(sums, ctx.autocast):
                     y = ctx.run(ctx.module, tile)
-                gradients = torch.autograd.grad(y, [tile] * needs_dx + weights, dtile, allow_unused=True)
+                if y.requires_grad:
+                    gradients = torch.autograd.grad(y, [tile] * needs_dx + weights, dtile, allow_unused=True)
+                else:  # fn uses nothing that trains
+                    gradients = [None] * (needs_dx + len(weights))
                 if needs_dx and gradients[0] is not None:
                     dx.narrow(-2, at, tile.shape[-2]).copy_(gradients[0])
                 elif needs_dx:
