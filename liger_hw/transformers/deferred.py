@@ -183,6 +183,9 @@ class DeferredLogits:
         would be computed from has changed since `leave`.
         """
         self._check_gradient()
+        if self._surroundings.grad and torch.is_inference_mode_enabled():  # read here first, and in training later
+            with torch.inference_mode(False):
+                return self.materialise()
         if self._logits is None:
             if self._parent is None:
                 self.check_unchanged()

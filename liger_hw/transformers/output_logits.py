@@ -11,6 +11,7 @@ computes the logits where an operator reads it (`__torch_dispatch__`). Its gradi
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any, Callable
 
@@ -114,6 +115,8 @@ class OutputLogits(torch.Tensor):
     _derived: "list[weakref.ref[OutputLogits]]"
     _made_by: Any = None
     _has_hook = False
+    _is_fused = False
+    _read_from: Any = None
     _plain: torch.Tensor | None = None
 
     @property
@@ -124,21 +127,34 @@ class OutputLogits(torch.Tensor):
     @torch.compiler.disable
     def materialise(self) -> torch.Tensor:
         """The logits as a plain tensor, computed once; raises as `DeferredLogits.materialise` does."""
+        if torch.is_inference_mode_enabled():  # what is computed here may be used in training later
+            with torch.inference_mode(False):
+                return self.materialise()
+        needs_grad, is_as_made = self._place()
         if self._plain is None:
-            needs_grad, is_as_made = self._place()
             if self._parent is not None and is_as_made:
                 source = self._parent.materialise()
                 with torch.set_grad_enabled(needs_grad):
                     self._plain = self._logits._replay(source)
             else:
                 computed = self._logits.materialise().detach()
-                with without_torch_function(), torch.set_grad_enabled(needs_grad):
-                    self._plain = _Read.apply(self, computed)
+                self._read(computed, needs_grad)
             for reference in self._derived:
                 derived = reference()
                 if derived is not None:
                     derived.materialise()
+        elif self._read_from is not None and self._read_from is not self._graph_node():
+            self._read(self._plain.detach(), needs_grad)  # an autograd.Function changed or returned it since
         return self._plain
+
+    def _read(self, computed: torch.Tensor, needs_grad: bool) -> None:
+        self._read_from = self._graph_node()
+        with without_torch_function(), torch.set_grad_enabled(needs_grad):
+            self._plain = _Read.apply(self, computed)
+
+    def _graph_node(self) -> Any:
+        with without_torch_function():
+            return self.grad_fn
 
     @torch.compiler.disable
     def cross_entropy(
@@ -167,6 +183,7 @@ class OutputLogits(torch.Tensor):
                 self._logits.check_unchanged()
                 loss = self._logits._head.fused_loss(self._logits, target, options)
                 if loss is not None:
+                    self._note_fused()
                     return _Beside.apply(loss, self) if self._is_moved() else loss
         return F.cross_entropy(self.materialise(), target, **legacy, **options)
 
@@ -176,7 +193,7 @@ class OutputLogits(torch.Tensor):
         An autograd.Function that returns it, as DDP's does, gives it another.
         """
         with without_torch_function():
-            return self.requires_grad, self.grad_fn is self._made_by
+            return self.requires_grad, self._graph_node() is self._made_by
 
     def _is_moved(self) -> bool:
         return not self._place()[1] or (self._parent is not None and self._parent._is_moved())
@@ -184,13 +201,41 @@ class OutputLogits(torch.Tensor):
     def _is_watched(self) -> bool:
         return self._has_hook or (self._parent is not None and self._parent._is_watched())
 
+    def _note_fused(self) -> None:
+        """A loss was computed from the hidden states: its gradient passes by neither these logits nor their parents."""
+        self._is_fused = True
+        if self._parent is not None:
+            self._parent._note_fused()
+
+    def _watch(self) -> None:
+        """Before a hook or `retain_grad`; raises `RuntimeError` if a fused loss exists: it would miss its gradient."""
+        if self._is_fused:
+            raise RuntimeError(
+                "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass "
+                "by the logits; register hooks, or call retain_grad(), before the loss"
+            )
+        self._has_hook = True
+        if self._parent is not None:
+            self.materialise()
+
+    def _in_graph(self) -> torch.Tensor:
+        """The tensor whose place in the autograd graph is that of these logits: the computed one where they were made
+        by a recorded operation, since it is computed from its parent's."""
+        is_computed = self._parent is not None and self._plain is not None and self._place()[1]
+        return self._plain if is_computed else self
+
     @torch.compiler.disable
     def _recorded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """What a recorded operation makes of deferred logits; None where it is not recorded."""
         if func in _CLONES:
             result, parent = self._logits, None
         else:
-            result, parent = getattr(self._logits, _RECORDED[func])(*args, **kwargs), self
+            method = getattr(self._logits, _RECORDED[func])
+            try:
+                inspect.signature(method).bind(*args, **kwargs)
+            except TypeError:  # an argument of torch's that is not recorded
+                return None
+            result, parent = method(*args, **kwargs), self
         if not isinstance(result, DeferredLogits):
             return None
         return output_logits(result, parent)
@@ -202,9 +247,15 @@ class OutputLogits(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if func in _KNOWN or func in _OF_GRAPH:
+        if func in _KNOWN:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if func in _OF_GRAPH:
             if func in _WATCHING:
-                first._has_hook = True
+                first._watch()
+            if func is torch.autograd.grad:
+                tree_map_only(OutputLogits, _refuse_fused, (args[1:2], kwargs.get("inputs")))
+            args, kwargs = tree_map_only(OutputLogits, OutputLogits._in_graph, (args, kwargs))
             with without_torch_function():
                 return func(*args, **kwargs)
         if isinstance(first, OutputLogits):
@@ -231,6 +282,14 @@ class OutputLogits(torch.Tensor):
     def _values(self) -> torch.Tensor:
         """The logits without their gradient, for an operator below autograd."""
         return (self._logits.materialise() if self._plain is None else self._plain).detach()
+
+
+def _refuse_fused(logits: OutputLogits) -> None:
+    if logits._is_fused and logits.is_deferred:
+        raise RuntimeError(
+            "liger_hw: these logits were never computed, since their loss was computed from the hidden states; for a "
+            "gradient with respect to them call retain_grad() on them before the loss"
+        )
 
 
 def _computed(value: Any) -> Any:

@@ -263,6 +263,50 @@ def _in_place(logits, change):
     return logits.log_softmax(-1)
 
 
+def _hooked(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
+    """What is computed of `function(x)`, whose gradient a hook doubles."""
+    derived = function(x)
+    derived.register_hook(lambda gradient: gradient * 2)
+    return F.cross_entropy(derived.reshape(-1, VOCAB), IDS.flatten(), reduction="none")
+
+
+def _retained(x: torch.Tensor) -> torch.Tensor:
+    derived = x.view(-1, VOCAB)
+    derived.retain_grad()
+    derived.pow(2).sum().backward(retain_graph=True)
+    return x * derived.grad.view_as(x)
+
+
+def _gradient(x: torch.Tensor) -> torch.Tensor:
+    derived = x.float()
+    return x * torch.autograd.grad(derived.exp().sum(), derived, retain_graph=True)[0]
+
+
+def _read_in_inference_mode(x: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    with torch.inference_mode():
+        read(x)
+    return x.softmax(-1)
+
+
+class Halved(torch.autograd.Function):
+    """Changes its input in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(0.5)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+def _changed_by_a_function(x: torch.Tensor) -> torch.Tensor:
+    Halved.apply(x)
+    return x.log_softmax(-1)
+
+
 MASK = IDS % 4 == 0
 PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a Function": Squared.apply,
@@ -298,6 +342,16 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of float": lambda x: F.cross_entropy(x.float().view(-1, VOCAB), IDS.flatten()),
     "a module": lambda x: torch.nn.CrossEntropyLoss(label_smoothing=0.2)(x.view(-1, VOCAB), IDS.flatten()),
     "a student's divergence": lambda x: F.kl_div(F.log_softmax(x / 2, -1), F.softmax(x.detach(), -1), reduction="sum"),
+    "a hook on a slice": lambda x: _hooked(x, lambda y: y[:]),
+    "a hook on a cast": lambda x: _hooked(x, torch.Tensor.float),
+    "a hook on a temperature": lambda x: _hooked(x, lambda y: y / 2),
+    "retain_grad of a view": _retained,
+    "gradient with respect to a cast": _gradient,
+    "argmax in inference mode": lambda x: _read_in_inference_mode(x, lambda y: y.argmax(-1)),
+    "a slice in inference mode": lambda x: _read_in_inference_mode(x, lambda y: y[:, :-1].softmax(-1)),
+    "a loss in inference mode": lambda x: _read_in_inference_mode(x, lambda y: F.cross_entropy(y[:, 0], IDS[:, 0])),
+    "changed in place by a Function": _changed_by_a_function,
+    "keywords of torch": lambda x: torch.div(x, 0.5, rounding_mode=None).reshape(shape=(-1, VOCAB)),
     "requires_grad of what is detached": lambda x: x.detach().requires_grad_() + x,
 }
 
