@@ -5,8 +5,8 @@ python benchmarks/plot_long_context.py docs/long-context.png benchmarks/results/
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 
 import matplotlib
 
@@ -22,7 +22,7 @@ TOKENS = [1 << power for power in range(13, 21)]
 LIMITS = {"H100": 78, "H200": 139}
 
 
-def main(out: str, *results: str) -> int:
+def main(out: str, results: list[str]) -> None:
     model = models.find("llama-3-8b")
     figure, (memory, speed) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for level in LEVELS:
@@ -43,8 +43,11 @@ def main(out: str, *results: str) -> int:
         axes.set_xlabel("tokens of one sequence, Llama-3-8B")
     memory.legend(fontsize=8)
     figure.savefig(out, dpi=110)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("results", nargs="*", help="files of benchmarks/long_context.py")
+    options = parser.parse_args()
+    main(options.out, options.results)

@@ -219,8 +219,8 @@ class OutputLogits(torch.Tensor):
             self.materialise()
 
     def _in_graph(self) -> torch.Tensor:
-        """The tensor whose place in the autograd graph is that of these logits: the computed one where they were made
-        by a recorded operation, since it is computed from its parent's."""
+        """The tensor that stands in the autograd graph for these logits. Where they come from a recorded operation it is
+        the computed one, once there is one: it is computed from its parent's."""
         is_computed = self._parent is not None and self._plain is not None and self._place()[1]
         return self._plain if is_computed else self
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw import registry
-from liger_hw.chunked_loss import LigerFusedLinearDPOLoss
+from liger_hw.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearJSDLoss
 from liger_hw.kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
 from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
 from liger_hw.runtime import operator
@@ -69,6 +69,8 @@ def _calls() -> _Calls:
             _differentiate(loss, [rows, weight])
         states, labels = torch.randn(4, 3, 6, requires_grad=True), torch.arange(12).view(4, 3) % 7
         _differentiate(LigerFusedLinearDPOLoss()(weight, states, labels, None, states, weight)[0], [states, weight])
+        soft = LigerFusedLinearJSDLoss()(rows, weight, rows.detach(), weight.detach(), torch.arange(4))
+        _differentiate(soft, [rows, weight])
     for name in declared:  # in place and not: a sample's backward calls one of them
         if name.endswith("_bwd"):
             both = [*seen.calls.get(name, []), *seen.calls.get(f"{name}_", [])]
