@@ -219,7 +219,7 @@ class OutputLogits(torch.Tensor):
             self.materialise()
 
     def _in_graph(self) -> torch.Tensor:
-        """The tensor that stands in the autograd graph for these logits. Where they come from a recorded operation it is
+        """The tensor that stands in the autograd graph for these logits. Where a recorded operation gave them it is
         the computed one, once there is one: it is computed from its parent's."""
         is_computed = self._parent is not None and self._plain is not None and self._place()[1]
         return self._plain if is_computed else self
