@@ -2,12 +2,12 @@
 
     python benchmarks/float8.py --out speed.json                              Llama-3-8B's layers, 2 x 4096 tokens
     python benchmarks/float8.py --model qwen3 --layers 6 --arms bf16 rowwise torchao
-    python benchmarks/float8.py --lora --arms bf16 rowwise frozen             adapters on a frozen model
+    python benchmarks/float8.py --lora --arms bf16 rowwise                    adapters on a frozen model
     python benchmarks/float8.py --convergence --out curves.json               1,000 steps of 87M parameters, three seeds
 
-Arms: `bf16` is liger_hw's patch alone, `rowwise` and `tensorwise` the patch with `liger_hw.float8`, `frozen` the first
-with `keep_frozen`; `torchao` and `torchao-compiled` are torchao's rowwise training on the patched model, `te` the
-linears of TransformerEngine. An arm whose package does not import is listed with the reason.
+Arms: `bf16` is liger_hw's patch alone, `rowwise` and `tensorwise` the patch with `liger_hw.float8`, `torchao` and
+`torchao-compiled` torchao's rowwise training on the patched model, `te` the linears of TransformerEngine. An arm whose
+package does not import is listed with the reason.
 
 --convergence trains a model on Python's own standard library, byte by byte, in bf16 and in FP8 from the same weights on
 the same batches, for each seed, all runs at the same time in processes of their own. The last twentieth of the text is
@@ -36,7 +36,7 @@ from liger_hw.backends import with_index
 from liger_hw.bench import report, training
 from liger_hw.text import first_line, table
 
-ARMS = ("bf16", "rowwise", "tensorwise", "frozen", "torchao", "torchao-compiled", "te")
+ARMS = ("bf16", "rowwise", "tensorwise", "torchao", "torchao-compiled", "te")
 EVERY = 50
 """Steps between losses that a run keeps."""
 
@@ -75,9 +75,8 @@ def main() -> int:
 
 def prepare(model: torch.nn.Module, arm: str, smallest: int) -> None:
     """Change the linears of a patched model to an arm's. Raises `ImportError` where its package is not there."""
-    if arm in ("rowwise", "tensorwise", "frozen"):
-        recipe = "rowwise" if arm == "frozen" else arm
-        liger_hw.float8(model, recipe, smallest=smallest, keep_frozen=arm == "frozen")
+    if arm in ("rowwise", "tensorwise"):
+        liger_hw.float8(model, arm, smallest=smallest)
     elif arm.startswith("torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

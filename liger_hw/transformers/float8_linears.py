@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..kernels.float8 import geglu_float8, swiglu_float8
-from ..kernels.float8.float8_linear import RECIPES, Float8Weight, Recipe, as_rows, linear, quantized_weight
+from ..kernels.float8.float8_linear import RECIPES, Recipe, as_rows, linear
 from ..kernels.float8.formats import E4M3, Float8Rows, float8_dtype
 from ..kernels.float8.gated_rows import WIDEST, gated_linear
 from ..kernels.float8.quantize_float8 import quantized
@@ -38,15 +38,20 @@ class SharedInput:
         self.state: tuple | None = None
 
     def rows(self, x: torch.Tensor, recipe: Recipe) -> Float8Rows:
-        """x in FP8: what the linear before made of it, if it had this very tensor, unchanged since."""
-        if self.state is not None:
+        """x in FP8: what the linear before made of it, if it had this very tensor, unchanged since.
+
+        A tensor of `torch.inference_mode` does not count its changes: it is quantised each time.
+        """
+        counts = not x.is_inference()
+        if counts and self.state is not None:
             ref, version, *parts = self.state
             data, scale = (part() for part in parts)
             if ref() is x and x._version == version and data is not None and scale is not None:
                 return Float8Rows(data, scale)
         with torch.no_grad():
             rows = quantized(as_rows(x), E4M3, recipe.rowwise)
-        self.state = weakref.ref(x), x._version, weakref.ref(rows.data), weakref.ref(rows.scale)
+        if counts:
+            self.state = weakref.ref(x), x._version, weakref.ref(rows.data), weakref.ref(rows.scale)
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,21 +60,10 @@ class SharedInput:
 
 @dataclass
 class Settings:
-    """How one linear computes. shared: with whom it shares an input, or None; kept: (version, address, weight in FP8)
-    of a weight that takes no gradient."""
+    """How one linear computes. shared: with whom it shares an input, or None."""
 
     recipe: Recipe
     shared: SharedInput | None = None
-    keep_frozen: bool = False
-    kept: tuple[int, int, Float8Weight] | None = None
-
-    def weight(self, weight: torch.Tensor) -> Float8Weight | None:
-        """The FP8 copies of a weight that takes no gradient, made at its first use; None where it is not to be kept."""
-        if not self.keep_frozen or weight.requires_grad or torch.compiler.is_compiling():
-            return None
-        if self.kept is None or self.kept[:2] != (weight._version, weight.data_ptr()):
-            self.kept = weight._version, weight.data_ptr(), quantized_weight(weight, self.recipe)
-        return self.kept[2]
 
 
 class Float8Linear(nn.Linear):
@@ -90,7 +84,7 @@ class Float8Linear(nn.Linear):
         rows = None
         if settings.shared is not None and not torch.compiler.is_compiling():
             rows = settings.shared.rows(input, settings.recipe)
-        return linear(input, weight, self.bias, rows, settings.weight(weight), settings.recipe, "float8")
+        return linear(input, weight, self.bias, rows, settings.recipe, "float8")
 
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
         """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
@@ -100,7 +94,7 @@ class Float8Linear(nn.Linear):
             return None
         if is_dtensor(weight) or is_dtensor(a) or is_traced() or a.dtype is torch.float64:
             return None
-        return gated_linear(GATES[act], a, b, weight, self.bias, settings.weight(weight), owned, "float8")
+        return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8")
 
 
 @dataclass
@@ -138,7 +132,6 @@ def float8(
     *,
     skip: Iterable[str] = (),
     smallest: int = SMALLEST,
-    keep_frozen: bool = False,
 ) -> Float8Report:
     """Let the linears of a live model multiply in FP8, forward and backward; before or after `patch`.
 
@@ -147,8 +140,6 @@ def float8(
     skip: linears whose path contains one of these texts stay as they are. So do the loss head, routers, linears with
     fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones), and
     linears with a replaced forward.
-    keep_frozen: keep FP8 copies of weights that take no gradient, as of a model under LoRA: 2 bytes a parameter more,
-    and they are quantised once instead of twice a step.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
     FP8 and for a model of which no linear fits.
     """
@@ -157,12 +148,12 @@ def float8(
         raise ValueError(f"float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}{reason}")
     if not callable(getattr(model, "named_modules", None)):
         raise TypeError(f"float8: model must be a loaded model, got {type(model).__name__}")
-    report, head, groups = Float8Report(recipe), _head(model), {}
+    report, heads, groups = Float8Report(recipe), _heads(model), {}
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        why_invalid = "the loss head" if module is head else _why_not(path, module, skip, smallest)
+        why_invalid = "the loss head" if module in heads else _why_not(path, module, skip, smallest)
         if why_invalid:
             report.left_alone[path] = why_invalid
             continue
@@ -178,14 +169,23 @@ def float8(
         shared = SharedInput() if len(modules) > 1 else None
         for module in modules:
             module.__class__ = Float8Linear
-            module.float8 = Settings(RECIPES[recipe], shared, keep_frozen)
+            module.float8 = Settings(RECIPES[recipe], shared)
     return report
 
 
-def _head(model: nn.Module) -> nn.Module | None:
-    """The model's loss head, as transformers names it."""
-    output = getattr(model, "get_output_embeddings", None)
-    return output() if callable(output) else None
+def _heads(model: nn.Module) -> set[nn.Module]:
+    """The loss heads, as transformers names them, of the model and of all that it wraps; with what is inside a head, as
+    PEFT's copy of it."""
+    heads: set[nn.Module] = set()
+    for module in model.modules():
+        output = getattr(module, "get_output_embeddings", None)
+        try:
+            head = output() if callable(output) else None
+        except (AttributeError, NotImplementedError):  # a part of a model that has no head
+            continue
+        if isinstance(head, nn.Module):
+            heads.update(head.modules())
+    return heads
 
 
 def _why_not(path: str, module: nn.Linear, skip: tuple[str, ...], smallest: int) -> str:

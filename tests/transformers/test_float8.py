@@ -178,26 +178,95 @@ def test_copies_and_pickles():
     assert _same(_gradients(twin), expected) and _same(_gradients(stored), expected)
 
 
-def test_lora_keeps_frozen_weights_in_float8():
+def _lora(**options):
     peft = pytest.importorskip("peft")
-    results = []
-    for keep in (False, True):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
-        model = peft.get_peft_model(_llama(), config)
-        report = liger_hw.float8(model, smallest=16, keep_frozen=keep)
-        assert len(report.linears) == 14 and all(path.endswith("base_layer") for path in report.linears)
-        assert all("lora" in path or "lm_head" in path for path in report.left_alone)
-        results.append(_gradients(model))
-        assert all(p.grad is None for n, p in model.named_parameters() if "lora" not in n)
-        kept = [m.float8.kept for m in model.modules() if type(m) is Float8Linear]
-        assert all((one is not None) == keep for one in kept)
-        base = next(m for m in model.modules() if type(m) is Float8Linear)
-        with torch.no_grad():
-            base.weight.mul_(2)
-        changed = _gradients(model)
-        assert (base.float8.kept is not kept[0]) == keep and not _same(changed, results[-1])
-    assert _same(*results)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **{"target_modules": "all-linear", **options})
+    return peft.get_peft_model(_llama(), config)
+
+
+def test_lora():
+    model = _lora()
+    report = liger_hw.float8(model, smallest=16)
+    assert len(report.linears) == 14 and all(path.endswith("base_layer") for path in report.linears)
+    assert all("lora" in path or "lm_head" in path for path in report.left_alone)
+    _gradients(model)
+    assert all((p.grad is None) == ("lora" not in n) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("how", ["merge_adapter", "data.copy_", "mul_"])
+def test_a_frozen_weight_that_changed_is_seen(how):
+    model = _lora()
+    report = liger_hw.float8(model, smallest=16)
+    bases = [module for module in model.modules() if type(module) is Float8Linear]
+    with torch.no_grad():
+        before = model(input_ids=IDS).logits
+        if how == "merge_adapter":
+            model.merge_adapter()
+        for base in bases:
+            if how == "data.copy_":
+                base.weight.data.copy_(base.weight.data * 2)
+            elif how == "mul_":
+                base.weight.mul_(2)
+        result = model(input_ids=IDS).logits
+        report.undo()
+        liger_hw.float8(model, smallest=16)
+        assert torch.equal(result, model(input_ids=IDS).logits) and not torch.equal(result, before)
+
+
+@pytest.mark.parametrize("made_inside", [False, True], ids=["", "weights too"])
+@pytest.mark.parametrize("patched", [False, True], ids=["", "patched"])
+def test_inference_mode(made_inside, patched):
+    """Its tensors do not count their changes: each linear quantises them anew, with the same result."""
+    with torch.inference_mode(made_inside):
+        model = _llama().eval()
+    report = liger_hw.float8(model, smallest=16)
+    if patched:
+        liger_hw.patch(model)
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+    with torch.inference_mode():
+        assert torch.equal(model(input_ids=IDS).logits, expected)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS).logits, expected)
+    assert len(report.linears) == 14
+    if not made_inside:
+        assert _gradients(model)[0].isfinite()
+
+
+def test_an_input_of_inference_mode_that_changed_is_quantised_again():
+    block = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 32), "b": torch.nn.Linear(32, 32)})
+    liger_hw.float8(block, smallest=16)
+    with torch.inference_mode():
+        x = torch.randn(16, 32)
+        block["a"](x)
+        x.mul_(2)
+        assert torch.equal(block["b"](x), liger_float8_linear(x, block["b"].weight, block["b"].bias))
+    assert block["a"].float8.shared.state is None
+
+
+class _Wrapper(torch.nn.Module):
+    def __init__(self, *models):
+        super().__init__()
+        self.models = torch.nn.ModuleList(models)
+
+
+class _Headless(torch.nn.Module):
+    def get_output_embeddings(self):
+        raise NotImplementedError
+
+
+def test_the_loss_heads_of_wrapped_models_are_left_alone():
+    wrapped = _Wrapper(_llama(), _Wrapper(_llama()), _Headless())
+    report = liger_hw.float8(wrapped, smallest=16)
+    heads = {path: why for path, why in report.left_alone.items() if "head" in path}
+    assert heads == dict.fromkeys(("models.0.lm_head", "models.1.models.0.lm_head"), "the loss head")
+    assert len(report.linears) == 2 * 14
+
+
+def test_the_loss_head_inside_peft_is_left_alone():
+    for options in ({"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}):
+        report = liger_hw.float8(_lora(**options), smallest=16)
+        assert report.linears and not any("head" in path for path in report.linears)
 
 
 def test_a_weight_of_tensor_parallelism_is_refused(tmp_path):

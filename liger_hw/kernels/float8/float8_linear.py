@@ -135,45 +135,24 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
 # -- autograd --------------------------------------------------------------------------------------------------------
 
 
-class Float8Weight(NamedTuple):
-    """A weight in FP8: its rows for the forward, and for the backward its transposed copy with one scale [1]."""
-
-    rows: Float8Rows
-    turned: torch.Tensor
-    scale: torch.Tensor
-
-
-def quantized_weight(weight: torch.Tensor, recipe: Recipe) -> Float8Weight:
-    """Both copies of a weight [n_out, n_in], for one that takes no gradient and is used many times."""
-    with torch.no_grad():
-        rows = quantized(weight, E4M3, recipe.rowwise)
-        scale = rows.scale.amax(0, keepdim=True)
-        return Float8Weight(rows, float8_transposed(weight, scale.reciprocal(), E4M3), scale)
-
-
 class Float8LinearFunction(Function):
     """Autograd for the linear: saves x in FP8, its scales, the weight and its largest scale.
 
-    rows: x in FP8, where another linear of the same input has it, or None; kept: the weight in FP8, or None
+    rows: x in FP8, where another linear of the same input has it, or None
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, rows, kept, recipe, dtype):
+    def forward(ctx, x, weight, bias, rows, recipe, dtype):
         if rows is None:
             rows = quantized(as_rows(x), E4M3, recipe.rowwise)
-        weights = quantized(weight, E4M3, recipe.rowwise) if kept is None else kept.rows
+        weights = quantized(weight, E4M3, recipe.rowwise)
         y = product(rows.data, weights.data, rows.scale, weights.scale)
         if bias is not None:
             y = y + bias
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         saved = rows if needs_dw else (None, None)
-        if needs_dx and kept is not None:
-            saved = *saved, None, kept.turned, kept.scale
-        elif needs_dx:
-            saved = *saved, weight, None, weights.scale.amax(0, keepdim=True)
-        else:
-            saved = *saved, None, None, None
-        ctx.save_for_backward(*saved)
+        kept = (weight, weights.scale.amax(0, keepdim=True)) if needs_dx else (None, None)
+        ctx.save_for_backward(*saved, *kept)
         ctx.recipe, ctx.shape = recipe, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return no_view(y.to(dtype), (*x.shape[:-1], weight.shape[0]))
@@ -181,7 +160,7 @@ class Float8LinearFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        data, scale, weight, turned, largest_scale = ctx.saved_tensors
+        data, scale, weight, largest_scale = ctx.saved_tensors
         recipe, (x_dtype, w_dtype, b_dtype) = ctx.recipe, ctx.dtypes
         dy = as_rows(dy)
         dx = dw = db = None
@@ -189,14 +168,13 @@ class Float8LinearFunction(Function):
             db = wide(dy).sum(0).to(b_dtype)
         gradients = quantized(dy, recipe.gradients, recipe.rowwise)
         if largest_scale is not None:
-            if turned is None:
-                turned = float8_transposed(weight, largest_scale.reciprocal(), E4M3)
+            turned = float8_transposed(weight, largest_scale.reciprocal(), E4M3)
             dx = product(gradients.data, turned, gradients.scale, largest_scale).to(x_dtype).reshape(ctx.shape)
         if data is not None:
             by_outputs, largest = _by_outputs(gradients, scale, recipe)
             dw = product(by_outputs, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest))
             dw = dw[: dy.shape[1], : ctx.shape[-1]].to(w_dtype).contiguous()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None
 
 
 def _by_outputs(gradients: Float8Rows, scale: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,10 +213,10 @@ def liger_float8_linear(
     check(fits, name, f"x [..., n_in] and weight [n_out, n_in] do not fit: {tuple(x.shape)}, {tuple(weight.shape)}")
     if bias is not None:
         check(bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
-    return linear(x, weight, bias, None, None, RECIPES[recipe], name)
+    return linear(x, weight, bias, None, RECIPES[recipe], name)
 
 
-def linear(x, weight, bias, rows, kept, recipe: Recipe, name: str) -> torch.Tensor:
+def linear(x, weight, bias, rows, recipe: Recipe, name: str) -> torch.Tensor:
     """The Function for arguments that fit but for their dtypes, which are checked in the name of `name`."""
     dtype = autocast_dtype(x.device.type)
     if dtype is None:
@@ -247,7 +225,7 @@ def linear(x, weight, bias, rows, kept, recipe: Recipe, name: str) -> torch.Tens
         check(same, name, f"x is {x.dtype}, weight {weight.dtype}; they must be of one dtype unless autocast is on")
     if not x.numel() or not weight.numel():
         return torch.nn.functional.linear(x, weight, bias)
-    return Float8LinearFunction.apply(x, weight, bias, rows, kept, recipe, dtype)
+    return Float8LinearFunction.apply(x, weight, bias, rows, recipe, dtype)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

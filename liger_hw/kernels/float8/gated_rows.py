@@ -19,7 +19,7 @@ from ...runtime.triton_import import tl, triton
 from ..pointwise.elementwise import ActivationOperators, activation
 from ..rows.blocks import load_tile, store_tile, tile_mask
 from ..rows.tuning import row_tunable, row_warps
-from .float8_linear import RECIPES, Float8Weight, as_rows, float8_linear_reference, linear
+from .float8_linear import RECIPES, as_rows, float8_linear_reference, linear
 from .formats import E4M3, Float8Rows, aligned, float8_dtype, largest_bits
 from .quantize_float8 import inverse_scale, magnitude_bits, rows_reference, scale_bits, to_float8
 
@@ -162,17 +162,16 @@ def gated_linear(
     b: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    kept: Float8Weight | None,
     owned: bool,
     name: str,
 ) -> torch.Tensor:
-    """act(a) * b times the weight's transpose, in FP8; kept: as in `Float8LinearFunction`."""
+    """act(a) * b times the weight's transpose, in FP8."""
     fits = weight.dim() == 2 and a.dim() > 0 and a.shape == b.shape and a.shape[-1] == weight.shape[1]
     shapes = f"{tuple(a.shape)}, {tuple(b.shape)}, {tuple(weight.shape)}"
     check(fits, name, f"a, b [..., n_cols] and weight [n_out, n_cols] do not fit: {shapes}")
     check(bias is None or bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}]")
     standing, data, scale = GatedRowsFunction.apply(a, b, gate, owned)
-    return linear(standing, weight, bias, Float8Rows(data, scale), kept, ROWWISE, name)
+    return linear(standing, weight, bias, Float8Rows(data, scale), ROWWISE, name)
 
 
 def gated_linear_reference(gate: Callable[..., torch.Tensor], a, b, weight, bias, rounds) -> torch.Tensor:

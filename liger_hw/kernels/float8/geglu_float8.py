@@ -46,7 +46,7 @@ def liger_geglu_float8(
     check_tensors(name, optional=("bias",), a=a, b=b, weight=weight, bias=bias)
     check_flags(name, owned=owned)
     check(approximate in APPROXIMATIONS, name, f"approximate must be one of {', '.join(APPROXIMATIONS)}")
-    return gated_linear(TANH if approximate == "tanh" else EXACT, a, b, weight, bias, None, owned, name)
+    return gated_linear(TANH if approximate == "tanh" else EXACT, a, b, weight, bias, owned, name)
 
 
 WORKLOADS = {"gemma2_2b": (8192, 9216, 2304), "gemma3_12b": (8192, 15360, 3840)}

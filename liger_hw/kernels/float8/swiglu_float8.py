@@ -38,7 +38,7 @@ def liger_swiglu_float8(
     """
     check_tensors("liger_swiglu_float8", optional=("bias",), a=a, b=b, weight=weight, bias=bias)
     check_flags("liger_swiglu_float8", owned=owned)
-    return gated_linear(GATE, a, b, weight, bias, None, owned, "liger_swiglu_float8")
+    return gated_linear(GATE, a, b, weight, bias, owned, "liger_swiglu_float8")
 
 
 WORKLOADS = {"llama3_8b": (8192, 14336, 4096), "qwen3_8b": (8192, 12288, 4096), "llama3_70b": (4096, 28672, 8192)}
