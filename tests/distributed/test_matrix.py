@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import accelerators
 
 from liger_hw import compat
 
@@ -194,6 +193,8 @@ def on_gpus(engine: str, compute: str) -> list[str]:
 @pytest.fixture(scope="module", params=("float32", "bfloat16"))
 def matrix(request, tmp_path_factory):
     """(the records of all engines that this machine can run, what they computed in, the folder with their log)"""
+    from ranks import accelerators  # ci/distributed_page.py imports this file, and knows no `ranks`
+
     folder = tmp_path_factory.mktemp("matrix")
     cells = [cell for engine in ENGINES if not missing(engine) for cell in on_gpus(engine, request.param)]
     by_ranks: dict[int, list[str]] = {}
