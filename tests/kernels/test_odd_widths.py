@@ -49,8 +49,8 @@ def test_layout_of_norms():
     assert layout(4097, 4096) == (True, 16, 8) and layout(3070, 2048) == (True, 1024, 4)
     assert layout(511, 512) == (True, 0, 2) and layout(512, 512) == (True, 0, 1) and layout(513, 512) == (False, 0, 1)
     assert layout(2047, 2048, torch.float32) == (True, 0, 2) and layout(777, 1024, stride=785) == (True, 0, 8)
-    assert blocks_key(9, 2304, 2) == blocks_key(9, 2305, 2) == (2048, 4, 2, 1)
-    assert blocks_key(9, 2047, 2) == (2048, 4, 2, 0) and blocks_key(9, 2048, 2) == (2048, 4, 2)
+    assert blocks_key(9, 2304, 2) == (2048, 4, 2, 1) and blocks_key(9, 2048, 2) == (2048, 4, 2)
+    assert blocks_key(9, 2047, 2) == blocks_key(9, 2305, 2) == (2048, 4, 2, 0)
     assert [count_tiles(n, 2, 8) for n in (1, 7, 16, 17, 31)] == [1, 7, 8, 9, 16] and count_tiles(17, 2, 1) == 9
     assert [share_tiles(n, 24, 8) for n in (1, 12, 132)] == [8, 8, 24] and share_tiles(0, 5, 1) == 1
     assert [share_tiles(n, 5, 8) for n in (1, 132)] == [5, 5]

@@ -14,6 +14,7 @@ from typing import Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable
+from ...runtime.cooperative import resident_options
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -25,6 +26,7 @@ from ..rows.blocks import (
     keep_narrow,
     load_columns,
     load_tile,
+    most_columns,
     row_layout,
     row_sums,
     second_columns,
@@ -279,9 +281,31 @@ def _norm_fwd_kernel(
         )  # fmt: skip
 
 
+def persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
+    """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows
+    in flight do not fit shared memory."""
+    if not target.cooperative or ctas * (stages - 1) * most_columns(key[0]) * key[2] > target.shared_memory:
+        return None
+    registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps, stages, ctas, vendor=registers)
+
+
+def persistent_rows(target: Target, key: Key) -> LaunchConfig | None:
+    """A persistent kernel for many rows, where W and B fit its registers beside a row."""
+    many = 1 << key[1] > 32 * target.multiprocessors
+    if not many or not 2048 <= key[0] <= 4096 or key[2] > 2:
+        return None
+    return persistent(target, key, target.warps(key[0], 32), 3, 12288 // key[0])
+
+
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Many rows that begin anywhere are taken by `persistent_rows`, which loads W, an element at a time, once."""
+    return (persistent_rows(target, key) if key[3:] == (0,) else None) or fwd_heuristic(target, key, _WIDEST)
+
+
 def norm_forward_tunable(
     op: str,
-    heuristic: Callable[[Target, Key], LaunchConfig] = lambda target, key: fwd_heuristic(target, key, _WIDEST),
+    heuristic: Callable[[Target, Key], LaunchConfig] = _fwd_heuristic,
     space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
 ) -> Tunable:
     """The `fwd` tunable of an op whose forward is `norm_forward`."""

@@ -21,14 +21,12 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Op, Sample, Target, normal
-from ...runtime.cooperative import resident_options
 from ...runtime.operator import Function, check, check_numbers, define, first_order
 from ...runtime.sharding import RowsRule
-from ..rows.blocks import most_columns
 from ..rows.reduce import halves, param_parts, params_dtype
 from ..rows.tuning import fwd_heuristic, fwd_space
 from .backward import backward_tunables, norm_backward
-from .forward import GEMMA, norm_forward, norm_forward_tunable
+from .forward import GEMMA, norm_forward, norm_forward_tunable, persistent, persistent_rows
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -51,38 +49,25 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row, unless masks
-    and parts of vectors give a thread more to do. Many rows in two blocks are taken by a persistent kernel, where W and
-    B fit its registers beside a row."""
+    and parts of vectors give a thread more to do. Many rows in two blocks, or that begin anywhere, are taken by
+    `persistent_rows`."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
     if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
         config = replace(config, num_warps=warps)
-    many = 1 << key[1] > 32 * target.multiprocessors
-    if key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many:
-        persistent = _persistent(target, key, warps, 3, 12288 // key[0])
-        return config if persistent is None else persistent
-    return config
-
-
-def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
-    """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows
-    in flight do not fit shared memory."""
-    if not target.cooperative or ctas * (stages - 1) * most_columns(key[0]) * key[2] > target.shared_memory:
-        return None
-    registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps, stages, ctas, vendor=registers)
+    return (persistent_rows(target, key) if key[3:] else None) or config
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     """rms_norm's, and persistent kernels over rows whose W and B a program can keep."""
-    persistent = (
-        _persistent(target, key, warps, stages, most // warps)
+    configs = (
+        persistent(target, key, warps, stages, most // warps)
         for warps in (1, 2, 4, 8)
         for most in (12, 16)
         for stages in (3, 4)
         if 1024 <= key[0] <= 4096 and 16 <= key[0] // (warps * target.warp_size) <= 32
     )
-    return [*fwd_space(target, key), *(config for config in persistent if config is not None)]
+    return [*fwd_space(target, key), *(config for config in configs if config is not None)]
 
 
 FWD = norm_forward_tunable("layer_norm", _fwd_heuristic, _fwd_space)

@@ -46,13 +46,12 @@ def most_columns(columns: int) -> int:
 
 
 def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key`. For a row in two blocks the key of its first block, and a last 1; where rows in one block begin
-    anywhere, a last 0."""
+    """`row_key`; for a row in two blocks the key of its first block, and a last 1. The last is 0 where rows begin
+    anywhere."""
     first = 1 << max(0, n_cols.bit_length() - 1)
-    if row_blocks(n_cols, first)[1]:
-        return (*row_key(n_rows, first, itemsize), 1)
-    key = row_key(n_rows, n_cols, itemsize)
-    return (*key, 0) if n_cols & 15 else key
+    two_blocks = row_blocks(n_cols, first)[1] > 0
+    key = row_key(n_rows, first if two_blocks else n_cols, itemsize)
+    return (*key, int(not n_cols & 15)) if two_blocks or n_cols & 15 else key
 
 
 def row_layout(n_cols: int, block: int, *tensors: torch.Tensor | None) -> tuple[bool, int, int]:
