@@ -193,7 +193,7 @@ class OutputLogits(torch.Tensor):
         An autograd.Function that returns it, as DDP's does, gives it another.
         """
         with without_torch_function():
-            return self.requires_grad, self._graph_node() is self._made_by
+            return self.requires_grad, self.grad_fn is self._made_by
 
     def _is_moved(self) -> bool:
         return not self._place()[1] or (self._parent is not None and self._parent._is_moved())
@@ -230,12 +230,12 @@ class OutputLogits(torch.Tensor):
         if func in _CLONES:
             result, parent = self._logits, None
         else:
-            method = getattr(self._logits, _RECORDED[func])
+            name, signature = _RECORDED[func]
             try:
-                inspect.signature(method).bind(*args, **kwargs)
+                signature.bind(self._logits, *args, **kwargs)
             except TypeError:  # an argument of torch's that is not recorded
                 return None
-            result, parent = method(*args, **kwargs), self
+            result, parent = getattr(self._logits, name)(*args, **kwargs), self
         if not isinstance(result, DeferredLogits):
             return None
         return output_logits(result, parent)
@@ -325,13 +325,11 @@ _OF_GRAPH = {
 
 _CLONES = {torch.Tensor.clone, torch.clone}
 """Recorded without grad alone, for DDP: a function of its own clones every output."""
+_METHODS = ("float", "to", "contiguous", "view", "__getitem__", "__mul__", "__rmul__", "__truediv__")
+_METHODS_AND_FUNCTIONS = ("tanh", "mul", "multiply", "div", "divide", "true_divide", "reshape", "flatten")
 _RECORDED = {
-    **{getattr(torch.Tensor, name): name for name in ("float", "to", "contiguous", "view", "__getitem__")},
-    **{getattr(torch.Tensor, name): name for name in ("__mul__", "__rmul__", "__truediv__")},
-    **{
-        getattr(owner, name): name
-        for owner in (torch, torch.Tensor)
-        for name in ("tanh", "mul", "multiply", "div", "divide", "true_divide", "reshape", "flatten")
-    },
+    getattr(owner, name): (name, inspect.signature(getattr(DeferredLogits, name)))
+    for owner, names in ((torch.Tensor, _METHODS + _METHODS_AND_FUNCTIONS), (torch, _METHODS_AND_FUNCTIONS))
+    for name in names
 }
-"""Function or method -> the method of `DeferredLogits` that records it."""
+"""torch's function -> the method of `DeferredLogits` that records it, and what that takes."""
