@@ -4,13 +4,12 @@
     model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=config)
 
 `REPOSITORY` is the folder that `kernels.LocalLayerRepository` takes; `liger-hw hub` prints it. `LAYERS` says which of
-its layers stand for which name of transformers. A layer is chosen by comparison: it must compute what the class or
-function that it replaces computes, on a small copy on the CPU with random weights.
+its layers stand for which name of transformers. Which one computes what a class or function does is found as a patch
+finds it, by running it (transformers/probing/).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
@@ -44,7 +43,22 @@ They are not transformers' names, so that its own mapping never answers for a cl
 """
 
 DEVICES = ("cuda", "rocm", "xpu", "cpu")
-_WIDTHS = {"gate_proj": (16, 32), "up_proj": (16, 32), "gate_up_proj": (16, 64), "down_proj": (32, 16)}
+_NORM = {"weight", "variance_epsilon"}
+_MLP, _PACKED = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}
+_COMPUTES = (
+    ("RMSNorm", "rms_norm", "llama", _NORM),
+    ("RMSNormFp32Weight", "rms_norm", "gemma", _NORM),
+    ("RMSNormZeroCentered", "rms_norm", "gemma, offset 1", {"weight", "eps"}),
+    ("RMSNormGated", "gated_rms_norm", "{activation} after the norm, llama", _NORM),
+    ("RMSNormGatedFp32Weight", "gated_rms_norm", "{activation} after the norm, gemma", _NORM),
+    ("LayerNorm", "layer_norm", "", {"weight", "bias", "eps"}),
+    ("LayerNorm", "layer_norm", "no bias", {"weight", "eps"}),
+    ("RotaryPosEmb", "rope", "", set()),
+    ("SwiGLUMLP", "swiglu", "silu", _MLP),
+    ("SwiGLUMLP", "fused_gate_up_swiglu", "silu", _PACKED),
+    *(("GeGLUMLP", "geglu", act, names) for act in ("gelu", "gelu_tanh") for names in (_MLP, _PACKED)),
+)
+"""A layer; the kernel and variant that it computes, where the module has attributes of these names."""
 
 
 def kernel_config(model: nn.Module | None = None) -> KernelConfig:
@@ -116,7 +130,7 @@ def _chosen_layers(model: nn.Module) -> dict[str, str]:
             name, layer = match
             replace_kernel_forward_from_hub(type(module), name)
         elif name in LAYERS:
-            layer = next((each for each in LAYERS[name] if computes_the_same(getattr(layers, each), module)), None)
+            layer = layer_of(module, name, layers)
         else:
             continue
         if layer is None:
@@ -146,75 +160,30 @@ def _unregistered_match(module: nn.Module, layers: Any) -> tuple[str, str] | Non
     """(name, layer) for a class that looks like an RMSNorm or a gated MLP, when a layer computes the same."""
     is_mlp, is_norm = "down_proj" in module._modules, "RMSNorm" in type(module).__name__
     for name, entry in _UNREGISTERED.items():
-        if is_norm if entry == "RMSNorm" else is_mlp:
-            for layer in LAYERS[entry]:
-                if computes_the_same(getattr(layers, layer), module):
-                    return name, layer
+        if (is_norm if entry == "RMSNorm" else is_mlp) and (layer := layer_of(module, entry, layers)):
+            return name, layer
     return None
 
 
-def computes_the_same(layer: type, module: nn.Module) -> bool:
-    """Whether a layer's kernel computes what a module's class does: norms to the last bit in bfloat16."""
-    import torch
+def layer_of(module: nn.Module, name: str, layers: Any) -> str | None:
+    """Which of the layers for a name of transformers computes what a module, or a function that kernels has made one,
+    does; None for none."""
+    from ..transformers.probing import Match, recognise, rotary
 
-    if layer.__name__ == "Experts":  # it looks at each module by itself
-        return True
-    parameters = [inspect.signature(cls.forward).parameters.values() for cls in (layer, type(module))]
-    if len(parameters[0]) != len(parameters[1]):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    is_norm = "Norm" in layer.__name__
-    dtype = torch.bfloat16 if is_norm else torch.float32
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    if layer.__name__ == "RotaryPosEmb":
-        angles = numbers(2, 5, 8).repeat(1, 1, 2)
-        inputs = numbers(2, 2, 5, 16), numbers(2, 1, 5, 16), angles.cos(), angles.sin()
-    else:
-        inputs = tuple(numbers(4, 16) for _ in range(2 if "Gated" in layer.__name__ else 1))
-    with torch.no_grad():
-        try:
-            small = _small_copy(module, numbers)
-            expected = type(module).forward(small, *inputs)
-            small.__class__ = type("Small", (type(module),), {"forward": _refuse})
-            actual = layer.forward(small, *inputs)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            return False
-        if is_norm:
-            return torch.equal(actual, expected)
-        pairs = [(actual, expected)] if isinstance(actual, torch.Tensor) else zip(actual, expected)
-        return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+    if name == "Experts":  # it looks at each module by itself
+        return name
+    function = rotary.plain_function(module)
+    match = recognise(module) if function is None else rotary.recognise(function)
+    if not isinstance(match, Match):
+        return None
+    for layer, kernel, variant, names in _COMPUTES:
+        variant = variant.format(activation=getattr(module, "activation", ""))
+        same = (kernel, variant, names) == (match.kernel, match.variant, match.used)
+        if same and layer in LAYERS[name] and _count(getattr(layers, layer)) == _count(type(module)):
+            return layer
+    return None
 
 
-def _refuse(self, *args: Any, **kwargs: Any) -> None:
-    raise TypeError("a layer of liger_hw leaves this to the module's own forward")
-
-
-def _small_copy(module: nn.Module, numbers: Any) -> nn.Module:
-    """A module of the same class on the CPU with random weights: vectors of 16 numbers, linear layers by `_WIDTHS`.
-
-    Activations are copied as they are. Raises `TypeError` for a module with buffers or with other parts.
-    """
-    from torch import nn
-
-    small = type(module).__new__(type(module))
-    nn.Module.__init__(small)
-    small.__dict__ |= {name: value for name, value in vars(module).items() if name not in small.__dict__}
-    small.__dict__.pop("forward", None)
-    if module._buffers:
-        raise TypeError("it has buffers")
-    for name, parameter in module._parameters.items():
-        small.register_parameter(name, None if parameter is None else nn.Parameter(numbers(16)))
-    for name, child in module._modules.items():
-        if name in _WIDTHS:
-            child = nn.Linear(*_WIDTHS[name], device="meta")
-            child.weight = nn.Parameter(numbers(*child.weight.shape) / 4)
-            child.bias = nn.Parameter(numbers(child.out_features))
-        elif any(True for _ in child.parameters()):
-            raise TypeError(f"it has {name}, which is neither a projection nor an activation")
-        else:
-            child = copy.deepcopy(child)
-        small.add_module(name, child)
-    return small
+def _count(cls: type) -> int:
+    """How many arguments a forward takes: kernels asks for as many."""
+    return len(inspect.signature(cls.forward).parameters)

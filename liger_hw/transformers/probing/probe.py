@@ -132,14 +132,14 @@ def required_inputs(forward: Callable) -> list[str]:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class's forward: it has hooks, or a forward of its own.
+    """Whether calling a module does more than its class's forward: it has hooks, or another forward of its own.
 
     Hooks of FSDP2 and ZeRO-3 gather weights, and accelerate's placement hooks replace a forward by one that computes
     the same, so they do not count.
     """
     if owners.hooks_of(module) - {owners.FSDP2, owners.ZERO3}:
         return True
-    return "forward" in module.__dict__ and "_hf_hook" not in module.__dict__
+    return "_hf_hook" not in module.__dict__ and current_forward(module) is not type(module).forward
 
 
 def probe_copy(

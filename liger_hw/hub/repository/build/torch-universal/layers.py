@@ -5,7 +5,6 @@ no constructor, `self` is the module of transformers, and `type(self).forward` i
 runs wherever the kernel would not compute the same: for a dtype that kernels do not take, or for a width, an activation
 or a module of another form.
 
-`has_backward` and `can_torch_compile` say to `kernels` that a layer may train, eager or compiled.
 """
 
 from __future__ import annotations
@@ -48,11 +47,15 @@ def _gate_and_up(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torc
     return module.gate_proj(x), module.up_proj(x)
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm of Llama: the normalised input is rounded to its dtype, then scaled."""
+class _Layer(nn.Module):
+    """Says to `kernels` that a layer may train, eager or compiled."""
 
     has_backward = True
     can_torch_compile = True
+
+
+class RMSNorm(_Layer):
+    """RMSNorm of Llama: the normalised input is rounded to its dtype, then scaled."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not _share_a_dtype(hidden_states, self.weight):
@@ -60,11 +63,8 @@ class RMSNorm(nn.Module):
         return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-class RMSNormFp32Weight(nn.Module):
+class RMSNormFp32Weight(_Layer):
     """RMSNorm of OLMo 2 and gpt-oss: scaled in fp32, then rounded."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not _share_a_dtype(hidden_states, self.weight):
@@ -72,11 +72,8 @@ class RMSNormFp32Weight(nn.Module):
         return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, 0.0, "gemma")
 
 
-class RMSNormZeroCentered(nn.Module):
+class RMSNormZeroCentered(_Layer):
     """RMSNorm of Gemma and Qwen3.5: scaled by 1 + weight in fp32, then rounded."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not _share_a_dtype(x, self.weight):
@@ -84,11 +81,8 @@ class RMSNormZeroCentered(nn.Module):
         return liger_rms_norm(x, self.weight, self.eps, 1.0, "gemma")
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(_Layer):
     """Gated RMSNorm of Qwen3-Next and Qwen3.5: rounded after the norm, after the scale and after the gate."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
@@ -96,11 +90,8 @@ class RMSNormGated(nn.Module):
         return liger_gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)
 
 
-class RMSNormGatedFp32Weight(nn.Module):
+class RMSNormGatedFp32Weight(_Layer):
     """Gated RMSNorm of Kimi Linear: scaled and gated in fp32, then rounded."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
@@ -108,11 +99,8 @@ class RMSNormGatedFp32Weight(nn.Module):
         return liger_gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation, "gemma")
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Layer):
     """torch's LayerNorm over one dimension."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         autocast = torch.is_autocast_enabled(input.device.type)  # torch returns fp32 then
@@ -121,11 +109,8 @@ class LayerNorm(nn.Module):
         return liger_layer_norm(input, self.weight, self.bias, self.eps)
 
 
-class RotaryPosEmb(nn.Module):
+class RotaryPosEmb(_Layer):
     """`apply_rotary_pos_emb` of Llama: q * cos + rotate_half(q) * sin, over the whole width of a head."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
         whole = cos.dim() == 3 and q.dim() == 4 and cos.shape[-1] == q.shape[-1] and cos.shape == sin.shape
@@ -134,11 +119,8 @@ class RotaryPosEmb(nn.Module):
         return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
-class SwiGLUMLP(nn.Module):
+class SwiGLUMLP(_Layer):
     """down_proj(silu(gate_proj(x)) * up_proj(x)), also where one matrix `gate_up_proj` has both."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if _activation(self) not in _SILU or x.dtype not in _DTYPES:
@@ -146,11 +128,8 @@ class SwiGLUMLP(nn.Module):
         return self.down_proj(liger_swiglu(*_gate_and_up(self, x)))
 
 
-class GeGLUMLP(nn.Module):
+class GeGLUMLP(_Layer):
     """down_proj(gelu(gate_proj(x)) * up_proj(x)) likewise, with the exact gelu or its tanh approximation."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         activation = _activation(self)
@@ -159,11 +138,8 @@ class GeGLUMLP(nn.Module):
         return self.down_proj(liger_geglu(*_gate_and_up(self, x), _GELU[activation]))
 
 
-class Experts(nn.Module):
+class Experts(_Layer):
     """Experts with batched parameters of transformers 5, by `fused_moe` where it computes what the module does."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
