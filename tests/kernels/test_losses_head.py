@@ -105,7 +105,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     "n_rows, vocab, options, heights, most",
     [
-        (8192, 131072, {"with_targets": True}, (1536, 1536, 1280, 1280, 1280, 1280), 1484),
+        (8192, 131072, {"with_targets": True}, (1280, 1280, 1280, 1280, 1024, 1024, 1024), 1408),
         (8192, 32768, {"with_targets": True}, (4096, 4096), 576),
         (32768, 1000, {"with_targets": True}, (32768,), 328),  # logits are smaller than the states' gradient
         (8192, 131072, {"scale": 2, "heads": 2}, (2048,) * 4, 2150),

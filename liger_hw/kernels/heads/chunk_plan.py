@@ -1,11 +1,10 @@
 """How the rows of a linear head are divided into chunks, so that only one chunk's logits exist at a time.
 
 Memory. With LIGER_HW_LOSS_MEMORY_MIB set, a chunk has as many rows as fit beside the gradients. Unset, it has as many
-as fit 1 GiB together with the weight's gradient, or 2/5 of that gradient's size where this is more. A chunk has at
-least MIN_ROWS rows (one and a half times that where the memory follows from the gradient's size and there is one head;
-twice that where every chunk reads and writes an fp32 weight gradient), and at most MAX_ROWS, or rows whose logits take
-no more memory than the gradient of x. Divergences (`prefer_large`) may have MAX_ROWS_DIVERGENCE rows, and with one head
-as much memory as the weight's gradient.
+as fit 1 GiB together with the weight's gradient, or a third of that gradient's size where this is more. A chunk has at
+least MIN_ROWS rows (twice that where every chunk reads and writes an fp32 weight gradient), and at most MAX_ROWS, or
+rows whose logits take no more memory than the gradient of x. Divergences (`prefer_large`) may have MAX_ROWS_DIVERGENCE
+rows, and with one head as much memory as the weight's gradient.
 
 Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times the error of one
 GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. A running sum alone breaks the promise
@@ -98,12 +97,12 @@ def plan_chunks(
     smallest = 2 * MIN_ROWS if wide else MIN_ROWS
     budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
     if budget is None:
-        share = gradient if prefer_large and heads == 1 else 2 * gradient // 5
+        share = gradient if prefer_large and heads == 1 else gradient // 3
         room = max((scale * DEFAULT_MIB << 20) - gradient - sums, 0 if wide else share)
         # their logits are no larger than the gradient of x
         free = n_rows * hidden // (vocab * scale * heads) if gradients else 0
         largest = scale * max(smallest, MAX_ROWS_DIVERGENCE if prefer_large else MAX_ROWS, free)
-        rows = min(max(room // row_bytes, 3 * MIN_ROWS // (2 * heads)), largest)
+        rows = min(room // row_bytes, largest)
     else:
         dx = n_rows * hidden * itemsize if gradients else 0
         rows = ((scale * budget << 20) - gradient - sums - dx) // row_bytes
