@@ -269,22 +269,6 @@ def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
     return about, lines, problems
 
 
-def load_old(folder: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """`load` of one device's folder of schema 1, in which each configuration had a file. Raises `ValueError`."""
-    about: dict[str, Any] = {}
-    lines, problems = [], []
-    for path in sorted(folder.glob("[!_]*/*.json")):
-        try:
-            data = json.loads(files.read_text(path, tables.TABLE_BYTES))
-            lines.append(tables.from_record(data, str(path)))
-            about = data["target"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            problems.append(f"{path}: {error}")
-    if not isinstance(about, dict) or not lines:
-        raise ValueError("no folder of configurations that an earlier liger_hw stored for a device")
-    return about, lines, problems
-
-
 def lines_of(target: Target) -> list[Line]:
     """Every line that the user cache has for a device."""
     return _user_lines(target, [])
@@ -296,9 +280,6 @@ def _user_lines(target: Target, problems: list[str]) -> list[Line]:
         return []
     try:
         if not path.exists():
-            if (old := path.parent.parent / "v1" / path.stem).is_dir():
-                hint = f"`liger-hw cache import {old}` takes them over"
-                warn_once("old", f"configurations that an earlier liger_hw stored in {old} are not used; {hint}")
             return []
         _, lines, wrong = load(path)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Worker processes: one that measures on the device, several that compile; `liger-hw models` has one of its own.
+"""Worker processes: one that measures on the device, several that compile.
 
 A candidate may crash or hang the process that compiles or launches it, so neither happens in the caller's. A worker
 that crashes or does not answer in time is killed; the caller gets `WorkerDied` and goes on with another worker.
@@ -151,14 +151,16 @@ class RemoteMeasurer:
 class CompilePool:
     """Compiles in `workers` processes, urgent requests first, and keeps every answer. A context manager.
 
-    seconds: after which a compilation counts as hung and its process is replaced
+    seconds: after which a compilation counts as hung and its process is replaced; settings: as of a `Worker`
     """
 
     MAX_DEATHS = 20
     """Consecutive deaths after which a worker is no longer replaced."""
 
-    def __init__(self, workers: int = 2, seconds: float = 300.0) -> None:
-        self._seconds = seconds
+    def __init__(
+        self, workers: int = 2, seconds: float = 300.0, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._seconds, self._settings = seconds, settings
         self._queue: PriorityQueue = PriorityQueue()
         self._answers: dict[Hashable, dict[str, Any] | None] = {}
         self._taken: set[Hashable] = set()
@@ -208,7 +210,7 @@ class CompilePool:
                     continue
                 self._taken.add(name)
                 if worker is None and deaths < self.MAX_DEATHS:
-                    worker = Worker("compile")
+                    worker = Worker("compile", settings=self._settings)
                     self._workers.append(worker)
             began = time.monotonic()
             answer: dict[str, Any] = {"unknown": "the compile workers do not start"}

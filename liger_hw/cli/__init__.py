@@ -214,8 +214,9 @@ def _dispatch(argv: list[str]) -> int:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of a sub-command."""
-    parser = _Parser(prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=_Help)
-    importlib.import_module(f"{__name__}.{name}").add_arguments(parser)
+    module = importlib.import_module(f"{__name__}.{name}")
+    parser = _Parser(prog=f"liger-hw {name}", description=module.__doc__, formatter_class=_Help)
+    module.add_arguments(parser)
     return parser
 
 

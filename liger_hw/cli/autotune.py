@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 from ..text import StatusLine, fold, json_text, table, time_left
 from . import UsageError, needs, user_errors
@@ -33,45 +33,26 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
-    what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
-    what.add_argument(
-        "--list", action="store_true", help="print the names of architectures and devices, and tune nothing"
-    )
+    add = what.add_argument
+    add("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
+    add("--list", action="store_true", help="print the names of architectures and devices, and tune nothing")
     add_model_sizes(what, "only these ops, or kernels such as rms_norm.fwd")
-    what.add_argument(
-        "--shapes",
-        type=listed(shape, "shapes such as 8192x4096"),
-        default=[],
-        metavar="AxB,..",
-        help="problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)",
-    )
-    what.add_argument(
-        "--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for"
-    )
-    what.add_argument("--first", action="store_true", help="only the first of each op's own workloads")
-    what.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--budget",
-        type=seconds,
-        metavar="SECONDS",
-        help="stop after about this long; less is tried where time is short (default: no limit)",
-    )
-    how.add_argument(
-        "--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)"
-    )
-    how.add_argument(
-        "--candidates",
-        type=positive,
-        help="most candidates of a kernel's first shape (default 96, for a vendor without its GPU 24)",
-    )
-    how.add_argument("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
-    how.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would be tuned; works for any architecture, without the device",
-    )
-    how.add_argument("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
+    sizes = "problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)"
+    add("--shapes", type=listed(shape, "shapes such as 8192x4096"), default=[], metavar="AxB,..", help=sizes)
+    misses = "keys that earlier runs on this kind of device found no entry for"
+    add("--from-misses", action="store_true", help=misses)
+    add("--first", action="store_true", help="only the first of each op's own workloads")
+    add("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    add = parser.add_argument_group("how").add_argument
+    spent = "stop after about this long; less is tried where time is short (default: no limit)"
+    add("--budget", type=seconds, metavar="SECONDS", help=spent)
+    add("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
+    most = "most candidates of a kernel's first shape (default 96, for a vendor without its GPU 24)"
+    add("--candidates", type=positive, help=most)
+    add("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
+    dry = "print what would be tuned; works for any architecture, without the device"
+    add("--dry-run", action="store_true", help=dry)
+    add("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -250,20 +231,11 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             facts = measurer.facts()
         except (WorkerDied, WorkerError) as error:
             raise UsageError(f"autotune: the measuring process does not start on {device}: {error}") from None
-        target = facts["target"]
-        jobs, problems = _jobs(arguments, target)
-        pool = None
+        target, pool, screen = facts["target"], None, _Progress(arguments)
         if not device.startswith("cpu"):
             workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
             pool = stack.enter_context(CompilePool(workers, seconds=60.0))
-        screen = _Progress(arguments, len(jobs))
-        screen.line(
-            f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, "
-            f"copy {facts['copy_gbs']:.0f} GB/s"
-        )
-        screen.line(f"winners go to {store.file_of(target)}")
-        for problem in problems:
-            screen.line(f"not planned: {problem}")
+        jobs, problems = screen.plan(target, f"copy {facts['copy_gbs']:.0f} GB/s")
         tuner = Tuner(
             target,
             measurer,
@@ -275,20 +247,14 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             progress=screen.update,
         )
         results = screen.run(tuner, jobs, arguments.budget)
-    again = "go on with the same command and --resume"
     screen.line(f"{screen.ended()}; {sum(r.stored for r in results)} stored")
     if arguments.json:
-        rows = [r.to_json() for r in results]
-        data = {
-            "facts": {**facts, "target": target.to_json()},
-            "results": rows,
-            "problems": problems,
-            "interrupted": screen.interrupted,
-        }
-        print(json_text(data, indent=2))
+        data = {"facts": {**facts, "target": target.to_json()}, "results": [r.to_json() for r in results]}
+        print(json_text({**data, "problems": problems, "interrupted": screen.interrupted}, indent=2))
     else:
         print(_table(results))
-    return screen.conclude(again, again, failed=bool(results) and all(r.error for r in results))
+    failed = bool(results) and all(r.error for r in results)
+    return screen.conclude("go on with the same command and --resume", failed)
 
 
 # -- for a device that is not here -----------------------------------------------------------------------------------
@@ -297,37 +263,44 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
 def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"]) -> int:
     """Choose for every job of every target, store the choices, print them, and say what they are worth."""
     from ..autotune import store
+    from ..autotune.static import MARGINS, StaticTuner
     from ..autotune.workers import CompilePool
+    from ..backends import backend
 
     needs("autotune", "triton")
-    planning = StatusLine()
-    plans = []
-    for target in targets:
-        planning.update(f"{target.arch}: what its kernels launch")
-        plans.append((target, *_jobs(arguments, target)))
-    planning.end()
-    screen = _Progress(arguments, sum(len(jobs) for _, jobs, _ in plans))
-    names = ", ".join(target.arch for target in targets)
+    screen = _Progress(arguments)
     screen.line(
-        f"{arguments.device} is not in this machine ({names}): kernels are compiled for it as far as Triton can, and a "
-        "model ranks them. Nothing is measured. What is measured already is left as it is."
+        f"{arguments.device} is not in this machine: kernels are compiled for it as far as Triton can, and a model "
+        "ranks them. Nothing is measured. What is measured already is left as it is."
     )
     if arguments.first and len(targets) > 1:
         screen.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
-    documents = []
+    documents, rows = [], []
     deadline = time.monotonic() + (arguments.budget or math.inf)
     with CompilePool(arguments.workers or os.cpu_count() or 1, seconds=120.0) as pool:
-        for number, (target, jobs, problems) in enumerate(plans):
-            share = (deadline - time.monotonic()) / (len(plans) - number)
-            documents.append(_choose_for(arguments, target, jobs, problems, pool, screen, share))
+        for number, target in enumerate(targets):
+            compiles = backend(target.vendor).triton_target(target) is not None
+            how, kind = (
+                ("compiled", "static") if compiles else ("brought to TTIR (no compiler for it here)", "modelled")
+            )
+            margin = MARGINS["binary" if compiles else "ttir"]
+            kept = f"kept as `{kind}` is what should beat the heuristic by {margin:.0%}"
+            jobs, problems = screen.plan(target, f"{how}; {kept}")
+            tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=_unless_measured(target))
+            results = screen.run(tuner, jobs, (deadline - time.monotonic()) / (len(targets) - number))
+            if not arguments.json:
+                print(_table(results, measured=False))
+            facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today()}
+            facts |= {"margin": margin, "results": [r.to_json() for r in results], "problems": problems}
+            documents.append({"kind": "static", **facts, "interrupted": screen.interrupted})
+            rows += results
             if screen.interrupted:
                 break
-    rows = [row for document in documents for row in document["results"]]
-    failed = sum(bool(row["error"]) for row in rows)
-    screen.line(f"{screen.ended()}: {sum(row['stored'] for row in rows)} stored, {failed} failed")
+    failed = sum(bool(row.error) for row in rows)
+    screen.line(f"{screen.ended()}: {sum(row.stored for row in rows)} stored, {failed} failed")
     if arguments.json:
         print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
-    elif not any(row["stored"] for row in rows):
+    elif not any(row.stored for row in rows):
         if not screen.interrupted and not screen.left_out:  # else it is unknown
             print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
     else:
@@ -338,52 +311,15 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
                 export = f"liger-hw cache export --device {name} -o {name}.json"
                 print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
         print("  then: liger-hw autotune    # measures there, and replaces what it beats", file=sys.stderr)
-    return screen.conclude(
-        "the same command goes on, what was compiled is kept by Triton",
-        "what was compiled is kept by Triton, the same command goes on from there",
-        failed=failed > 0,
-    )
+    return screen.conclude("the same command goes on, what was compiled is kept by Triton", failed=failed > 0)
 
 
-def _choose_for(
-    arguments: argparse.Namespace,
-    target: "Target",
-    jobs: list["Job"],
-    problems: list[str],
-    pool: Any,
-    screen: "_Progress",
-    seconds: float,
-) -> dict[str, Any]:
-    """What --json prints of one target; its table is printed without --json.
-
-    seconds: after them no kernel is begun
-    """
+def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
+    """Stores a choice; not where something was measured, before which a guess must not answer."""
     from ..autotune import store
-    from ..autotune.static import MARGINS, StaticTuner
-    from ..backends import backend
 
-    compiles = backend(target.vendor).triton_target(target) is not None
-    margin = MARGINS["binary" if compiles else "ttir"]
-    how = "compiled" if compiles else "brought to TTIR (no compiler for it here)"
-    kind = "static" if compiles else "modelled"
-    screen.line(f"{target.arch} ({target.name}): {len(jobs)} kernels and keys, {how};")
-    screen.line(f"  kept as `{kind}` is what should beat the heuristic by {margin:.0%}")
-    screen.line(f"  choices go to {store.file_of(target)}")
-    for problem in problems:
-        screen.line(f"  not planned: {problem}")
-    stored = store.read(target)
-    measured = {name for name, entries in stored.items() if any(entry.kind == "measured" for entry in entries)}
-
-    def save(name: tuple, entry: Any) -> bool:
-        return name not in measured and store.add(target, [(name, entry)])  # a guess must not answer before those
-
-    tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
-    results = screen.run(tuner, jobs, seconds)
-    if not arguments.json:
-        print(_table(results, measured=False))
-    facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
-    rows = [r.to_json() for r in results]
-    return {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": screen.interrupted}
+    measured = {name for name, entries in store.read(target).items() if any(e.kind == "measured" for e in entries)}
+    return lambda name, entry: name not in measured and store.add(target, [(name, entry)])
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
@@ -419,10 +355,24 @@ class _Progress:
     interrupted: whether Ctrl-C ended a run; left_out: jobs that the budget left out
     """
 
-    def __init__(self, arguments: argparse.Namespace, total: int) -> None:
-        self.total, self.budget = total, arguments.budget
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.budget = arguments, arguments.budget
         self.stream = sys.stderr if arguments.json else sys.stdout
-        self.status, self.count, self.left_out, self.interrupted = StatusLine(), 0, 0, False
+        self.status, self.left_out, self.interrupted = StatusLine(), 0, False
+        self.count = self.total = 0
+
+    def plan(self, target: "Target", how: str) -> tuple[list["Job"], list[str]]:
+        """(what to tune for a target, what could not be planned), after saying so."""
+        from ..autotune import store
+
+        self.status.update(f"{target.arch}: what its kernels launch")
+        jobs, problems = _jobs(self.arguments, target)
+        self.total += len(jobs)
+        self.line(f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, {how}")
+        self.line(f"winners go to {store.file_of(target)}")
+        for problem in problems:
+            self.line(f"not planned: {problem}")
+        return jobs, problems
 
     def run(self, tuner: Any, jobs: list["Job"], budget: float | None) -> list["Result"]:
         """The results of a tuner's run, so far as it came."""
@@ -441,13 +391,13 @@ class _Progress:
     def ended(self) -> str:
         return f"{'interrupted' if self.interrupted else 'done'} after {self.elapsed():.0f} s"
 
-    def conclude(self, after_budget: str, after_interrupt: str, failed: bool) -> int:
+    def conclude(self, again: str, failed: bool) -> int:
         """The exit code, after saying how to go on with what was left out."""
         if self.left_out:
             spent = f"the budget of {self.budget:.0f} s is spent"
-            self.line(f"{self.left_out} of {self.total} were not begun: {spent}; {after_budget}")
+            self.line(f"{self.left_out} of {self.total} were not begun: {spent}; {again}")
         if self.interrupted:
-            self.line(after_interrupt)
+            self.line(again)
             return 130
         return 1 if failed else 0
 
@@ -478,10 +428,9 @@ class _Progress:
         else:
             sure = "by the model" if result.evidence else f"noise {result.noise:.1%}"
             what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure})"
-            what += (
-                f", {result.tried} tried{f', {result.failed} failed' if result.failed else ''}, {result.seconds:.1f} s"
-            )
-            what += ", stored" if result.stored else f", {result.note}" if result.note else ""
+            what += f", {result.tried} tried" + f", {result.failed} failed" * bool(result.failed)
+            note = "stored" if result.stored else result.note
+            what += f", {result.seconds:.1f} s" + f", {note}" * bool(note)
         self.line(f"[{self.count}/{self.total}] {job.name} {_by(job.sizes)}: {what}{self._eta()}")
 
     def _eta(self) -> str:

@@ -37,79 +37,43 @@ WORDS = listed(str, "names")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = __doc__
-    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: moe, e2e")
-    parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it"
-    )
-    parser.add_argument("--plot", metavar="DIR", help="write a PNG per op and one over the ops (needs matplotlib)")
-    parser.add_argument(
-        "--budget", type=seconds, metavar="SECONDS", help="start no new work after this long (default: no limit)"
-    )
-    parser.add_argument("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
+    add = parser.add_argument
+    add("what", nargs="*", metavar="OP", help="ops (default: all), or first: moe, e2e")
+    add("--device", help="torch device (default: the accelerator, else cpu)")
+    add("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it")
+    add("--plot", metavar="DIR", help="write a PNG per op and one over the ops (needs matplotlib)")
+    add("--budget", type=seconds, metavar="SECONDS", help="start no new work after this long (default: no limit)")
+    add("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
 
-    ops = parser.add_argument_group("ops")
-    ops.add_argument(
-        "--against",
-        type=WORDS,
-        metavar="PEERS",
-        help="default torch,compile,liger, for moe eager,grouped_mm,batched_mm,liger",
-    )
-    ops.add_argument(
-        "--mode",
-        type=listed(_mode, "fwd, bwd or full"),
-        default=["full"],
-        help="fwd, bwd, full (default: full, forward and backward)",
-    )
-    ops.add_argument(
-        "--sizes",
-        type=WORDS,
-        default=[],
-        help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (default), "
-        "`small` (default on a CPU)",
-    )
+    add = parser.add_argument_group("ops").add_argument
+    peers = "default torch,compile,liger, for moe eager,grouped_mm,batched_mm,liger"
+    add("--against", type=WORDS, metavar="PEERS", help=peers)
+    modes = "fwd, bwd, full (default: full, forward and backward)"
+    add("--mode", type=listed(_mode, "fwd, bwd or full"), default=["full"], help=modes)
+    sizes = "comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (default), "
+    add("--sizes", type=WORDS, default=[], help=sizes + "`small` (default on a CPU)")
 
-    moe = parser.add_argument_group("moe")
-    moe.add_argument(
-        "--tokens",
-        type=listed(positive, "numbers"),
-        default=[],
-        help="comma-separated: each layer at these numbers of tokens",
-    )
-    moe.add_argument(
-        "--routing",
-        choices=("uniform", "skewed"),
-        default="uniform",
-        help="how tokens spread over the experts; skewed: one expert has ten times the mean (default uniform)",
-    )
+    add = parser.add_argument_group("moe").add_argument
+    numbers = "comma-separated: each layer at these numbers of tokens"
+    add("--tokens", type=listed(positive, "numbers"), default=[], help=numbers)
+    routing = "how tokens spread over the experts; skewed: one expert has ten times the mean (default uniform)"
+    add("--routing", choices=("uniform", "skewed"), default="uniform", help=routing)
 
-    e2e = parser.add_argument_group("e2e")
-    e2e.add_argument(
-        "--model",
-        default="mistral",
-        help="mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), mixtral, "
-        "qwen3_moe (30B-A3B), qwen3_next (80B-A3B), gpt_oss (20B)",
-    )
-    e2e.add_argument("--layers", type=positive, help="of the model's layers (default: as README's table has it)")
-    e2e.add_argument("--batch", type=positive, default=2, help="sequences of a step (default 2)")
-    e2e.add_argument("--seq", type=tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")
-    e2e.add_argument("--steps", type=positive, default=20, help="steps of each arm (default 20)")
-    e2e.add_argument("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
-    e2e.add_argument(
-        "--arms",
-        type=WORDS,
-        default=["hf", "liger", "liger_hw"],
-        help="of hf, liger, liger_hw, compile (default: all but compile)",
-    )
-    e2e.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward")
-    e2e.add_argument(
-        "--hidden",
-        type=positive,
-        help="smaller width, every size in proportion, for a quick try (default: the model's)",
-    )
-    e2e.add_argument("--text", metavar="FILE", help="training text (default: Python's own documentation)")
+    add = parser.add_argument_group("e2e").add_argument
+    models = "mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), mixtral, "
+    add("--model", default="mistral", help=models + "qwen3_moe (30B-A3B), qwen3_next (80B-A3B), gpt_oss (20B)")
+    add("--layers", type=positive, help="of the model's layers (default: as README's table has it)")
+    add("--batch", type=positive, default=2, help="sequences of a step (default 2)")
+    add("--seq", type=tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")
+    add("--steps", type=positive, default=20, help="steps of each arm (default 20)")
+    add("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
+    arms = ["hf", "liger", "liger_hw"]
+    add("--arms", type=WORDS, default=arms, help="of hf, liger, liger_hw, compile (default: all but compile)")
+    add("--checkpointing", action="store_true", help="recompute activations in the backward")
+    width = "smaller width, every size in proportion, for a quick try (default: the model's)"
+    add("--hidden", type=positive, help=width)
+    add("--text", metavar="FILE", help="training text (default: Python's own documentation)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """`liger-hw cache list|verify|export|import|clear`: what is stored, and how it is shared.
 
-liger-hw cache list                            every stored configuration
-liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
-liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
-liger-hw cache import sm90.json [--yes]        take over a table, after showing what changes
+liger-hw cache list                        every stored configuration
+liger-hw cache verify                      what cannot be read or is out of date; exit code 1 if anything
+liger-hw cache export -o sm90.json         a table in the shipped format (docs/registry.md: how to share it)
+liger-hw cache import sm90.json [--yes]    take over a table, after showing what changes
 liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
 """
 
@@ -13,10 +13,10 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from .. import files
-from ..text import fold, json_text, printable
+from ..text import fold, json_text
 from ..text import table as text_table
 from . import UsageError, user_errors
 
@@ -30,39 +30,29 @@ _CLEARS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-
     stored = "cuda:0, h200, sm90, or part of a file's name"
 
-    def action(name: str, text: str, device: str = f"{stored} (default: every device)") -> argparse.ArgumentParser:
+    def action(name: str, text: str, device: str = f"{stored} (default: every device)") -> Callable[..., Any]:
         sub = actions.add_parser(name, help=text, description=text)
         sub.add_argument("--device", help=device)
-        return sub
+        return sub.add_argument
 
-    one = action("list", "every stored configuration, and what failed or was missed")
-    one.add_argument("--json", action="store_true", help="print JSON")
+    add = action("list", "every stored configuration, and what failed or was missed")
+    add("--json", action="store_true", help="print JSON")
     action("verify", "what cannot be read or is out of date")
     only = f"{stored} (default: the only one stored)"
-    one = action("export", "write a table in the format that ships with the package", only)
-    one.add_argument("-o", "--output", help="file to write (default: print it)")
-    one.add_argument("--merge", action="store_true", help="keep what the output file has for other keys")
-    one = action(
-        "import", "copy a table's entries into the user cache of a device", "cuda:0, h200, sm90 (default: the one here)"
-    )
-    one.add_argument(
-        "file", help="a table written by export, a shipped one, or a folder of an earlier liger_hw's cache"
-    )
-    one.add_argument("--digest", metavar="HEX", help="refuse a table with another digest (default: any)")
-    _takes_yes(one, "import")
-    one = action("clear", "remove stored lines")
+    add = action("export", "write a table in the format that ships with the package", only)
+    add("-o", "--output", help="file to write (default: print it)")
+    add("--merge", action="store_true", help="keep what the output file has for other keys")
+    here = "cuda:0, h200, sm90 (default: the one here)"
+    add = action("import", "copy a table's entries into the user cache of a device", here)
+    add("file", help="a table written by export, or a shipped one")
+    add("--digest", metavar="HEX", help="refuse a table with another digest (default: any)")
+    add("--yes", action="store_true", help="import without asking (default: ask, or refuse in a script)")
+    add = action("clear", "remove stored lines")
     for what, text in _CLEARS.items():
-        one.add_argument(f"--{what}", action="store_true", help=f"{text} (default: all four)")
-    _takes_yes(one, "remove")
-
-
-def _takes_yes(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--yes", action="store_true", help=f"{what} without asking (default: ask, or refuse in a script)"
-    )
+        add(f"--{what}", action="store_true", help=f"{text} (default: all four)")
+    add("--yes", action="store_true", help="remove without asking (default: ask, or refuse in a script)")
 
 
 def _agreed(arguments: argparse.Namespace, action: str, done: str) -> bool:
@@ -87,14 +77,7 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     from .. import registry
     from ..autotune import store
 
-    try:
-        paths = store.device_files()
-    except NotADirectoryError:
-        above = (store.root(), *store.root().parents)
-        file = next((path for path in above if path.exists()), store.root())
-        raise UsageError(
-            f"cache: there is no cache in {store.root()}, since {file} is a file; LIGER_HW_CACHE_DIR names a folder"
-        ) from None
+    paths = store.device_files()
     if arguments.device is None:
         return paths
     if not arguments.device.strip():
@@ -102,8 +85,7 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     names = {arguments.device.lower()}
     try:
         target = registry.target_named(arguments.device)
-        exact = [path for path in paths if path.stem == store.fingerprint(target)]
-        if exact:
+        if exact := [path for path in paths if path.stem == store.fingerprint(target)]:
             return exact
         names.add(f"-{store.slug(target.name)}-")
     except (ValueError, RuntimeError):
@@ -171,30 +153,18 @@ def _list(arguments: argparse.Namespace) -> int:
     if not devices:
         print(f"nothing is stored in {store.root()}")
     for device in devices:
-        print(
-            f"{printable(device['device'])}: {len(device['entries'])} entries, {device['quarantine']} set aside, "
-            f"{device['misses']} misses, {device['journal']} lines of searches"
-        )
+        counts = f"{device['quarantine']} set aside, {device['misses']} misses, {device['journal']} lines of searches"
+        print(fold(f"{device['device']}: {len(device['entries'])} entries, {counts}"))
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
         for r in device["entries"]:
-            p = r["provenance"]
-            us, gain = p.get("median_us"), p.get("gain")
-            rows.append(
-                (
-                    f"{r['op']}.{r['variant']}",
-                    ",".join(map(str, r["key"])),
-                    str(p["kind"]),
-                    f"{us:.2f}" if isinstance(us, (int, float)) else "",
-                    f"{gain:.1%}" if isinstance(gain, (int, float)) else "",
-                    str(p.get("date", ""))[:10],
-                    r["state"],
-                    LaunchConfig.from_json(r["config"]).in_words(),
-                )
-            )
+            p, config = r["provenance"], LaunchConfig.from_json(r["config"])
+            us, gain = (format(p[n], form) if n in p else "" for n, form in (("median_us", ".2f"), ("gain", ".1%")))
+            head = f"{r['op']}.{r['variant']}", ",".join(map(str, r["key"])), str(p["kind"])
+            rows.append((*head, us, gain, str(p.get("date", ""))[:10], r["state"], config.in_words()))
         if len(rows) > 1:
             print(text_table(rows, indent="  "))
         for problem in device["problems"]:
-            print(f"  cannot be read: {printable(problem)}")
+            print(fold(f"  cannot be read: {problem}"))
     return 0
 
 
@@ -205,7 +175,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     problems += outdated
     print(fold(f"{stored} lines of your own, {shipped} shipped entries, {len(problems)} problems ({store.root()})"))
     for problem in problems:
-        print(fold(f"  {printable(problem)}", "    "))
+        print(fold(f"  {problem}", "    "))
     return 1 if problems else 0
 
 
@@ -245,23 +215,16 @@ def _export(arguments: argparse.Namespace) -> int:
         names = ", ".join(path.stem for path in paths) or "nothing"
         raise UsageError(f"cache export: choose one device with --device; stored: {names}")
     header, lines = _lines(paths[0], [])
-    table: dict = {}
-    skipped = 0
-    for name, entry in lines:
-        if entry.kind not in store.ANSWERS:
-            continue
-        if not _answers(name, entry):
-            skipped += 1
-        elif name not in table:
-            table[name] = entry
+    answers = [line for line in lines if line[1].kind in store.ANSWERS]
+    current = [line for line in answers if _answers(*line)]
+    table, skipped = dict(reversed(current)), len(answers) - len(current)  # of one name the newest, which comes first
     if not table:
         raise UsageError(f"cache export: no current entry in {paths[0]} ({skipped} out of date)")
     if arguments.merge and arguments.output and Path(arguments.output).exists():
         with user_errors(f"cache export: {arguments.output}"):
             before, kept, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
-            table_of = printable(f"{before.get('vendor')} {before.get('arch')}")
-            raise UsageError(f"cache export: {arguments.output} is for {table_of}")
+            raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
         table = {**{name: entry for name, entry in kept if _answers(name, entry)}, **table}
     text = tables.render({**header, "digest": ""}, table)
     if not arguments.output:
@@ -281,47 +244,42 @@ def _import(arguments: argparse.Namespace) -> int:
 
     with user_errors("cache import", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
-    path = Path(arguments.file)
     try:
-        header, lines, wrong = (store.load_old if path.is_dir() else tables.load)(path)
+        header, lines, wrong = tables.load(Path(arguments.file))
     except ValueError as error:
         raise UsageError(f"cache import: {arguments.file}: {error}; `liger-hw cache export` writes a table") from None
-    table_of = header.get("vendor"), header.get("arch"), header.get("warp_size")
-    if table_of != (target.vendor, target.arch, target.warp_size):
-        vendor, arch, warp_size = (printable(str(part)) for part in table_of)
+    of_table = header.get("vendor"), header.get("arch"), header.get("warp_size")
+    of_device = target.vendor, target.arch, target.warp_size
+    if of_table != of_device:
         raise UsageError(
-            f"cache import: {arguments.file} is for {vendor} {arch} with warps of {warp_size}; "
-            f"{target.name} is {target.vendor} {target.arch} with warps of {target.warp_size}. Name the device with "
-            "--device, and a table that `liger-hw cache export` writes"
+            f"cache import: {arguments.file} is for (vendor, architecture, threads of a warp) {of_table}, "
+            f"{target.name} is {of_device}. Name the device with --device, and a table that `liger-hw cache export` "
+            "writes"
         )
     entries = {name: entry for name, entry in lines if entry.kind in store.ANSWERS}
-    _check_digest(arguments, header, tables.digest(dict(lines)))
-    offered = len(entries) + len(wrong)
-    importable, refused = _importable(target, entries)
-    for problem in (*wrong, *refused):
-        print(f"left out: {printable(problem)}")
-    changes = _changes(target, importable)
-    for line in changes:
-        print(line)
-    digest = tables.digest(dict(lines))
-    print(f"digest {digest}: {len(changes)} of {offered} entries change what answers on {target.name}")
-    if importable and not _agreed(
-        arguments, f"import {len(importable)} entries into {store.file_of(target)}", "imported"
-    ):
-        return 1
-    saved = len(importable) if store.add(target, importable.items()) else 0
-    print(f"{saved} of {offered} entries now in {store.file_of(target)}")
-    return 0 if saved == offered else 1
-
-
-def _check_digest(arguments: argparse.Namespace, header: dict[str, Any], digest: str) -> None:
+    digest, offered = tables.digest(dict(lines)), len(entries) + len(wrong)
     if header.get("digest") not in (None, digest):
         raise UsageError(
             f"cache import: {arguments.file} is not as it was exported: its entries have the digest {digest}, its "
-            f"header says {printable(str(header['digest']))}"
+            f"header says {header['digest']}"
         )
     if arguments.digest is not None and arguments.digest.strip().lower() != digest:
         raise UsageError(f"cache import: {arguments.file} has the digest {digest}, not the one that was asked for")
+    importable, refused = _importable(target, entries)
+    for problem in (*wrong, *refused):
+        print(fold(f"left out: {problem}"))
+    changes = _changes(target, importable)
+    print(
+        "\n".join(
+            [*changes, f"digest {digest}: {len(changes)} of {offered} entries change what answers on {target.name}"]
+        )
+    )
+    where = store.file_of(target)
+    if importable and not _agreed(arguments, f"import {len(importable)} entries into {where}", "imported"):
+        return 1
+    saved = len(importable) if store.add(target, importable.items()) else 0
+    print(f"{saved} of {offered} entries now in {where}")
+    return 0 if saved == offered else 1
 
 
 def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
@@ -363,14 +321,14 @@ def _clear(arguments: argparse.Namespace) -> int:
 
     chosen = [what for what in _CLEARS if getattr(arguments, what)] or list(_CLEARS)
     kinds = [kind for what in chosen for kind in store.KINDS[what]]
-    where = f"({', '.join(chosen)}) from {printable(str(store.root()))}"
+    where = f"({', '.join(chosen)}) from {store.root()}"
     counts: dict[Path, int] = {}
     for path in _files(arguments):
         problems: list[str] = []
         counts[path] = sum(entry.kind in kinds for _, entry in _lines(path, problems)[1])
-        print(f"{printable(path.stem)}: {counts[path]} lines to remove")
-        for problem in problems:
-            print(f"  left: {printable(problem)}")
+        print(
+            fold("\n".join([f"{path.stem}: {counts[path]} lines to remove", *(f"  left: {one}" for one in problems)]))
+        )
     total = sum(counts.values())
     if total and not _agreed(arguments, f"remove {total} lines {where}", "removed"):
         return 1

@@ -22,7 +22,6 @@ from . import UsageError, needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = __doc__
     parser.add_argument("model", help="a Hugging Face id, a config.json or its folder, or a model type such as mistral")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -22,24 +22,15 @@ from .arguments import dtype_name, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", required=True, help="architectures or devices, comma-separated, as sm90,mi300x; or all"
-    )
-    parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
-    parser.add_argument("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default: bf16 and, unless quick, fp32)")
-    parser.add_argument(
-        "--depth",
-        choices=DEPTHS,
-        default="quick",
-        help="quick: first workload (default); deep: with every option set; full: every workload with every option set",
-    )
-    parser.add_argument(
-        "--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: one a core)"
-    )
-    parser.add_argument(
-        "--timeout", type=positive, default=300, metavar="SECONDS", help="a kernel may take (default 300)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--target", required=True, help="architectures or devices, comma-separated, as sm90,mi300x; or all")
+    add("--ops", help="names of ops, comma-separated (default: all)")
+    add("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default: bf16 and, unless quick, fp32)")
+    depths = "quick: first workload (default); deep: with every option set; full: every workload with every option set"
+    add("--depth", choices=DEPTHS, default="quick", help=depths)
+    add("--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: one a core)")
+    add("--timeout", type=positive, default=300, metavar="SECONDS", help="a kernel may take (default 300)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -60,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     needs("demo", "transformers", *(["triton"] if arguments.interpret else []))
-    if arguments.interpret and os.environ.get("TRITON_INTERPRET") != "1":
-        return _in_interpreter(arguments)
+    if arguments.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which nothing did so far
     # OpenMP threads that spin while they wait take most of a small machine's time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .. import registry
@@ -118,20 +117,6 @@ def _conclude(verdicts: dict[str, "Verdict"], first: str, left_out: dict[str, st
     if code == 0 and "liger_hw" in verdicts:
         print(f"OK: liger_hw trains as {first} does, within what rounding explains")
     return code
-
-
-def _in_interpreter(arguments: argparse.Namespace) -> int:
-    """The same command in a child process: Triton decides when it is imported whether it interprets."""
-    command = [sys.executable, "-m", "liger_hw", "demo"]
-    for name, value in vars(arguments).items():
-        if value is True:
-            command.append(f"--{name}")
-        elif value is not None and value is not False:
-            command += [f"--{name}", ",".join(value) if isinstance(value, list) else str(value)]
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    return subprocess.run(command, env=environment).returncode
 
 
 def _device(arguments: argparse.Namespace) -> "torch.device":

@@ -16,7 +16,6 @@ from .arguments import usable_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = __doc__
     parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

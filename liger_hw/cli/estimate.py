@@ -25,18 +25,17 @@ MEASURED = "h200"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=A_MODEL)
     known = ", ".join(PEAK_TFLOPS)
-    parser.add_argument("--gpu", choices=PEAK_TFLOPS, required=True, metavar="NAME", help=f"what to train on: {known}")
-    parser.add_argument("--batch", type=positive, required=True, help="sequences a GPU takes at a time")
-    parser.add_argument("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
-    parser.add_argument("--layers", type=positive, help="other than the model has (default: the model's)")
-    parser.add_argument("--lora", action="store_true", help="adapters on every linear layer; the rest does not train")
-    parser.add_argument(
-        "--gpus", type=positive, default=1, help="of one host, that share the model's state (default 1)"
-    )
-    parser.add_argument("--engine", choices=ENGINES, help="what shards over them (default fsdp2)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--gpu", choices=PEAK_TFLOPS, required=True, metavar="NAME", help=f"what to train on: {known}")
+    add("--batch", type=positive, required=True, help="sequences a GPU takes at a time")
+    add("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
+    add("--layers", type=positive, help="other than the model has (default: the model's)")
+    add("--lora", action="store_true", help="adapters on every linear layer; the rest does not train")
+    add("--gpus", type=positive, default=1, help="of one host, that share the model's state (default 1)")
+    add("--engine", choices=ENGINES, help="what shards over them (default fsdp2)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

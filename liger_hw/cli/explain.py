@@ -18,17 +18,13 @@ from .arguments import dtype_name, shape, torch_dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", help="name of an op, for example rms_norm")
-    parser.add_argument(
-        "--shape", type=shape, metavar="AxB", help="problem sizes (default: each of the op's own workloads)"
-    )
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
-    parser.add_argument(
-        "--device",
-        help="cuda:0, xpu, cpu, or what need not be here: a device such as h200, mi300x, max1550, an architecture such "
-        "as sm90 (default: the one here)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("op", help="name of an op, for example rms_norm")
+    add("--shape", type=shape, metavar="AxB", help="problem sizes (default: each of the op's own workloads)")
+    add("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    names = "cuda:0, xpu, cpu, or what need not be here: a device such as h200, mi300x, max1550, an architecture such "
+    add("--device", help=names + "as sm90 (default: the one here)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -35,15 +35,12 @@ OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pyto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = __doc__
-    parser.add_argument("--all", action="store_true", help="where every op's configuration comes from, too")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the ops of --all (default bf16)")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every workload of every op")
-    parser.add_argument(
-        "--require",
-        choices=[vendor for vendor in VENDORS if vendor != "cpu"],
-        help="print nothing but what is missing to run kernels on such a GPU; exit status 1 if anything",
-    )
+    add = parser.add_argument
+    add("--all", action="store_true", help="where every op's configuration comes from, too")
+    add("--dtype", type=dtype_name, default="bfloat16", help="of the ops of --all (default bf16)")
+    add("--json", action="store_true", help="print JSON, with every workload of every op")
+    missing = "print nothing but what is missing to run kernels on such a GPU; exit status 1 if anything"
+    add("--require", choices=[vendor for vendor in VENDORS if vendor != "cpu"], help=missing)
 
 
 def run(arguments: argparse.Namespace) -> int:

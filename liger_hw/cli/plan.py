@@ -27,45 +27,25 @@ MAX = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help=A_MODEL)
-    parser.add_argument("--batch", type=positive, default=1, help="sequences a device takes at a time (default 1)")
-    parser.add_argument("--seq", type=_length, required=True, help="tokens of a sequence, as 8192 or 8k, or max")
-    parser.add_argument(
-        "--memory",
-        nargs="+",
-        default=[],
-        metavar="80GiB",
-        help="what a step may use (default: the device here, if any)",
-    )
-    parser.add_argument(
-        "--host-memory",
-        metavar="100GiB",
-        help="host memory that a device may pin for level offload (default: four fifths of what is free here, or no "
-        "limit with --memory)",
-    )
-    parser.add_argument("--layers", type=positive, help="other than the model has (default: the model's)")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
-    parser.add_argument(
-        "--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)"
-    )
-    parser.add_argument(
-        "--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit"
-    )
-    parser.add_argument(
-        "--shards", type=positive, default=1, help="devices that share parameters and states, FSDP (default 1)"
-    )
-    parser.add_argument(
-        "--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)"
-    )
-    parser.add_argument(
-        "--gpus",
-        type=positive,
-        default=1,
-        help="devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)",
-    )
-    parser.add_argument("--float8", action="store_true", help="linears multiply in FP8 (liger_hw.float8)")
-    parser.add_argument("--no-window", action="store_true", help="attention without the config's sliding window")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--model", required=True, help=A_MODEL)
+    add("--batch", type=positive, default=1, help="sequences a device takes at a time (default 1)")
+    add("--seq", type=_length, required=True, help="tokens of a sequence, as 8192 or 8k, or max")
+    budget = "what a step may use (default: the device here, if any)"
+    add("--memory", nargs="+", default=[], metavar="80GiB", help=budget)
+    pinned = "host memory that a device may pin for level offload (default: four fifths of what is free here, or no "
+    add("--host-memory", metavar="100GiB", help=pinned + "limit with --memory)")
+    add("--layers", type=positive, help="other than the model has (default: the model's)")
+    add("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
+    add("--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)")
+    add("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit")
+    add("--shards", type=positive, default=1, help="devices that share parameters and states, FSDP (default 1)")
+    add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)")
+    gpus = "devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)"
+    add("--gpus", type=positive, default=1, help=gpus)
+    add("--float8", action="store_true", help="linears multiply in FP8 (liger_hw.float8)")
+    add("--no-window", action="store_true", help="attention without the config's sliding window")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

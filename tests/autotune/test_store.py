@@ -357,28 +357,6 @@ def test_shipped_format_is_canonical():
     assert tables.render(header | {"schema": 2}, lines) == text
 
 
-def test_what_an_earlier_liger_hw_stored_is_named_and_can_be_imported(clean_registry, caplog, capsys):
-    from liger_hw.cli import main
-
-    caplog.set_level(logging.WARNING, logger="liger_hw")
-    fwd = tunable()
-    config = other_config(fwd, H200, KEY)
-    old = store.root() / "v1" / store.fingerprint(H200)
-    record = tables.to_record(NAME, entry(config, fwd))
-    record["provenance"]["kernel_hash"] = "0123456789abcdef"
-    for path, data in (("rms_norm/a.json", record), ("rms_norm/b.json", {}), ("_misses/c.json", {"misses": []})):
-        (old / path).parent.mkdir(parents=True, exist_ok=True)
-        data = {"schema": 1, "device": old.name, "target": store.header(H200), **data}
-        (old / path).write_text(json.dumps({name: value for name, value in data.items() if name != "version"}))
-    assert taken().layer == "heuristic"
-    (said,) = warnings(caplog)
-    assert f"`liger-hw cache import {old}` takes them over" in said
-    assert main(["cache", "import", str(old), "--device", "h200", "--yes"]) == 1
-    assert "1 of 2 entries now in" in capsys.readouterr().out, "and the broken one is named"
-    registry.reload()
-    assert (taken().layer, taken().config) == ("user", config) and len(warnings(caplog)) == 1
-
-
 def test_nothing_is_pickled():
     for path in Path(store.__file__).parent.parent.rglob("*.py"):
         assert "import pickle" not in path.read_text(), path

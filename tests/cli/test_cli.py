@@ -123,7 +123,7 @@ def test_every_error_is_one_line_and_one_document(capsys, monkeypatch, error, co
         ("info", "--no-such", "--json"),
         ("lock", "--check", "/no/such", "--json", "--device", "sm90"),
         ("plan", "--json", "--model", "mistral-7b", "--batch", "1" + "0" * 30, "--seq", "1"),
-        ("models", "--json", "--timeout", "1e30"),
+        ("models", "--json", "--device", "nope"),
         ("cache", "list", "--json", "--device", ""),
         ("lock", "--model", "mistral-7b", "--ops", "rms_norm", "--seq", "512", "--device", "sm90", "--json", "-o", "/"),
     ],

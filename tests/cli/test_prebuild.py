@@ -50,7 +50,7 @@ def test_what_was_tuned_here_goes_along(tmp_path, monkeypatch, capsys):
     tuned.write_text("")
     monkeypatch.setattr(store, "file_of", lambda target: tuned)
     monkeypatch.setattr(prebuild, "_compile", lambda *_: (1, []))
-    monkeypatch.setattr(prebuild, "_lock", lambda *_: None)
+    monkeypatch.setattr(prebuild.lock, "pin", lambda *_: None)
     folder = tmp_path / "image"
     assert main(["prebuild", "llama-3.2-1b", "--device", "h100", "-o", str(folder), *OP]) == 0
     assert (folder / "cache" / "tuned.jsonl").exists()
