@@ -127,8 +127,8 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
     if arguments.json:
         print(json_text({**facts, "illegal": illegal, "other": other}))
         return 1 if illegal else 0
-    made = f"digest {header['digest']}, made on {header.get('device', '?')}"
-    lines = [f"{arguments.check}: {len(table)} configurations, {made}"]
+    origin = f"digest {header['digest']}, made on {header.get('device', '?')}"
+    lines = [f"{arguments.check}: {len(table)} configurations, {origin}"]
     lines += [f"{other} differ from what {target.name} would choose by itself"]
     lines += [f"not usable on {target.name}: {line}" for line in illegal]
     print(fold("\n".join(lines)))
