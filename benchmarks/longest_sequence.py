@@ -135,15 +135,10 @@ class Clock:
         return self.until - time.perf_counter()
 
     def expects(self, planner: Planner, levels: tuple[str, ...]) -> float:
-        return self._work(planner, levels) / self.rate
+        return planner.step_time(levels) / self.rate
 
     def saw(self, planner: Planner, levels: tuple[str, ...], seconds: float) -> None:
-        self.rate = self._work(planner, levels) / seconds
-
-    @staticmethod
-    def _work(planner: Planner, levels: tuple[str, ...]) -> float:
-        layer = planner.layer
-        return len(levels) * layer.time + sum(layer.extra[level] for level in levels) + planner._rest()
+        self.rate = planner.step_time(levels) / seconds
 
 
 def search(

@@ -52,6 +52,7 @@ class Assumptions:
     trainable: share of the layers' parameters that train (1 without LoRA); shards: devices that share parameters,
     gradients and optimizer state (FSDP, ZeRO-3); sequence: devices that share a sequence (Ulysses, context parallel),
     of which each has the same part of the tokens, and of attention's work; fused_loss: the logits never exist
+    in_backward: each parameter is updated as soon as its gradient is complete, which is freed then
     attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what
     transformers does with a model that names none: eager for softcapped scores, masked for a window that the sequence
     reaches
@@ -64,6 +65,7 @@ class Assumptions:
     shards: int = 1
     sequence: int = 1
     fused_loss: bool = True
+    in_backward: bool = False
     attention: str = ""
     float8: bool = False
 
@@ -78,7 +80,7 @@ class Assumptions:
         parts = [
             f"parameters in {half[self.dtype_bytes]}, activations in {half[self.compute_bytes]}",
             f"{self.optimizer} in the parameters' dtype, fused",
-            "gradients freed after each step",
+            "gradients freed in backward" if self.in_backward else "gradients freed after each step",
             "fused linear cross entropy" if self.fused_loss else "logits kept",
         ]
         parts += ["linears in FP8"] if self.float8 else []
@@ -304,10 +306,9 @@ class Planner:
         gathered = self._gathered(heads)
         state = weights * assumed.trainable * STATE_BYTES[assumed.optimizer]
         first = self._peak(levels, weights + gathered)
-        after_step = weights * (1 + assumed.trainable) + state
+        after_step = weights * (1 + assumed.trainable * (not assumed.in_backward)) + state
         peak = max(self._peak(levels, weights + gathered + state), after_step)
-        kept = self._step_time()
-        speed = kept / (kept + sum(layer.extra[level] for level in levels))
+        speed = self.step_time(("keep",) * len(levels)) / self.step_time(levels)
         host = levels.count("offload") * layer.kept["full"]
         first = int(max(first, after_step)) + WORKSPACE
         return Prediction(levels, int(peak) + WORKSPACE, first, speed, host)
@@ -322,7 +323,7 @@ class Planner:
     def _peak(self, levels: tuple[str, ...], resident: float) -> float:
         """The most that is alive at a time from the loss to the end of backward."""
         assumed, layer, m = self.assumptions, self.layer, self.model
-        size = assumed.dtype_bytes / assumed.shards * assumed.trainable
+        size = 0 if assumed.in_backward else assumed.dtype_bytes / assumed.shards * assumed.trainable
         stream = self.tokens * m.hidden * assumed.compute_bytes
         head_grad = self.head_parameters * (size if assumed.trainable == 1 else 0)
         alive = (
@@ -355,14 +356,15 @@ class Planner:
         update = parameters * assumed.trainable * assumed.dtype_bytes * (3 + 2 * STATE_BYTES[assumed.optimizer])
         return 6 * self.tokens * self.head_parameters + update / assumed.shards * FLOPS_PER_BYTE
 
-    def _step_time(self) -> float:
-        """Time of a step at `keep`, in FLOPs of a GEMM."""
-        return self.model.layers * self.layer.time + self._rest()
+    def step_time(self, levels: Sequence[str]) -> float:
+        """Time of a step with these levels, in FLOPs of a GEMM."""
+        return sum(self.layer.time + self.layer.extra[level] for level in levels) + self._rest()
 
     def float8_gain(self) -> float:
         """How much faster a step at `keep` is in FP8 than without it."""
         of = (replace(self.assumptions, float8=float8) for float8 in (False, True))
-        plain, float8 = (Planner(self.model, self.batch, self.seq, assumptions)._step_time() for assumptions in of)
+        planners = (Planner(self.model, self.batch, self.seq, assumptions) for assumptions in of)
+        plain, float8 = (planner.step_time(["keep"] * self.model.layers) for planner in planners)
         return plain / float8
 
     # -- choosing ----------------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from liger_hw.autotune import models
 from liger_hw.recompute.planner import Planner
@@ -75,26 +77,40 @@ class Device:
 
 
 def test_long_context(script, tmp_path, monkeypatch):
-    """A narrow model, causal and by documents; updates happen in backward, and the plan stands beside."""
+    """A narrow model, causal and by documents, at a level and without; the plan stands beside each step."""
     long = script("long_context")
     monkeypatch.setattr(long, "DOCUMENT", 32)
     out = tmp_path / "long.json"
-    arguments = ["--device", "cpu", "--hidden", "64", "--out", str(out), "64:2", "64:2:documents", "96:3:documents"]
-    monkeypatch.setattr(sys, "argv", ["long_context", *arguments])
+    words = ["64:2", "64:2:documents:tiled", "96:3:documents"]
+    monkeypatch.setattr(sys, "argv", ["long_context", "--device", "cpu", "--hidden", "64", "--out", str(out), *words])
     assert long.main() == 0
     rows = json.loads(out.read_text())["runs"]
-    assert [(row["tokens"], row["layers"], row["attention"]) for row in rows] == [
-        (64, 2, "causal"),
-        (64, 2, "documents"),
-        (96, 3, "documents"),
+    assert [(row["tokens"], row["levels"], row["attention"]) for row in rows] == [
+        (64, "keep x2", "causal"),
+        (64, "tiled x2", "documents"),
+        (96, "keep x3", "documents"),
     ]
     assert all(row["seconds"] > row["forward_seconds"] > 0 and row["planned_gib"] > 0 for row in rows)
-    assert rows[0]["levels"] == "tiled x2"
     q, k = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8)
     for strided in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
-        y = long.by_documents(strided, k, k, enable_gqa=True)
-        parts = [long.SDPA(*(t[:, :, i : i + 32] for t in (q, k, k)), is_causal=True, enable_gqa=True) for i in (0, 32)]
-        torch.testing.assert_close(y, torch.cat(parts, 2))
+        y, _ = long.attend(32, None, strided, k, k, None, 0.5)
+        options = {"is_causal": True, "enable_gqa": True, "scale": 0.5}
+        parts = (F.scaled_dot_product_attention(*(t[:, :, i : i + 32] for t in (q, k, k)), **options) for i in (0, 32))
+        torch.testing.assert_close(y, torch.cat([*parts], 2).transpose(1, 2))
+
+
+def test_long_context_of_two_processes(script, tmp_path, monkeypatch):
+    """Half the tokens and half of each parameter in each: the losses of one process, step after step."""
+    long, outs = script("long_context"), [tmp_path / "one.json", tmp_path / "two.json"]
+    arguments = [*("--device", "cpu", "--hidden", "64", "--lr", "1e-3"), *["64:2"] * 3, "--out"]
+    monkeypatch.setattr(sys, "argv", ["long_context", *arguments, str(outs[0])])
+    assert long.main() == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", long.__file__]
+    subprocess.run([*launcher, *arguments, str(outs[1])], check=True)
+    one, two = (json.loads(out.read_text()) for out in outs)
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    losses = [[row["loss"] for row in results["runs"]] for results in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=0.005) and losses[0][2] < losses[0][0] - 0.3
 
 
 @pytest.mark.parametrize("most, tries, outcomes", [
