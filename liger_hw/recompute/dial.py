@@ -35,8 +35,6 @@ log = logging.getLogger("liger_hw")
 _PART = "activations"
 _DEFAULT = "activations by default"
 """The part of a default's functions: unlike levels that were named, they may stand beneath others."""
-_RECOMPUTES = "_liger_hw_recomputes"
-"""Attribute of a layer's forward: whether its level may have backward compute anything again."""
 LEAST_BYTES = 16 << 20
 """Bytes of a layer's input from which the default is in force: 2048 tokens of width 4096 in bf16."""
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
@@ -104,14 +102,9 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
             "a layer that is recomputed cannot fill a cache: past_key_values is None there, as transformers has it"
         )
         kwargs = {**kwargs, "past_key_values": None}
-    options = {} if level == "full" else {"context_fn": _in_tiles}
+    options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # of forward, of its recomputation
     with _kept_inputs(level, args):
         return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _in_tiles() -> tuple[Tiles, Tiles]:
-    """What a checkpoint's forward and its recomputation run in."""
-    return Tiles(), Tiles()
 
 
 def _kept_inputs(level: str, args: tuple) -> Any:
@@ -266,7 +259,6 @@ class Dial:
             return run_at(choice.level(index, model, config, args, kwargs), layer_forward, args, kwargs)
 
         mark(at_its_level, _PART, _PART)
-        setattr(at_its_level, _RECOMPUTES, set(choice.levels) != {"keep"} or choice.planning)
         return at_its_level
 
     @property
@@ -332,7 +324,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
         index, config, choice = positions[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 
-    return _on_class(cls, at_its_level, _PART, switch, setting != "keep")
+    return _on_class(cls, at_its_level, _PART, switch)
 
 
 def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
@@ -343,12 +335,7 @@ def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
     return index, config
 
 
-def may_recompute(model: torch.nn.Module) -> bool:
-    """Whether levels may have the backward of a layer of this model compute anything again."""
-    return any(getattr(getattr(m, forward_slot(m)), _RECOMPUTES, False) for m in model.modules())
-
-
-def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bool], recomputes: bool) -> Patch:
+def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bool]) -> Patch:
     """The replacement of a layer class's forward by `forward`, under what its bases put around a subclass's.
 
     transformers' GradientCheckpointingLayer wraps every subclass's forward, and checkpoints only where the class has
@@ -356,7 +343,6 @@ def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bo
     """
     replacement = vars(type(cls.__name__, (cls,), {"forward": forward}))["forward"]
     mark(replacement, part, _PART, switch)
-    setattr(replacement, _RECOMPUTES, recomputes)
     return Patch(cls, "forward", replacement)
 
 
@@ -412,10 +398,9 @@ def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Seq
         if model is not None:
             function = _last_at_cheap(cls.forward, False, switch)
             mark(function, _DEFAULT, _PART, switch)
-            setattr(function, _RECOMPUTES, True)
             patch = Patch(layer, slot, types.MethodType(function, layer))
         elif cls.__module__ == report.module and _is_last(layer):
-            patch = _on_class(cls, _last_at_cheap(cls.forward, True, switch), _DEFAULT, switch, True)
+            patch = _on_class(cls, _last_at_cheap(cls.forward, True, switch), _DEFAULT, switch)
         else:
             continue
         words = 'at cheap by default; activations="keep" keeps all'

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -60,26 +60,12 @@ class Surroundings:
         return stack
 
 
-class _Held(NamedTuple):
-    """A tensor as it is now.
-
-    version: how often it was changed in place, or None where torch does not count that. A change in place of its
-    `.data` is not counted.
-    address: where its memory begins, which assigning to its `.data` changes; None for what has no memory of its own
-    """
-
-    tensor: torch.Tensor
-    version: int | None
-    address: int | None
-
-    @classmethod
-    def of(cls, t: torch.Tensor) -> "_Held":
-        is_wrapper = is_functorch_wrapped(t)
-        has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_wrapper
-        return cls(t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None)
-
-    def is_as(self, now: "_Held") -> bool:
-        return self.tensor is now.tensor and self[1:] == now[1:]
+def _state(t: torch.Tensor) -> tuple[torch.Tensor, int | None, int | None]:
+    """A tensor as it is now: itself, how often it was changed in place (None where torch does not count that, as of a
+    change of its `.data`), and where its memory begins, which assigning to its `.data` changes (None for what has no
+    memory of its own)."""
+    has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_functorch_wrapped(t)
+    return t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None
 
 
 def _hooks_in_force() -> Any:
@@ -134,7 +120,7 @@ class DeferredLogits:
         self._parent, self._replay = parent, replay
         self._derived: list[Any] = []
         self._logits: torch.Tensor | None = None
-        self._left_with: list[_Held] | None = None
+        self._left_with: list[tuple] | None = None
         self._is_detached = False
         self._leaves: list[torch.Tensor] = []
         self._leading = hidden.shape[:-1]
@@ -199,23 +185,19 @@ class DeferredLogits:
                 if self._logits is None:
                     with self._surroundings.restored():
                         self._logits = self._replay(source)
-            self._materialise_derived()
+            # What was derived from this is computed before a program can change the logits in place: some of it shares
+            # their memory and some is a copy, as it would be had it been computed when it was derived.
+            derived, self._derived = self._derived, []
+            for reference in derived:
+                if (logits := reference()) is not None:
+                    logits.materialise()
         return self._logits
-
-    def _materialise_derived(self) -> None:
-        """Compute what is held of what was derived from this, before a program can change the logits in place: some of
-        it shares their memory and some is a copy, as it would be had it been computed when it was derived."""
-        derived, self._derived = self._derived, []
-        for reference in derived:
-            logits = reference()
-            if logits is not None:
-                logits.materialise()
 
     def leave(self) -> None:
         """The forward ends, and from now on a program may change what the logits would be computed from."""
         root = self._chain()[-1]
         if root._left_with is None:
-            root._left_with = [_Held.of(t) for t in self.computed_from()]
+            root._left_with = [_state(t) for t in self.computed_from()]
 
     def detached_twin(self) -> "DeferredLogits":
         """The same logits, computed on their own, with a graph that begins at `leaves`.
@@ -255,18 +237,13 @@ class DeferredLogits:
         before = self._chain()[-1]._left_with
         if before is None:
             return
-        now = [_Held.of(t) for t in self.computed_from()]
-        if len(now) != len(before) or not all(map(_Held.is_as, before, now)):
+        now = [_state(t) for t in self.computed_from()]
+        if len(now) != len(before) or not all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(before, now)):
             raise RuntimeError(
                 "liger_hw: the logits of this step were never computed, and the weights or hidden states that they "
                 "would be computed from have changed since; read outputs.logits before that (before optimizer.step()), "
                 "or call the model with skip_logits=False"
             )
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        """What the head was called with, sliced and reshaped as the logits were."""
-        return self._hidden
 
     def _check_gradient(self) -> None:
         """Refuse to be read where the result would be cut off from what the logits were computed from."""
@@ -284,27 +261,13 @@ class DeferredLogits:
                 "fused_linear_cross_entropy=False"
             )
 
-    def cross_entropy(
-        self,
-        target: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> torch.Tensor:
+    def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`torch.nn.functional.cross_entropy` of these logits, arguments as there, by our kernels where they apply."""
         self._check_gradient()
-        options = {
-            "weight": weight,
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-        }
-        if self.is_rows_for(target) and size_average is None and reduce is None:
+        target, options, is_known = loss_arguments(*args, **kwargs)
+        if is_known and self.is_rows_for(target):
             return self._head.cross_entropy(self, target, options)
-        return F.cross_entropy(self.materialise(), target, size_average=size_average, reduce=reduce, **options)
+        return F.cross_entropy(self.materialise(), *args, **kwargs)
 
     def is_rows_for(self, target: Any) -> bool:
         """Whether these are [n, vocab], and `target` the number of a class for each row."""
@@ -364,7 +327,7 @@ class DeferredLogits:
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Recorded for fp32, the present dtype and the present device; anything else computes."""
         for target in (*args, *kwargs.values()):
-            same_device = _is_device(target) and torch.device(target) == self.device
+            same_device = isinstance(target, (str, torch.device)) and torch.device(target) == self.device
             if not (same_device or target is torch.float32 or target is self.dtype or isinstance(target, bool)):
                 return self.materialise().to(*args, **kwargs)
         dtype = torch.float32 if torch.float32 in (*args, *kwargs.values()) else self.dtype
@@ -479,12 +442,28 @@ for _name in (
     setattr(DeferredLogits, _name, _computing(_name))
 
 
+def loss_arguments(
+    target: Any,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Any, dict[str, Any], bool]:
+    """Of what `torch.nn.functional.cross_entropy` takes after the logits: the target, the options that our losses know,
+    and whether there are no others."""
+    options = {
+        "weight": weight,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
+    return target, options, size_average is None and reduce is None
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, (str, torch.device))
 
 
 def _plain(value: Any) -> Any:

@@ -106,11 +106,11 @@ class OutputHead:
     module: the real head
     fused: the loss consumes hidden states and weight; else it consumes logits, and only the loss is ours
     wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
-    `predicted_tokens`, the index of each row's largest logit; `found` has them after the loss
+    `predicted_tokens`, the index of each row's largest logit; `results` has them after the loss
     counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
     products of a loss that has at most `rows` rows, the number of labels
-    called, computed, asked: whether the head was called, whether its logits were computed, and whether a loss was asked
-    for that could have taken hidden states
+    called, computed, loss_called: whether the head was called, whether its logits were computed, and whether a loss was
+    asked for that could have taken hidden states
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class OutputHead:
         """The same from hidden states and weight, or None where it is not computed so."""
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
-        return self.access.run(lambda x, *weights: self._fused(logits, x, *weights, target, options), logits.hidden)
+        return self.access.run(lambda x, *weights: self._fused(logits, x, *weights, target, options), logits._hidden)
 
     def _is_left_to_torch(self, logits: DeferredLogits) -> bool:
         whole = self.access is None or self.access.mesh is None
@@ -471,9 +471,7 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
 
     left: list[tuple[DeferredLogits, Any]] = []  # what is twice in the outputs stays one object
 
-    def settled(value: Any) -> Any:
-        if not isinstance(value, DeferredLogits):
-            return value
+    def settled(value: DeferredLogits) -> Any:
         if not skip or (keep and not value.is_deferred):
             return value.materialise()
         if not keep:
@@ -502,35 +500,26 @@ def _with_attributes(outputs: Any) -> Any:
     return outputs
 
 
-def _replaced(outputs: Any, settled: Callable[[Any], Any]) -> Any:
-    """`outputs` with every value of a tuple, list, dict, dataclass or other object replaced, also of such containers
-    inside it: a model around a language model may hand on its outputs. Those inside which have none stay as they are.
+def _replaced(value: Any, settled: Callable[[DeferredLogits], Any], is_output: bool = True) -> Any:
+    """A model's outputs with their deferred logits replaced, also inside tuples, lists, dicts and dataclasses: a model
+    around a language model may hand on its outputs. What has none of them is returned itself.
+
+    is_output: whether it is the outputs themselves: of what is inside them only dataclasses are looked into
     """
-    if isinstance(outputs, (DeferredLogits, torch.Tensor)):
-        return settled(outputs)
-    if isinstance(outputs, tuple):
-        values = [_inside(value, settled) for value in outputs]
-        return type(outputs)(*values) if hasattr(outputs, "_fields") else tuple(values)
-    if isinstance(outputs, list):
-        return [_inside(value, settled) for value in outputs]
-    if isinstance(outputs, dict):
-        return type(outputs)(**{name: _inside(value, settled) for name, value in outputs.items()})
-    for name, value in list(getattr(outputs, "__dict__", {}).items()):
-        if _has_deferred(value):
-            object.__setattr__(outputs, name, _replaced(value, settled))
-    return outputs
-
-
-def _inside(value: Any, settled: Callable[[Any], Any]) -> Any:
-    return _replaced(value, settled) if _has_deferred(value) else value
-
-
-def _has_deferred(value: Any) -> bool:
-    """Whether a value is deferred logits or a container of some."""
-    if isinstance(value, (tuple, list)):
-        return any(_has_deferred(item) for item in value)
+    if isinstance(value, DeferredLogits):
+        return settled(value)
+    if isinstance(value, torch.Tensor):
+        return value
     if isinstance(value, dict):
-        return any(_has_deferred(item) for item in value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_has_deferred(item) for item in vars(value).values())
-    return isinstance(value, DeferredLogits)
+        items = {name: _replaced(item, settled, False) for name, item in value.items()}
+        return value if all(items[name] is item for name, item in value.items()) else type(value)(**items)
+    if isinstance(value, (tuple, list)):
+        items = [_replaced(item, settled, False) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if is_output or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            if (new := _replaced(item, settled, False)) is not item:
+                object.__setattr__(value, name, new)
+    return value

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..private import refuses_data_ptr, without_torch_function
 from ..runtime.operator import first_order
-from .deferred import DeferredLogits
+from .deferred import DeferredLogits, loss_arguments
 
 
 class OutputLogitsFunction(torch.autograd.Function):
@@ -31,7 +31,11 @@ class OutputLogitsFunction(torch.autograd.Function):
     def forward(ctx: Any, logits: DeferredLogits, *inputs: torch.Tensor | None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.logits = logits
-        return _stand_in(logits)
+        shape, dtype, device = logits.shape, logits.dtype, logits.device
+        stand_in = torch.Tensor._make_wrapper_subclass(OutputLogits, shape, dtype=dtype, device=device)
+        refuses_data_ptr(stand_in)  # as FakeTensor: who asks for its memory must not get address 0
+        stand_in._logits = logits
+        return stand_in
 
     @staticmethod
     @first_order
@@ -48,35 +52,17 @@ class OutputLogitsFunction(torch.autograd.Function):
         return None, *grads, None
 
 
-class _Read(torch.autograd.Function):
-    """The computed logits, whose gradient goes to the tensor that stands for them."""
+class _Passing(torch.autograd.Function):
+    """`value`, whose gradient goes to `leads_to`; backward comes by the tensors `beside` too, with nothing."""
 
     @staticmethod
-    def forward(ctx: Any, stand_in: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-        return computed.detach()  # an object of its own, not the argument
+    def forward(ctx: Any, leads_to: torch.Tensor, value: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+        ctx.n_others = 1 + len(beside)
+        return value.detach()  # an object of its own, not the argument
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _Beside(torch.autograd.Function):
-    """A loss that is computed from elsewhere; backward comes by the tensor that stands for the logits, with nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-def _stand_in(logits: DeferredLogits) -> "OutputLogits":
-    stand_in = torch.Tensor._make_wrapper_subclass(OutputLogits, logits.shape, dtype=logits.dtype, device=logits.device)
-    refuses_data_ptr(stand_in)  # as FakeTensor: who asks for its memory must not get address 0
-    stand_in._logits = logits
-    return stand_in
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, *[None] * ctx.n_others
 
 
 def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) -> Any:
@@ -150,42 +136,34 @@ class OutputLogits(torch.Tensor):
     def _read(self, computed: torch.Tensor, needs_grad: bool) -> None:
         self._read_from = self._graph_node()
         with without_torch_function(), torch.set_grad_enabled(needs_grad):
-            self._plain = _Read.apply(self, computed)
+            self._plain = _Passing.apply(self, computed)
 
     def _graph_node(self) -> Any:
         with without_torch_function():
             return self.grad_fn
 
     @torch.compiler.disable
-    def cross_entropy(
-        self,
-        target: Any,
-        weight: Any = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> torch.Tensor:
+    def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`torch.nn.functional.cross_entropy` of these logits: from the hidden states where the fused loss takes its
         arguments and no hook waits for the logits' gradient."""
-        options = {
-            "weight": weight,
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-        }
-        legacy = {"size_average": size_average, "reduce": reduce}
-        is_default = size_average is None and reduce is None
-        if is_default and self.is_deferred and not self._is_watched() and self._logits.is_rows_for(target):
+        target, options, is_known = loss_arguments(*args, **kwargs)
+        chain = self._chain()
+        is_watched = any(logits._has_hook for logits in chain)
+        if is_known and self.is_deferred and not is_watched and self._logits.is_rows_for(target):
             needs_grad, _ = self._place()
             with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
                 self._logits.check_unchanged()
                 loss = self._logits._head.fused_loss(self._logits, target, options)
                 if loss is not None:
-                    self._note_fused()
-                    return _Beside.apply(loss, self) if self._is_moved() else loss
-        return F.cross_entropy(self.materialise(), target, **legacy, **options)
+                    for logits in chain:  # the loss's gradient passes by none of them
+                        logits._is_fused = True
+                    is_moved = not all(logits._place()[1] for logits in chain)
+                    return _Passing.apply(loss, loss, self) if is_moved else loss
+        return F.cross_entropy(self.materialise(), *args, **kwargs)
+
+    def _chain(self) -> "list[OutputLogits]":
+        """Itself, those it was made from by a recorded operation, and so on."""
+        return [self] if self._parent is None else [self, *self._parent._chain()]
 
     def _place(self) -> tuple[bool, bool]:
         """(whether it requires a gradient, whether its place in the graph is the one it was made with)
@@ -194,18 +172,6 @@ class OutputLogits(torch.Tensor):
         """
         with without_torch_function():
             return self.requires_grad, self.grad_fn is self._made_by
-
-    def _is_moved(self) -> bool:
-        return not self._place()[1] or (self._parent is not None and self._parent._is_moved())
-
-    def _is_watched(self) -> bool:
-        return self._has_hook or (self._parent is not None and self._parent._is_watched())
-
-    def _note_fused(self) -> None:
-        """A loss was computed from the hidden states: its gradient passes by neither these logits nor their parents."""
-        self._is_fused = True
-        if self._parent is not None:
-            self._parent._note_fused()
 
     def _watch(self) -> None:
         """Before a hook or `retain_grad`; raises `RuntimeError` if a fused loss exists: it would miss its gradient."""
@@ -273,15 +239,13 @@ class OutputLogits(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         def values(stand_in: OutputLogits) -> torch.Tensor:
+            """The logits without their gradient: this is below autograd."""
             with torch.overrides.enable_reentrant_dispatch():
-                return stand_in._values()
+                plain = stand_in._logits.materialise() if stand_in._plain is None else stand_in._plain
+                return plain.detach()
 
         args, kwargs = tree_map_only(OutputLogits, values, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def _values(self) -> torch.Tensor:
-        """The logits without their gradient, for an operator below autograd."""
-        return (self._logits.materialise() if self._plain is None else self._plain).detach()
 
 
 def _refuse_fused(logits: OutputLogits) -> None:
