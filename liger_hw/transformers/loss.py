@@ -502,7 +502,7 @@ def _with_attributes(outputs: Any) -> Any:
 
 def _replaced(value: Any, settled: Callable[[DeferredLogits], Any], is_output: bool = True) -> Any:
     """A model's outputs with their deferred logits replaced, also inside tuples, lists, dicts and dataclasses: a model
-    around a language model may hand on its outputs. What has none of them is returned itself.
+    around a language model may hand on its outputs. What has no deferred logits is returned itself.
 
     is_output: whether it is the outputs themselves: of what is inside them only dataclasses are looked into
     """

@@ -155,7 +155,7 @@ class OutputLogits(torch.Tensor):
                 self._logits.check_unchanged()
                 loss = self._logits._head.fused_loss(self._logits, target, options)
                 if loss is not None:
-                    for logits in chain:  # the loss's gradient passes by none of them
+                    for logits in chain:  # the loss's gradient does not pass by these
                         logits._is_fused = True
                     is_moved = not all(logits._place()[1] for logits in chain)
                     return _Passing.apply(loss, loss, self) if is_moved else loss
