@@ -236,7 +236,7 @@ def from_record(record: dict[str, Any], target: Any) -> Any:
 
 
 class Data:
-    """The measurements, as the model sees them: per launch, `works` of each candidate's kernels and its median time."""
+    """The measurements: per launch, the certificates of each candidate's kernels and its median time."""
 
     def __init__(self, path: str) -> None:
         from liger_hw.autotune import static
@@ -248,30 +248,30 @@ class Data:
         self.pace = backend(self.target.vendor).pace(self.target)
         self.launches, self.left_out = [], 0
         for launch in self.raw["launches"]:
-            works, times, configs = [], [], []
+            kernels, times, configs = [], [], []
             for candidate in launch["candidates"]:
+                certificates = [from_record(kernel, self.target) for kernel in candidate["kernels"]]
                 try:
-                    certificates = [from_record(kernel, self.target) for kernel in candidate["kernels"]]
-                    found = [static.work_of(certificate) for certificate in certificates]
+                    modelled = bool(certificates) and static.time_of(certificates) > 0
                 except ValueError:
-                    found = []
-                if found and candidate["us"]:
-                    works.append(found)
+                    modelled = False
+                if modelled and candidate["us"]:
+                    kernels.append(certificates)
                     times.append(statistics.median(candidate["us"]))
                     configs.append(candidate["config"])
-                elif not works:
+                elif not kernels:
                     break  # the heuristic itself: nothing to compare with
                 else:
                     self.left_out += 1
-            if len(works) >= 3:
+            if len(kernels) >= 3:
                 names = {name: launch[name] for name in ("op", "variant", "workload", "key", "sizes")}
-                self.launches.append({**names, "works": works, "us": times, "configs": configs})
+                self.launches.append({**names, "kernels": kernels, "us": times, "configs": configs})
 
     def predicted(self, launch: dict, rates: Any, latency: float) -> list[float]:
         from liger_hw.autotune import static
 
         pace = replace(self.pace, latency=latency)
-        return [sum(static.microseconds(w, self.target, pace, rates) for w in works) for works in launch["works"]]
+        return [sum(static.microseconds(one, pace, rates) for one in kernels) for kernels in launch["kernels"]]
 
 
 def outcome(times: list[float], predicted: list[float], level: str = "binary") -> dict[str, Any]:

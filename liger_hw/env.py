@@ -30,24 +30,23 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
-def _mebibytes(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise ValueError("expected a positive number of MiB, as 512")
-    return value
+def _number(convert: Callable[[str], Any], least: float, expected: str) -> Callable[[str], Any]:
+    """What reads a number from `least` to 3.2e8; `expected` is what the error says."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < 3.2e8:
+            raise ValueError(f"expected {expected}")
+        return value
+
+    return parse
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 3.2e8:
-        raise ValueError("expected a number of seconds, 0 or more, of ten years at most")
-    return value
+_mebibytes = _number(int, 1, "a positive number of MiB, as 512")
+_seconds = _number(float, 0, "a number of seconds, 0 or more, of ten years at most")
 
 
 def _folder(text: str) -> str:
@@ -89,15 +88,10 @@ _TABLE = (
         "(default: 300; 0: that step compares nothing)",
     ),
     Variable("LIGER_HW_FAST_LAUNCH", _flag, True, "launch compiled kernels directly where the backend allows it"),
-    Variable(
-        "LIGER_HW_CPU_REFERENCE", _flag, False, "patched parts run the kernels' references on a CPU, not their own"
-    ),
+    Variable("LIGER_HW_CPU_REFERENCE", _flag, False, "on a CPU, patched parts run the kernels' references"),
     Variable("LIGER_HW_DEBUG", _flag, False, "show the traceback of a bug in the command line"),
     Variable(
-        "LIGER_HW_CHECK_TARGETS",
-        _flag,
-        False,
-        "check targets and expert indices on the host (syncs) and name the row",
+        "LIGER_HW_CHECK_TARGETS", _flag, False, "check targets and expert indices on the host (syncs), name the row"
     ),
     Variable(
         "LIGER_HW_LOSS_MEMORY_MIB",

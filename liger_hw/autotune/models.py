@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from .. import files
+from ..text import first_line
 
 CONFIG_BYTES = 32 << 20
 """The most that a config.json may have to be read."""
@@ -50,7 +51,7 @@ class Model:
     expert_width: int = 0
 
 
-KNOWN = {
+KNOWN = {  # public id -> facts, which need no file and no network; the short name works too
     "mistralai/Mistral-7B-v0.3": Model("mistral-7b", 4096, 14336, 32, 8, 128, 32768, positions=32768),
     "meta-llama/Meta-Llama-3-8B": Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, positions=8192),
     "Qwen/Qwen3-8B": Model("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True, layers=36, positions=40960),
@@ -66,11 +67,7 @@ KNOWN = {
         "llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256, layers=16, tied=True, positions=131072
     ),
 }
-"""Models whose facts need no file and no network: public id -> facts; the short name works too."""
-
 Sizes = tuple[int, ...]
-
-
 _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_tanh")
 _ACTIVATIONS = {
     "swiglu": _SILU,
@@ -79,7 +76,6 @@ _ACTIVATIONS = {
     "relu_squared": ("relu2", "relu_squared"),
 }
 """Op of an MLP -> the activations, as configs name them, for which a model launches it."""
-
 
 _JOINT_QK_NORM = ("olmo2", "olmo3", "olmoe")
 """Model types whose norms of q and k take all heads at once."""
@@ -164,27 +160,14 @@ def published(name: str) -> Any:
     except OSError:  # not in the cache
         pass
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
-    if not constants.HF_HUB_OFFLINE and (why := _unreachable(constants.ENDPOINT)):
-        raise OSError(f"{constants.ENDPOINT} cannot be reached ({why})")
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=5.0)
+        except Exception as error:  # of whichever library the session is made with
+            raise OSError(f"{constants.ENDPOINT} cannot be reached ({first_line(error)})") from None
     return AutoConfig.from_pretrained(name, trust_remote_code=False)
-
-
-def _unreachable(url: str, seconds: float = 5.0) -> str:
-    """Why no server answers at `url`, or `""`."""
-    import ssl
-    import urllib.error
-    import urllib.request
-
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
-    except urllib.error.HTTPError:  # an answer
-        return ""
-    except urllib.error.URLError as error:  # transformers deals with certificates
-        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Model:

@@ -245,59 +245,7 @@ _WEIGHTS = {"shuffle": 2.0, "shared": 2.0, "atomic": 4.0}
 """Kinds of instructions that count as several."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one launch does, from its certificate.
-
-    programs, warps: of the grid, of a program; resident: programs that fit a multiprocessor at once
-    trips: of a program's loops; stages: of their pipeline; loop_bytes: what one trip loads; shared: bytes a program
-    moved: bytes of the whole launch; again: bytes swept once more; row: bytes of one program that are swept again
-    once, looped: instructions of a program outside and inside its loops
-    """
-
-    programs: int
-    warps: int
-    resident: int
-    trips: int
-    moved: float
-    again: float
-    row: float
-    loop_bytes: int
-    stages: int
-    once: Mapping[str, int]
-    looped: Mapping[str, int]
-    shared: int
-
-
-def work_of(certificate: Certificate) -> Work:
-    """The counts the model needs. Raises `ValueError` for a kernel whose accesses are unknown or that cannot run."""
-    launch, r = certificate.launch, certificate.resources
-    if r is None or certificate.unread:
-        raise ValueError(f"{launch.tunable}: {certificate.error or certificate.unread}")
-    target = launch.target
-    resident = round(r.occupancy * target.max_threads_per_multiprocessor / r.threads)
-    if resident < 1:
-        raise ValueError(f"{launch.tunable}: not one block fits a multiprocessor of {target.arch}")
-    programs = math.prod(launch.grid)
-    moved, again, row, trips = _bytes(certificate.accesses, launch.sizes, programs)
-    loop_bytes = sum(a.tile for a in certificate.accesses if a.looped and a.kind == "load")
-    return Work(
-        programs=programs,
-        warps=r.threads // target.warp_size,
-        resident=resident,
-        trips=trips,
-        moved=moved,
-        again=again,
-        row=row,
-        loop_bytes=loop_bytes,
-        stages=launch.config.num_stages,
-        once={kind: count - r.looped.get(kind, 0) for kind, count in r.instructions.items()},
-        looped=r.looped,
-        shared=r.shared if certificate.level == "binary" else loop_bytes,
-    )
-
-
-def _bytes(accesses: Iterable[Access], sizes: tuple[int, ...], programs: int) -> tuple[float, float, float, int]:
+def bytes_moved(accesses: Iterable[Access], sizes: tuple[int, ...], programs: int) -> tuple[float, float, float, int]:
     """(bytes that must move, bytes swept again, bytes of one program that are swept again, trips of its loops)."""
     accesses = list(accesses)
     looped = [a for a in accesses if a.looped]
@@ -319,32 +267,43 @@ def _bytes(accesses: Iterable[Access], sizes: tuple[int, ...], programs: int) ->
     return moved, again, row, whole
 
 
-def microseconds(work: Work, target: Target, pace: Pace, rates: Rates = RATES) -> float:
-    """The time of one launch."""
-    slots = work.resident * target.multiprocessors
-    cached = target.l2 / max(1.0, work.row * min(work.programs, slots))
-    memory = (work.moved + work.again * max(0.0, 1.0 - cached)) / (target.bandwidth * 1e3)
+def microseconds(certificate: Certificate, pace: Pace, rates: Rates = RATES) -> float:
+    """The time of one launch. Raises `ValueError` for a kernel whose accesses are unknown or that cannot run."""
+    launch, r = certificate.launch, certificate.resources
+    if r is None or certificate.unread:
+        raise ValueError(f"{launch.tunable}: {certificate.error or certificate.unread}")
+    target, programs, n_warps = launch.target, math.prod(launch.grid), r.threads // launch.target.warp_size
+    resident = round(r.occupancy * target.max_threads_per_multiprocessor / r.threads)  # programs of a multiprocessor
+    if resident < 1:
+        raise ValueError(f"{launch.tunable}: not one block fits a multiprocessor of {target.arch}")
+    slots = resident * target.multiprocessors
+    moved, again, row, trips = bytes_moved(certificate.accesses, launch.sizes, programs)
+    cached = target.l2 / max(1.0, row * min(programs, slots))
+    memory = (moved + again * max(0.0, 1.0 - cached)) / (target.bandwidth * 1e3)
 
     cycle, wait = 1e-3 / pace.clock, pace.latency * 1e-3  # microseconds
-    outside, inside = _issued(work.once), _issued(work.looped)
-    warps = work.warps * work.programs / min(work.programs, target.multiprocessors)  # of one multiprocessor
-    issue = (outside + inside * work.trips) * warps * cycle / (pace.issue * (rates.issue if pace.virtual else 1.0))
+    once = {kind: count - r.looped.get(kind, 0) for kind, count in r.instructions.items()}
+    outside, inside = _issued(once), _issued(r.looped)
+    warps = n_warps * programs / min(programs, target.multiprocessors)  # of one multiprocessor
+    issue = (outside + inside * trips) * warps * cycle / (pace.issue * (rates.issue if pace.virtual else 1.0))
 
-    barrier = rates.barrier + rates.barrier_per_warp * work.warps
+    barrier = rates.barrier + rates.barrier_per_warp * n_warps
 
     def chain(counts: Mapping[str, int], issued: float) -> float:
         return (issued * rates.chain + counts.get("barrier", 0) * barrier) * cycle
 
-    trip = chain(work.looped, inside)
-    if work.looped.get("load"):
-        ahead = 0  # tiles that are loaded while one is computed with
-        if work.stages > 1 and 2 * work.shared > work.loop_bytes:  # through shared memory: one is read, one is filled
-            ahead = work.stages - 2
-        elif pace.into_registers and work.once.get("load", 0) >= work.looped["load"]:
-            ahead = work.stages - 1  # the first tiles' loads stand before the loop
+    trip = chain(r.looped, inside)
+    if r.looped.get("load"):
+        loop_bytes = sum(a.tile for a in certificate.accesses if a.looped and a.kind == "load")
+        shared = r.shared if certificate.level == "binary" else loop_bytes
+        ahead, stages = 0, launch.config.num_stages  # tiles that are loaded while one is computed with
+        if stages > 1 and 2 * shared > loop_bytes:  # through shared memory: one is read, one is filled
+            ahead = stages - 2
+        elif pace.into_registers and once.get("load", 0) >= r.looped["load"]:
+            ahead = stages - 1  # the first tiles' loads stand before the loop
         trip = max(trip, (trip + wait) / (1 + ahead))
-    program = (wait if work.once.get("load") else 0.0) + chain(work.once, outside) + work.trips * trip
-    rounds = max(1.0, work.programs / slots)
+    program = (wait if once.get("load") else 0.0) + chain(once, outside) + trips * trip
+    rounds = max(1.0, programs / slots)
 
     p = rates.overlap
     return (memory**p + issue**p + (rounds * program) ** p) ** (1 / p) + rates.launch
@@ -356,9 +315,5 @@ def _issued(counts: Mapping[str, int]) -> float:
 
 def time_of(certificates: Iterable[Certificate], rates: Rates = RATES) -> float:
     """Microseconds of several launches one after the other. Raises `ValueError` where one cannot be modelled."""
-    total = 0.0
-    for certificate in certificates:
-        target = certificate.launch.target
-        pace = backend(target.vendor).pace(target)
-        total += microseconds(work_of(certificate), target, pace, rates)
-    return total
+    targets = [(one, one.launch.target) for one in certificates]
+    return sum(microseconds(one, backend(target.vendor).pace(target), rates) for one, target in targets)

@@ -21,14 +21,11 @@ from typing import Any, Iterable, Mapping
 from .. import files
 from ..backends import LaunchConfig
 from ..ops import Entry, Key
-from ..text import printable
 
 SCHEMA = 2
 """What is written. Schema 1 is read too, as in lock files: it has no versions of kernels, so each counts as 1."""
 TABLE_BYTES = 32 << 20
 """The most that a table, a user cache's file or a lock file may have to be read."""
-MOST_NESTED = 20
-"""Lists and objects inside each other that an entry may have."""
 Name = tuple[str, str, Key]
 """(op, variant, key)"""
 Line = tuple[Name, Entry]
@@ -57,28 +54,13 @@ def from_record(record: Any, source: str) -> Line:
     version = record.get("version", 1)
     if type(version) is not int or not 0 < version < 2**31:
         raise ValueError("version must be a positive integer, the version of the kernel")
-    config = LaunchConfig.from_json(_checked(record["config"]))
-    return (op, variant, tuple(key)), Entry(config, _checked(provenance), version, source)
+    config = LaunchConfig.from_json(record["config"])
+    return (op, variant, tuple(key)), Entry(config, provenance, version, source)
 
 
-def _checked(data: Any, depth: int = 0) -> Any:
-    """JSON data with its text made printable. Raises `ValueError` for what a reader of it could not use."""
-    if depth > MOST_NESTED:
-        raise ValueError(f"it is nested more than {MOST_NESTED} deep")
-    if isinstance(data, dict):
-        return {printable(name): _checked(value, depth + 1) for name, value in data.items()}
-    if isinstance(data, list):
-        return [_checked(value, depth + 1) for value in data]
-    if isinstance(data, str):
-        return printable(data)
-    if isinstance(data, (int, float)) and not abs(data) < 2**63:
-        raise ValueError("it has a number that is not finite or too large")
-    return data
-
-
-def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[Line]) -> str:
+def render(header: Mapping[str, Any], table: Mapping[Name, Entry]) -> str:
     """Canonical text: equal tables give equal bytes."""
-    return render_records(header, _records(table))
+    return render_records(header, [to_record(*line) for line in table.items()])
 
 
 def render_records(header: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> str:
@@ -89,10 +71,6 @@ def render_records(header: Mapping[str, Any], records: Iterable[Mapping[str, Any
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
     text = ",\n".join(lines)
     return f'{head}, "entries": [\n{text}\n]}}\n' if lines else f'{head}, "entries": []}}\n'
-
-
-def _records(table: Mapping[Name, Entry] | Iterable[Line]) -> list[dict[str, Any]]:
-    return [to_record(name, entry) for name, entry in (table.items() if isinstance(table, Mapping) else table)]
 
 
 def _lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -113,12 +91,13 @@ def _digest(lines: list[str]) -> str:
 
 def digest(table: Mapping[Name, Entry]) -> str:
     """SHA-256 of a table's entries as `render` writes them, evidence included."""
-    return _digest(_lines(_records(table)))
+    return _digest(_lines(to_record(*line) for line in table.items()))
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """`parse` of a file. Raises `ValueError` that says why it cannot be read or used."""
-    return parse(read(path), str(path))
+    """(header, lines, what is wrong with single lines) of a file. Raises `ValueError` where it cannot be used."""
+    header, records = parse_records(read(path))
+    return header, *lines_of(records, str(path))
 
 
 def read(path: Path) -> str:
@@ -129,12 +108,6 @@ def read(path: Path) -> str:
         raise ValueError("not a table of liger_hw: no text in UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from None
-
-
-def parse(text: str, source: str) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """(header, lines, what is wrong with single lines). Raises `ValueError` when the whole file cannot be used."""
-    header, records = parse_records(text)
-    return header, *lines_of(records, source)
 
 
 def lines_of(records: Iterable[Any], source: str) -> tuple[list[Line], list[str]]:

@@ -353,8 +353,6 @@ class Backend:
             return f"ctas_per_mp={config.ctas_per_mp!r} is outside 0..32"
         if config.hint not in HINTS:
             return f"hint={config.hint!r} is not one of {', '.join(HINTS)}"
-        if reason := self.illegal_load(*self.load_hint(config.hint)):
-            return reason
         for name, value in config.blocks.items():
             if type(value) is not int or value < 1 or value & (value - 1):
                 return f"{name}={value!r} is not a power of two"
@@ -373,18 +371,6 @@ class Backend:
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
         """This vendor's own rules; called after the shared ones passed."""
-        return None
-
-    def illegal_load(self, cache_modifier: str, eviction_policy: str) -> str | None:
-        """Why a load must not carry these two hints, or None.
-
-        PTX ISA, "Data Movement and Conversion Instructions: ld": a cache operator (.ca, .cg, ...) and an eviction
-        priority (.L1::evict_*) exclude each other. The rule holds for every vendor, so that kernels stay portable.
-        """
-        if cache_modifier and eviction_policy:
-            return (
-                f"cache modifier {cache_modifier!r} with eviction policy {eviction_policy!r}: a load takes one of them"
-            )
         return None
 
     def illegal_resources(self, target: Target, resources: Resources) -> str | None:
@@ -412,7 +398,11 @@ class Backend:
     # -- lowering and compiling --------------------------------------------------------------------------------------
 
     def load_hint(self, hint: str) -> tuple[str, str]:
-        """(cache_modifier, eviction_policy) of a load with this hint; never both."""
+        """(cache_modifier, eviction_policy) of a load with this hint; never both.
+
+        PTX ISA, "Data Movement and Conversion Instructions: ld": a cache operator (.ca, .cg, ...) and an eviction
+        priority (.L1::evict_*) exclude each other. The rule holds for every vendor, so that kernels stay portable.
+        """
         return "", ""
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:

@@ -8,12 +8,10 @@ built. `liger-hw demo` and `liger-hw bench e2e` are made of this.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import inspect
 import math
-import re
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +27,6 @@ WARMUP_STEPS = 10
 """Steps of linear warm-up of the learning rate: without it a large model's loss spikes, and a spike multiplies
 rounding.
 """
-
-
-class Leftover(RuntimeError):
-    """Reverting a patch left something changed: an unpatched model must be what it was."""
 
 
 # -- what is trained -------------------------------------------------------------------------------------------------
@@ -257,7 +251,7 @@ class Original:
                         "its own."
                     )
 
-    def _differences(self) -> list[tuple[Any, str, Any]]:
+    def differences(self) -> list[tuple[Any, str, Any]]:
         """(place, name, value before) of every name that changed, and of functions and classes that are new."""
         changes = []
         for place, saved in zip(self.places, self.saved):
@@ -266,12 +260,9 @@ class Original:
             changes += [(place, name, _MISSING) for name in now if name not in saved and callable(now[name])]
         return changes
 
-    def changes(self) -> list[str]:
-        return [f"{place.__name__}.{name}" for place, name, _ in self._differences()]
-
     def restore(self) -> None:
         """Put everything back that changed."""
-        for place, name, value in self._differences():
+        for place, name, value in self.differences():
             if value is _MISSING:
                 delattr(place, name)
             else:
@@ -288,7 +279,7 @@ def _kernel_package(value: Any) -> str:
 def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
     """The family as `arm` has it, and as it was afterwards; yields the patch report of liger_hw, else None.
 
-    Raises `Absent` where the arm cannot run here and `Leftover` where a revert left something changed.
+    Raises `Absent` where the arm cannot run here.
     """
     if arm not in ("liger", "liger_hw"):
         yield None
@@ -304,16 +295,12 @@ def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
         raise Absent(f"{arm} is not installed ({error}); pip install liger-kernel") from None
     original = Original(family)
     report = apply()
-    left: list[str] = []
     try:
         yield report
     finally:
         if arm == "liger_hw":  # Liger has no way back
             report.revert()
-            left = original.changes()
         original.restore()
-    if left:
-        raise Leftover(f"after revert() these are not what Hugging Face ships: {', '.join(left)}")
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -418,7 +405,7 @@ def _norms(parameters: dict[str, Any]) -> dict[str, float]:
 
 
 class _PeakMemory:
-    """Peak memory from here to `read()`: the device allocator's, or on Linux the process's resident set."""
+    """Peak memory of the device's allocator from here to `read()`; None on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         release(device)
@@ -426,18 +413,6 @@ class _PeakMemory:
         if self.module is not None:
             self.module.reset_peak_memory_stats()
             self.before = self.module.memory_allocated()  # what an earlier arm's libraries keep is not this arm's
-            return
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # hand the last arm's memory back, or this arm inherits its peak
-        self.resettable = False
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
-            self.resettable = True
 
     def read(self) -> int | None:
-        if self.module is not None:
-            return self.module.max_memory_allocated() - self.before
-        if not self.resettable:
-            return None  # ru_maxrss cannot fall, so it would charge an arm with an earlier arm's peak
-        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(peak[1]) * 1024 if peak else None
+        return None if self.module is None else self.module.max_memory_allocated() - self.before

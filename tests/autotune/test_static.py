@@ -98,8 +98,8 @@ def _time(**changes) -> float:
 def test_no_time_is_shorter_than_the_bytes_take():
     floor = 2 * BYTES / (H200.bandwidth * 1e3)
     assert floor < _time() < 2 * floor
-    work = static.work_of(_certificate())
-    assert (work.programs, work.warps, work.resident, work.trips, work.moved) == (16384, 8, 8, 1, 2 * BYTES)
+    one = _certificate()
+    assert static.bytes_moved(one.accesses, one.launch.sizes, 16384) == (2 * BYTES, 0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +133,19 @@ def test_rows_that_the_cache_does_not_hold_are_read_again():
     twice = (*PERSISTENT, PERSISTENT[0])
     small, large = ({"programs": n, "moved": twice, "looped": True} for n in (1 << 14, 132))
     once = {**large, "moved": PERSISTENT}
-    assert static.work_of(_certificate(**large)).again == BYTES
+    one = _certificate(**large)
+    assert static.bytes_moved(one.accesses, one.launch.sizes, 132)[1] == BYTES
     assert _time(**large) > 1.03 * _time(**once)
-    again = static.work_of(_certificate(**small))
-    assert again.row * 8 * H200.multiprocessors < H200.l2, "what all programs at work sweep fits the cache"
+    one = _certificate(**small)
+    row = static.bytes_moved(one.accesses, one.launch.sizes, 1 << 14)[2]
+    assert row * 8 * H200.multiprocessors < H200.l2, "what all programs at work sweep fits the cache"
 
 
 def test_what_cannot_be_modelled_is_said():
     with pytest.raises(ValueError, match="not one block fits"):
-        static.work_of(_certificate(occupancy=0.0))
+        static.time_of([_certificate(occupancy=0.0)])
     with pytest.raises(ValueError, match="no idea"):
-        static.work_of(replace(_certificate(), unread="no idea"))
+        static.time_of([replace(_certificate(), unread="no idea")])
 
 
 @pytest.mark.parametrize("arch", [a for v in ("cuda", "rocm", "xpu") for a in backend(v).known_archs()])

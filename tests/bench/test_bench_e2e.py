@@ -23,7 +23,7 @@ def test_every_model_trains(model):
     results = e2e.measure(toy(model=model, checkpointing=True), CPU)
     (run,) = results["runs"]
     assert run["status"] == "ok" and run["steps"] == 3 and len(run["losses"]) == 3
-    assert run["tokens_per_second"] > 0 and run["peak_gib"] > 0
+    assert run["tokens_per_second"] > 0 and run["peak_gib"] is None
     assert all(4 < loss < 7 for loss in run["losses"])  # about log 256 from random weights
 
 
@@ -89,9 +89,9 @@ def test_a_patch_without_a_way_back_is_undone():
 
     original, before = training.Original("mistral"), module.MistralMLP.forward
     module.MistralMLP.forward, module.MistralMLP.extra, module.rotate_half = print, print, print
-    assert len(original.changes()) == 3
+    assert len(original.differences()) == 3
     original.restore()
-    assert module.MistralMLP.forward is before and not hasattr(module.MistralMLP, "extra") and not original.changes()
+    assert module.MistralMLP.forward is before and not original.differences()
 
 
 @pytest.mark.parametrize(
