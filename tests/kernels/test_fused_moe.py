@@ -532,7 +532,7 @@ def test_gradients_that_are_not_wanted_have_their_dtypes(lane, generator, route)
     """As the fake says: that of the routing weights is theirs, whatever x has."""
     inputs = [t.detach() for t in sample(lane, generator, ROUTES[route], torch.float16).args]
     inputs[4] = inputs[4].float()
-    how = *Gate().numbers(), False
+    how = *Gate(), False
     out, *made = fused_moe_fwd.overload(*inputs, None, None, *how)
     args = (torch.ones_like(out), *inputs, None, *made, [False] * 6, *how)
     torch.library.opcheck(fused_moe_bwd.overload, args, test_utils=("test_schema", "test_faketensor"))
@@ -545,7 +545,7 @@ def test_pre_activations_of_nobody_are_zero(lane, generator, has_gate):
     x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["some slots of nobody"]).args)
     up = up if has_gate else up[:, :INNER].contiguous()
     gate = Gate("relu2", has_gate=has_gate)
-    z, offsets = fused_moe_fwd(x, up, down, index, weights, None, None, How(*gate.numbers(), False))[1:6:4]
+    z, offsets = fused_moe_fwd(x, up, down, index, weights, None, None, How(gate, False))[1:6:4]
     own = int(offsets[-1])
     assert own < len(z) and z[:own].any() and not z.isnan().any() and not z[own:].any()
 
@@ -554,6 +554,6 @@ def test_pre_activations_of_nobody_are_zero(lane, generator, has_gate):
 def test_what_is_saved(lane, generator):
     """The pre-activations and five lists of integers; no row of x is stored a second time."""
     x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["all to one expert"]).args)
-    _, z, *rest = fused_moe_fwd(x, up, down, index, weights, None, None, How(*Gate().numbers(), False))
+    _, z, *rest = fused_moe_fwd(x, up, down, index, weights, None, None, How(Gate(), False))
     assert z.shape == (TOKENS * TOP_K, 2 * INNER)
     assert all(t.dtype == torch.int32 and t.numel() <= TOKENS * TOP_K for t in rest)

@@ -23,6 +23,7 @@ https://arxiv.org/abs/2512.14080 (the gradient of w from da, so that no expert's
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -60,23 +61,18 @@ def fused_moe_reference(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
-    activation: str = "silu",
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_offset: float = 0.0,
-    has_gate: bool = True,
     is_transposed: bool = False,
-    is_concatenated: bool = True,
     rounded: torch.dtype | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """The specification in plain torch, one expert after the other.
 
     rounded: the dtype in which the pre-activations are stored, where that is narrower than the inputs'. An exact result
         needs it where a limit makes the gradient jump: there it matters on which side the rounded number lies.
     """
-    gate = Gate.checked("fused_moe_reference", activation, alpha, limit, up_offset, has_gate, is_concatenated)
+    gate = Gate.checked("fused_moe_reference", **options)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
     return experts_reference(*tensors, gate, is_transposed, rounded)
 
@@ -207,7 +203,7 @@ def _misfit(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias
 def _columns(down_proj, how) -> int:
     """Columns of the first product: of g and u, or of g alone."""
     inner = down_proj.shape[1 if how.is_transposed else 2]
-    return 2 * inner if how.has_gate else inner
+    return 2 * inner if how.gate.has_gate else inner
 
 
 def _first_misfit(shapes: dict[str, tuple], x) -> str:
@@ -327,7 +323,7 @@ def liger_fused_moe(
         x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
         gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    return FusedMoEFunction.apply(*tensors, How(*gate.numbers(), bool(is_transposed))).to(own_dtype)
+    return FusedMoEFunction.apply(*tensors, How(gate, bool(is_transposed))).to(own_dtype)
 
 
 class LigerExperts(torch.nn.Module):

@@ -9,8 +9,7 @@ import torch
 from ... import env
 from ...runtime.operator import check, check_numbers, no_weight
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-"""Names of the activations; kernels take the position in this tuple."""
+ACTIVATIONS = "silu", "gelu", "gelu_tanh", "relu", "relu2"
 
 
 class Gate(NamedTuple):
@@ -31,11 +30,10 @@ class Gate(NamedTuple):
     is_concatenated: bool = True
 
     @classmethod
-    def checked(cls, op: str, activation, alpha, limit, up_offset, has_gate, is_concatenated) -> "Gate":
-        """The gate of a public function's options, whose limit may be None.
-
-        Raises `ValueError` or `TypeError` for what no gate has.
-        """
+    def checked(
+        cls, op: str, activation="silu", alpha=1.0, limit=None, up_offset=0.0, has_gate=True, is_concatenated=True
+    ) -> "Gate":
+        """The gate of a public function's options; raises `ValueError` or `TypeError` for what no gate has."""
         check(activation in ACTIVATIONS, op, f"activation must be one of {ACTIVATIONS}, got {activation!r}")
         check_numbers(op, alpha=alpha, limit=1.0 if limit is None else limit, up_offset=up_offset)
         if limit is not None and not limit > 0:  # torch.compile puts no symbol into a text
@@ -45,15 +43,6 @@ class Gate(NamedTuple):
         check(has_gate or not up_offset, op, "up_offset is added to u, and without a gate there is no u")
         limit = 0.0 if limit is None else float(limit)
         return cls(activation, float(alpha), limit, float(up_offset), has_gate, is_concatenated)
-
-    def numbers(self) -> tuple:
-        """Itself as operators and kernels take it: the activation as its place in `ACTIVATIONS`."""
-        return tuple(self._replace(activation=ACTIVATIONS.index(self.activation)))
-
-    @classmethod
-    def from_numbers(cls, activation: int, *rest) -> "Gate":
-        """What `numbers` gave."""
-        return cls(ACTIVATIONS[activation], *rest)
 
     def apply(self, z: torch.Tensor) -> torch.Tensor:
         """z [rows, 2 * inner] (ungated [rows, inner]) -> [rows, inner], in z's dtype, which should be fp32 or wider."""
@@ -100,20 +89,10 @@ class Gate(NamedTuple):
 
 
 class How(NamedTuple):
-    """The numbers of both operators: a gate's, and the layout of the weights."""
+    """The numbers of both operators: the gate, and the layout of the weights."""
 
-    activation: int
-    alpha: float
-    limit: float
-    up_offset: float
-    has_gate: bool
-    is_concatenated: bool
+    gate: Gate
     is_transposed: bool
-
-    @property
-    def gate(self) -> Gate:
-        numbers = self.activation, self.alpha, self.limit, self.up_offset, self.has_gate, self.is_concatenated
-        return Gate.from_numbers(*numbers)
 
 
 def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
