@@ -33,68 +33,50 @@ PATH = Path(__file__).parent / "path"
 """The folder for PYTHONPATH."""
 
 _TRANSFORMERS = "liger_hw.transformers"
+_FUNCTIONAL = "liger_hw.transformers.functional"
 _LOSSES = "liger_hw.chunked_loss"
+_KERNELS = "liger_hw.kernels"
+_MEGATRON = "liger_hw.megatron"
 _MODULES = "liger_hw.compat.modules"
 _FUNCTIONS = "liger_hw.compat.functions"
 _CHECKED = "liger_hw.compat.checked"
 _GRPO = "liger_hw.compat.grpo"
 _BASES = "liger_hw.compat.loss_bases"
-_TILED = "liger_hw.kernels.pointwise.tiled_mlp"
+_FSDP = "liger_hw.compat.fsdp"
 _FORWARDS = "liger_hw.compat.forwards"
 _LOSS_UTILS = "liger_hw.compat.loss_utils"
 _OUTPUTS = "liger_hw.compat.output_classes"
+_TILED = f"{_KERNELS}.pointwise.tiled_mlp"
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "transformers": (_CHECKED, _TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
-    "transformers.functional": (
-        _CHECKED,
-        "liger_hw.transformers.functional",
-        _TRANSFORMERS,
-        _FUNCTIONS,
-        "liger_hw.kernels",
-    ),
-    "transformers.cross_entropy": (_CHECKED, "liger_hw.kernels.losses.cross_entropy", _FUNCTIONS),
-    "transformers.fused_linear_cross_entropy": (
-        _CHECKED,
-        "liger_hw.kernels.heads.fused_linear_cross_entropy",
-        _FUNCTIONS,
-    ),
-    "transformers.monkey_patch": (
-        _CHECKED,
-        _TRANSFORMERS,
-        "liger_hw.compat.monkey_patch",
-        "liger_hw.transformers.functional",
-        _MODULES,
-    ),
+    "transformers": (_CHECKED, _TRANSFORMERS, _FUNCTIONAL, _MODULES),
+    "transformers.functional": (_CHECKED, _FUNCTIONAL, _TRANSFORMERS, _FUNCTIONS, _KERNELS),
+    "transformers.cross_entropy": (_CHECKED, f"{_KERNELS}.losses.cross_entropy", _FUNCTIONS),
+    "transformers.fused_linear_cross_entropy": (_CHECKED, f"{_KERNELS}.heads.fused_linear_cross_entropy", _FUNCTIONS),
+    "transformers.monkey_patch": (_CHECKED, _TRANSFORMERS, "liger_hw.compat.monkey_patch", _FUNCTIONAL, _MODULES),
     "transformers.trainer_integration": (_TRANSFORMERS,),
-    "transformers.fsdp": ("liger_hw.compat.fsdp",),
+    "transformers.fsdp": (_FSDP,),
     "transformers.trainer": (),
-    "transformers.trainer.orpo_trainer": (
-        "liger_hw.compat.fsdp",
-    ),  # where Axolotl takes `_FSDPForwardRedirection` from
+    "transformers.trainer.orpo_trainer": (_FSDP,),  # where Axolotl takes `_FSDPForwardRedirection` from
     "transformers.mhc": (_TRANSFORMERS,),
     "transformers.mlp": (_MODULES,),
     "transformers.tiled_mlp": (_TRANSFORMERS,),
     "transformers.auto_model": (_TRANSFORMERS,),
-    "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss", _GRPO, _LOSSES + ".grpo_loss"),
-    "transformers.experimental": ("liger_hw.kernels.embedding.embedding",),
+    "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss", _GRPO, f"{_LOSSES}.grpo_loss"),
+    "transformers.experimental": (f"{_KERNELS}.embedding.embedding",),
     "transformers.model": (),
     "transformers.model.loss_utils": (_LOSS_UTILS,),
     "transformers.model.output_classes": (_OUTPUTS,),
-    "ops": (_FUNCTIONS, _GRPO, "liger_hw.kernels", _TILED),
+    "ops": (_FUNCTIONS, _GRPO, _KERNELS, _TILED),
     "ops.mlp": (_FUNCTIONS,),
     "ops.tiled_mlp": (_FUNCTIONS, _TILED),
-    "ops.swiglu": (
-        _FUNCTIONS,
-        "liger_hw.kernels.pointwise.swiglu",
-        "liger_hw.kernels.pointwise.fused_gate_up_swiglu",
-    ),
+    "ops.swiglu": (_FUNCTIONS, f"{_KERNELS}.pointwise.swiglu", f"{_KERNELS}.pointwise.fused_gate_up_swiglu"),
     "ops.experimental": (),
     "ops.backends": (),
     "ops.backends.registry": ("liger_hw.compat.impls",),
     "ops.mhc": (_FUNCTIONS,),
     "ops.grpo_loss": (_LOSSES, _GRPO),
-    "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", "liger_hw.kernels.moe.fused_moe"),
+    "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", f"{_KERNELS}.moe.fused_moe"),
     "ops.utils": ("liger_hw.compat.ops_utils",),
     "chunked_loss": (_LOSSES,),
     "chunked_loss.fused_linear_distillation": (_BASES,),
@@ -102,11 +84,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "chunked_loss.fused_linear_preference": (_BASES,),
     "chunked_loss.fused_linear_unpaired_preference": (_BASES,),
     "functional": ("liger_hw.compat.functional",),
-    "megatron": ("liger_hw.megatron",),
-    "megatron.cross_entropy": ("liger_hw.megatron",),
-    "megatron.monkey_patch": ("liger_hw.megatron",),
-    "megatron.rms_norm": ("liger_hw.megatron",),
-    "megatron.swiglu": ("liger_hw.megatron",),
+    "megatron": (_MEGATRON,),
+    "megatron.cross_entropy": (_MEGATRON,),
+    "megatron.monkey_patch": (_MEGATRON,),
+    "megatron.rms_norm": (_MEGATRON,),
+    "megatron.swiglu": (_MEGATRON,),
     "utils": ("liger_hw.compat.utils",),
 }
 """Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
@@ -239,7 +221,7 @@ def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
 
 def _searched(home: str) -> list[ModuleType]:
     """The module; for the kernels' package, the module of every op."""
-    if home != "liger_hw.kernels":
+    if home != _KERNELS:
         return [importlib.import_module(home)]
     from .. import registry
 

@@ -16,7 +16,7 @@ import torch
 
 from ..kernels.pointwise.tiled_mlp import apply_tiled_mlp
 from ..transformers import functional
-from .functional import cross_entropy, fused_linear_cross_entropy
+from .functional import cross_entropy, fused_linear_cross_entropy, kl_div
 
 
 def _applied(function: Callable[..., Any], *unused: int) -> Any:
@@ -65,83 +65,29 @@ LigerSparsemaxFunction = _applied(functional.liger_sparsemax)
 LigerVocabParallelCEFunction = _applied(functional.liger_vocab_parallel_cross_entropy)
 
 
-class LigerMHCCoeffsFunction:
-    """`liger_mhc_coeffs` with all arguments by position."""
-
-    @staticmethod
-    def apply(
-        x: torch.Tensor,
-        phi: torch.Tensor,
-        b: torch.Tensor,
-        alpha_pre: torch.Tensor,
-        alpha_post: torch.Tensor,
-        alpha_res: torch.Tensor,
-        allow_fp32: bool,
-        tmax: int,
-        *numbers: float,
-    ) -> tuple[torch.Tensor, ...]:
-        names = "rms_eps", "pre_eps", "sinkhorn_eps", "post_mult"
-        options = {"allow_fp32": allow_fp32, "tmax": tmax, **dict(zip(names, numbers, strict=True))}
-        return functional.liger_mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
+def _mhc_coeffs(
+    x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+):
+    numbers = {"rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps, "post_mult": post_mult}
+    weights = phi, b, alpha_pre, alpha_post, alpha_res
+    return functional.liger_mhc_coeffs(x, *weights, allow_fp32=allow_fp32, tmax=tmax, **numbers)
 
 
-class LigerKLDivLossFunction:
-    """`liger_kl_div`, of which the batch's mean is the default."""
-
-    @staticmethod
-    def apply(
-        y_pred: torch.Tensor,
-        y_true: torch.Tensor,
-        reduction: str = "batchmean",
-        log_target: bool = False,
-        eps: float = 1e-10,
-    ) -> torch.Tensor:
-        return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
-
-
-class LigerTVDLossFunction:
-    """`liger_tvd`, of which the batch's mean is the default."""
-
-    @staticmethod
-    def apply(
-        p: torch.Tensor,
-        q: torch.Tensor,
-        shift_labels: torch.Tensor | None = None,
-        reduction: str = "batchmean",
-        ignore_index: int = -100,
-    ) -> torch.Tensor:
-        return functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
-
-
-class LigerTiledMLPFunction:
-    """`apply_tiled_mlp` in `shards` tiles; compute_params change nothing."""
-
-    @staticmethod
-    def apply(
-        fn: Callable[..., torch.Tensor],
-        mlp_module: torch.nn.Module,
-        x: torch.Tensor,
-        shards: int,
-        compute_params: Any = None,
-    ) -> torch.Tensor:
-        return apply_tiled_mlp(fn, mlp_module, x, shards)
-
-
-class LigerMLPFunction:
+def _mlp(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0):
     """down(silu(gate_multiplier * gate(x)) * up(x)) * down_multiplier of three linear layers without a bias."""
+    gate, up = (torch.nn.functional.linear(input, weight) for weight in (gate_weight, up_weight))
+    y = torch.nn.functional.linear(functional.liger_swiglu(gate, up, gate_multiplier), down_weight)
+    return y if down_multiplier == 1.0 else y * down_multiplier
 
-    @staticmethod
-    def apply(
-        input: torch.Tensor,
-        gate_weight: torch.Tensor,
-        up_weight: torch.Tensor,
-        down_weight: torch.Tensor,
-        gate_multiplier: float = 1.0,
-        down_multiplier: float = 1.0,
-    ) -> torch.Tensor:
-        gate, up = (torch.nn.functional.linear(input, weight) for weight in (gate_weight, up_weight))
-        y = torch.nn.functional.linear(functional.liger_swiglu(gate, up, gate_multiplier), down_weight)
-        return y if down_multiplier == 1.0 else y * down_multiplier
 
+def _tvd(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
+    return functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
+
+
+LigerKLDivLossFunction = _applied(kl_div)
+LigerMHCCoeffsFunction = _applied(_mhc_coeffs)
+LigerMLPFunction = _applied(_mlp)
+LigerTVDLossFunction = _applied(_tvd)
+LigerTiledMLPFunction = _applied(apply_tiled_mlp, 4)  # compute_params
 
 __all__ = sorted(name for name in globals() if name.startswith("Liger"))

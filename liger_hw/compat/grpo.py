@@ -49,42 +49,27 @@ def _reduce_grpo_loss(
     return torch.where(mask, per_token_loss * share, 0.0).sum()
 
 
+_ARGUMENTS = (
+    *("logits", "old_logp", "ref_logp", "completion_ids", "advantages", "completion_mask", "temperature", "beta"),
+    *("eps_low", "eps_high", "inplace", "loss_type", "max_completion_length", "reduce", "importance_sampling_level"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "vllm_is_ratio", "delta", "use_bias_correction_kl"),
+    *("num_items_in_batch", "phi_seq"),
+)
+
+
 class GrpoLossFunction:
-    """`triton_grpo_loss` with all arguments by position; three results also with reduce (loss, KL or None, share of
-    clipped tokens). Raises `NotImplementedError` for phi_seq, the weights of a sequence that VESPO makes."""
+    """`triton_grpo_loss` with all arguments by position, reduced by default: (loss, KL or None, share of clipped
+    tokens). Raises `NotImplementedError` for phi_seq, the weights of a sequence that VESPO makes."""
 
     @staticmethod
-    def apply(
-        logits: torch.Tensor,
-        old_logp: torch.Tensor | None,
-        ref_logp: torch.Tensor | None,
-        completion_ids: torch.Tensor,
-        advantages: torch.Tensor,
-        completion_mask: torch.Tensor | None,
-        temperature: float,
-        beta: float,
-        eps_low: float,
-        eps_high: float,
-        inplace: bool,
-        loss_type: str = "grpo",
-        max_completion_length: int | None = None,
-        reduce: bool = True,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        vllm_is_ratio: torch.Tensor | None = None,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        num_items_in_batch: Any = None,
-        phi_seq: torch.Tensor | None = None,
-    ) -> tuple:
-        if phi_seq is not None:
+    def apply(*args: Any) -> tuple:
+        if len(args) > len(_ARGUMENTS):
+            raise TypeError(f"GrpoLossFunction: at most {len(_ARGUMENTS)} arguments, got {len(args)}")
+        arguments = {"loss_type": "grpo", "reduce": True, **dict(zip(_ARGUMENTS, args))}
+        if arguments.pop("phi_seq", None) is not None:
             raise NotImplementedError("GrpoLossFunction: phi_seq is not supported; call triton_grpo_loss for vespo")
-        policy = logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta
-        options = max_completion_length, importance_sampling_level, reduce, sapo_temperature_pos, sapo_temperature_neg
-        more = vllm_is_ratio, delta, use_bias_correction_kl, num_items_in_batch
-        results = triton_grpo_loss(*policy, eps_low, eps_high, inplace, loss_type, *options, *more)
-        if not reduce:
+        results = triton_grpo_loss(**arguments)
+        if not arguments["reduce"]:
             return results
         loss, (*kl, clipped) = results
         return loss, kl[0] if kl else None, clipped

@@ -6,6 +6,7 @@ liger_hw patches a family's own modules and needs none of these; code written fo
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 
@@ -169,27 +170,18 @@ def apply_liger_llama4_rope_full(modeling_module) -> None:
     modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
 
 
+@dataclass
 class LigerFusedNeighborhoodAttentionConfig:
     """The arguments of `LigerFusedNeighborhoodAttentionLayer` by name; `to_dict()` gives them."""
 
-    def __init__(
-        self,
-        hidden_size: int = 768,
-        num_heads: int = 12,
-        kernel_size: int = 7,
-        dilation: int = 1,
-        bias: bool = True,
-        dropout: float = 0.0,
-        layer_norm_eps: float = 1e-5,
-        scale: float | None = None,
-    ) -> None:
-        self.hidden_size, self.num_heads, self.kernel_size, self.dilation = (
-            hidden_size,
-            num_heads,
-            kernel_size,
-            dilation,
-        )
-        self.bias, self.dropout, self.layer_norm_eps, self.scale = bias, dropout, layer_norm_eps, scale
+    hidden_size: int = 768
+    num_heads: int = 12
+    kernel_size: int = 7
+    dilation: int = 1
+    bias: bool = True
+    dropout: float = 0.0
+    layer_norm_eps: float = 1e-5
+    scale: float | None = None
 
     def to_dict(self) -> dict:
         return dict(vars(self))
