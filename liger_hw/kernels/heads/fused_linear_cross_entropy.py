@@ -53,16 +53,8 @@ from .linear_head import HeadGradients, Needs, reference_gradients, reference_lo
 
 
 def fused_linear_cross_entropy_reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    ce_weight: torch.Tensor | None = None,
-    accum_dtype: torch.dtype | None = None,
-    chunk_mem_const: int = 1,
-    compact: bool | CountedRows = False,
-    **settings: Any,
-) -> torch.Tensor | CrossEntropyOutput:
+    input, weight, target, bias=None, ce_weight=None, accum_dtype=None, chunk_mem_const=1, compact=False, **settings
+):
     """The specification in plain torch: a linear layer, then cross_entropy's reference, in fp32 (fp64 for fp64)."""
     options = cross_entropy_options("fused_linear_cross_entropy_reference", **settings)
     return pack(reference_losses(reference_logits(input, weight, bias), target, ce_weight, options), options)

@@ -39,21 +39,13 @@ from .linear_distillation import linear_distillation, linear_distillation_operat
 
 
 def fused_linear_jsd_reference(
-    student_input: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_input: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    jsd_beta: float = 0.5,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    accum_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, accum_dtype=None, **settings
+):
     """The specification in plain torch: two linear layers and the divergence, in fp32 (fp64 for fp64).
 
     The gradient of the student's logits is rounded to their head's dtype before it is multiplied.
     """
-    options = _options("fused_linear_jsd_reference", jsd_beta, ignore_index, temperature)
+    options = _options("fused_linear_jsd_reference", **settings)
     heads = student_input, student_weight, teacher_input, teacher_weight
     return linear_distillation_reference(*heads, shift_labels, options, 1)
 
@@ -96,9 +88,9 @@ def liger_fused_linear_jsd(
     return linear_distillation("liger_fused_linear_jsd", OPERATOR, *heads, shift_labels, options, 1, accum_dtype)
 
 
-def _options(op: str, beta: float, ignore_index: int, temperature: float) -> Distillation:
-    kind = jsd_options(op, beta, ignore_index).kind
-    return Distillation(kind, float(beta), 0.0, temperature, ignore_index)
+def _options(op: str, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0) -> Distillation:
+    kind = jsd_options(op, jsd_beta, ignore_index).kind
+    return Distillation(kind, float(jsd_beta), 0.0, temperature, ignore_index)
 
 
 @dataclass(eq=False, repr=False)

@@ -36,20 +36,11 @@ from .linear_distillation import linear_distillation, linear_distillation_operat
 
 
 def fused_linear_kl_div_reference(
-    student_input: torch.Tensor,
-    student_weight: torch.Tensor,
-    target: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    reduction: str = "batchmean",
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    eps: float = 1e-10,
-    accum_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    student_input, student_weight, target, shift_labels=None, accum_dtype=None, **settings
+):
     """The specification in plain torch: a linear layer, then the divergence in fp32 (fp64 for fp64)."""
-    per_row = _per_row("fused_linear_kl_div_reference", reduction, student_weight)
-    options = Distillation(KL, 0.5, eps, temperature, ignore_index)
-    return linear_distillation_reference(student_input, student_weight, target, None, shift_labels, options, per_row)
+    options = _options("fused_linear_kl_div_reference", student_weight, **settings)
+    return linear_distillation_reference(student_input, student_weight, target, None, shift_labels, *options)
 
 
 FWD = distill_tunable("fused_linear_kl_div", HEAD_DIMS)
@@ -81,22 +72,29 @@ def liger_fused_linear_kl_div(
     """
     op = "liger_fused_linear_kl_div"
     check_tensors(op, student_input=student_input, student_weight=student_weight, target=target)
-    check_floats(op, eps=eps)
-    if not eps >= 0.0:
-        check(False, op, f"eps must not be negative, got {eps}")
-    per_row = _per_row(op, reduction, student_weight)
-    options = Distillation(KL, 0.5, float(eps), temperature, ignore_index)
+    options = _options(op, student_weight, reduction, ignore_index, temperature, eps)
     heads = student_input, student_weight, target, None
-    return linear_distillation(op, OPERATOR, *heads, shift_labels, options, per_row, accum_dtype)
+    return linear_distillation(op, OPERATOR, *heads, shift_labels, *options, accum_dtype)
 
 
 _REDUCTIONS = ("batchmean", "mean", "sum")
 
 
-def _per_row(op: str, reduction: str, weight: torch.Tensor) -> int:
-    """What a row's loss is divided by beside the number of rows; 0 for a sum."""
+def _options(
+    op: str,
+    weight: torch.Tensor,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+) -> tuple[Distillation, int]:
+    """(the numbers, what a row's loss is divided by beside the number of rows; 0 for a sum)"""
     check_reduction(op, reduction, _REDUCTIONS)
-    return {"batchmean": 1, "sum": 0}.get(reduction, weight.shape[0] if weight.dim() else 1)
+    check_floats(op, eps=eps)
+    if not eps >= 0.0:
+        check(False, op, f"eps must not be negative, got {eps}")
+    per_row = {"batchmean": 1, "sum": 0}.get(reduction, weight.shape[0] if weight.dim() else 1)
+    return Distillation(KL, 0.5, float(eps), temperature, ignore_index), per_row
 
 
 @dataclass(eq=False, repr=False)

@@ -61,15 +61,7 @@ from .softmax_rows import rows_heuristic
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy_reference(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    **settings: Any,
-) -> torch.Tensor | CrossEntropyOutput:
+def cross_entropy_reference(input, target, weight=None, size_average=None, reduce=None, reduction="mean", **settings):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     settings["reduction"] = _reduction_name(size_average, reduce, reduction)
     options = cross_entropy_options("cross_entropy_reference", **settings)

@@ -38,9 +38,9 @@ from .options_module import OptionsModule
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def tvd_reference(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
+def tvd_reference(input, target, shift_labels=None, **settings):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
-    options = _options("tvd_reference", reduction, ignore_index)
+    options = _options("tvd_reference", **settings)
     return divergence_reference(input, target, shift_labels, options).to(torch.promote_types(input.dtype, target.dtype))
 
 
@@ -68,7 +68,7 @@ def liger_tvd(
     return divergence("liger_tvd", OPERATORS, input, target, shift_labels, options)
 
 
-def _options(op: str, reduction: str, ignore_index: int) -> Divergence:
+def _options(op: str, reduction: str = "mean", ignore_index: int = -100) -> Divergence:
     return Divergence(TVD, check_reduction(op, reduction), ignore_index=ignore_index)
 
 
