@@ -1,13 +1,14 @@
 """The table of ops: what a kernel file registers, what is stored for its kernels, and the keys that kernels share.
 
-`register(Op(...))` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`. Everything
-here is also a name of `registry`, which is where callers take it from.
+`register_file(__name__, ...)` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`.
+Everything here is also a name of `registry`, which is where callers take it from.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
@@ -305,6 +306,18 @@ def register(op: Op) -> Op:
     _ops[op.name] = op
     env.know_op(op.name)
     return op
+
+
+def register_file(module: str, **differs: Any) -> Op:
+    """Add the op that a kernel file is: `register_file(__name__, tunables=...)` at its end.
+
+    Its name is the file's. In the file are `liger_<op>`, `<op>_reference`, `WORKLOADS` and `sample`; differs: the other
+    fields of `Op`.
+    """
+    contents, name = vars(sys.modules[module]), module.rpartition(".")[2]
+    function, reference = contents[f"liger_{name}"], contents[f"{name}_reference"]
+    workloads, sample = contents["WORKLOADS"], contents["sample"]
+    return register(Op(name, function, reference, workloads=workloads, sample=sample, **differs))
 
 
 def unregister(name: str) -> None:

@@ -54,6 +54,7 @@ from .ops import (  # noqa: F401
     ops,
     plans,
     register,
+    register_file,
     registered,
     row_key,
     tile_space,

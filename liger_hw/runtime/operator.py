@@ -174,7 +174,7 @@ def define(
         return overload(*args)
 
     call.__name__ = name
-    call.overload = overload
+    call.overload, call.numbers = overload, None
     return call if call_numbers is None else call_numbers.taking_call(call)
 
 
@@ -220,6 +220,7 @@ class _Numbers:
             return operator(*args[:-1], *self.numbers_of(args[-1]))
 
         with_call.__name__, with_call.overload = operator.__name__, operator.overload
+        with_call.numbers = self.kind
         return with_call
 
     def taking_numbers(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:

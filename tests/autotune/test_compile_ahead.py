@@ -116,7 +116,7 @@ def test_what_is_the_callers_stays_the_callers(compiled, on_sm90):
     first._note_launch = noted(launches)
     refuse = lambda t: pytest.fail("a hook ran")  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
-        first.note_call(rms_norm.RMSNormFunction, (x, weight, 1e-6, 0.0, "llama"))
+        first.note_call(rms_norm.RMSNormFunction, (x, weight, 1e-6, 0.0, rms_norm.CASTING_MODES["llama"]))
     first.pool.shutdown()
     assert {name for name, *_ in launches} >= {"rms_norm.fwd", "rms_norm.bwd"}
     assert torch.is_grad_enabled() and torch.equal(state, torch.get_rng_state())
@@ -125,7 +125,7 @@ def test_what_is_the_callers_stays_the_callers(compiled, on_sm90):
         again = {}
         first._note_launch = noted(again)
         first._calls.clear()
-        first.note_call(rms_norm.RMSNormFunction, (x, weight, 1e-6, 0.0, "llama"))
+        first.note_call(rms_norm.RMSNormFunction, (x, weight, 1e-6, 0.0, rms_norm.CASTING_MODES["llama"]))
     assert {name for name, *_ in again} == {"rms_norm.fwd"}
 
 

@@ -84,7 +84,14 @@ def _swiglu_off_by_a_thousandth(monkeypatch):
 
 
 def _rms_norm_backward_forgets_a_bit_of_dx(monkeypatch):
-    _scaled(monkeypatch, "liger_hw.kernels.norms.rms_norm", "rms_norm_bwd", lambda grads: (grads[0] * 1.001, grads[1]))
+    function = importlib.import_module("liger_hw.kernels.norms.rms_norm").RMSNormFunction
+    backward = function.backward
+
+    def forgetful(ctx, dy):
+        dx, *grads = backward(ctx, dy)
+        return dx * 1.001, *grads
+
+    monkeypatch.setattr(function, "backward", staticmethod(forgetful))
 
 
 def _rope_turns_the_wrong_way(monkeypatch):

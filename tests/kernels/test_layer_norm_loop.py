@@ -41,9 +41,9 @@ def test_a_loop_over_rows_that_lie_apart(lane, wide, seed):
     x = torch.randn(n_rows, 1600, generator=generator).to(lane.device, dtype)[:, :1536]
     w, b = (torch.randn(1536, generator=generator).to(lane.device, other) for _ in range(2))
     with registry.override("layer_norm.fwd", _persistent(1024, 1)):
-        y, stats = layer_norm.layer_norm_fwd(x, w, b, 1e-6)
+        y, stats = layer_norm.LayerNormFunction.fwd(x, w, b, 1e-6)
     with registry.override("layer_norm.fwd", LaunchConfig({"BLOCK_SIZE": 1024, "ROWS": 1}, 2)):
-        one_y, one_stats = layer_norm.layer_norm_fwd(x, w, b, 1e-6)
+        one_y, one_stats = layer_norm.LayerNormFunction.fwd(x, w, b, 1e-6)
     torch.testing.assert_close(stats, one_stats, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(y, one_y)
     assert y.dtype is dtype and stats.dtype is torch.float32

@@ -70,7 +70,7 @@ def asked(monkeypatch):
     def noting(name, launcher):
         return lambda *args: names.append(name) or launcher(*args)
 
-    for name, call in (("rms_norm_fwd", rms_norm.rms_norm_fwd), ("rms_norm_bwd", rms_norm.rms_norm_bwd)):
+    for name, call in (("rms_norm_fwd", rms_norm.RMSNormFunction.fwd), ("rms_norm_bwd", rms_norm.RMSNormFunction.bwd)):
         cells = dict(zip(call.__code__.co_freevars, call.__closure__))
         monkeypatch.setattr(cells["launcher"], "cell_contents", noting(name, cells["launcher"].cell_contents))
     return names
@@ -78,7 +78,7 @@ def asked(monkeypatch):
 
 def norm(x, w, eps=1e-6):
     with torch.no_grad():
-        return rms_norm.rms_norm_fwd(x, w, eps, 0.0, 0)
+        return rms_norm.RMSNormFunction.fwd(x, w, eps, 0.0, 0)
 
 
 def inputs(rows=3, columns=64, dtype=torch.float32):
@@ -155,7 +155,7 @@ def test_one_tensor_passed_twice_is_two_arguments(driver, asked):
     def back(dy):
         driver.seen.clear()
         with torch.no_grad():
-            rms_norm.rms_norm_bwd(dy, x, w, rstd, 0.0, 0, False)
+            rms_norm.RMSNormFunction.bwd(dy, x, w, rstd, 0.0, 0, False)
         return driver.seen[0][6:9]
 
     assert [back(x) for _ in range(3)] == [pointers(x, x, w)] * 3
@@ -549,7 +549,7 @@ def test_results_are_inference_tensors_where_they_would_be(driver, asked):
     x, w = inputs()
     for mode in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
-            found = rms_norm.rms_norm_fwd(x, w, 1e-6, 0.0, 0)
+            found = rms_norm.RMSNormFunction.fwd(x, w, 1e-6, 0.0, 0)
         assert [t.is_inference() for t in found] == [mode is torch.inference_mode] * 2
     assert len(asked) == 2
 
@@ -689,11 +689,11 @@ def test_batched_gradients_go_by_the_dispatcher(driver, asked):
     """Their tensors have no memory of their own: no launch is made with them, and none is recorded."""
     x, w = inputs()
     dy, rstd = torch.randn(2, *x.shape), torch.rand(x.shape[0])
-    exact = [rms_norm.rms_norm_bwd.overload(g, x, w, rstd, 0.0, 0, False)[0] for g in dy]
+    exact = [rms_norm.RMSNormFunction.bwd.overload(g, x, w, rstd, 0.0, 0, False)[0] for g in dy]
 
     def backward(g):
         with torch.no_grad():
-            return rms_norm.rms_norm_bwd(g, x, w, rstd, 0.0, 0, False)[0]
+            return rms_norm.RMSNormFunction.bwd(g, x, w, rstd, 0.0, 0, False)[0]
 
     for _ in range(4):
         found = torch._vmap_internals._vmap(backward)(dy)

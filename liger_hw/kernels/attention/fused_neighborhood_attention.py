@@ -21,9 +21,8 @@ import math
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Op, Sample, Tunable, next_power_of_2, normal
+from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal
 from ...runtime.operator import (
-    Function,
     cdiv,
     check,
     check_integers,
@@ -31,9 +30,9 @@ from ...runtime.operator import (
     define,
     dense,
     empty_like,
-    first_order,
     launch,
 )
+from ...runtime.operator_function import OperatorFunction
 from .neighborhood_attention_kernels import (
     _neighborhood_bwd_keys_kernel,
     _neighborhood_bwd_queries_kernel,
@@ -189,44 +188,27 @@ def _misfit(query, *_rest):
     return "" if head_dim <= WIDEST else f"query must have at most {WIDEST} dimensions a head, got {head_dim}"
 
 
-def _bwd_misfit(do, *rest):
-    return _misfit(*rest)
-
-
-fused_neighborhood_attention_fwd = define(
-    "fused_neighborhood_attention_fwd(Tensor query, Tensor key, Tensor value, int kernel_size, int dilation,"
-    " float? scale) -> (Tensor, Tensor)",
-    shapes="T query, key, value [batch, heads, tokens, head_dim]",
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=_fwd_reference,
-)
-fused_neighborhood_attention_bwd = define(
-    "fused_neighborhood_attention_bwd(Tensor do, Tensor query, Tensor key, Tensor value, Tensor lse,"
-    " int kernel_size, int dilation, float? scale) -> (Tensor, Tensor, Tensor)",
-    shapes="T query, key, value [batch, heads, tokens, head_dim]; do [batch, heads, tokens, head_dim]; "
-    "lse [batch, heads, tokens]",
-    misfit=_bwd_misfit,
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=("query", "key", "value"),
-)
-
-
-class FusedNeighborhoodAttentionFunction(Function):
+class FusedNeighborhoodAttentionFunction(OperatorFunction):
     """Autograd for neighbourhood attention: saves query, key, value and the softmax's sums."""
 
-    @staticmethod
-    def forward(ctx, query, key, value, kernel_size, dilation, scale):
-        ctx.band = kernel_size, dilation, scale
-        O, LSE = fused_neighborhood_attention_fwd(query, key, value, *ctx.band)
-        ctx.save_for_backward(query, key, value, LSE)
-        return O
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dO):
-        return (*fused_neighborhood_attention_bwd(dO, *ctx.saved_tensors, *ctx.band), None, None, None)
+    fwd = define(
+        "fused_neighborhood_attention_fwd(Tensor query, Tensor key, Tensor value, int kernel_size, int dilation,"
+        " float? scale) -> (Tensor o, Tensor lse)",
+        shapes="T query, key, value [batch, heads, tokens, head_dim]",
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=_fwd_reference,
+    )
+    bwd = define(
+        "fused_neighborhood_attention_bwd(Tensor do, Tensor query, Tensor key, Tensor value, Tensor lse,"
+        " int kernel_size, int dilation, float? scale) -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+        shapes="T query, key, value [batch, heads, tokens, head_dim]; do [batch, heads, tokens, head_dim]; "
+        "lse [batch, heads, tokens]",
+        misfit=lambda do, *args: _misfit(*args),
+        launcher=_bwd,
+        reference=_bwd_reference,
+        fake=("query", "key", "value"),
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -346,7 +328,7 @@ WORKLOADS = {
 """Problem sizes (n_heads, n_tokens, head_dim, kernel_size); n_heads counts the heads of all sequences."""
 
 
-def _sample(sizes, dtype, device, generator, *, dilation=1, scale=None) -> Sample:
+def sample(sizes, dtype, device, generator, *, dilation=1, scale=None) -> Sample:
     n_heads, n_tokens, head_dim, kernel_size = sizes
     drawn = normal(dtype, device, generator)
     query, key, value = (drawn(1, n_heads, n_tokens, head_dim) for _ in range(3))
@@ -358,15 +340,9 @@ def _sample(sizes, dtype, device, generator, *, dilation=1, scale=None) -> Sampl
     )
 
 
-OP = registry.register(
-    Op(
-        name="fused_neighborhood_attention",
-        function=liger_fused_neighborhood_attention,
-        reference=fused_neighborhood_attention_reference,
-        tunables=(FWD, BWD_QUERIES, BWD_KEYS),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"dilation": 3}, {"scale": 0.3}),
-        small=((2, 100, 20, 7), (1, 37, 16, 64), (3, 5, 33, 4)),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD_QUERIES, BWD_KEYS),
+    options=({}, {"dilation": 3}, {"scale": 0.3}),
+    small=((2, 100, 20, 7), (1, 37, 16, 64), (3, 5, 33, 4)),
 )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, backend_of, row_key, tile_space
+from ...registry import Key, LaunchConfig, Sample, Target, Tunable, backend_of, row_key, tile_space
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -534,7 +534,7 @@ def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
     return torch.where((masked - threshold).abs() < 1e-2, scores - 1, scores)
 
 
-def _sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=False, stride=1) -> Sample:
+def sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=False, stride=1) -> Sample:
     """A 3 x 3 kernel that keeps the size; groups: depthwise; stride: a 2 x 2 kernel, dilation 2, no padding."""
     batch, seq_len, channels = sizes
 
@@ -559,15 +559,9 @@ def _sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=
     )
 
 
-OP = registry.register(
-    Op(
-        name="multi_token_attention",
-        function=liger_multi_token_attention,
-        reference=multi_token_attention_reference,
-        tunables=(FWD, BWD, FILL, BIAS, CHANNELS_FWD, CHANNELS_BWD, CHANNELS_FILL),
-        workloads=WORKLOADS,
-        sample=_sample,
-        small=((1, 9, 2), (2, 5, 1), (1, 37, 2)),
-        options=({}, {"groups": True, "sparse": True, "bias": False, "stride": 2}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, FILL, BIAS, CHANNELS_FWD, CHANNELS_BWD, CHANNELS_FILL),
+    small=((1, 9, 2), (2, 5, 1), (1, 37, 2)),
+    options=({}, {"groups": True, "sparse": True, "bias": False, "stride": 2}),
 )

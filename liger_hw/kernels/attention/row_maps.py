@@ -252,14 +252,14 @@ def row_map_operators(
 
     return (
         define(
-            f"{fwd.op}_fwd(Tensor x) -> Tensor",
+            f"{fwd.op}_fwd(Tensor x) -> Tensor y",
             shapes="x [*, n]",
             launcher=forward,
             reference=lambda x: reference(x).contiguous(),
             fake=("x",),
         ),
         define(
-            f"{bwd.op}_bwd(Tensor dy, Tensor y) -> Tensor",
+            f"{bwd.op}_bwd(Tensor dy, Tensor y) -> Tensor dx",
             shapes="y, dy [*, n]",
             launcher=backward,
             reference=lambda dy, y: bwd_reference(dy, y).to(y.dtype).contiguous(),

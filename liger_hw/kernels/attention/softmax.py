@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, normal
+from ...registry import Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
-from ...runtime.operator import Function, first_order
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
@@ -185,24 +185,13 @@ def _bwd_reference(dy, y):
 
 
 FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_kernel)
-softmax_fwd, softmax_bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference, sparse=False)
 
 
-class SoftmaxFunction(Function):
+class SoftmaxFunction(OperatorFunction):
     """Autograd for softmax: saves y."""
 
-    sharding = RowsRule(inputs=("input_",))
-
-    @staticmethod
-    def forward(ctx, input_):
-        y = softmax_fwd(input_)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad_output):
-        return softmax_bwd(grad_output, *ctx.saved_tensors)
+    sharding = RowsRule(inputs=("x",))
+    fwd, bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference, sparse=False)
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -237,19 +226,10 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols): attention scores, output distributions, expert routers."""
 
 
-def _sample(sizes, dtype, device, generator) -> Sample:
+def sample(sizes, dtype, device, generator) -> Sample:
     n_rows, n_cols = sizes
     x = normal(dtype, device, generator)(n_rows, n_cols)
     return Sample(args=(x,), reduction=n_cols, grad_reduction=n_cols, moved=5 * n_rows * n_cols * dtype.itemsize)
 
 
-OP = registry.register(
-    Op(
-        name="softmax",
-        function=liger_softmax,
-        reference=softmax_reference,
-        tunables=(FWD, BWD),
-        workloads=WORKLOADS,
-        sample=_sample,
-    )
-)
+OP = registry.register_file(__name__, tunables=(FWD, BWD))

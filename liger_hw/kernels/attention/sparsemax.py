@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, normal
+from ...registry import Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order, no_view
 from ...runtime.triton_import import tl, triton
@@ -260,7 +260,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols): output distributions and attention scores."""
 
 
-def _sample(sizes, dtype, device, generator, *, dim=-1) -> Sample:
+def sample(sizes, dtype, device, generator, *, dim=-1) -> Sample:
     n_rows, n_cols = sizes
     x = normal(dtype, device, generator)(n_rows, n_cols)
     return Sample(
@@ -271,14 +271,8 @@ def _sample(sizes, dtype, device, generator, *, dim=-1) -> Sample:
     )
 
 
-OP = registry.register(
-    Op(
-        name="sparsemax",
-        function=liger_sparsemax,
-        reference=sparsemax_reference,
-        tunables=(FWD, BWD),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"dim": 0}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD),
+    options=({}, {"dim": 0}),
 )

@@ -16,7 +16,7 @@ from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, cdiv, check, define, first_order, is_interpreted, launch, row_major
 from ...runtime.triton_import import tl, triton
-from ..pointwise.elementwise import ActivationOperators, activation
+from ..pointwise.elementwise import activation
 from ..rows.blocks import load_tile, store_tile, tile_mask
 from ..rows.tuning import row_tunable, row_warps
 from .float8_linear import RECIPES, as_rows, float8_linear_reference, linear
@@ -79,12 +79,12 @@ def _misfit(config: LaunchConfig, key: Key) -> str | None:
 
 
 class Gate(NamedTuple):
-    """A gate that writes FP8. rows: its operator, (a, b) -> (data, scale); operators: of the gate itself, with the
-    options of its backward."""
+    """A gate that writes FP8. rows: its operator, (a, b) -> (data, scale); backward: of the gate's Function,
+    and the numbers that it saves."""
 
     rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    operators: ActivationOperators
-    options: tuple
+    backward: Callable[..., tuple]
+    numbers: tuple
 
 
 def gated_tunable(op: str) -> Tunable:
@@ -145,7 +145,7 @@ class GatedRowsFunction(Function):
     def forward(ctx, a, b, gate, owned):
         data, scale = gate.rows(as_rows(a), as_rows(b))
         ctx.save_for_backward(a, b)
-        ctx.operators, ctx.options, ctx.owned = gate.operators, gate.options, owned
+        ctx.of_gate, ctx.numbers, ctx.owned = gate.backward, gate.numbers, owned
         ctx.mark_non_differentiable(data, scale)
         ctx.set_materialize_grads(False)
         return a.new_full((1,), math.nan).expand(a.shape), data, scale
@@ -153,7 +153,7 @@ class GatedRowsFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dc, d_data, d_scale):
-        return (None,) * 4 if dc is None else (*ctx.operators.backward(ctx, dc), None, None)
+        return (None,) * 4 if dc is None else (*ctx.of_gate(ctx, dc)[:2], None, None)
 
 
 def gated_linear(

@@ -14,14 +14,16 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import check, check_flags, check_tensors
-from ..pointwise.geglu import APPROXIMATIONS, geglu_reference, operators
+from ..pointwise.geglu import APPROXIMATIONS, GELUMulFunction, geglu_reference
 from .formats import why_no_float8
 from .gated_rows import Gate, gated_linear, gated_linear_reference, gated_rows, gated_tunable
 from .swiglu_float8 import gated_float8_sample
 
 FWD = gated_tunable("geglu_float8")
-TANH = Gate(gated_rows(FWD, "gelu_tanh", geglu_reference), operators, (True,))
-EXACT = Gate(gated_rows(FWD, "gelu", lambda a, b: geglu_reference(a, b, "none"), "exact_"), operators, (False,))
+TANH = Gate(gated_rows(FWD, "gelu_tanh", geglu_reference), GELUMulFunction.backward, (True,))
+EXACT = Gate(
+    gated_rows(FWD, "gelu", lambda a, b: geglu_reference(a, b, "none"), "exact_"), GELUMulFunction.backward, (False,)
+)
 
 
 def geglu_float8_reference(a, b, weight, bias=None, approximate="tanh", owned=False, rounds=None):

@@ -14,12 +14,12 @@ import torch
 from ... import registry
 from ...registry import Op, Sample, normal
 from ...runtime.operator import check_flags, check_tensors
-from ..pointwise.swiglu import operators, swiglu_reference
+from ..pointwise.swiglu import SiLUMulFunction, swiglu_reference
 from .formats import why_no_float8
 from .gated_rows import Gate, gated_linear, gated_linear_reference, gated_rows, gated_tunable
 
 FWD = gated_tunable("swiglu_float8")
-GATE = Gate(gated_rows(FWD, "silu", swiglu_reference), operators, (1.0, 1.0))
+GATE = Gate(gated_rows(FWD, "silu", swiglu_reference), SiLUMulFunction.backward, (1.0, 1.0))
 
 
 def swiglu_float8_reference(a, b, weight, bias=None, owned=False, rounds=None):

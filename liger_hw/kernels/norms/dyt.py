@@ -16,19 +16,18 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, next_power_of_2, normal, row_key, tile_space
+from ...registry import Key, LaunchConfig, Sample, Target, next_power_of_2, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
-    Function,
     cdiv,
     define,
     dense,
     empty_like,
-    first_order,
     launch,
     row_major,
     rows_of,
 )
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
@@ -323,42 +322,24 @@ def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
     return (scale * d).to(x.dtype).contiguous(), params.to(params_dtype(x, gamma, beta)), dalpha
 
 
-dyt_fwd = define(
-    "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor",
-    shapes="x [*, n]; alpha of 1; gamma [n]; beta [n]",
-    launcher=_fwd,
-    reference=_fwd_reference,
-    fake=("x",),
-)
-dyt_bwd = define(
-    "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool needs_params)"
-    " -> (Tensor, Tensor, Tensor)",
-    shapes="x, dy [*, n]; alpha of 1; gamma [n]; beta [n]",
-    launcher=_bwd,
-    reference=_bwd_reference,
-)
-
-
-class DyTFunction(Function):
+class DyTFunction(OperatorFunction):
     """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
 
-    sharding = RowsRule(inputs=("x",), weights=("alpha", "gamma", "beta"))
-
-    @staticmethod
-    def forward(ctx, x, alpha, gamma, beta):
-        ctx.save_for_backward(x, alpha, gamma, beta)
-        return dyt_fwd(x, alpha, gamma, beta)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dy):
-        x, alpha, gamma, beta = ctx.saved_tensors
-        needed = any(ctx.needs_input_grad[1:])
-        dx, params, dalpha = dyt_bwd(dy, x, alpha, gamma, beta, needed)
-        if not needed:
-            return dx, None, None, None
-        dgamma, dbeta = (params, None) if beta is None else params.view(2, -1)
-        return dx, dalpha, dgamma, dbeta
+    sharding, params = RowsRule(inputs=("x",), weights=("alpha", "gamma", "beta")), ("alpha", "gamma", "beta")
+    fwd = define(
+        "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor y",
+        shapes="x [*, n]; alpha of 1; gamma [n]; beta [n]",
+        launcher=_fwd,
+        reference=_fwd_reference,
+        fake=("x",),
+    )
+    bwd = define(
+        "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool needs_params)"
+        " -> (Tensor dx, Tensor dgamma_dbeta, Tensor dalpha)",
+        shapes="x, dy [*, n]; alpha of 1; gamma [n]; beta [n]",
+        launcher=_bwd,
+        reference=_bwd_reference,
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -407,7 +388,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols): the models of the paper."""
 
 
-def _sample(sizes, dtype, device, generator, *, beta=True) -> Sample:
+def sample(sizes, dtype, device, generator, *, beta=True) -> Sample:
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     alpha = torch.full((1,), 0.5, dtype=dtype, device=device).requires_grad_()
@@ -418,14 +399,8 @@ def _sample(sizes, dtype, device, generator, *, beta=True) -> Sample:
     )
 
 
-OP = registry.register(
-    Op(
-        name="dyt",
-        function=liger_dyt,
-        reference=dyt_reference,
-        tunables=(FWD, BWD, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"beta": False}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, DW),
+    options=({}, {"beta": False}),
 )

@@ -17,7 +17,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Op, Sample, normal
+from ...registry import Sample, normal
 from ...runtime.operator import Function, check, check_numbers, define, first_order
 from ...runtime.sharding import RowsRule
 from . import rms_norm
@@ -172,7 +172,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0) -> Sample:
+def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0) -> Sample:
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     x, r, w = drawn(n_rows, n_cols), drawn(n_rows, n_cols), drawn(n_cols)
@@ -184,14 +184,8 @@ def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0
     )
 
 
-OP = registry.register(
-    Op(
-        name="fused_add_rms_norm",
-        function=liger_fused_add_rms_norm,
-        reference=fused_add_rms_norm_reference,
-        tunables=(FWD, *BACKWARD),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, *BACKWARD),
+    options=({}, {"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"}),
 )

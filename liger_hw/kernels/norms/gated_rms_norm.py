@@ -25,10 +25,9 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, normal, row_key, tile_space
+from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
-    Function,
     cdiv,
     check,
     check_flags,
@@ -37,11 +36,11 @@ from ...runtime.operator import (
     check_tensors,
     define,
     dense,
-    first_order,
     launch,
     row_major,
     rows_of,
 )
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import persistent_misfit, row_tiles, row_tunable, row_warps, rows_per_program
@@ -346,39 +345,26 @@ def _misfit(n_cols, group_size) -> str:
     return ""
 
 
-gated_rms_norm_fwd = define(
-    "gated_rms_norm_fwd(Tensor X, Tensor gate, Tensor W, float eps, bool sigmoid, bool llama, bool norm_first, "
-    "int group_size) -> (Tensor, Tensor)",
-    shapes="X, gate [*, n]; W [n]",
-    misfit=lambda X, *args: _misfit(X.shape[-1], args[-1]),
-    launcher=_fwd,
-    reference=_fwd_reference,
-)
-gated_rms_norm_bwd = define(
-    "gated_rms_norm_bwd(Tensor dY, Tensor X, Tensor gate, Tensor W, Tensor rstd, bool sigmoid, bool norm_first, "
-    "int group_size) -> (Tensor, Tensor, Tensor)",
-    shapes="X, gate, dY [*, n]; W [n]; rstd [groups, rows]",
-    misfit=lambda dY, X, *args: _misfit(X.shape[-1], args[-1]),
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=("X", "gate", "W"),
-)
-
-
-class GatedRMSNormFunction(Function):
+class GatedRMSNormFunction(OperatorFunction):
     """Autograd for the gated RMSNorm: saves x, gate, w and rstd."""
 
-    @staticmethod
-    def forward(ctx, X, gate, W, eps, sigmoid, llama, norm_first, group_size):
-        Y, RSTD = gated_rms_norm_fwd(X, gate, W, eps, sigmoid, llama, norm_first, group_size)
-        ctx.save_for_backward(X, gate, W, RSTD)
-        ctx.options = sigmoid, norm_first, group_size
-        return Y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dY):
-        return *gated_rms_norm_bwd(dY, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+    fwd = define(
+        "gated_rms_norm_fwd(Tensor X, Tensor gate, Tensor W, float eps, bool sigmoid, bool llama, bool norm_first, "
+        "int group_size) -> (Tensor Y, Tensor rstd)",
+        shapes="X, gate [*, n]; W [n]",
+        misfit=lambda X, *args: _misfit(X.shape[-1], args[-1]),
+        launcher=_fwd,
+        reference=_fwd_reference,
+    )
+    bwd = define(
+        "gated_rms_norm_bwd(Tensor dY, Tensor X, Tensor gate, Tensor W, Tensor rstd, bool sigmoid, bool norm_first, "
+        "int group_size) -> (Tensor dX, Tensor dgate, Tensor dW)",
+        shapes="X, gate, dY [*, n]; W [n]; rstd [groups, rows]",
+        misfit=lambda dY, X, *args: _misfit(X.shape[-1], args[-1]),
+        launcher=_bwd,
+        reference=_bwd_reference,
+        fake=("X", "gate", "W"),
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -414,7 +400,7 @@ def liger_gated_rms_norm(
         group_size = X.shape[-1] if X.dim() else 1
     check_integers(_NAME, group_size=group_size)
     flags = activation == "sigmoid", casting_mode == "llama", bool(norm_before_gate)
-    return GatedRMSNormFunction.apply(X, gate, W, float(eps), *flags, group_size)
+    return GatedRMSNormFunction.apply(X, gate, W, eps, *flags, group_size)
 
 
 class LigerGatedRMSNorm(torch.nn.Module):
@@ -453,7 +439,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols): 8192 tokens of 32 heads of 128; 8192 tokens of a state space layer."""
 
 
-def _sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **options: Any) -> Sample:
+def sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **options: Any) -> Sample:
     n_rows, n_cols = sizes
     n_cols *= groups
     drawn = normal(dtype, device, generator)
@@ -470,19 +456,13 @@ def _sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **o
     )
 
 
-OP = registry.register(
-    Op(
-        name="gated_rms_norm",
-        function=liger_gated_rms_norm,
-        reference=gated_rms_norm_reference,
-        tunables=(FWD, BWD, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=(
-            {},
-            {"activation": "sigmoid", "casting_mode": "gemma", "wide_weight": True},
-            {"norm_before_gate": False, "groups": 3},
-            {"norm_before_gate": False, "casting_mode": "gemma"},
-        ),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, DW),
+    options=(
+        {},
+        {"activation": "sigmoid", "casting_mode": "gemma", "wide_weight": True},
+        {"norm_before_gate": False, "groups": 3},
+        {"norm_before_gate": False, "casting_mode": "gemma"},
+    ),
 )

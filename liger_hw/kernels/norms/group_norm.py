@@ -25,10 +25,9 @@ from typing import NamedTuple
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, normal, tile_space
+from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative, resident_options
 from ...runtime.operator import (
-    Function,
     cdiv,
     check,
     check_integers,
@@ -36,10 +35,10 @@ from ...runtime.operator import (
     check_tensors,
     define,
     dense,
-    first_order,
     launch,
 )
-from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
+from ...runtime.operator_function import OperatorFunction
+from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ..rows.tuning import persistent_misfit
 from .group_norm_kernels import (
     _group_norm_bwd_kernel,
@@ -298,44 +297,26 @@ def _misfit(X, W, B, num_groups) -> str:
     return "a bias needs a weight; pass ones for a shift alone" if W is None and B is not None else ""
 
 
-group_norm_fwd = define(
-    "group_norm_fwd(Tensor X, Tensor? affine_scaling_weight, Tensor? affine_shifting_bias, int num_groups, float eps)"
-    " -> (Tensor, Tensor)",
-    shapes="X [b, c, *]; affine_scaling_weight [c]; affine_shifting_bias [c]",
-    misfit=lambda X, W, B, num_groups, eps: _misfit(X, W, B, num_groups),
-    launcher=_fwd,
-    reference=_fwd_reference,
-)
-group_norm_bwd = define(
-    "group_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, int num_groups, bool needs_params)"
-    " -> (Tensor, Tensor)",
-    shapes="X, dY [b, c, *]; W [c]; B [c]; stats",
-    misfit=lambda dY, X, W, B, stats, num_groups, needs_params: _misfit(X, W, B, num_groups),
-    launcher=_bwd,
-    reference=_bwd_reference,
-)
-
-
-class GroupNormFunction(Function):
+class GroupNormFunction(OperatorFunction):
     """Autograd for GroupNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
 
-    @staticmethod
-    def forward(ctx, X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-        Y, STATS = group_norm_fwd(X, affine_scaling_weight, affine_shifting_bias, num_groups, float(eps))
-        ctx.save_for_backward(X, affine_scaling_weight, affine_shifting_bias, STATS)
-        ctx.num_groups = num_groups
-        return Y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dY):
-        X, W, B, STATS = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dX, dP = group_norm_bwd(dY, X, W, B, STATS, ctx.num_groups, needed)
-        if not needed:
-            return dX, None, None, None, None, None
-        dW, dB = (dP, None) if B is None else halves(dP)
-        return dX, dW, dB, None, None, None
+    params = "affine_scaling_weight", "affine_shifting_bias"
+    fwd = define(
+        "group_norm_fwd(Tensor X, Tensor? affine_scaling_weight, Tensor? affine_shifting_bias, int num_groups,"
+        " float eps) -> (Tensor Y, Tensor stats)",
+        shapes="X [b, c, *]; affine_scaling_weight [c]; affine_shifting_bias [c]",
+        misfit=lambda X, W, B, num_groups, eps: _misfit(X, W, B, num_groups),
+        launcher=_fwd,
+        reference=_fwd_reference,
+    )
+    bwd = define(
+        "group_norm_bwd(Tensor dY, Tensor X, Tensor? affine_scaling_weight, Tensor? affine_shifting_bias, Tensor stats,"
+        " int num_groups, bool needs_params) -> (Tensor dX, Tensor daffine_scaling_weight_daffine_shifting_bias)",
+        shapes="X, dY [b, c, *]; affine_scaling_weight [c]; affine_shifting_bias [c]; stats",
+        misfit=lambda dY, X, W, B, stats, num_groups, needs_params: _misfit(X, W, B, num_groups),
+        launcher=_bwd,
+        reference=_bwd_reference,
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -360,7 +341,7 @@ def liger_group_norm(
     check_tensors("liger_group_norm", X=X)
     if X.dim() < 2 or X.shape[1] != num_channels:
         check(False, "liger_group_norm", f"X must be [batch, {num_channels}, ...], got {tuple(X.shape)}")
-    return GroupNormFunction.apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
+    return GroupNormFunction.apply(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
 
 
 class LigerGroupNorm(torch.nn.Module):
@@ -406,7 +387,7 @@ WORKLOADS = {
 """Problem sizes (batch, groups, spatial, num_channels) of real models; spatial is height x width."""
 
 
-def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
+def sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
     batch, groups, spatial, num_channels = sizes
     drawn = normal(dtype, device, generator)
     w = drawn(num_channels) if affine else None
@@ -420,15 +401,9 @@ def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sampl
     )
 
 
-OP = registry.register(
-    Op(
-        name="group_norm",
-        function=liger_group_norm,
-        reference=group_norm_reference,
-        tunables=(FWD, BWD, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"bias": False}, {"affine": False}),
-        small=((2, 3, 37, 15), (1, 2, 9, 6), (3, 1, 64, 4)),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, DW),
+    options=({}, {"bias": False}, {"affine": False}),
+    small=((2, 3, 37, 15), (1, 2, 9, 6), (3, 1, 64, 4)),
 )

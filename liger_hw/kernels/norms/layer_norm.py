@@ -19,13 +19,13 @@ from dataclasses import replace
 import torch
 
 from ... import registry
-from ...recompute.recipes import offer
-from ...registry import Key, LaunchConfig, Op, Sample, Target, normal
+from ...registry import Key, LaunchConfig, Sample, Target, normal
 from ...runtime.cooperative import resident_options
-from ...runtime.operator import Function, check, check_numbers, define, first_order
+from ...runtime.operator import check, check_numbers, define
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from ..rows.blocks import most_columns
-from ..rows.reduce import halves, param_parts, params_dtype
+from ..rows.reduce import param_parts, params_dtype
 from ..rows.tuning import fwd_heuristic, fwd_space
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, norm_forward, norm_forward_tunable
@@ -126,44 +126,24 @@ def _misfit(X, W, B, eps) -> str:
     return "B needs W; pass ones as W for a shift alone" if W is None and B is not None else ""
 
 
-layer_norm_fwd = define(
-    "layer_norm_fwd(Tensor X, Tensor? W, Tensor? B, float eps) -> (Tensor, Tensor)",
-    shapes="X [*, n]; W [n]; B [n]",
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=_fwd_reference,
-)
-layer_norm_bwd = define(
-    "layer_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, bool needs_params) -> (Tensor, Tensor)",
-    shapes="X, dY [*, n]; W [n]; B [n]; stats [2, rows]",
-    launcher=_bwd,
-    reference=bwd_reference,
-)
-
-
-class LayerNormFunction(Function):
+class LayerNormFunction(OperatorFunction):
     """Autograd for LayerNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
 
-    sharding = RowsRule(inputs=("X",), weights=("W", "B"))
-
-    @staticmethod
-    def forward(ctx, X, W, B, eps):
-        eps = float(eps)
-        Y, STATS = layer_norm_fwd(X, W, B, eps)
-        ctx.save_for_backward(X, W, B, STATS)
-        offer(ctx, Y, layer_norm_fwd, (X, W, B, eps), 0)
-        return Y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dY):
-        X, W, B, STATS = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dX, dP = layer_norm_bwd(dY, X, W, B, STATS, needed)
-        if not needed:
-            return dX, None, None, None
-        dW, dB = (dP, None) if B is None else halves(dP)
-        return dX, dW, dB, None
+    sharding, params, is_cheap = RowsRule(inputs=("X",), weights=("W", "B")), ("W", "B"), True
+    fwd = define(
+        "layer_norm_fwd(Tensor X, Tensor? W, Tensor? B, float eps) -> (Tensor Y, Tensor stats)",
+        shapes="X [*, n]; W [n]; B [n]",
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=_fwd_reference,
+    )
+    bwd = define(
+        "layer_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, bool needs_params)"
+        " -> (Tensor dX, Tensor dW_dB)",
+        shapes="X, dY [*, n]; W [n]; B [n]; stats [2, rows]",
+        launcher=_bwd,
+        reference=bwd_reference,
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -227,7 +207,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
+def sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     x, w, b = drawn(n_rows, n_cols), drawn(n_cols) if affine else None, drawn(n_cols) if bias and affine else None
@@ -239,14 +219,8 @@ def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sampl
     )
 
 
-OP = registry.register(
-    Op(
-        name="layer_norm",
-        function=liger_layer_norm,
-        reference=layer_norm_reference,
-        tunables=(FWD, *BACKWARD),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"bias": False}, {"affine": False}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, *BACKWARD),
+    options=({}, {"bias": False}, {"affine": False}),
 )

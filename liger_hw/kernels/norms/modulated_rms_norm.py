@@ -21,21 +21,20 @@ import math
 import torch
 
 from ... import registry
-from ...registry import Op, Plan, Sample, next_power_of_2, normal, row_key
+from ...registry import Plan, Sample, next_power_of_2, normal, row_key
 from ...runtime.operator import (
-    Function,
     cdiv,
     check,
     check_numbers,
     define,
     dense,
     empty_like,
-    first_order,
     launch,
     no_weight,
     row_major,
     rows_of,
 )
+from ...runtime.operator_function import OperatorFunction
 from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums
@@ -241,40 +240,26 @@ def _misfit(X, W, scale, shift, *numbers) -> str:
     return ""
 
 
-modulated_rms_norm_fwd = define(
-    "modulated_rms_norm_fwd(Tensor X, Tensor? W, Tensor scale, Tensor? shift, float eps, float offset, int casting)"
-    " -> (Tensor, Tensor)",
-    shapes="X [*, n]; W [n]; scale; shift",
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=_fwd_reference,
-)
-modulated_rms_norm_bwd = define(
-    "modulated_rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
-    " int casting, bool needs_params) -> (Tensor, Tensor, Tensor, Tensor)",
-    shapes="X, dY [*, n]; W [n]; scale; shift; rstd of rows",
-    misfit=lambda dY, *args: _misfit(*args),
-    launcher=_bwd,
-    reference=_bwd_reference,
-)
-
-
-class ModulatedRMSNormFunction(Function):
+class ModulatedRMSNormFunction(OperatorFunction):
     """Autograd for the modulated RMSNorm: saves its inputs and rstd."""
 
-    @staticmethod
-    def forward(ctx, X, W, scale, shift, eps, offset, casting_mode):
-        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
-        Y, RSTD = modulated_rms_norm_fwd(X, W, scale, shift, float(eps), ctx.offset, ctx.casting)
-        ctx.save_for_backward(X, W, scale, shift, RSTD)
-        return Y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dY):
-        needs = ctx.needs_input_grad[1:4]
-        dX, *grads = modulated_rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, any(needs))
-        return dX, *[g if n else None for g, n in zip(grads, needs)], None, None, None
+    params = "W", "scale", "shift"
+    fwd = define(
+        "modulated_rms_norm_fwd(Tensor X, Tensor? W, Tensor scale, Tensor? shift, float eps, float offset, int casting)"
+        " -> (Tensor Y, Tensor rstd)",
+        shapes="X [*, n]; W [n]; scale; shift",
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=_fwd_reference,
+    )
+    bwd = define(
+        "modulated_rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
+        " int casting, bool needs_params) -> (Tensor dX, Tensor dW, Tensor dscale, Tensor dshift)",
+        shapes="X, dY [*, n]; W [n]; scale; shift; rstd of rows",
+        misfit=lambda dY, *args: _misfit(*args),
+        launcher=_bwd,
+        reference=_bwd_reference,
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -303,7 +288,7 @@ def liger_modulated_rms_norm(
     check_numbers(name, eps=eps, offset=offset)
     if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    return ModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode)
+    return ModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, CASTING_MODES[casting_mode])
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
@@ -343,7 +328,7 @@ WORKLOADS = {
 """Problem sizes (n_mods, n_rows, n_cols) of real models: n_mods examples a batch."""
 
 
-def _sample(
+def sample(
     sizes, dtype, device, generator, *, shift=True, affine=True, per_row=False, casting_mode="llama", offset=0.0
 ) -> Sample:
     n_mods, n_rows, n_cols = sizes
@@ -361,22 +346,16 @@ def _sample(
     )
 
 
-OP = registry.register(
-    Op(
-        name="modulated_rms_norm",
-        function=liger_modulated_rms_norm,
-        reference=modulated_rms_norm_reference,
-        tunables=(FWD, BWD, BWD_DOT, BWD_SUMS, BWD_ALL_SUMS, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=(
-            {},
-            {"casting_mode": "gemma", "offset": 1.0},
-            {"casting_mode": "none", "shift": False},
-            {"affine": False},
-            {"per_row": True},
-            {"per_row": True, "affine": False, "shift": False},
-        ),
-        small=((1, 17, 33), (3, 12, 69), (2, 24, 64)),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, BWD_DOT, BWD_SUMS, BWD_ALL_SUMS, DW),
+    options=(
+        {},
+        {"casting_mode": "gemma", "offset": 1.0},
+        {"casting_mode": "none", "shift": False},
+        {"affine": False},
+        {"per_row": True},
+        {"per_row": True, "affine": False, "shift": False},
+    ),
+    small=((1, 17, 33), (3, 12, 69), (2, 24, 64)),
 )

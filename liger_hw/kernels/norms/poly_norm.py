@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, normal, row_key
+from ...registry import Sample, normal, row_key
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
@@ -369,7 +369,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols); n_cols is the intermediate size of the MLP the norm stands in."""
 
 
-def _sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
+def sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     x, w = drawn(n_rows, n_cols), drawn(3)
@@ -379,14 +379,8 @@ def _sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
     )
 
 
-OP = registry.register(
-    Op(
-        name="poly_norm",
-        function=liger_poly_norm,
-        reference=poly_norm_reference,
-        tunables=(FWD, BWD, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"bias": ()}, {"bias": None}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, DW),
+    options=({}, {"bias": ()}, {"bias": None}),
 )

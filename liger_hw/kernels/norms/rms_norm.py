@@ -19,17 +19,9 @@ from functools import partial
 import torch
 
 from ... import registry
-from ...recompute.recipes import offer
-from ...registry import Op, Sample, normal
-from ...runtime.operator import (
-    Function,
-    check,
-    check_numbers,
-    define,
-    first_order,
-    no_weight,
-    warn_ignored,
-)
+from ...registry import Sample, normal
+from ...runtime.operator import check, check_numbers, define, no_weight, warn_ignored
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable
@@ -88,42 +80,23 @@ def bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
     return dx, (g * seen)[None].flatten(0, -2).sum(0).to(w.dtype)
 
 
-rms_norm_fwd = define(
-    "rms_norm_fwd(Tensor X, Tensor? W, float eps, float offset, int casting) -> (Tensor, Tensor)",
-    shapes="X [*, n]; W [n]",
-    launcher=partial(norm_forward, FWD),
-    reference=fwd_reference,
-)
-rms_norm_bwd = define(
-    "rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, float offset, int casting, bool needs_dw)"
-    " -> (Tensor, Tensor)",
-    shapes="X, dY [*, n]; W [n]; rstd of rows",
-    launcher=partial(rms_backward, BACKWARD),
-    reference=bwd_reference,
-)
-
-
-class RMSNormFunction(Function):
+class RMSNormFunction(OperatorFunction):
     """Autograd for RMSNorm: saves x, w and rstd."""
 
-    sharding = RowsRule(inputs=("X",), weights=("W",))
-
-    @staticmethod
-    def forward(ctx, X, W, eps, offset, casting_mode):
-        eps = float(eps)
-        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
-        Y, RSTD = rms_norm_fwd(X, W, eps, ctx.offset, ctx.casting)
-        ctx.save_for_backward(X, W, RSTD)
-        offer(ctx, Y, rms_norm_fwd, (X, W, eps, ctx.offset, ctx.casting), 0)
-        return Y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dY):
-        X, W, RSTD = ctx.saved_tensors
-        needs_dw = ctx.needs_input_grad[1]
-        dX, dW = rms_norm_bwd(dY, X, W, RSTD, ctx.offset, ctx.casting, needs_dw)
-        return dX, dW if needs_dw else None, None, None, None
+    sharding, params, is_cheap = RowsRule(inputs=("X",), weights=("W",)), ("W",), True
+    fwd = define(
+        "rms_norm_fwd(Tensor X, Tensor? W, float eps, float offset, int casting) -> (Tensor Y, Tensor rstd)",
+        shapes="X [*, n]; W [n]",
+        launcher=partial(norm_forward, FWD),
+        reference=fwd_reference,
+    )
+    bwd = define(
+        "rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, float offset, int casting, bool needs_params)"
+        " -> (Tensor dX, Tensor dW)",
+        shapes="X, dY [*, n]; W [n]; rstd of rows",
+        launcher=partial(rms_backward, BACKWARD),
+        reference=bwd_reference,
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -148,7 +121,7 @@ def liger_rms_norm(
     check_numbers("liger_rms_norm", eps=eps, offset=offset)
     if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, "liger_rms_norm", f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    return RMSNormFunction.apply(X, W, eps, offset, casting_mode)
+    return RMSNormFunction.apply(X, W, eps, offset, CASTING_MODES[casting_mode])
 
 
 class LigerRMSNorm(torch.nn.Module):
@@ -208,7 +181,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, affine=True) -> Sample:
+def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, affine=True) -> Sample:
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     x, w = drawn(n_rows, n_cols), drawn(n_cols) if affine else None
@@ -220,14 +193,8 @@ def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0
     )
 
 
-OP = registry.register(
-    Op(
-        name="rms_norm",
-        function=liger_rms_norm,
-        reference=rms_norm_reference,
-        tunables=(FWD, *BACKWARD),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"}, {"affine": False}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, *BACKWARD),
+    options=({}, {"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"}, {"affine": False}),
 )

@@ -1,4 +1,4 @@
-"""Core of the activations: one forward and one backward kernel over elements, their tunables, launches and autograd.
+"""Core of the activations: one forward and one backward kernel over elements, their tunables, launches and operators.
 
 A gated activation (swiglu, fused_gate_up_swiglu, geglu) computes c = f(a) * b, an ungated one (relu_squared) y = f(x).
 The kernels take the name of f as a constexpr flag (`activation`).
@@ -15,11 +15,9 @@ from typing import Any, Callable
 
 import torch
 
-from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch
-from ...runtime.saved_tensors import may_overwrite
 from ...runtime.triton_import import tl, triton
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -366,35 +364,7 @@ def _launch_bwd(tunable, kind, dc, a, b, da, db, *multipliers):
     launch_activation(tunable, kind, tensors, strides, a.numel(), n_cols, 0, multipliers)
 
 
-# -- operators and autograd ------------------------------------------------------------------------------------------
-
-
-class ActivationOperators:
-    """An activation's operators, and the autograd that saves their inputs.
-
-    fwd(*inputs, *options) -> c and bwd(dc, *inputs, *options) -> the inputs' gradients. bwd_ writes these over the
-    inputs, which are contiguous, and returns nothing.
-    """
-
-    def __init__(self, fwd: Callable[..., Any], bwd: Callable[..., Any], bwd_: Callable[..., Any]) -> None:
-        self.fwd, self.bwd, self.bwd_ = fwd, bwd, bwd_
-
-    def forward(self, ctx: Any, inputs: tuple[torch.Tensor, ...], options: tuple, owned: bool) -> torch.Tensor:
-        """The forward of an autograd Function. owned: backward may write over the inputs."""
-        ctx.options, ctx.owned = options, owned
-        ctx.save_for_backward(*inputs)
-        c = self.fwd(*inputs, *options)
-        offer(ctx, c, self.fwd, (*inputs, *options))
-        return c
-
-    def backward(self, ctx: Any, dc: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients of the inputs, written over them where the caller owns them (`runtime/saved_tensors.py`)."""
-        inputs = ctx.saved_tensors
-        if may_overwrite(ctx, inputs) and all([t.is_contiguous() for t in inputs]):
-            self.bwd_(dc, *inputs, *ctx.options)
-            return tuple([t.detach() for t in inputs])
-        grads = self.bwd(dc, *inputs, *ctx.options)
-        return (grads,) if isinstance(grads, torch.Tensor) else tuple(grads)
+# -- operators -------------------------------------------------------------------------------------------------------
 
 
 def gated_operators(
@@ -403,8 +373,8 @@ def gated_operators(
     how: Callable[..., tuple],
     reference: Callable[..., torch.Tensor],
     bwd_reference: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> ActivationOperators:
-    """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and `<op>_bwd_`.
+) -> tuple[Any, Any, Any]:
+    """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, in place, `<op>_bwd_`.
 
     arguments: the rest of the schema; how: those arguments -> (name of f, gate_multiplier, down_multiplier)
     """
@@ -433,16 +403,16 @@ def gated_operators(
         for t, gradient in zip((a, b), bwd_reference(dc, a, b, *options)):
             t.copy_(gradient)
 
-    return ActivationOperators(
+    return (
         define(
-            f"{op}_fwd(Tensor a, Tensor b, {arguments}) -> Tensor",
+            f"{op}_fwd(Tensor a, Tensor b, {arguments}) -> Tensor c",
             shapes="T a, b [*, n]",
             launcher=fwd,
             reference=lambda a, b, *options: reference(a, b, *options).contiguous(),
             fake=("a",),
         ),
         define(
-            f"{op}_bwd(Tensor dc, Tensor a, Tensor b, {arguments}) -> (Tensor, Tensor)",
+            f"{op}_bwd(Tensor dc, Tensor a, Tensor b, {arguments}) -> (Tensor da, Tensor db)",
             shapes="T a, b [*, n]; dc [*, n]",
             launcher=bwd,
             reference=bwd_reference,

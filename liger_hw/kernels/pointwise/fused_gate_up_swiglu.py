@@ -11,11 +11,12 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import project
-from ...registry import Op, Sample
-from ...runtime.operator import Function, check_flags, check_numbers, define, empty_like, first_order
+from ...registry import Sample
+from ...runtime.operator import check_flags, check_numbers, define, empty_like
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
-from .elementwise import ActivationOperators, activation_tunables, evenly_spaced, launch_activation
+from .elementwise import activation_tunables, evenly_spaced, launch_activation
 from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
 from .tiled_mlp import tileable
 
@@ -66,43 +67,31 @@ def _launch_bwd(dc, y, dy, multipliers):
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
-operators = ActivationOperators(
-    define(
-        "fused_gate_up_swiglu_fwd(Tensor y, float gate_multiplier, float down_multiplier) -> Tensor",
+
+class FusedGateUpSiLUMulFunction(OperatorFunction):
+    """Autograd for SwiGLU on the fused gate-up layout: saves y."""
+
+    sharding, is_cheap = RowsRule(inputs=("y",)), True
+    fwd = define(
+        "fused_gate_up_swiglu_fwd(Tensor y, float gate_multiplier, float down_multiplier) -> Tensor c",
         shapes="y [*, 2n]",
         launcher=_fwd,
         reference=lambda y, *multipliers: fused_gate_up_swiglu_reference(y, *multipliers).contiguous(),
-    ),
-    define(
-        "fused_gate_up_swiglu_bwd(Tensor dc, Tensor y, float gate_multiplier, float down_multiplier) -> Tensor",
+    )
+    bwd = define(
+        "fused_gate_up_swiglu_bwd(Tensor dc, Tensor y, float gate_multiplier, float down_multiplier) -> Tensor dy",
         shapes="y [*, 2n]; dc [*, n]",
         launcher=_bwd,
         reference=_bwd_reference,
         fake=("y",),
-    ),
-    define(
+    )
+    in_place = define(
         "fused_gate_up_swiglu_bwd_(Tensor dc, Tensor(a!) y, float gate_multiplier, float down_multiplier) -> ()",
         shapes="y [*, 2n]; dc [*, n]",
         launcher=_bwd_in_place,
         reference=_bwd_in_place_reference,
         fake=(),
-    ),
-)
-
-
-class FusedGateUpSiLUMulFunction(Function):
-    """Autograd for SwiGLU on the fused gate-up layout: saves y."""
-
-    sharding = RowsRule(inputs=("y",))
-
-    @staticmethod
-    def forward(ctx, y, gate_multiplier, down_multiplier, owned=False):
-        return operators.forward(ctx, (y,), (float(gate_multiplier), float(down_multiplier)), owned)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dc):
-        return *operators.backward(ctx, dc), None, None, None
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -154,20 +143,14 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models with a fused gate-up projection of 2 * n_cols."""
 
 
-def _sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0)) -> Sample:
+def sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0)) -> Sample:
     n_rows, n_cols = sizes
     y = torch.randn(n_rows, 2 * n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
     return Sample(args=(y.requires_grad_(), *multipliers), moved=8 * n_rows * n_cols * dtype.itemsize)
 
 
-OP = registry.register(
-    Op(
-        name="fused_gate_up_swiglu",
-        function=liger_fused_gate_up_swiglu,
-        reference=fused_gate_up_swiglu_reference,
-        tunables=TUNABLES,
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"multipliers": (0.75, 1.5)}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=TUNABLES,
+    options=({}, {"multipliers": (0.75, 1.5)}),
 )

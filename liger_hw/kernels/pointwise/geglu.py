@@ -18,8 +18,8 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import project
-from ...registry import Op
-from ...runtime.operator import Function, check, check_flags, first_order
+from ...runtime.operator import check, check_flags
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
@@ -53,28 +53,19 @@ def _bwd_reference(dc, a, b, tanh):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 TUNABLES = activation_tunables("geglu", fwd={}, bwd={"load_bytes": 8})
-operators = gated_operators(
-    TUNABLES,
-    "bool tanh",
-    lambda tanh: ("gelu_tanh" if tanh else "gelu", 1.0, 1.0),
-    lambda a, b, tanh: geglu_reference(a, b, _name(tanh)),
-    _bwd_reference,
-)
 
 
-class GELUMulFunction(Function):
+class GELUMulFunction(OperatorFunction):
     """Autograd for GEGLU on two tensors: saves a and b."""
 
-    sharding = RowsRule(inputs=("a", "b"), gathered=())
-
-    @staticmethod
-    def forward(ctx, a, b, approximate, owned=False):
-        return operators.forward(ctx, (a, b), (approximate == "tanh",), owned)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dc):
-        return *operators.backward(ctx, dc), None, None
+    sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
+    fwd, bwd, in_place = gated_operators(
+        TUNABLES,
+        "bool tanh",
+        lambda tanh: ("gelu_tanh" if tanh else "gelu", 1.0, 1.0),
+        lambda a, b, tanh: geglu_reference(a, b, _name(tanh)),
+        _bwd_reference,
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -92,7 +83,7 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh", *, 
     if approximate not in APPROXIMATIONS:
         check(False, "liger_geglu", f"approximate must be one of {', '.join(APPROXIMATIONS)}, got {approximate!r}")
     check_flags("liger_geglu", owned=owned)
-    return GELUMulFunction.apply(a, b, approximate, owned)
+    return GELUMulFunction.apply(a, b, approximate == "tanh", owned)
 
 
 _TANH_NAMES = frozenset({"gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"})
@@ -153,18 +144,12 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
 
 
-def _sample(sizes, dtype, device, generator, *, approximate="tanh", strided=False):
+def sample(sizes, dtype, device, generator, *, approximate="tanh", strided=False):
     return gated_sample(sizes, dtype, device, generator, approximate, strided=strided)
 
 
-OP = registry.register(
-    Op(
-        name="geglu",
-        function=liger_geglu,
-        reference=geglu_reference,
-        tunables=TUNABLES,
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"approximate": "none"}, {"strided": True}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=TUNABLES,
+    options=({}, {"approximate": "none"}, {"strided": True}),
 )

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import offer
-from ...registry import Op, Sample, normal
-from ...runtime.operator import Function, define, empty_like, first_order
+from ...registry import Sample, normal
+from ...runtime.operator import define, empty_like
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
 
@@ -64,38 +64,24 @@ def _bwd_reference(dy, x):
     return torch.where(x <= 0, 0.0, slope * dy.to(wide)).to(x.dtype).contiguous()
 
 
-relu_squared_fwd = define(
-    "relu_squared_fwd(Tensor x) -> Tensor",
-    shapes="x [*, n]",
-    launcher=_fwd,
-    reference=_fwd_reference,
-    fake=("x",),
-)
-relu_squared_bwd = define(
-    "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor",
-    shapes="x, dy [*, n]",
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=("x",),
-)
-
-
-class ReLUSquaredFunction(Function):
+class ReLUSquaredFunction(OperatorFunction):
     """Autograd for the squared ReLU: saves x."""
 
-    sharding = RowsRule(inputs=("X",), gathered=())
-
-    @staticmethod
-    def forward(ctx, X):
-        ctx.save_for_backward(X)
-        Y = relu_squared_fwd(X)
-        offer(ctx, Y, relu_squared_fwd, (X,))
-        return Y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dY):
-        return relu_squared_bwd(dY, *ctx.saved_tensors)
+    sharding, is_cheap = RowsRule(inputs=("x",), gathered=()), True
+    fwd = define(
+        "relu_squared_fwd(Tensor x) -> Tensor y",
+        shapes="x [*, n]",
+        launcher=_fwd,
+        reference=_fwd_reference,
+        fake=("x",),
+    )
+    bwd = define(
+        "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor dx",
+        shapes="x, dy [*, n]",
+        launcher=_bwd,
+        reference=_bwd_reference,
+        fake=("x",),
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -131,19 +117,13 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
 
 
-def _sample(sizes, dtype, device, generator) -> Sample:
+def sample(sizes, dtype, device, generator) -> Sample:
     n_rows, n_cols = sizes
     x = normal(dtype, device, generator)(n_rows, n_cols)
     return Sample(args=(x,), moved=5 * n_rows * n_cols * dtype.itemsize)
 
 
-OP = registry.register(
-    Op(
-        name="relu_squared",
-        function=liger_relu_squared,
-        reference=relu_squared_reference,
-        tunables=TUNABLES,
-        workloads=WORKLOADS,
-        sample=_sample,
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=TUNABLES,
 )

@@ -16,8 +16,8 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import project
-from ...registry import Op
-from ...runtime.operator import Function, check, check_flags, check_numbers, first_order
+from ...runtime.operator import check, check_flags, check_numbers
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.saved_tensors import owns_outputs
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
@@ -48,28 +48,19 @@ def swiglu_bwd_reference(dc, a, b, gate_multiplier, down_multiplier):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 TUNABLES = activation_tunables("swiglu", fwd={"small_launch": 32768}, bwd={"small_launch": 32768})
-operators = gated_operators(
-    TUNABLES,
-    "float gate_multiplier, float down_multiplier",
-    lambda gate_multiplier, down_multiplier: ("silu", gate_multiplier, down_multiplier),
-    swiglu_reference,
-    swiglu_bwd_reference,
-)
 
 
-class SiLUMulFunction(Function):
+class SiLUMulFunction(OperatorFunction):
     """Autograd for SwiGLU on two tensors: saves a and b."""
 
-    sharding = RowsRule(inputs=("a", "b"), gathered=())
-
-    @staticmethod
-    def forward(ctx, a, b, gate_multiplier, down_multiplier, owned=False):
-        return operators.forward(ctx, (a, b), (float(gate_multiplier), float(down_multiplier)), owned)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dc):
-        return *operators.backward(ctx, dc), None, None, None
+    sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
+    fwd, bwd, in_place = gated_operators(
+        TUNABLES,
+        "float gate_multiplier, float down_multiplier",
+        lambda gate_multiplier, down_multiplier: ("silu", gate_multiplier, down_multiplier),
+        swiglu_reference,
+        swiglu_bwd_reference,
+    )
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -151,18 +142,12 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
 
 
-def _sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=False):
+def sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=False):
     return gated_sample(sizes, dtype, device, generator, *multipliers, strided=strided)
 
 
-OP = registry.register(
-    Op(
-        name="swiglu",
-        function=liger_swiglu,
-        reference=swiglu_reference,
-        tunables=TUNABLES,
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"multipliers": (0.75, 1.5)}, {"strided": True}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=TUNABLES,
+    options=({}, {"multipliers": (0.75, 1.5)}, {"strided": True}),
 )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Op, Sample, Tunable, next_power_of_2, normal, row_key, tile_space
+from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, row_key, tile_space
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -279,10 +279,6 @@ def _misfit(v, *_rest):
     return "" if v.shape[-1] <= WIDEST else f"V must have at most {WIDEST} columns, got {v.shape[-1]}"
 
 
-def _bwd_misfit(dh, *rest):
-    return _misfit(*rest)
-
-
 attn_res_fwd = define(
     "attn_res_fwd(Tensor V, Tensor w_query, Tensor w_norm, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
     shapes="V [blocks, *, n]; w_query, w_norm [n]",
@@ -294,7 +290,7 @@ attn_res_bwd = define(
     "attn_res_bwd(Tensor dH, Tensor V, Tensor w_query, Tensor w_norm, Tensor score, Tensor rstd, Tensor lse)"
     " -> (Tensor, Tensor)",
     shapes="V [blocks, *, n]; dH [*, n]; w_query, w_norm [n]; score, rstd [blocks, rows]; lse [rows]",
-    misfit=_bwd_misfit,
+    misfit=lambda dh, *args: _misfit(*args),
     launcher=_bwd,
     reference=_bwd_reference,
 )
@@ -372,7 +368,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_blocks, n_cols)."""
 
 
-def _sample(sizes, dtype, device, generator) -> Sample:
+def sample(sizes, dtype, device, generator) -> Sample:
     n_rows, n_blocks, n_cols = sizes
     drawn = normal(dtype, device, generator)
     v, w_norm = drawn(n_blocks, n_rows, n_cols), drawn(n_cols)
@@ -385,13 +381,7 @@ def _sample(sizes, dtype, device, generator) -> Sample:
     )
 
 
-OP = registry.register(
-    Op(
-        name="attn_res",
-        function=liger_attn_res,
-        reference=attn_res_reference,
-        tunables=(FWD, BWD, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, DW),
 )

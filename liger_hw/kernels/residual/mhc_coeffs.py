@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Op, Sample, Tunable, next_power_of_2, normal, tile_space
+from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -282,10 +282,6 @@ def _misfit(x, phi, b, *_rest):
     return "" if phi.shape == expected else f"phi must have shape {expected} to match x, got {tuple(phi.shape)}"
 
 
-def _bwd_misfit(dpre, dpost, dres, *rest):
-    return _misfit(*rest)
-
-
 _SHAPES = "x [*, streams, n]; phi [inner, mixes]; b [mixes]; alpha_pre, alpha_post, alpha_res of 1"
 mhc_coeffs_fwd = define(
     "mhc_coeffs_fwd(Tensor x, Tensor phi, Tensor b, Tensor alpha_pre, Tensor alpha_post, Tensor alpha_res)"
@@ -302,7 +298,7 @@ mhc_coeffs_bwd = define(
     " -> (Tensor, Tensor, Tensor)",
     shapes=f"{_SHAPES}; dpre, dpost [*, streams]; dres, h_res [*, streams, streams]; mix [rows, mixes]; rstd [rows]; "
     "sums [rows, steps, streams]",
-    misfit=_bwd_misfit,
+    misfit=lambda dpre, dpost, dres, *args: _misfit(*args),
     launcher=_bwd,
     reference=_bwd_reference,
     fake=lambda dpre, dpost, dres, x, phi, b, *rest: (
@@ -379,7 +375,7 @@ WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "tw
 """Problem sizes (n_tokens, n_streams, n_cols)."""
 
 
-def _sample(sizes, dtype, device, generator, *, tmax=20, pre_eps=0.0) -> Sample:
+def sample(sizes, dtype, device, generator, *, tmax=20, pre_eps=0.0) -> Sample:
     n_tokens, n_streams, n_cols = sizes
     n_inner, n_mix = n_streams * n_cols, n_streams * (n_streams + 2)
     drawn, wide = normal(dtype, device, generator), torch.promote_types(dtype, torch.float32)
@@ -396,14 +392,8 @@ def _sample(sizes, dtype, device, generator, *, tmax=20, pre_eps=0.0) -> Sample:
     )
 
 
-OP = registry.register(
-    Op(
-        name="mhc_coeffs",
-        function=liger_mhc_coeffs,
-        reference=mhc_coeffs_reference,
-        tunables=(PROJECT_FWD, SINKHORN_FWD, SINKHORN_BWD, PROJECT_BWD, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"tmax": 1, "pre_eps": 0.1}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(PROJECT_FWD, SINKHORN_FWD, SINKHORN_BWD, PROJECT_BWD, DW),
+    options=({}, {"tmax": 1, "pre_eps": 0.1}),
 )

@@ -15,8 +15,9 @@ from typing import Any, Callable
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, normal
-from ...runtime.operator import Function, define, dense, empty_like, first_order
+from ...registry import Sample, normal
+from ...runtime.operator import define, dense, empty_like
+from ...runtime.operator_function import OperatorFunction
 from .mhc_coeffs import liger_mhc_coeffs
 from .mhc_pre import liger_mhc_pre
 from .streams import mix, mix_backward, mix_tunables
@@ -52,35 +53,26 @@ def _bwd_reference(dout, x, f_out, h_post, h_res):
 
 
 _SHAPES = "x [*, streams, n]; f_out [*, n]; h_post [*, streams]; h_res [*, streams, streams]"
-mhc_post_res_fwd = define(
-    "mhc_post_res_fwd(Tensor x, Tensor f_out, Tensor h_post, Tensor h_res) -> Tensor",
-    shapes=_SHAPES,
-    launcher=_fwd,
-    reference=mhc_post_res_reference,
-    fake=("x",),
-)
-mhc_post_res_bwd = define(
-    "mhc_post_res_bwd(Tensor dout, Tensor x, Tensor f_out, Tensor h_post, Tensor h_res)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; dout [*, streams, n]",
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=("x", "f_out", "h_post", "h_res"),
-)
 
 
-class MHCPostResFunction(Function):
+class MHCPostResFunction(OperatorFunction):
     """Autograd for the mix of streams after a layer: saves its inputs."""
 
-    @staticmethod
-    def forward(ctx, x, f_out, h_post, h_res):
-        ctx.save_for_backward(x, f_out, h_post, h_res)
-        return mhc_post_res_fwd(x, f_out, h_post, h_res)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dout):
-        return mhc_post_res_bwd(dout, *ctx.saved_tensors)
+    fwd = define(
+        "mhc_post_res_fwd(Tensor x, Tensor f_out, Tensor h_post, Tensor h_res) -> Tensor out",
+        shapes=_SHAPES,
+        launcher=_fwd,
+        reference=mhc_post_res_reference,
+        fake=("x",),
+    )
+    bwd = define(
+        "mhc_post_res_bwd(Tensor dout, Tensor x, Tensor f_out, Tensor h_post, Tensor h_res)"
+        " -> (Tensor dx, Tensor df_out, Tensor dh_post, Tensor dh_res)",
+        shapes=f"{_SHAPES}; dout [*, streams, n]",
+        launcher=_bwd,
+        reference=_bwd_reference,
+        fake=("x", "f_out", "h_post", "h_res"),
+    )
 
 
 def liger_mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor) -> torch.Tensor:
@@ -184,7 +176,7 @@ WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "tw
 """Problem sizes (n_tokens, n_streams, n_cols)."""
 
 
-def _sample(sizes, dtype, device, generator) -> Sample:
+def sample(sizes, dtype, device, generator) -> Sample:
     n_tokens, n_streams, n_cols = sizes
     drawn, wide = normal(dtype, device, generator), torch.promote_types(dtype, torch.float32)
     x, f_out = drawn(n_tokens, n_streams, n_cols), drawn(n_tokens, n_cols)
@@ -194,13 +186,7 @@ def _sample(sizes, dtype, device, generator) -> Sample:
     return Sample(args=(x, f_out, h_post, h_res), reduction=n_streams + 1, grad_reduction=n_cols, moved=moved)
 
 
-OP = registry.register(
-    Op(
-        name="mhc_post_res",
-        function=liger_mhc_post_res,
-        reference=mhc_post_res_reference,
-        tunables=TUNABLES,
-        workloads=WORKLOADS,
-        sample=_sample,
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=TUNABLES,
 )

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, normal
-from ...runtime.operator import Function, define, dense, first_order
+from ...registry import Sample, normal
+from ...runtime.operator import define, dense
+from ...runtime.operator_function import OperatorFunction
 from .streams import mix, mix_backward, mix_tunables
 
 
@@ -44,33 +45,22 @@ def _bwd_reference(dout, x, h_pre):
     return dx, (g * x.to(wide)).sum(-1).to(h_pre.dtype).contiguous()
 
 
-mhc_pre_fwd = define(
-    "mhc_pre_fwd(Tensor x, Tensor h_pre) -> Tensor",
-    shapes="x [*, streams, n]; h_pre [*, streams]",
-    launcher=_fwd,
-    reference=mhc_pre_reference,
-)
-mhc_pre_bwd = define(
-    "mhc_pre_bwd(Tensor dout, Tensor x, Tensor h_pre) -> (Tensor, Tensor)",
-    shapes="x [*, streams, n]; dout [*, n]; h_pre [*, streams]",
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=("x", "h_pre"),
-)
-
-
-class MHCPreFunction(Function):
+class MHCPreFunction(OperatorFunction):
     """Autograd for the mix of streams before a layer: saves x and h_pre."""
 
-    @staticmethod
-    def forward(ctx, x, h_pre):
-        ctx.save_for_backward(x, h_pre)
-        return mhc_pre_fwd(x, h_pre)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dout):
-        return mhc_pre_bwd(dout, *ctx.saved_tensors)
+    fwd = define(
+        "mhc_pre_fwd(Tensor x, Tensor h_pre) -> Tensor out",
+        shapes="x [*, streams, n]; h_pre [*, streams]",
+        launcher=_fwd,
+        reference=mhc_pre_reference,
+    )
+    bwd = define(
+        "mhc_pre_bwd(Tensor dout, Tensor x, Tensor h_pre) -> (Tensor dx, Tensor dh_pre)",
+        shapes="x [*, streams, n]; dout [*, n]; h_pre [*, streams]",
+        launcher=_bwd,
+        reference=_bwd_reference,
+        fake=("x", "h_pre"),
+    )
 
 
 def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
@@ -86,7 +76,7 @@ WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "tw
 """Problem sizes (n_tokens, n_streams, n_cols)."""
 
 
-def _sample(sizes, dtype, device, generator) -> Sample:
+def sample(sizes, dtype, device, generator) -> Sample:
     n_tokens, n_streams, n_cols = sizes
     x = normal(dtype, device, generator)(n_tokens, n_streams, n_cols)
     h_pre = normal(torch.promote_types(dtype, torch.float32), device, generator)(n_tokens, n_streams)
@@ -94,13 +84,7 @@ def _sample(sizes, dtype, device, generator) -> Sample:
     return Sample(args=(x, h_pre), reduction=n_streams, grad_reduction=n_cols, moved=moved)
 
 
-OP = registry.register(
-    Op(
-        name="mhc_pre",
-        function=liger_mhc_pre,
-        reference=mhc_pre_reference,
-        tunables=TUNABLES,
-        workloads=WORKLOADS,
-        sample=_sample,
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=TUNABLES,
 )

@@ -16,9 +16,10 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order
-from .rope import rope_angles, rope_misfit, rope_sample
+from . import rope
+from .rope import rope_angles, rope_misfit
 from .rotary import PAIRS, SMALL, Form, Rotary, turned
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -99,24 +100,18 @@ WORKLOADS = {
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:
+def sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:
     """The options of rope's sample; its cos and sin have two equal halves, as GLM's."""
-    sample = rope_sample(sizes, dtype, device, generator, **options)
+    sample = rope.sample(sizes, dtype, device, generator, **options)
     if not options.get("table"):
         sample.kwargs["shared_halves"] = options.get("shared", True)
     sample.kwargs["to_halves"] = to_halves
     return sample
 
 
-OP = registry.register(
-    Op(
-        name="interleaved_rope",
-        function=liger_interleaved_rope,
-        reference=interleaved_rope_reference,
-        tunables=_rotary.tunables,
-        workloads=WORKLOADS,
-        sample=_sample,
-        small=SMALL,
-        options=({}, {"to_halves": True, "table": True, "partial": True}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=_rotary.tunables,
+    small=SMALL,
+    options=({}, {"to_halves": True, "table": True, "partial": True}),
 )

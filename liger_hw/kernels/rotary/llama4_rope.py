@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import Function, check, check_tensors, first_order, nested, remembered
 from .rotary import COMPLEX, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
 
@@ -122,7 +122,7 @@ WORKLOADS = {
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) -> Sample:
+def sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) -> Sample:
     """per_batch: angles of each sequence's own; partial: half the width turns."""
     batch, seq_len, _, _, head_dim = sizes
     half = max(1, head_dim // 4 if partial else head_dim // 2)
@@ -132,15 +132,9 @@ def _sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) 
     return rotary_sample(sizes, dtype, device, generator, (freqs_cis,), head_axis=_HEAD_AXIS)
 
 
-OP = registry.register(
-    Op(
-        name="llama4_rope",
-        function=liger_llama4_rope,
-        reference=llama4_rope_reference,
-        tunables=_rotary.tunables,
-        workloads=WORKLOADS,
-        sample=_sample,
-        small=(*SMALL, (1, 5, 3, 2, 7)),
-        options=({}, {"per_batch": True, "partial": True}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=_rotary.tunables,
+    small=(*SMALL, (1, 5, 3, 2, 7)),
+    options=({}, {"per_batch": True, "partial": True}),
 )

@@ -28,7 +28,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer_all
-from ...registry import LaunchConfig, Op, Plan, Sample, Target, Tunable, next_power_of_2, normal, tile_space
+from ...registry import LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -46,9 +46,9 @@ from ...runtime.sharding import RotaryRule
 from ..norms.rms_norm import CASTING_MODES
 from ..rows.reduce import column_sum, column_sum_tunable, halves
 from ..rows.tuning import persistent_misfit
-from . import rotary
+from . import rope, rotary
 from .qk_norm_rope_kernels import _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_kernel
-from .rope import rope_angles, rope_misfit, rope_sample
+from .rope import rope_angles, rope_misfit
 
 MODES = {name: CASTING_MODES[name] for name in ("llama", "gemma")}
 
@@ -433,10 +433,10 @@ WORKLOADS = {
 them."""
 
 
-def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:
+def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:
     """A sample of rope with weights and options of the norm."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
-    sample = rope_sample(sizes, dtype, device, generator, **options)
+    sample = rope.sample(sizes, dtype, device, generator, **options)
     drawn = normal(dtype, device, generator)
     weights = drawn(head_dim), drawn(head_dim)
     q, k, cos, sin = sample.args
@@ -450,15 +450,9 @@ def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0
     )
 
 
-OP = registry.register(
-    Op(
-        name="qk_norm_rope",
-        function=liger_qk_norm_rope,
-        reference=qk_norm_rope_reference,
-        tunables=(FWD, BWD, DW),
-        workloads=WORKLOADS,
-        sample=_sample,
-        small=rotary.SMALL,
-        options=({}, {"shared": False}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD, DW),
+    small=rotary.SMALL,
+    options=({}, {"shared": False}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True}),
 )

@@ -19,7 +19,7 @@ from typing import Sequence
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
 from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
 
@@ -123,7 +123,7 @@ WORKLOADS = {
 them."""
 
 
-def _sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:
+def sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:
     """one_batch: angles without a batch."""
     batch, seq_len, _, _, head_dim = sizes
     half = max(3, head_dim // 2)
@@ -137,15 +137,9 @@ def _sample(sizes, dtype, device, generator, *, transposed=True, shared=True, on
     return rotary_sample(sizes, dtype, device, generator, angles, {"shared_halves": shared}, transposed=transposed)
 
 
-OP = registry.register(
-    Op(
-        name="qwen2vl_mrope",
-        function=liger_qwen2vl_mrope,
-        reference=qwen2vl_mrope_reference,
-        tunables=_rotary.tunables,
-        workloads=WORKLOADS,
-        sample=_sample,
-        small=SMALL,
-        options=({}, {"shared": False}, {"transposed": False, "one_batch": True}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=_rotary.tunables,
+    small=SMALL,
+    options=({}, {"shared": False}, {"transposed": False, "one_batch": True}),
 )

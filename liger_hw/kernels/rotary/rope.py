@@ -19,7 +19,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
 from ...runtime.sharding import RotaryRule
 from .rotary import HALVES, SHARED, Form, Rotary, heads_misfit, rotary_sample, turned
@@ -165,7 +165,7 @@ WORKLOADS = {
 them."""
 
 
-def rope_sample(
+def sample(
     sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, table=False, shared=True
 ) -> Sample:
     """partial: half the width rotates; table: cos and sin are half-width tables indexed by random positions."""
@@ -184,21 +184,15 @@ def rope_sample(
     return rotary_sample(sizes, dtype, device, generator, angles, kwargs, unsqueeze_dim, transposed)
 
 
-OP = registry.register(
-    Op(
-        name="rope",
-        function=liger_rope,
-        reference=rope_reference,
-        tunables=_rotary.tunables,
-        workloads=WORKLOADS,
-        sample=rope_sample,
-        options=(
-            {},
-            {"unsqueeze_dim": 2, "transposed": False},
-            {"transposed": False},
-            {"partial": True},
-            {"table": True},
-            {"shared": False},
-        ),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=_rotary.tunables,
+    options=(
+        {},
+        {"unsqueeze_dim": 2, "transposed": False},
+        {"transposed": False},
+        {"partial": True},
+        {"table": True},
+        {"shared": False},
+    ),
 )

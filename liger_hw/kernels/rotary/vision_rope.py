@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, no_view, remembered
 from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, turned
 
@@ -107,7 +107,7 @@ WORKLOADS = {
 come with shared_halves, as Liger reads them."""
 
 
-def _sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
+def sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
     """q and k are slices of one projection."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
     tokens, heads = batch * seq_len, n_q_heads + n_k_heads
@@ -125,15 +125,9 @@ def _sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
     )
 
 
-OP = registry.register(
-    Op(
-        name="vision_rope",
-        function=liger_vision_rope,
-        reference=vision_rope_reference,
-        tunables=_rotary.tunables,
-        workloads=WORKLOADS,
-        sample=_sample,
-        small=(*SMALL, (1, 5, 3, 2, 7)),
-        options=({}, {"shared": False}),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=_rotary.tunables,
+    small=(*SMALL, (1, 5, 3, 2, 7)),
+    options=({}, {"shared": False}),
 )
