@@ -8,7 +8,6 @@ import io
 import os
 import secrets
 import stat
-import sys
 import time
 from pathlib import Path
 from typing import Any, Iterator
@@ -73,28 +72,13 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, data)
         return
-    if (stream := _standard_stream(status)) is not None:
-        sys.stdout.flush()
-        with open(stream, "wb", closefd=False) as file:
-            file.write(data)
-    elif not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         with open(path, "wb") as file:
             file.write(data)
     elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     else:
         replace_file(Path(os.path.realpath(path)), data, stat.S_IMODE(status.st_mode))
-
-
-def _standard_stream(status: os.stat_result) -> int | None:
-    """1 or 2 where a file is this process's standard output or error, which others may write to as well."""
-    for number in (1, 2):
-        try:
-            if os.path.samestat(status, os.fstat(number)):
-                return number
-        except OSError:  # closed
-            pass
-    return None
 
 
 def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:

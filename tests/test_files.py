@@ -66,18 +66,6 @@ def test_a_fifo_is_written_as_a_stream(tmp_path):
     assert heard == ["x"] and path.is_fifo()
 
 
-@pytest.mark.parametrize("redirected", [False, True])
-def test_standard_output_is_written_as_a_stream(tmp_path, redirected):
-    script = "from liger_hw import files; print(1); files.write_text('/dev/stdout', '2\\n'); print(3)"
-    if redirected:
-        with open(tmp_path / "out", "w") as out:
-            subprocess.run([sys.executable, "-c", script], stdout=out, check=True)
-        said = (tmp_path / "out").read_text()
-    else:
-        said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["1", "2", "3"]
-
-
 @pytest.mark.parametrize("lock", [registry._lock, patching.PATCH_LOCK, recipes._counting])
 def test_a_lock_that_another_thread_holds_is_free_in_a_forked_child(lock):
     held, done = threading.Event(), threading.Event()

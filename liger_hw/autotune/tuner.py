@@ -34,7 +34,7 @@ MIN_GAIN = 0.01
 """A smaller gain is not worth an entry, however quiet the machine."""
 REFUSED = (WorkerError, Rejected)
 """Errors after which the worker is still usable."""
-SUBMITTED_AHEAD = 8
+SUBMITTED_AHEAD = 2
 """Jobs whose candidates are with the compile workers while one is measured."""
 
 
@@ -176,11 +176,11 @@ class Tuner:
             for config in self.shortlist(job, registry.get_tunable(job.name))[1]:
                 self.submit(job, config)
 
-    def submit(self, job: Job, config: LaunchConfig, urgent: bool = False) -> str:
+    def submit(self, job: Job, config: LaunchConfig) -> str:
         """Have a candidate compiled; returns the name to wait for. The grid makes no difference to the compiler."""
         name = json.dumps([job.name, job.sizes, job.dtype, replace(config, ctas_per_mp=0).to_text()])
         request = self.target, job.op, job.sizes, job.dtype, job.name, config
-        self.pool.submit(name, "candidate", *request, urgent=urgent)
+        self.pool.submit(name, "candidate", *request)
         return name
 
     def context(self, job: Job) -> list[tuple[str, Key, LaunchConfig]]:
@@ -368,7 +368,7 @@ class Search:
             self.tuner.write(self.job, config, "refused", reason=reason)
 
     def _coarse_all(self, configs: list[LaunchConfig]) -> None:
-        names = {c: self.tuner.submit(self.job, c, urgent=True) for c in configs} if self.tuner.pool else {}
+        names = {c: self.tuner.submit(self.job, c) for c in configs} if self.tuner.pool else {}
         for number, config in enumerate(configs):
             if number and self.tuner.clock() > self.until:
                 return

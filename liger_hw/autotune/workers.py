@@ -9,7 +9,6 @@ libraries print is kept for the message of its death. A worker ends with its par
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -19,8 +18,8 @@ import time
 from collections import deque
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from queue import PriorityQueue
 from types import MappingProxyType
 from typing import Any, Callable, Hashable, Mapping
 
@@ -149,28 +148,19 @@ class RemoteMeasurer:
 
 
 class CompilePool:
-    """Compiles in `workers` processes, urgent requests first, and keeps every answer. A context manager.
+    """Compiles in `workers` processes, in the order of the requests, and keeps every answer. A context manager.
 
     seconds: after which a compilation counts as hung and its process is replaced; settings: as of a `Worker`
     """
-
-    MAX_DEATHS = 20
-    """Consecutive deaths after which a worker is no longer replaced."""
 
     def __init__(
         self, workers: int = 2, seconds: float = 300.0, settings: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._seconds, self._settings = seconds, settings
-        self._queue: PriorityQueue = PriorityQueue()
-        self._answers: dict[Hashable, dict[str, Any] | None] = {}
-        self._taken: set[Hashable] = set()
-        self._done = threading.Condition()
-        self._closed = False
-        self._sequence = itertools.count()
+        self._threads, self._of_thread = ThreadPool(workers), threading.local()
         self._workers: list[Worker] = []
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        self._answers: dict[Hashable, AsyncResult] = {}
+        self._closed, self._lock = False, threading.Lock()
 
     def __enter__(self) -> "CompilePool":
         return self
@@ -178,67 +168,47 @@ class CompilePool:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def submit(self, name: Hashable, call: str, *args: Any, urgent: bool = False) -> None:
-        """Queue a call under `name`, once. call: `compile` (a launch) or `candidate`; see `_compiling`.
-
-        A request that is submitted again as urgent moves to the front; the entry it leaves behind is skipped.
-        """
-        with self._done:
-            if name in self._taken or (name in self._answers and not urgent):
-                return
-            self._answers.setdefault(name, None)
-            self._queue.put((0 if urgent else 1, next(self._sequence), name, call, args))
+    def submit(self, name: Hashable, call: str, *args: Any) -> None:
+        """Queue a call under `name`, once. call: `compile` (a launch) or `candidate`; see `_compiling`."""
+        if name not in self._answers:
+            self._answers[name] = self._threads.apply_async(self._answer, (call, args))
 
     def wait(self, name: Hashable) -> dict[str, Any]:
         """The answer to a submitted request, with the `seconds` it took: `{error}` where it killed its process,
         `{unknown}` where nothing can be said."""
-        with self._done:
-            while self._answers.get(name) is None and not self._closed and self._threads:
-                self._done.wait(1.0)
-            return self._answers.get(name) or {"unknown": "not compiled ahead"}
+        return self._answers[name].get()
 
-    def _serve(self) -> None:
-        """One thread: it alone calls its worker, and closes it."""
-        worker: Worker | None = None
-        deaths = 0
-        while True:
-            _, _, name, call, args = self._queue.get()
-            with self._done:
-                if self._closed:
-                    break
-                if name in self._taken:
-                    continue
-                self._taken.add(name)
-                if worker is None and deaths < self.MAX_DEATHS:
-                    worker = Worker("compile", settings=self._settings)
-                    self._workers.append(worker)
-            began = time.monotonic()
-            answer: dict[str, Any] = {"unknown": "the compile workers do not start"}
-            if worker is not None:
-                try:
-                    answer = worker.call(call, *args, seconds=self._seconds)
-                    deaths = 0
-                except WorkerError as error:
-                    answer = {"unknown": str(error)}
-                except WorkerDied as error:
-                    worker, deaths = None, deaths + 1
-                    answer = {"error": f"the compiler {error}"}
-            with self._done:
-                self._answers[name] = {**answer, "seconds": time.monotonic() - began}
-                self._done.notify_all()
-        if worker is not None:
-            worker.kill()
+    def _answer(self, call: str, args: tuple) -> dict[str, Any]:
+        """Each thread has a worker of its own, which it alone calls."""
+        began = time.monotonic()
+        try:
+            answer = self._worker().call(call, *args, seconds=self._seconds)
+        except WorkerError as error:
+            answer = {"unknown": str(error)}
+        except WorkerDied as error:
+            self._of_thread.worker = None
+            answer = {"error": f"the compiler {error}"}
+        return {**answer, "seconds": time.monotonic() - began}
+
+    def _worker(self) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise WorkerError("the pool is closed")
+            if getattr(self._of_thread, "worker", None) is None:
+                self._of_thread.worker = Worker("compile", settings=self._settings)
+                self._workers.append(self._of_thread.worker)
+            return self._of_thread.worker
 
     def close(self) -> None:
-        with self._done:
+        """End the processes. A call that waits in one of them ends, and the requests behind it are not begun."""
+        with self._lock:
             self._closed = True
-            self._done.notify_all()
-        for _ in self._threads:
-            self._queue.put((-1, next(self._sequence), None, "", ()))
         for worker in self._workers:
             worker.end_process()
-        for thread in self._threads:
-            thread.join()
+        self._threads.close()
+        self._threads.join()
+        for worker in self._workers:
+            worker.kill()
 
 
 # -- in the worker ---------------------------------------------------------------------------------------------------

@@ -158,7 +158,8 @@ def _list(arguments: argparse.Namespace) -> int:
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
         for r in device["entries"]:
             p, config = r["provenance"], LaunchConfig.from_json(r["config"])
-            us, gain = (format(p[n], form) if n in p else "" for n, form in (("median_us", ".2f"), ("gain", ".1%")))
+            numbers = (p.get("median_us"), ".2f"), (p.get("gain"), ".1%")
+            us, gain = (format(n, form) if isinstance(n, (int, float)) else "" for n, form in numbers)
             head = f"{r['op']}.{r['variant']}", ",".join(map(str, r["key"])), str(p["kind"])
             rows.append((*head, us, gain, str(p.get("date", ""))[:10], r["state"], config.in_words()))
         if len(rows) > 1:
@@ -290,12 +291,10 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
     importable, refused = {}, []
     for name, entry in sorted(entries.items(), key=lambda item: item[0]):
         tunable, state = tunables.get(f"{name[0]}.{name[1]}"), _state(name, entry)
-        if tunable is None or state.startswith("stale"):
-            why_invalid = state
-        else:
-            why_invalid = tunable.illegal(target, name[2], entry.config)
-            if not why_invalid and not tunable.serves(target, name[2]):
-                why_invalid = "no tensor has these sizes"
+        why_invalid = state if tunable is None or state.startswith("stale") else ""
+        why_invalid = why_invalid or tunable.illegal(target, name[2], entry.config)
+        if not why_invalid and not tunable.serves(target, name[2]):
+            why_invalid = "no tensor has these sizes"
         if why_invalid:
             refused.append(f"{name[0]}.{name[1]} {name[2]}: {why_invalid}")
         else:

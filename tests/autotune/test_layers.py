@@ -259,7 +259,7 @@ class NoPool:
     def __init__(self, *args, **kwargs):
         pass
 
-    def submit(self, name, call, *request, urgent=False):
+    def submit(self, name, call, *request):
         pass
 
     def wait(self, name):

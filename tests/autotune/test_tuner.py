@@ -321,11 +321,10 @@ class Pool:
     """Compiles nothing; the best candidate 'crashes the compiler', another needs too much shared memory."""
 
     def __init__(self, answers):
-        self.answers, self.urgent = answers, 0
+        self.answers = answers
         self.submitted: dict[str, LaunchConfig] = {}
 
-    def submit(self, name, call, *request, urgent=False):
-        self.urgent += urgent
+    def submit(self, name, call, *request):
         self.submitted[name] = request[-1]
 
     def wait(self, name):
