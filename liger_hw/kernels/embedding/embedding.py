@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key, tile_space
+from ...registry import Key, LaunchConfig, Sample, Target, row_key, tile_space
 from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
@@ -201,7 +201,7 @@ WORKLOADS = {
 """Problem sizes (n_tokens, vocab, n_cols) of real models."""
 
 
-def _sample(sizes, dtype, device, generator) -> Sample:
+def sample(sizes, dtype, device, generator) -> Sample:
     """Half of the tokens are drawn from a few rows, as text has it."""
     n_tokens, n_rows, n_cols = sizes
     weight = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
@@ -213,14 +213,8 @@ def _sample(sizes, dtype, device, generator) -> Sample:
     )
 
 
-OP = registry.register(
-    Op(
-        name="embedding",
-        function=liger_embedding,
-        reference=embedding_reference,
-        tunables=(FWD, UNSORTED, SORT, MERGE, BWD, JOIN),
-        workloads=WORKLOADS,
-        sample=_sample,
-        small=((37, 11, 33), (1, 3, 8), (70, 3, 16)),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, UNSORTED, SORT, MERGE, BWD, JOIN),
+    small=((37, 11, 33), (1, 3, 8), (70, 3, 16)),
 )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import Function, check, define, dense, first_order
 from ...runtime.sharding import LossRule
 from ..losses.cross_entropy import check_arguments
@@ -302,7 +302,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, hidden, vocab) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, weighted=False, **options: Any) -> Sample:
+def sample(sizes, dtype, device, generator, *, weighted=False, **options: Any) -> Sample:
     sample, vocab = sample_head(sizes, dtype, device, generator, passes=(2, 3), **options), sizes[2]
     x, weight, target, bias = sample.args
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
@@ -311,21 +311,15 @@ def _sample(sizes, dtype, device, generator, *, weighted=False, **options: Any) 
     return replace(sample, args=(x, weight, target, bias, ce_weight))
 
 
-OP = registry.register(
-    Op(
-        name="fused_linear_cross_entropy",
-        function=liger_fused_linear_cross_entropy,
-        reference=fused_linear_cross_entropy_reference,
-        tunables=(FWD, TAKE),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=(
-            {},
-            {"biased": True, "weighted": True, "label_smoothing": 0.1},
-            {"softcap": 30.0, "lse_square_scale": 1e-4, "return_z_loss": True, "accum_dtype": torch.float32},
-            {"reduction": "sum", "return_token_accuracy": True, "return_predicted_tokens": True, "frozen": True},
-            {"reduction": "none", "biased": True},
-            {"use_token_scaling": True},
-        ),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, TAKE),
+    options=(
+        {},
+        {"biased": True, "weighted": True, "label_smoothing": 0.1},
+        {"softcap": 30.0, "lse_square_scale": 1e-4, "return_z_loss": True, "accum_dtype": torch.float32},
+        {"reduction": "sum", "return_token_accuracy": True, "return_predicted_tokens": True, "frozen": True},
+        {"reduction": "none", "biased": True},
+        {"use_token_scaling": True},
+    ),
 )

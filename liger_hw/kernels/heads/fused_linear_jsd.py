@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, normal
+from ...registry import Sample, normal
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
@@ -39,13 +39,20 @@ from .linear_distillation import linear_distillation, linear_distillation_operat
 
 
 def fused_linear_jsd_reference(
-    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, accum_dtype=None, **settings
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    shift_labels=None,
+    *settings,
+    accum_dtype=None,
+    **named,
 ):
     """The specification in plain torch: two linear layers and the divergence, in fp32 (fp64 for fp64).
 
     The gradient of the student's logits is rounded to their head's dtype before it is multiplied.
     """
-    options = _options("fused_linear_jsd_reference", **settings)
+    options = _options("fused_linear_jsd_reference", *settings, **named)
     heads = student_input, student_weight, teacher_input, teacher_weight
     return linear_distillation_reference(*heads, shift_labels, options, 1)
 
@@ -154,19 +161,14 @@ def sample_distillation(
     )
 
 
-OP = registry.register(
-    Op(
-        name="fused_linear_jsd",
-        function=liger_fused_linear_jsd,
-        reference=fused_linear_jsd_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=sample_distillation,
-        options=(
-            {},
-            {"jsd_beta": 0.0, "temperature": 2.0},
-            {"jsd_beta": 1.0, "labelled": True, "accum_dtype": torch.float32},
-            {"jsd_beta": 0.1, "labelled": True, "temperature": 0.5, "frozen": True},
-        ),
-    )
+sample = sample_distillation
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=(
+        {},
+        {"jsd_beta": 0.0, "temperature": 2.0},
+        {"jsd_beta": 1.0, "labelled": True, "accum_dtype": torch.float32},
+        {"jsd_beta": 0.1, "labelled": True, "temperature": 0.5, "frozen": True},
+    ),
 )

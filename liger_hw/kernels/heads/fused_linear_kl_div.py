@@ -23,23 +23,23 @@ from functools import partial
 import torch
 
 from ... import registry
-from ...registry import Op
 from ...runtime.operator import check, check_floats, check_tensors
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import KL, check_reduction
 from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
-from .fused_linear_jsd import WORKLOADS, sample_distillation
+from .fused_linear_jsd import WORKLOADS as WORKLOADS
+from .fused_linear_jsd import sample_distillation
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
 def fused_linear_kl_div_reference(
-    student_input, student_weight, target, shift_labels=None, accum_dtype=None, **settings
+    student_input, student_weight, target, shift_labels=None, *settings, accum_dtype=None, **named
 ):
     """The specification in plain torch: a linear layer, then the divergence in fp32 (fp64 for fp64)."""
-    options = _options("fused_linear_kl_div_reference", student_weight, **settings)
+    options = _options("fused_linear_kl_div_reference", student_weight, *settings, **named)
     return linear_distillation_reference(student_input, student_weight, target, None, shift_labels, *options)
 
 
@@ -121,18 +121,13 @@ class LigerFusedLinearKLDivLoss(OptionsModule):
         return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options())
 
 
-OP = registry.register(
-    Op(
-        name="fused_linear_kl_div",
-        function=liger_fused_linear_kl_div,
-        reference=fused_linear_kl_div_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=partial(sample_distillation, given_target=True),
-        options=(
-            {},
-            {"reduction": "mean", "labelled": True, "temperature": 2.0},
-            {"reduction": "sum", "eps": 1e-2, "accum_dtype": torch.float32},
-        ),
-    )
+sample = partial(sample_distillation, given_target=True)
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=(
+        {},
+        {"reduction": "mean", "labelled": True, "temperature": 2.0},
+        {"reduction": "sum", "eps": 1e-2, "accum_dtype": torch.float32},
+    ),
 )

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from ... import registry
 from ...private import innermost_transform, is_batched, n_dispatch_modes
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order
 from ...runtime.saved_tensors import graph_is_kept
 from ...runtime.sharding import LossRule
@@ -507,27 +507,21 @@ WORKLOADS = {
 """Problem sizes (n_rows, hidden, vocab) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, select=0, **options: Any) -> Sample:
+def sample(sizes, dtype, device, generator, *, select=0, **options: Any) -> Sample:
     if select:
         ids = torch.randint(sizes[2], (select,), generator=generator, device=device)
         options["selected_token_ids"] = torch.cat((ids, ids[:1]))  # one of them twice
     return sample_head(sizes, dtype, device, generator, passes=(3, 4), **options)
 
 
-OP = registry.register(
-    Op(
-        name="fused_linear_log_probs",
-        function=liger_fused_linear_log_probs,
-        reference=fused_linear_log_probs_reference,
-        tunables=(LOGP, LOGP_GRAD),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=(
-            {},
-            {"temperature": 0.7, "return_entropy": True, "return_top1": True},
-            {"return_entropy": True, "select": 3, "softcap": 5.0, "biased": True, "accum_dtype": torch.float32},
-            {"biased": True, "softcap": 5.0, "return_entropy": True, "compact": True, "ignored": 0.4},
-            {"frozen": True, "return_entropy": True, "batch_invariant": True},
-        ),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(LOGP, LOGP_GRAD),
+    options=(
+        {},
+        {"temperature": 0.7, "return_entropy": True, "return_top1": True},
+        {"return_entropy": True, "select": 3, "softcap": 5.0, "biased": True, "accum_dtype": torch.float32},
+        {"biased": True, "softcap": 5.0, "return_entropy": True, "compact": True, "ignored": 0.4},
+        {"frozen": True, "return_entropy": True, "batch_invariant": True},
+    ),
 )

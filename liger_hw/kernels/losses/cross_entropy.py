@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, normal, row_key
+from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -310,14 +310,9 @@ OPTIONS = (
     {"reduction": "sum", "return_token_accuracy": True, "return_predicted_tokens": True},
     {"reduction": "none", "label_smoothing": 0.1},
 )
-OP = registry.register(
-    Op(
-        name="cross_entropy",
-        function=liger_cross_entropy,
-        reference=cross_entropy_reference,
-        tunables=(FWD, STATS, BWD),
-        workloads=WORKLOADS,
-        sample=partial(sample_logits, passes=2),
-        options=OPTIONS,
-    )
+sample = partial(sample_logits, passes=2)
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, STATS, BWD),
+    options=OPTIONS,
 )

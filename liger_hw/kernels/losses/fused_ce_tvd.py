@@ -20,18 +20,16 @@ from functools import partial
 import torch
 
 from ... import registry
-from ...registry import Op
 from ...runtime.operator import (
-    Function,
     check,
     check_ignore_index,
     check_tensors,
     define,
-    first_order,
     launch,
     row_major,
     to_flatten,
 )
+from ...runtime.operator_function import OperatorFunction
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from .cross_entropy import check_arguments, sample_logits
@@ -48,7 +46,8 @@ from .distill_rows import (
     scan_pair,
     tvd_slope,
 )
-from .divergence_rows import TVD, WORKLOADS
+from .divergence_rows import TVD
+from .divergence_rows import WORKLOADS as WORKLOADS
 from .log_prob_rows import columns_key
 from .options_module import OptionsModule
 from .softmax_rows import write_zeros
@@ -231,7 +230,7 @@ def _fwd(student, teacher, target, ignore_index):
     return ce, tvd, saved
 
 
-def _bwd(student, teacher, target, saved, dce, dtvd, ignore_index):
+def _bwd(dce, dtvd, student, teacher, target, saved, ignore_index):
     (n_rows, n_cols), device = student.shape, student.device
     dx = torch.empty((n_rows, n_cols), dtype=student.dtype, device=device)
     student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
@@ -254,7 +253,7 @@ def _fwd_reference(student, teacher, target, ignore_index):
 
 
 @torch.no_grad()
-def _bwd_reference(student, teacher, target, saved, dce, dtvd, ignore_index):
+def _bwd_reference(dce, dtvd, student, teacher, target, saved, ignore_index):
     soft, hard = distill_slopes(student, teacher, target, _options(ignore_index))
     dx = (hard * dce[:, None] + soft * dtvd[:, None]).masked_fill((target == ignore_index)[:, None], 0.0)
     return dx.to(student.dtype).contiguous()
@@ -263,13 +262,13 @@ def _bwd_reference(student, teacher, target, saved, dce, dtvd, ignore_index):
 _INPUTS = "Tensor student, Tensor teacher, Tensor target"
 _SHAPES = "student, teacher [n_rows, n_cols]; int target [n_rows]"
 fused_ce_tvd_fwd = define(
-    f"fused_ce_tvd_fwd({_INPUTS}, int ignore_index) -> (Tensor, Tensor, Tensor)",
+    f"fused_ce_tvd_fwd({_INPUTS}, int ignore_index) -> (Tensor ce, Tensor tvd, Tensor saved)",
     shapes=_SHAPES,
     launcher=_fwd,
     reference=_fwd_reference,
 )
 fused_ce_tvd_bwd = define(
-    f"fused_ce_tvd_bwd({_INPUTS}, Tensor saved, Tensor dce, Tensor dtvd, int ignore_index) -> Tensor",
+    f"fused_ce_tvd_bwd(Tensor dce, Tensor dtvd, {_INPUTS}, Tensor saved, int ignore_index) -> Tensor dstudent",
     shapes=f"{_SHAPES}; saved [{SAVED}, n_rows]; dce, dtvd [n_rows]",
     launcher=_bwd,
     reference=_bwd_reference,
@@ -277,22 +276,10 @@ fused_ce_tvd_bwd = define(
 )
 
 
-class FusedCETVDFunction(Function):
+class FusedCETVDFunction(OperatorFunction):
     """Autograd for both losses: saves the logits and five numbers a row."""
 
-    @staticmethod
-    def forward(ctx, student_logits, teacher_logits, target, ignore_index):
-        ce, tvd, saved = fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)
-        ctx.save_for_backward(student_logits, teacher_logits, target, saved)
-        ctx.ignore_index = ignore_index
-        return ce, tvd
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dce, dtvd):
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        return fused_ce_tvd_bwd(*ctx.saved_tensors, dce, dtvd, ctx.ignore_index), None, None, None
+    fwd, bwd = fused_ce_tvd_fwd, fused_ce_tvd_bwd
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -342,14 +329,9 @@ class LigerFusedCETVDLoss(OptionsModule):
         return liger_fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
 
 
-OP = registry.register(
-    Op(
-        name="fused_ce_tvd",
-        function=liger_fused_ce_tvd,
-        reference=fused_ce_tvd_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=partial(sample_logits, passes=5, teacher=True),
-        options=({}, {"ignore_index": 3, "ignored": 0.0}),
-    )
+sample = partial(sample_logits, passes=5, teacher=True)
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=({}, {"ignore_index": 3, "ignored": 0.0}),
 )

@@ -22,20 +22,21 @@ from functools import partial
 import torch
 
 from ... import registry
-from ...registry import Op
 from ...runtime.operator import check, check_floats, check_ignore_index
 from .divergence_rows import (
     BATCHMEAN,
     JSD,
     KL_LOG,
     RKL,
-    WORKLOADS,
     Divergence,
     divergence,
     divergence_operators,
     divergence_reference,
     divergence_tunable,
     sample_divergence,
+)
+from .divergence_rows import (
+    WORKLOADS as WORKLOADS,
 )
 from .options_module import OptionsModule
 
@@ -99,14 +100,9 @@ class LigerJSD(OptionsModule):
         return liger_jsd(log_q, log_p, shift_labels, **self.options())
 
 
-OP = registry.register(
-    Op(
-        name="jsd",
-        function=liger_jsd,
-        reference=jsd_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=partial(sample_divergence, take=torch.log_softmax),
-        options=({}, {"beta": 0.0}, {"beta": 1.0}, {"beta": 0.1, "labelled": True}),
-    )
+sample = partial(sample_divergence, take=torch.log_softmax)
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=({}, {"beta": 0.0}, {"beta": 1.0}, {"beta": 0.1, "labelled": True}),
 )

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import check, check_flags, check_floats
 from .divergence_rows import (
     KL,
     KL_LOG,
     REDUCTIONS,
-    WORKLOADS,
     Divergence,
     check_reduction,
     divergence,
@@ -33,6 +32,9 @@ from .divergence_rows import (
     divergence_reference,
     divergence_tunable,
     sample_divergence,
+)
+from .divergence_rows import (
+    WORKLOADS as WORKLOADS,
 )
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -102,25 +104,19 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 # -- workloads -------------------------------------------------------------------------------------------------------
 
 
-def _sample(sizes, dtype, device, generator, *, log_target=False, **options: Any) -> Sample:
+def sample(sizes, dtype, device, generator, *, log_target=False, **options: Any) -> Sample:
     take = {"take": torch.log_softmax, "take_target": torch.log_softmax if log_target else torch.softmax}
     return sample_divergence(sizes, dtype, device, generator, **take, log_target=log_target, **options)
 
 
-OP = registry.register(
-    Op(
-        name="kl_div",
-        function=liger_kl_div,
-        reference=kl_div_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=(
-            {},
-            *({"reduction": name} for name in REDUCTIONS if name != "mean"),
-            {"log_target": True, "reduction": "batchmean"},
-            {"log_target": True, "reduction": "none"},
-            {"eps": 1e-2, "reduction": "sum"},
-        ),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=(
+        {},
+        *({"reduction": name} for name in REDUCTIONS if name != "mean"),
+        {"log_target": True, "reduction": "batchmean"},
+        {"log_target": True, "reduction": "none"},
+        {"eps": 1e-2, "reduction": "sum"},
+    ),
 )

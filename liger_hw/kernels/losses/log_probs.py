@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import Op
 from ...runtime.operator import (
     Function,
     check,
@@ -34,7 +33,8 @@ from ...runtime.operator import (
     row_major,
 )
 from ...runtime.saved_tensors import graph_is_kept
-from .cross_entropy import WORKLOADS, check_arguments, sample_logits
+from .cross_entropy import WORKLOADS as WORKLOADS
+from .cross_entropy import check_arguments, sample_logits
 from .cross_entropy_reference import absent
 from .cross_entropy_rows import assert_targets
 from .log_prob_rows import (
@@ -273,18 +273,13 @@ def rows_and_targets(
     return (x, target, shape) if x.dim() == 2 else (x.reshape(-1, x.shape[-1]), target.reshape(-1), shape)
 
 
-OP = registry.register(
-    Op(
-        name="log_probs",
-        function=liger_log_probs,
-        reference=log_probs_reference,
-        tunables=(FWD, BWD),
-        workloads=WORKLOADS,
-        sample=partial(sample_logits, passes=3),
-        options=(
-            {},
-            {"temperature": 0.7, "return_entropy": True, "return_top1": True},
-            {"softcap": 5.0, "return_entropy": True, "ignored": 0.5},
-        ),
-    )
+sample = partial(sample_logits, passes=3)
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD),
+    options=(
+        {},
+        {"temperature": 0.7, "return_entropy": True, "return_top1": True},
+        {"softcap": 5.0, "return_entropy": True, "ignored": 0.5},
+    ),
 )

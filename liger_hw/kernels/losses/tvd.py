@@ -21,10 +21,8 @@ from functools import partial
 import torch
 
 from ... import registry
-from ...registry import Op
 from .divergence_rows import (
     TVD,
-    WORKLOADS,
     Divergence,
     check_reduction,
     divergence,
@@ -33,14 +31,17 @@ from .divergence_rows import (
     divergence_tunable,
     sample_divergence,
 )
+from .divergence_rows import (
+    WORKLOADS as WORKLOADS,
+)
 from .options_module import OptionsModule
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def tvd_reference(input, target, shift_labels=None, **settings):
+def tvd_reference(input, target, shift_labels=None, *settings, **named):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
-    options = _options("tvd_reference", **settings)
+    options = _options("tvd_reference", *settings, **named)
     return divergence_reference(input, target, shift_labels, options).to(torch.promote_types(input.dtype, target.dtype))
 
 
@@ -87,19 +88,14 @@ class LigerTVDLoss(OptionsModule):
         return liger_tvd(p, q, shift_labels, **self.options())
 
 
-OP = registry.register(
-    Op(
-        name="tvd",
-        function=liger_tvd,
-        reference=tvd_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=partial(sample_divergence, take=torch.softmax),
-        options=(
-            {},
-            {"reduction": "none", "labelled": True},
-            {"reduction": "sum"},
-            {"reduction": "batchmean", "labelled": True},
-        ),
-    )
+sample = partial(sample_divergence, take=torch.softmax)
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=(
+        {},
+        {"reduction": "none", "labelled": True},
+        {"reduction": "sum"},
+        {"reduction": "batchmean", "labelled": True},
+    ),
 )

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Op
 from ...runtime.operator import (
     Function,
     check,
@@ -265,18 +264,13 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of one rank of real models."""
 
 
-OP = registry.register(
-    Op(
-        name="vocab_parallel_cross_entropy",
-        function=liger_vocab_parallel_cross_entropy,
-        reference=vocab_parallel_cross_entropy_reference,
-        tunables=(FWD, BWD),
-        workloads=WORKLOADS,
-        sample=partial(sample_logits, passes=3),
-        options=(
-            {},
-            {"label_smoothing": 0.1},
-            {"label_smoothing": 0.1, "label_smoothing_formula": "megatron", "label_smoothing_mode": "partition"},
-        ),
-    )
+sample = partial(sample_logits, passes=3)
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD, BWD),
+    options=(
+        {},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 0.1, "label_smoothing_formula": "megatron", "label_smoothing_mode": "partition"},
+    ),
 )

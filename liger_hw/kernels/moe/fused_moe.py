@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -371,7 +371,7 @@ WORKLOADS = {
 """Problem sizes (n_tokens, hidden, inner, n_experts, top_k) of real models; a quarter of DeepSeek-V3's experts."""
 
 
-def _sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **options) -> Sample:
+def sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **options) -> Sample:
     n_tokens, hidden, inner, n_experts, top_k = sizes
     n_z = 2 * inner if options.get("has_gate", True) else inner
     jumps = bool(options.get("limit"))
@@ -405,26 +405,20 @@ def _sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, *
     )
 
 
-OP = registry.register(
-    Op(
-        name="fused_moe",
-        function=liger_fused_moe,
-        reference=fused_moe_reference,
-        tunables=(*products.TUNABLES, *gates.TUNABLES, *sums.TUNABLES, *routing.TUNABLES),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=(
-            {},
-            {
-                "biased": True,
-                "alpha": 1.702,
-                "limit": 2.5,
-                "up_offset": 1.0,
-                "is_transposed": True,
-                "is_concatenated": False,
-            },
-            {"activation": "relu2", "has_gate": False, "sentinels": True},
-        ),
-        small=((19, 24, 17, 5, 3), (1, 17, 8, 3, 1), (130, 32, 48, 4, 2)),
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(*products.TUNABLES, *gates.TUNABLES, *sums.TUNABLES, *routing.TUNABLES),
+    options=(
+        {},
+        {
+            "biased": True,
+            "alpha": 1.702,
+            "limit": 2.5,
+            "up_offset": 1.0,
+            "is_transposed": True,
+            "is_concatenated": False,
+        },
+        {"activation": "relu2", "has_gate": False, "sentinels": True},
+    ),
+    small=((19, 24, 17, 5, 3), (1, 17, 8, 3, 1), (130, 32, 48, 4, 2)),
 )
