@@ -112,9 +112,8 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
             results = (results,) if isinstance(results, torch.Tensor) else results
         for (first, second, at), gradient in zip(owners, results):
             if second is not None and (needed[first] or needed[second]) and saved[at] is not None:
-                half = gradient.shape[0] // 2
-                # torch's plain split would also record that both share memory, which takes host time
-                gradients[first], gradients[second] = gradient.unsafe_split_with_sizes((half, half))
+                # torch's plain chunk would also record that both share memory, which takes host time
+                gradients[first], gradients[second] = gradient.unsafe_chunk(2)
             elif needed[first]:
                 gradients[first] = gradient
         return tuple(gradients)

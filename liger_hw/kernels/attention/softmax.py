@@ -20,17 +20,13 @@ from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
 from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
+from ..rows.tuning import row_sample
 from .row_maps import row_map_operators, row_map_tunables
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
     """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded y."""
     return torch.softmax(x, -1)
-
-
-# -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -175,9 +171,6 @@ def _softmax_fwd_looped_kernel(
             tl.store(y_ptr + at, (_exp(x, anchor) * scale).to(y_type))
 
 
-# -- tunables and operators ------------------------------------------------------------------------------------------
-
-
 def _bwd_reference(dy, y):
     wide = torch.promote_types(y.dtype, torch.float32)
     p, g = y.to(wide), dy.to(wide)
@@ -192,9 +185,6 @@ class SoftmaxFunction(OperatorFunction):
 
     sharding = RowsRule(inputs=("x",))
     fwd, bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference, sparse=False)
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_softmax(x: torch.Tensor) -> torch.Tensor:
@@ -214,8 +204,6 @@ class LigerSoftmax(torch.nn.Module):
         return liger_softmax(x)
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "attention_4k": (16384, 4096),
     "attention_1k": (65536, 1024),
@@ -227,9 +215,7 @@ WORKLOADS = {
 
 
 def sample(sizes, dtype, device, generator) -> Sample:
-    n_rows, n_cols = sizes
-    x = normal(dtype, device, generator)(n_rows, n_cols)
-    return Sample(args=(x,), reduction=n_cols, grad_reduction=n_cols, moved=5 * n_rows * n_cols * dtype.itemsize)
+    return row_sample(sizes, dtype, (normal(dtype, device, generator)(*sizes),), grad_reduction=sizes[1])
 
 
 OP = registry.register_file(__name__, tunables=(FWD, BWD))

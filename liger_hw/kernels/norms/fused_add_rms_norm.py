@@ -18,14 +18,13 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Sample, normal
-from ...runtime.operator import Function, check, check_numbers, define, first_order
+from ...runtime.operator import Function, check_numbers, define, first_order
 from ...runtime.sharding import RowsRule
+from ..rows.tuning import row_sample
 from . import rms_norm
 from .backward import backward_tunables
 from .forward import norm_forward, norm_forward_tunable
-from .rms_norm import CASTING_MODES, LigerRMSNorm, rms_norm_reference
-
-# -- reference -------------------------------------------------------------------------------------------------------
+from .rms_norm import LigerRMSNorm, rms_norm_reference
 
 
 def fused_add_rms_norm_reference(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
@@ -33,8 +32,6 @@ def fused_add_rms_norm_reference(X, R, W, eps, offset=0.0, casting_mode="llama",
     S = X + R
     return rms_norm_reference(S, W, eps, offset, casting_mode), S
 
-
-# -- tunables and launchers ------------------------------------------------------------------------------------------
 
 FWD = norm_forward_tunable("fused_add_rms_norm")
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
@@ -46,9 +43,6 @@ def _fwd(x, r, w, eps, offset, casting):
 
 def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
     return rms_norm.rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, needs_dw, ds)
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 def _fwd_reference(x, r, w, eps, offset, casting):
@@ -89,9 +83,8 @@ class FusedAddRMSNormFunction(Function):
     sharding = RowsRule(inputs=("X", "R"), weights=("W",))
 
     @staticmethod
-    def forward(ctx, X, R, W, eps, offset, casting_mode):
-        eps = float(eps)
-        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
+    def forward(ctx, X, R, W, eps, offset, casting):
+        ctx.offset, ctx.casting = offset, casting
         Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, eps, ctx.offset, ctx.casting)
         ctx.save_for_backward(S, W, RSTD)
         offer(ctx, Y, _normalised_again, (S, W, eps, ctx.offset, ctx.casting))
@@ -107,9 +100,6 @@ class FusedAddRMSNormFunction(Function):
         needs_dw = ctx.needs_input_grad[2]
         dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting, needs_dw)
         return dX, dX, dW if needs_dw else None, None, None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_add_rms_norm(
@@ -129,11 +119,9 @@ def liger_fused_add_rms_norm(
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
-    op = "liger_fused_add_rms_norm"
-    check_numbers(op, eps=eps, offset=offset)
-    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
-        check(False, op, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    return FusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
+    check_numbers("liger_fused_add_rms_norm", eps=eps, offset=offset)
+    casting = rms_norm.casting_code("liger_fused_add_rms_norm", casting_mode)
+    return FusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting)
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
@@ -160,8 +148,6 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         )
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "mistral_7b": (16384, 4096),
     "llama3_8b": (8192, 4096),
@@ -176,12 +162,7 @@ def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0)
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     x, r, w = drawn(n_rows, n_cols), drawn(n_rows, n_cols), drawn(n_cols)
-    return Sample(
-        args=(x, r, w, 1e-6, offset, casting_mode),
-        reduction=n_cols,
-        grad_reduction=max(n_rows, n_cols),
-        moved=8 * n_rows * n_cols * dtype.itemsize,
-    )
+    return row_sample(sizes, dtype, (x, r, w, 1e-6, offset, casting_mode), moved=8)
 
 
 OP = registry.register_file(

@@ -43,7 +43,7 @@ from ...runtime.operator import (
 from ...runtime.operator_function import OperatorFunction
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
-from ..rows.tuning import persistent_misfit, row_tiles, row_tunable, row_warps, rows_per_program
+from ..rows.tuning import persistent_misfit, row_sample, row_tiles, row_tunable, row_warps, rows_per_program
 
 _NAME = "liger_gated_rms_norm"
 ACTIVATIONS = ("silu", "sigmoid")
@@ -447,13 +447,7 @@ def sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **op
     w = normal(torch.promote_types(dtype, torch.float32) if wide_weight else dtype, device, generator)(n_cols)
     if groups > 1:
         options["group_size"] = n_cols // groups
-    return Sample(
-        args=(x, gate, w),
-        kwargs=options,
-        reduction=n_cols,
-        grad_reduction=max(n_rows, n_cols),
-        moved=8 * n_rows * n_cols * dtype.itemsize,
-    )
+    return row_sample((n_rows, n_cols), dtype, (x, gate, w), moved=8, kwargs=options)
 
 
 OP = registry.register_file(

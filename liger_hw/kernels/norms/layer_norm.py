@@ -26,11 +26,9 @@ from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from ..rows.blocks import most_columns
 from ..rows.reduce import param_parts, params_dtype
-from ..rows.tuning import fwd_heuristic, fwd_space
+from ..rows.tuning import fwd_heuristic, fwd_space, row_sample
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, norm_forward, norm_forward_tunable
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -44,9 +42,6 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
     if B is not None:
         y = y + B.to(wide)
     return y.to(X.dtype)
-
-
-# -- tunables and launchers ------------------------------------------------------------------------------------------
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -98,9 +93,6 @@ def _bwd(dy, x, w, b, stats, needs_params):
     return norm_backward(BACKWARD, dy, x, w, stats, None, None, GEMMA, True, parts, dtype)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _fwd_reference(x, w, b, eps):
     wide = torch.promote_types(x.dtype, torch.float32)
     mean = x.to(wide).mean(-1)
@@ -144,9 +136,6 @@ class LayerNormFunction(OperatorFunction):
         launcher=_bwd,
         reference=bwd_reference,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -194,8 +183,6 @@ class LigerLayerNorm(torch.nn.Module):
         return f"{self.hidden_size}, eps={self.variance_epsilon}, bias={self.bias is not None}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "command_r_35b": (8192, 8192),
     "stablelm_12b": (8192, 5120),
@@ -211,12 +198,7 @@ def sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     x, w, b = drawn(n_rows, n_cols), drawn(n_cols) if affine else None, drawn(n_cols) if bias and affine else None
-    return Sample(
-        args=(x, w, b, 1e-6),
-        reduction=n_cols,
-        grad_reduction=max(n_rows, n_cols),
-        moved=5 * n_rows * n_cols * dtype.itemsize,
-    )
+    return row_sample(sizes, dtype, (x, w, b, 1e-6))
 
 
 OP = registry.register_file(

@@ -24,7 +24,6 @@ from ... import registry
 from ...registry import Plan, Sample, next_power_of_2, normal, row_key
 from ...runtime.operator import (
     cdiv,
-    check,
     check_numbers,
     define,
     dense,
@@ -41,7 +40,7 @@ from ..rows.reduce import column_sum, partial_sums
 from .backward import MOST_ROWS_SUMMED, row_means, summed_columns
 from .forward import out_dtype
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
-from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm
+from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm, casting_code
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -284,11 +283,9 @@ def liger_modulated_rms_norm(
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
-    name = "liger_modulated_rms_norm"
-    check_numbers(name, eps=eps, offset=offset)
-    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
-        check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    return ModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, CASTING_MODES[casting_mode])
+    check_numbers("liger_modulated_rms_norm", eps=eps, offset=offset)
+    casting = casting_code("liger_modulated_rms_norm", casting_mode)
+    return ModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting)
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):

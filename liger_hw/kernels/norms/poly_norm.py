@@ -34,7 +34,7 @@ from ...runtime.operator import (
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
-from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_tunable
+from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_sample, row_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -374,9 +374,7 @@ def sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
     drawn = normal(dtype, device, generator)
     x, w = drawn(n_rows, n_cols), drawn(3)
     b = None if bias is None else drawn(1).detach().view(bias).requires_grad_()
-    return Sample(
-        args=(x, w, b), reduction=n_cols, grad_reduction=n_rows * n_cols, moved=5 * n_rows * n_cols * dtype.itemsize
-    )
+    return row_sample(sizes, dtype, (x, w, b), grad_reduction=n_rows * n_cols)
 
 
 OP = registry.register_file(

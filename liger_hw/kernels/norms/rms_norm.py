@@ -15,6 +15,7 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxi
 from __future__ import annotations
 
 from functools import partial
+from typing import Iterable
 
 import torch
 
@@ -23,12 +24,11 @@ from ...registry import Sample, normal
 from ...runtime.operator import check, check_numbers, define, no_weight, warn_ignored
 from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
+from ..rows.tuning import row_sample
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable
 
 CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def rms_norm_reference(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
@@ -44,8 +44,6 @@ def rms_norm_reference(X, W, eps, offset=0.0, casting_mode="llama", in_place=Tru
     return y.to(X.dtype if W is None or casting_mode == "gemma" else torch.promote_types(X.dtype, W.dtype))
 
 
-# -- tunables and launchers ------------------------------------------------------------------------------------------
-
 FWD = norm_forward_tunable("rms_norm")
 BACKWARD = backward_tunables("rms_norm")
 
@@ -58,9 +56,14 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, needs_dw, ds=None):
     return dx, dw if needed else no_weight(x)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
 MODE_NAMES = {code: name for name, code in CASTING_MODES.items()}
+
+
+def casting_code(name: str, casting_mode: str, modes: Iterable[str] = CASTING_MODES) -> int:
+    """The kernels' number for a casting mode; raises `ValueError` for one that is not in `modes`."""
+    if not isinstance(casting_mode, str) or casting_mode not in modes:
+        check(False, name, f"casting_mode must be one of {', '.join(modes)}, got {casting_mode!r}")
+    return CASTING_MODES[casting_mode]
 
 
 def fwd_reference(x, w, eps, offset, casting):
@@ -99,9 +102,6 @@ class RMSNormFunction(OperatorFunction):
     )
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_rms_norm(
     X: torch.Tensor,
     W: torch.Tensor | None,
@@ -119,9 +119,7 @@ def liger_rms_norm(
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
     check_numbers("liger_rms_norm", eps=eps, offset=offset)
-    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
-        check(False, "liger_rms_norm", f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
-    return RMSNormFunction.apply(X, W, eps, offset, CASTING_MODES[casting_mode])
+    return RMSNormFunction.apply(X, W, eps, offset, casting_code("liger_rms_norm", casting_mode))
 
 
 class LigerRMSNorm(torch.nn.Module):
@@ -143,9 +141,9 @@ class LigerRMSNorm(torch.nn.Module):
         elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
-        name, modes = type(self).__name__, ", ".join(CASTING_MODES)
+        name = type(self).__name__
         check(init_fn in ("ones", "zeros"), name, f"init_fn must be ones or zeros, got {init_fn!r}")
-        check(casting_mode in CASTING_MODES, name, f"casting_mode must be one of {modes}, got {casting_mode!r}")
+        casting_code(name, casting_mode)
         warn_ignored(name, "the launch configuration decides how many rows a program has", row_mode=row_mode)
         self.hidden_size = hidden_size
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
@@ -168,8 +166,6 @@ class LigerRMSNorm(torch.nn.Module):
         )
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "mistral_7b": (16384, 4096),
     "llama3_8b": (8192, 4096),
@@ -185,12 +181,7 @@ def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0,
     n_rows, n_cols = sizes
     drawn = normal(dtype, device, generator)
     x, w = drawn(n_rows, n_cols), drawn(n_cols) if affine else None
-    return Sample(
-        args=(x, w, 1e-6, offset, casting_mode),
-        reduction=n_cols,
-        grad_reduction=max(n_rows, n_cols),
-        moved=5 * n_rows * n_cols * dtype.itemsize,
-    )
+    return row_sample(sizes, dtype, (x, w, 1e-6, offset, casting_mode))
 
 
 OP = registry.register_file(

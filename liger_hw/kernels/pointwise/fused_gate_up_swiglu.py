@@ -20,8 +20,6 @@ from .elementwise import activation_tunables, evenly_spaced, launch_activation
 from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
 from .tiled_mlp import tileable
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def fused_gate_up_swiglu_reference(y, gate_multiplier=1.0, down_multiplier=1.0):
     """The specification of the fused layout."""
@@ -35,8 +33,6 @@ def _bwd_reference(dc, y, gate_multiplier, down_multiplier):
 def _bwd_in_place_reference(dc, y, gate_multiplier, down_multiplier):
     y.copy_(_bwd_reference(dc, y, gate_multiplier, down_multiplier))
 
-
-# -- tunables and launchers ------------------------------------------------------------------------------------------
 
 TUNABLES = FWD, BWD = activation_tunables("fused_gate_up_swiglu", fwd={}, bwd={})
 
@@ -65,9 +61,6 @@ def _launch_bwd(dc, y, dy, multipliers):
     launch_activation(BWD, "silu", tensors, strides, dc.numel(), n_cols, n_cols, multipliers)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 class FusedGateUpSiLUMulFunction(OperatorFunction):
     """Autograd for SwiGLU on the fused gate-up layout: saves y."""
 
@@ -92,9 +85,6 @@ class FusedGateUpSiLUMulFunction(OperatorFunction):
         reference=_bwd_in_place_reference,
         fake=(),
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_gate_up_swiglu(
@@ -131,8 +121,6 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
         owned = owns_outputs(self.gate_up_proj)
         return self.down_proj(liger_fused_gate_up_swiglu(project(self.gate_up_proj, x), owned=owned))
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "phi3_mini": (8192, 8192),

@@ -27,8 +27,6 @@ from .tiled_mlp import apply_tiled_mlp, tileable
 
 APPROXIMATIONS = ("tanh", "none")
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def geglu_reference(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
@@ -50,8 +48,6 @@ def _bwd_reference(dc, a, b, tanh):
     return da.to(a.dtype).contiguous(), db.to(a.dtype).contiguous()
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
 TUNABLES = activation_tunables("geglu", fwd={}, bwd={"load_bytes": 8})
 
 
@@ -66,9 +62,6 @@ class GELUMulFunction(OperatorFunction):
         lambda a, b, tanh: geglu_reference(a, b, _name(tanh)),
         _bwd_reference,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh", *, owned: bool = False) -> torch.Tensor:
@@ -131,8 +124,6 @@ class LigerTiledGEGLUMLP(LigerGEGLUMLP):
         """x: [..., seq, hidden_size]; returns the same shape."""
         return apply_tiled_mlp(LigerGEGLUMLP.forward, self, x, self.num_shards)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "gemma_7b": (8192, 24576),

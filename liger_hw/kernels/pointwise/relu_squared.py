@@ -18,15 +18,11 @@ from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
     """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).relu().square().to(x.dtype)
 
-
-# -- tunables and launchers ------------------------------------------------------------------------------------------
 
 # Two or three streams of memory, where swiglu has three or five: 16 bytes a thread pay sooner.
 TUNABLES = FWD, BWD = activation_tunables(
@@ -49,9 +45,6 @@ def _bwd(dy, x):
     tensors, strides = (dy, x, None, dx, None), (dy_stride, x_stride, None, None)
     launch_activation(BWD, "relu_squared", tensors, strides, x.numel(), x.shape[-1])
     return dx
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 def _fwd_reference(x):
@@ -84,9 +77,6 @@ class ReLUSquaredFunction(OperatorFunction):
     )
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2, element by element.
 
@@ -105,8 +95,6 @@ class LigerReLUSquared(torch.nn.Module):
         """x: any shape; returns max(x, 0)^2, of the same shape and dtype."""
         return liger_relu_squared(x)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "nemotron_4_15b": (8192, 24576),

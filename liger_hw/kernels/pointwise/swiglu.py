@@ -23,8 +23,6 @@ from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
 from .tiled_mlp import apply_tiled_mlp, tileable
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
@@ -45,8 +43,6 @@ def swiglu_bwd_reference(dc, a, b, gate_multiplier, down_multiplier):
     return da.to(a.dtype).contiguous(), db.to(a.dtype).contiguous()
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
 TUNABLES = activation_tunables("swiglu", fwd={"small_launch": 32768}, bwd={"small_launch": 32768})
 
 
@@ -61,9 +57,6 @@ class SiLUMulFunction(OperatorFunction):
         swiglu_reference,
         swiglu_bwd_reference,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_swiglu(
@@ -129,8 +122,6 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
         """x: [..., seq, hidden_size]; returns the same shape."""
         return apply_tiled_mlp(LigerSwiGLUMLP.forward, self, x, self.num_shards)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "mistral_7b": (8192, 14336),

@@ -22,8 +22,6 @@ from . import rope
 from .rope import rope_angles, rope_misfit
 from .rotary import PAIRS, SMALL, Form, Rotary, turned
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def interleaved_rope_reference(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
@@ -35,8 +33,6 @@ def interleaved_rope_reference(
     how = cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles)
     return turned(q, *how), turned(k, *how)
 
-
-# -- the operator ----------------------------------------------------------------------------------------------------
 
 _rotary = Rotary("interleaved_rope")
 
@@ -55,9 +51,6 @@ class InterleavedRopeFunction(Function):
     @first_order
     def backward(ctx, dq, dk):
         return *_rotary.backward(ctx, dq, dk), None, None, None, None, None, None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_interleaved_rope(
@@ -90,8 +83,6 @@ def liger_interleaved_rope(
     how = (position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
     return InterleavedRopeFunction.apply(q, k, cos, sin, *how)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "glm4_9b": (4, 4096, 32, 2, 128),

@@ -22,8 +22,6 @@ from .rotary import COMPLEX, SMALL, Form, Rotary, check_no_gradient, heads_misfi
 _HEAD_AXIS = 2
 _FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def llama4_rope_reference(xq, xk, freqs_cis):
     """The specification in plain torch; computes in fp32, or in fp64 when `xq` is fp64."""
@@ -31,8 +29,6 @@ def llama4_rope_reference(xq, xk, freqs_cis):
     how = freqs, None, 2 * freqs_cis.shape[-1], _HEAD_AXIS, _FORM
     return turned(xq, *how), turned(xk, *how)
 
-
-# -- the operator ----------------------------------------------------------------------------------------------------
 
 _rotary = Rotary("llama4_rope", flat=True)
 
@@ -50,9 +46,6 @@ class Llama4RopeFunction(Function):
     @first_order
     def backward(ctx, dq, dk):
         return *_rotary.backward(ctx, dq, dk), None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,8 +105,6 @@ def liger_llama4_vision_rotary_pos_emb(
         freqs_ci = freqs_ci.to(query.device).view(1, query.shape[1], query.shape[3] // 2)
     return liger_llama4_rope(query, key, freqs_ci)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "llama4_scout": (4, 4096, 40, 8, 128),

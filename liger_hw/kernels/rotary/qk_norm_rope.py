@@ -43,8 +43,8 @@ from ...runtime.operator import (
     no_weight,
 )
 from ...runtime.sharding import RotaryRule
-from ..norms.rms_norm import CASTING_MODES
-from ..rows.reduce import column_sum, column_sum_tunable, halves
+from ..norms.rms_norm import CASTING_MODES, casting_code
+from ..rows.reduce import column_sum, column_sum_tunable
 from ..rows.tuning import persistent_misfit
 from . import rope, rotary
 from .qk_norm_rope_kernels import _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_kernel
@@ -322,7 +322,7 @@ class QKNormRopeFunction(Function):
         sin,
         eps,
         offset,
-        casting_mode,
+        casting,
         position_ids,
         unsqueeze_dim,
         rotary_dim,
@@ -330,7 +330,7 @@ class QKNormRopeFunction(Function):
     ):
         cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
         inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
-        ctx.how = float(eps), float(offset), MODES[casting_mode], rotary_dim, unsqueeze_dim, *inside, angles
+        ctx.how = eps, offset, casting, rotary_dim, unsqueeze_dim, *inside, angles
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         outputs = qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *ctx.how)
         offer_all(ctx, outputs, qk_norm_rope_fwd, (q, k, q_weight, k_weight, cos, sin, *ctx.how))
@@ -341,7 +341,7 @@ class QKNormRopeFunction(Function):
     def backward(ctx, dq, dk):
         needs_dwq, needs_dwk = ctx.needs_input_grad[2:4]
         dq, dk, dw = qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.how, needs_dwq or needs_dwk)
-        dwq, dwk = halves(dw) if needs_dwq or needs_dwk else (None, None)
+        dwq, dwk = dw.unsafe_chunk(2) if needs_dwq or needs_dwk else (None, None)
         return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 9
 
 
@@ -374,13 +374,12 @@ def liger_qk_norm_rope(
     gradient.
     """
     check_tensors("liger_qk_norm_rope", q=q, k=k, cos=cos, sin=sin)
-    if not isinstance(casting_mode, str) or casting_mode not in MODES:
-        check(False, "liger_qk_norm_rope", f"casting_mode must be one of {', '.join(MODES)}, got {casting_mode!r}")
+    casting = casting_code("liger_qk_norm_rope", casting_mode, MODES)
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
     check_flags("liger_qk_norm_rope", shared_halves=shared_halves)
     if why_invalid := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
         check(False, "liger_qk_norm_rope", why_invalid)
-    norm = (eps, offset, casting_mode)
+    norm = (eps, offset, casting)
     return QKNormRopeFunction.apply(
         q, k, q_weight, k_weight, cos, sin, *norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves
     )
@@ -397,8 +396,7 @@ class LigerQKNormRope(torch.nn.Module):
     ) -> None:
         super().__init__()
         check(init_fn in ("ones", "zeros"), "LigerQKNormRope", f"init_fn must be ones or zeros, got {init_fn!r}")
-        modes = ", ".join(MODES)
-        check(casting_mode in MODES, "LigerQKNormRope", f"casting_mode must be one of {modes}, got {casting_mode!r}")
+        casting_code("LigerQKNormRope", casting_mode, MODES)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
         self.q_weight = torch.nn.Parameter(getattr(torch, init_fn)(head_dim))
         self.k_weight = torch.nn.Parameter(getattr(torch, init_fn)(head_dim))

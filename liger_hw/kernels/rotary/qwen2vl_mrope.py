@@ -23,8 +23,6 @@ from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
 from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def qwen2vl_mrope_reference(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
@@ -37,8 +35,6 @@ def _form(mrope_section: Sequence[int], shared_halves: bool) -> Form:
     angles = SHARED if shared_halves else HALVES
     return Form(angles=angles, section_0=time, section_1=time + height)
 
-
-# -- the operator ----------------------------------------------------------------------------------------------------
 
 _rotary = Rotary("qwen2vl_mrope")
 
@@ -55,9 +51,6 @@ class Qwen2VLMRopeFunction(Function):
     @first_order
     def backward(ctx, dq, dk):
         return *_rotary.backward(ctx, dq, dk), None, None, None, None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_qwen2vl_mrope(
@@ -112,8 +105,6 @@ def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim
     """`liger_qwen2vl_mrope` under the name Liger gives it in Qwen2-VL's model."""
     return liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "qwen2_5_vl_7b": (4, 4096, 28, 4, 128),

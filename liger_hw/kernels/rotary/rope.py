@@ -24,8 +24,6 @@ from ...runtime.operator import Function, check, check_flags, check_tensors, fir
 from ...runtime.sharding import RotaryRule
 from .rotary import HALVES, SHARED, Form, Rotary, heads_misfit, rotary_sample, turned
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
@@ -50,8 +48,6 @@ def rope_angles(q, cos, sin, position_ids, head_axis, rotary_dim, shared_halves,
     return cos, sin, rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
 
 
-# -- the operator ----------------------------------------------------------------------------------------------------
-
 _rotary = Rotary("rope", by_position=16, heads_first=False)
 
 
@@ -75,9 +71,6 @@ class RopeFunction(Function):
     @first_order
     def backward(ctx, dq, dk):
         return *_rotary.backward(ctx, dq, dk), None, None, None, None, None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_rope(
@@ -149,8 +142,6 @@ def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
         return f"position_ids must be integers of shape [{seq_len}] or [1 or {batch}, {seq_len}], got {have}"
     return ""
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "mistral_7b": (4, 4096, 32, 8, 128),

@@ -22,8 +22,6 @@ from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, turn
 
 _HEAD_AXIS = 2
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def vision_rope_reference(q, k, cos, sin, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
@@ -34,8 +32,6 @@ def vision_rope_reference(q, k, cos, sin, shared_halves=False):
 def _form(shared_halves: bool) -> Form:
     return Form(angles=SHARED if shared_halves else HALVES)
 
-
-# -- the operator ----------------------------------------------------------------------------------------------------
 
 _rotary = Rotary("vision_rope", flat=True)
 
@@ -55,9 +51,6 @@ class VisionRopeFunction(Function):
         grads = (None if grad is None else grad[None] for grad in (dq, dk))
         dq, dk = _rotary.backward(ctx, *grads)
         return None if dq is None else dq[0], None if dk is None else dk[0], None, None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_vision_rope(
@@ -96,8 +89,6 @@ def liger_rotary_pos_emb_vision(q, k, cos, sin):
     """`liger_vision_rope` under the name Liger gives it; nothing is assumed about the halves of cos and sin."""
     return liger_vision_rope(q, k, cos, sin)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "qwen2_5_vl": (16, 1024, 16, 16, 80),

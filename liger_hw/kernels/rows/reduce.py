@@ -75,16 +75,6 @@ def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
     return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
-def halves(params: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of two parameters, out of [2 * n].
-
-    Both are views of one tensor that do not overlap. torch's plain split would also record that they share memory,
-    which takes host time and changes nothing here.
-    """
-    n = params.shape[0] // 2
-    return params.unsafe_split_with_sizes((n, n))
-
-
 def partial_sums(x: torch.Tensor, programs: int, n_cols: int, dtype: torch.dtype) -> torch.Tensor:
     """Where `programs` programs leave a row of `n_cols` sums each: fp32, or already `dtype` when there is but one."""
     return x.new_empty((programs, n_cols), dtype=dtype if programs == 1 else torch.float32)

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from typing import Any, Callable, Iterable
 
-from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
+from ...registry import Key, LaunchConfig, Sample, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch
 from .blocks import most_columns
 
 DIMS = ("n_rows", "n_cols")
 WIDEST_BLOCK = 16384
 """Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
+
+
+def row_sample(sizes: tuple[int, int], dtype: Any, args: tuple, moved: int = 5, **more: Any) -> Sample:
+    """A call of an op on rows, whose results are sums over columns and, of parameters, over rows. moved: how many times
+    forward and backward move a tensor like x."""
+    n_rows, n_cols = sizes
+    grad_reduction = more.pop("grad_reduction", max(sizes))
+    moved *= n_rows * n_cols * dtype.itemsize
+    return Sample(args, reduction=n_cols, grad_reduction=grad_reduction, moved=moved, **more)
 
 
 def rows_per_program(target: Target, rows_bucket: int, most: int) -> int:
