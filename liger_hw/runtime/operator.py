@@ -333,6 +333,9 @@ def _quarantine(failure: LaunchFailed) -> None:
         raise failure.cause from None
 
 
+_USUAL = NO_TENSORS | TENSORS
+
+
 class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
 
@@ -352,33 +355,18 @@ class Function(torch.autograd.Function):
             _refuse_transforms(_called(cls.__name__))
         if kwargs:
             return super().apply(*args, **kwargs)
-        try:
-            plain = [
-                a if type(a) in NO_TENSORS else unwrap_if_dead(a) if type(a) in TENSORS else _unusual(a) for a in args
-            ]
-        except _DTensorGiven:
+        unusual = [a for a in args if type(a) not in _USUAL]
+        if unusual and any(isinstance(a, torch.Tensor) and is_dtensor(a) for a in unusual):
             return apply_sharded(cls, args)
         if before_apply is not None:
             before_apply(cls, args)
+        plain = [a if type(a) in NO_TENSORS or not isinstance(a, torch.Tensor) else unwrap_if_dead(a) for a in args]
         return super(torch.autograd.Function, cls).apply(*plain)
 
 
 def _called(name: str) -> str:
     """What an error calls a Function: code written for Liger knows `RMSNormFunction` as `LigerRMSNormFunction`."""
     return f"Liger{name}"
-
-
-class _DTensorGiven(Exception):
-    """An argument is a DTensor."""
-
-
-def _unusual(arg: Any) -> Any:
-    """An argument of a Function that is neither a plain tensor nor a number."""
-    if not isinstance(arg, torch.Tensor):
-        return arg
-    if is_dtensor(arg):
-        raise _DTensorGiven
-    return unwrap_if_dead(arg)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -103,10 +103,14 @@ def _apply(
 
 
 class _Patcher:
-    """One call of a patch function: what live models and classes have in common."""
+    """One call of a patch function: what live models and classes have in common.
 
-    def __init__(self, report: PatchReport) -> None:
-        self.report = report
+    Each of them has `patch_rope`, `patch_modules` and `causal_lms`: (what to patch, the model that it is or an example
+    of) of every causal LM. why_no_loss: said where there is none
+    """
+
+    def __init__(self, report: PatchReport, why_no_loss: str) -> None:
+        self.report, self.why_no_loss = report, why_no_loss
         self.recognised: dict[tuple, Match | Refused | None] = {}
         self.paths: dict[Any, str] = {}
         """Of a live model's modules."""
@@ -120,16 +124,6 @@ class _Patcher:
         for part in _LOSSES:
             if part in parts:
                 self.patch_loss(part)
-
-    def patch_rope(self) -> None:
-        raise NotImplementedError
-
-    def patch_modules(self, options: dict[str, bool]) -> None:
-        raise NotImplementedError
-
-    def causal_lms(self) -> Iterator[tuple[Any, Any]]:
-        """(what to patch, the model that it is or an example of) of every causal LM."""
-        raise NotImplementedError
 
     def patch_loss(self, part: str) -> None:
         has_model = False
@@ -161,10 +155,7 @@ class _Patcher:
                 kernel, words = _PLAIN_LOSS, f"logits computed: {reason}"
             self.change(part, where, kernel, Patch(owner, slot, replacement), words)
         if not has_model:
-            self.keep(part, "-", part, f"left alone: {self.without_causal_lm()}")
-
-    def without_causal_lm(self) -> str:
-        raise NotImplementedError
+            self.keep(part, "-", part, f"left alone: {self.why_no_loss}")
 
     def recognise(self, module: nn.Module) -> Match | Refused | None:
         """`probing.recognise`, once for all modules that cannot differ in what they compute."""
@@ -235,7 +226,11 @@ def _hashable(value: Any) -> Any:
 
 class _ModelPatcher(_Patcher):
     def __init__(self, model: nn.Module, report: PatchReport) -> None:
-        super().__init__(report)
+        why_no_loss = (
+            f"this {type(model).__name__} has no causal LM of transformers in it; "
+            "a loss of one's own calls liger_fused_linear_cross_entropy"
+        )
+        super().__init__(report, why_no_loss)
         self.model = model
         self.paths = {module: name for name, module in model.named_modules()}
         self.forwards: dict[tuple, Callable] = {}  # modules that compute the same share one function
@@ -244,12 +239,6 @@ class _ModelPatcher(_Patcher):
         for module in self.model.modules():
             if _is_causal_lm(type(module)):
                 yield module, module
-
-    def without_causal_lm(self) -> str:
-        return (
-            f"this {type(self.model).__name__} has no causal LM of transformers in it; "
-            "a loss of one's own calls liger_fused_linear_cross_entropy"
-        )
 
     def patch_modules(self, options: dict[str, bool]) -> None:
         for module in self.model.modules():
@@ -384,7 +373,7 @@ class _ClassPatcher(_Patcher):
     """modeling: the family's module, whose own classes alone are changed; samples: models of it without weights."""
 
     def __init__(self, modeling: Any, samples: tuple[Any, ...], report: PatchReport) -> None:
-        super().__init__(report)
+        super().__init__(report, f"{modeling.__name__} has no causal LM")
         self.modeling, self.samples = modeling, samples
         self.instances: dict[type, list[Any]] = {}
         for sample in samples:
@@ -395,9 +384,6 @@ class _ClassPatcher(_Patcher):
         for sample in self.samples:
             if _is_causal_lm(type(sample)):
                 yield type(sample), sample
-
-    def without_causal_lm(self) -> str:
-        return f"{self.modeling.__name__} has no causal LM"
 
     def patch_modules(self, options: dict[str, bool]) -> None:
         borrowed: dict[tuple[str, type], Match] = {}

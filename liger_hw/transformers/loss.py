@@ -28,6 +28,7 @@ from ..distributed.owners import Access, find_access, head_width, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
 from ..text import first_line
+from . import functional
 from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings, inside_a_function
 from .output_logits import output_logits
 from .replacing import KERNEL_DTYPES, is_traced, keeps_own_code
@@ -200,9 +201,7 @@ class OutputHead:
         computed = logits.materialise()
         if self._is_left_to_torch(logits):
             return torch.nn.functional.cross_entropy(computed, target, **options)
-        from .functional import liger_cross_entropy
-
-        return self._loss_of(liger_cross_entropy(computed, target, **self._more(), **options))
+        return self._loss_of(functional.liger_cross_entropy(computed, target, **self._more(), **options))
 
     def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
         """The same from hidden states and weight, or None where it is not computed so."""
@@ -237,8 +236,6 @@ class OutputHead:
         target: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        from .functional import liger_fused_linear_cross_entropy, liger_fused_linear_cross_entropy_tp
-
         target = target.to(hidden.device)
         cast = logits._surroundings.dtype
         if cast is not None:  # autocast: what F.linear would have done
@@ -262,10 +259,10 @@ class OutputHead:
             }
             if self.access.mesh is None:
                 settings["ce_weight"] = options["weight"]
-                result = liger_fused_linear_cross_entropy(hidden, weight, target, **settings)
+                result = functional.liger_fused_linear_cross_entropy(hidden, weight, target, **settings)
             else:
-                group = self.access.group
-                result = liger_fused_linear_cross_entropy_tp(hidden, weight, target, group, **settings)
+                head = functional.liger_fused_linear_cross_entropy_tp
+                result = head(hidden, weight, target, self.access.group, **settings)
         loss = self._loss_of(result)
         if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
             return loss
@@ -334,8 +331,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     before backward; they are None inside torch.compile, in replicas of `nn.DataParallel`, and where the head's
     weight is sharded, since one rank may read them alone.
     """
-    from .functional import liger_cross_entropy, liger_fused_linear_cross_entropy  # noqa: F401  loaded before a step
-
+    functional.liger_cross_entropy, functional.liger_fused_linear_cross_entropy  # noqa: B018  loaded before a step
     signature = inspect.signature(original)
     names = list(signature.parameters)
     labels_at = names.index("labels") - 1 if "labels" in names else len(names)

@@ -65,11 +65,11 @@ def guarded(
     of_one_module: it is bound to live modules, and stands for their class's forward, which was `original`. A module may
     be given another class, or its class another method, which then runs.
 
-    `original` itself runs for modules that do not meet `guards`, for inputs of another dtype than the match asks for,
-    where `keeps_own_code` says so, for nested tensors, when more or fewer arguments are given than the match takes,
-    under autocast where the match says so, where the match is not ready for the input, and once `switch` is empty.
+    `original` itself runs for modules that do not meet `guards`, where the match is not ready for the input, where
+    `keeps_own_code` says so, for nested tensors, when more or fewer arguments are given than the match takes, and once
+    `switch` is empty.
     """
-    replacement, weight, outside_autocast = match.replacement, match.input_dtype_of, match.outside_autocast
+    replacement, ready = match.replacement, match.ready
     names = list(inspect.signature(original).parameters)
     instead = _forward_of_its_class if of_one_module else original
 
@@ -78,11 +78,7 @@ def guarded(
             return False
         if of_one_module and _is_another(type(self).forward, original):
             return False
-        if outside_autocast and torch.is_autocast_enabled(x.device.type):
-            return False
-        if match.ready is not None and not match.ready(self, x):
-            return False
-        return not weight or x.dtype is getattr(self, weight).dtype
+        return ready is None or ready(self, x)
 
     if match.inputs > 1:
 

@@ -109,7 +109,7 @@ class Patch:
                 setattr(self.owner, self.name, self.original)
             return True
         if attributes.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
-            self.owner._old_forward = _own_method(self.owner, "forward")
+            self.owner._old_forward = types.MethodType(type(self.owner).forward, self.owner)
             return True
         if "_old_forward" in attributes and not is_ours(attributes["_old_forward"]):  # ours was taken out of the hook's
             return True
@@ -151,7 +151,7 @@ def _revert_model(model: torch.nn.Module) -> int:
             if slots:
                 choice.release(attributes.get("config"))
             if is_ours(attributes.get("_old_forward")):
-                module._old_forward = _own_method(module, "forward")
+                module._old_forward = types.MethodType(type(module).forward, module)
                 count += 1
             copies.release(module)
     return count
@@ -181,10 +181,6 @@ def _revert_classes(cls: type) -> int:
         for report in reversed(reports):
             report.revert()
         return before - sum(len(report.patches) for report in reports)
-
-
-def _own_method(owner: Any, name: str) -> Any:
-    return types.MethodType(getattr(type(owner), name), owner)
 
 
 class NewModels:
@@ -314,13 +310,14 @@ class PatchReport:
         cells = [("part", "where", "kernel", "state", "configuration")]
         for group, n in groups.items():
             part, where, kernel, state, variant = group
-            shown = _state(state, variant)
-            source = sources[kernel] if state in (PATCHED, ALREADY) else "-"
+            if state == PATCHED and variant.startswith("logits computed"):  # of such a head the loss alone is ours
+                state = "logits kept"
+            source = sources[kernel] if state in (PATCHED, ALREADY, "logits kept") else "-"
             words = f"{kernel} ({variant})" if variant else kernel
             place = f"{where} x{n}" if n > 1 else where
-            if paths[group] and state not in (PATCHED, ALREADY):
+            if paths[group] and source == "-":
                 place += f" ({'first ' if n > 1 else ''}{paths[group]})"
-            cells.append((part, place, words, shown, source))
+            cells.append((part, place, words, state, source))
         return cells
 
     def _others(self) -> list[str]:
@@ -329,19 +326,10 @@ class PatchReport:
         if self.unnamed:
             classes = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.unnamed).items())
             lines.append(f"not looked at, as the names say neither norm nor MLP: {classes}")
-        others = sorted(_launched_ops() - {row.kernel for row in self.rows})
+        others = sorted({plan.tunable.op for plan in registry.plans()} - {row.kernel for row in self.rows})
         if others:
             lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others))
         return lines
-
-
-def _state(state: str, variant: str) -> str:
-    """The state as the table shows it: of a head that cannot be fused only the loss on its logits is ours."""
-    return "logits kept" if state == PATCHED and variant.startswith("logits computed") else state
-
-
-def _launched_ops() -> set[str]:
-    return {plan.tunable.op for plan in registry.plans()}
 
 
 def config_source(kernel: str) -> str:

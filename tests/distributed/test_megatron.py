@@ -17,7 +17,6 @@ from liger_hw.megatron import (
     LigerMegatronCrossEntropy,
     LigerMegatronRMSNorm,
     LigerMegatronSwiGLU,
-    _fused_loss,
     _layer_norm,
     _loss,
     _norm_of,
@@ -192,15 +191,15 @@ def test_modules_without_megatron(lane):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("build_loss", [_fused_loss, _loss])
-def test_without_a_group_a_loss_takes_the_models(build_loss, monkeypatch):
+@pytest.mark.parametrize("fused", [False, True])
+def test_without_a_group_a_loss_takes_the_models(fused, monkeypatch):
     """Releases of Megatron-core call their losses without one; None alone would stand for a whole vocabulary."""
     state = ModuleType("megatron.core.parallel_state")
     state.get_tensor_model_parallel_group = lambda check_initialized=True: "the model's group"
     monkeypatch.setitem(sys.modules, state.__name__, state)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(LigerMegatronCrossEntropy, "forward", lambda self, logits, target, tp_group=None: tp_group)
-    loss, logits, target = build_loss(), torch.zeros(2, 1, 4), torch.tensor([[1], [2]])
+    loss, logits, target = _loss(fused), torch.zeros(2, 1, 4), torch.tensor([[1], [2]])
     assert loss(logits, target) == "the model's group"
     assert loss(logits, target, tp_group="its own") == "its own"
     del state.get_tensor_model_parallel_group

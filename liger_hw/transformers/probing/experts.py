@@ -18,6 +18,7 @@ from ...distributed import owners
 from ...kernels.moe.fused_moe import fused_moe_reference
 from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
+from .. import functional
 from ..choice import CHOICE, NAME
 from ..marks import is_our_method
 from .guards import EVERYTHING, Guards, is_method_of, reads
@@ -85,8 +86,7 @@ class Formula(NamedTuple):
 
 def replacement(formula: Formula) -> Callable[..., torch.Tensor]:
     """The experts of (module, x [tokens, hidden], top_k_index [tokens, k], top_k_weights [tokens, k])."""
-    from ..functional import liger_fused_moe
-
+    liger_fused_moe = functional.liger_fused_moe
     options = dict(formula.options)
 
     def experts(self: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ...kernels.pointwise.swiglu import swiglu_reference
 from ...kernels.pointwise.tiled_mlp import tileable
 from ...recompute.recipes import project
 from ...runtime.saved_tensors import owns_outputs
+from .. import functional
 from .guards import EVERYTHING, reads
 from .probe import (
     BATCH,
@@ -58,12 +59,10 @@ def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
 
 def _gate_kernel(act: str) -> Callable[..., torch.Tensor]:
     """The kernel of act(gate) * up."""
-    from ..functional import liger_geglu, liger_swiglu
-
     if act == "silu":
-        return liger_swiglu
-    approximate = "tanh" if act == "gelu_tanh" else "none"
-    return lambda gate, up, owned=False: liger_geglu(gate, up, approximate, owned=owned)
+        return functional.liger_swiglu
+    geglu, approximate = functional.liger_geglu, "tanh" if act == "gelu_tanh" else "none"
+    return lambda gate, up, owned=False: geglu(gate, up, approximate, owned=owned)
 
 
 def gated_replacement(
@@ -98,10 +97,9 @@ def gated_replacement(
 
 def halves_replacement(act: str, gate_first: bool) -> Callable:
     """act(gate) * up of (module, gate_up), the two halves of one tensor, and whether the caller owns it."""
-    from ..functional import liger_fused_gate_up_swiglu
-
     if act == "silu" and gate_first:
-        return lambda self, gate_up, owned=False: liger_fused_gate_up_swiglu(gate_up, owned=owned)
+        fused = functional.liger_fused_gate_up_swiglu
+        return lambda self, gate_up, owned=False: fused(gate_up, owned=owned)
     kernel = _gate_kernel(act)
 
     def replacement(self: Any, gate_up: torch.Tensor, owned: bool = False) -> torch.Tensor:
@@ -122,13 +120,6 @@ def one_projection_replacement(activation: Callable, up: str, down: str, out_sca
         return y * getattr(self, out_scale) if out_scale else y
 
     return replacement
-
-
-def squared_relu(self: Any, x: torch.Tensor, owned: bool = False) -> torch.Tensor:
-    """max(x, 0)^2"""
-    from ..functional import liger_relu_squared
-
-    return liger_relu_squared(x)
 
 
 # -- which modules may be an MLP -------------------------------------------------------------------------------------
@@ -161,7 +152,10 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
     if has_others or len(projections) not in (2, 3):
         classes = ", ".join(type(child).__name__ for child in children.values())
         return Refused(f"it is not two or three projections around an activation ({classes})", "swiglu")
-    return _customised_activation(module, "swiglu") or _Probe(module, forward, projections).answer()
+    for name, child in children.items():  # a kernel does not call an activation module, so its hooks would not run
+        if _kind(child) in ("act", "dropout") and is_customised(child):
+            return Refused(f"{name} has hooks or a forward of its own, which the kernel would not run", "swiglu")
+    return _Probe(module, forward, projections).answer()
 
 
 def _kind(module: nn.Module) -> str:
@@ -176,14 +170,6 @@ def _kind(module: nn.Module) -> str:
     if not module._parameters and not module._buffers and not module._modules:
         return "act"
     return "other"
-
-
-def _customised_activation(module: nn.Module, kernel: str) -> Refused | None:
-    """A kernel does not call the activation module, so hooks on it would not run."""
-    for name, child in module._modules.items():
-        if child is not None and _kind(child) in ("act", "dropout") and is_customised(child):
-            return Refused(f"{name} has hooks or a forward of its own, which the kernel would not run", kernel)
-    return None
 
 
 # -- how a copy is run -----------------------------------------------------------------------------------------------
@@ -333,40 +319,41 @@ class _Probe:
     def _two_inputs(self, inputs: list[_Call], down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
         """act(gate(x)) * up(x), with the function of the reference."""
         for gate, up in (inputs, inputs[::-1]):
-            gated = _gated_activation(down.input, gate.answer, up.answer, {"": 1.0, **self.multipliers})
-            if gated:
-                names = {"gate": gate.name, "up": up.name, "down": down.name}
-                scales = {"gate_scale": gated.gate_scale, "out_scale": scale}
-                options = {"up_first": up is inputs[0], "cast": self._cast(down.name)}
-                replacement = gated_replacement(gated.act, **names, **scales, **options)
-                used = frozenset((*names.values(), *scales.values())) - {""}
-                match = Match(_gate_op(gated.act), gated.act, replacement, used=used)
-                return match, _of_two(gated.reference, gate.name, up.name)
-        return Refused(_why_not(down.input, *(call.answer for call in inputs)), "swiglu")
+            if gated := _gated_activation(down.input, gate.answer, up.answer, {"": 1.0, **self.multipliers}):
+                break
+        else:
+            return Refused(_why_not(down.input, *(call.answer for call in inputs)), "swiglu")
+        names = {"gate": gate.name, "up": up.name, "down": down.name}
+        scales = {"gate_scale": gated.gate_scale, "out_scale": scale}
+        options = {"up_first": up is inputs[0], "cast": self._cast(down.name)}
+        replacement = gated_replacement(gated.act, **names, **scales, **options)
+        used = frozenset((*names.values(), *scales.values())) - {""}
+        match = Match("swiglu" if gated.act == "silu" else "geglu", gated.act, replacement, used=used)
+        return match, lambda answers: gated.reference(answers[gate.name], answers[up.name])
 
     def _one_input(self, up: _Call, down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
         """act(gate) * up of the two halves of one projection, or max(up(x), 0)^2."""
-        used = frozenset((up.name, down.name, scale)) - {""}
         if up.answer.shape[-1] == 2 * down.input.shape[-1]:
             for order in (1, -1):
-                gated = _gated_activation(down.input, *up.answer.chunk(2, -1)[::order], {"": 1.0})
-                if gated:
-                    gate_first = order == 1
-                    activation = halves_replacement(gated.act, gate_first)
-                    cast = self._cast(down.name)
-                    replacement = one_projection_replacement(activation, up.name, down.name, scale, cast)
-                    words = gated.act if gate_first else f"{gated.act}, up first"
-                    match = Match(_gate_op(gated.act, gate_first), words, replacement, used=used)
-                    return match, _of_halves(gated.reference, up.name, order)
-            return Refused(_why_not(down.input, *up.answer.chunk(2, -1)), "swiglu")
-        if agrees(relu_squared_reference(up.answer), down.input):
-            replacement = one_projection_replacement(squared_relu, up.name, down.name, scale, self._cast(down.name))
-            match = Match("relu_squared", "", replacement, used=used)
-            return match, lambda answers: relu_squared_reference(answers[up.name])
-        plain = next((name for name, act in _ONE_LAUNCH.items() if agrees(act(up.answer), down.input)), None)
-        if plain:
-            return Refused(f"its activation has no gate: torch's {plain} is one launch already", "swiglu")
-        return Refused("its activation has no gate, and no kernel", "swiglu")
+                if gated := _gated_activation(down.input, *up.answer.chunk(2, -1)[::order], {"": 1.0}):
+                    break
+            else:
+                return Refused(_why_not(down.input, *up.answer.chunk(2, -1)), "swiglu")
+            activation = halves_replacement(gated.act, gate_first=order == 1)
+            kernel = "geglu" if gated.act != "silu" else "fused_gate_up_swiglu" if order == 1 else "swiglu"
+            words = gated.act if order == 1 else f"{gated.act}, up first"
+            expected = lambda answers: gated.reference(*answers[up.name].chunk(2, -1)[::order])  # noqa: E731
+        elif agrees(relu_squared_reference(up.answer), down.input):
+            kernel, words, squared = "relu_squared", "", functional.liger_relu_squared
+            activation = lambda self, x, owned=False: squared(x)  # noqa: E731
+            expected = lambda answers: relu_squared_reference(answers[up.name])  # noqa: E731
+        else:
+            plain = next((name for name, act in _ONE_LAUNCH.items() if agrees(act(up.answer), down.input)), None)
+            why = f": torch's {plain} is one launch already" if plain else ", and no kernel"
+            return Refused(f"its activation has no gate{why}", "swiglu")
+        replacement = one_projection_replacement(activation, up.name, down.name, scale, self._cast(down.name))
+        used = frozenset((up.name, down.name, scale)) - {""}
+        return Match(kernel, words, replacement, used=used), expected
 
 
 _ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -380,14 +367,6 @@ _ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 _Expected = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """From each projection's answer, what the last one is given."""
-
-
-def _of_two(reference: Callable, gate: str, up: str) -> _Expected:
-    return lambda answers: reference(answers[gate], answers[up])
-
-
-def _of_halves(reference: Callable, up: str, order: int) -> _Expected:
-    return lambda answers: reference(*answers[up].chunk(2, -1)[::order])
 
 
 class _Formula(NamedTuple):
@@ -446,7 +425,10 @@ def _gated_activation(
     expected: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
 ) -> _Gated | None:
     """The gated activation of (gate, up) that is `wanted`, in fp32. Only silu's kernel takes a multiplier."""
-    kinds = [("silu", name, functools.partial(_scaled_swiglu, value)) for name, value in multipliers.items()]
+    kinds = [
+        ("silu", name, functools.partial(swiglu_reference, gate_multiplier=value))
+        for name, value in multipliers.items()
+    ]
     kinds += [
         (act, "", functools.partial(geglu_reference, approximate=approximate))
         for act, approximate in (("gelu_tanh", "tanh"), ("gelu", "none"))
@@ -455,17 +437,6 @@ def _gated_activation(
         if agrees(reference(gate, up), expected):
             return _Gated(act, name, reference)
     return None
-
-
-def _scaled_swiglu(scale: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return swiglu_reference(gate, up, scale, 1.0)
-
-
-def _gate_op(act: str, one_tensor_gate_first: bool = False) -> str:
-    """The op of a gated activation. Two halves of one tensor have another op where the gate comes first."""
-    if act != "silu":
-        return "geglu"
-    return "fused_gate_up_swiglu" if one_tensor_gate_first else "swiglu"
 
 
 def _why_not(expected: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> str:

@@ -18,6 +18,7 @@ from ...distributed import owners
 from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
+from .. import functional
 from .guards import EVERYTHING, reads
 from .probe import BATCH, LARGE, Match, Refused, agrees, autocast, generator, probe_copy, random, required_inputs, run
 from .source import Facts, open_branch
@@ -27,18 +28,15 @@ from .source import Facts, open_branch
 
 def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, casting_mode: str) -> Callable:
     """RMSNorm of (module, x), whose attributes have these names. No weight: no scaling; eps may be a number."""
-    from ..functional import liger_rms_norm
-
+    liger_rms_norm = functional.liger_rms_norm
     if not isinstance(eps, str):
         return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), eps, offset, casting_mode)
-    if weight is None:
-        return lambda self, x: liger_rms_norm(x, None, getattr(self, eps), 0.0, casting_mode)
-    return lambda self, x: liger_rms_norm(x, getattr(self, weight), getattr(self, eps), offset, casting_mode)
+    return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), getattr(self, eps), offset, casting_mode)
 
 
 def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
     """LayerNorm likewise; `offset` is added to the weight."""
-    from ..functional import liger_layer_norm
+    liger_layer_norm = functional.liger_layer_norm
 
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
         scale = None if weight is None else getattr(self, weight)
@@ -55,7 +53,7 @@ def gated_rms_norm_replacement(
     weight: str, eps: str | float, activation: str, casting_mode: str, norm_before_gate: bool, groups: "_Groups"
 ) -> Callable:
     """Gated RMSNorm of (module, x, gate) likewise."""
-    from ..functional import liger_gated_rms_norm
+    liger_gated_rms_norm = functional.liger_gated_rms_norm
 
     def replacement(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         value = getattr(self, eps) if isinstance(eps, str) else eps
@@ -65,23 +63,30 @@ def gated_rms_norm_replacement(
     return replacement
 
 
-def takes_what_is_there(weights: tuple[str, ...], eps: str | float) -> Callable[[Any, torch.Tensor], bool]:
+def takes_what_is_there(
+    weights: tuple[str, ...], eps: str | float, one_dtype: bool, outside_autocast: bool
+) -> Callable[[Any, torch.Tensor], bool]:
     """Asked (module, x): whether each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
 
     A user may have replaced either since by something else that the module's own code takes. A weight that a
     parametrization computes is not looked up, which would compute it once more.
+    one_dtype: x must have the first weight's dtype too; outside_autocast: and autocast must be off
     """
 
     by_name = isinstance(eps, str)
 
     def ready(self: Any, x: torch.Tensor) -> bool:
+        if outside_autocast and torch.is_autocast_enabled(x.device.type):
+            return False
         parameters, others = self._parameters, self.__dict__  # FSDP1 and replicas have weights among the others
         for name in weights:
             computed = x  # stands for a weight that is in neither
             weight = parameters[name] if name in parameters else others.get(name, computed)
             if weight is None or (weight is not computed and (weight.dim() != 1 or weight.size(0) != x.size(-1))):
                 return False
-        return not by_name or isinstance(others.get(eps), (float, int))
+        if by_name and not isinstance(others.get(eps), (float, int)):
+            return False
+        return not one_dtype or x.dtype is getattr(self, weights[0]).dtype
 
     return ready
 
@@ -155,10 +160,9 @@ class _Variant:
         words = words if self.weight else "no weight"
         words = ", ".join(filter(None, (words, f"offset {self.offset:g}" if self.offset else "")))
         used = frozenset(name for name in (self.weight, self.bias, eps) if isinstance(name, str))
-        dtype_of = self.weight if one_dtype else ""
         weights = tuple(name for name in (self.weight, self.bias) if name)
-        options = {"input_dtype_of": dtype_of, "outside_autocast": outside_autocast}
-        return Match(self.kernel, words, replacement, used=used, ready=takes_what_is_there(weights, eps), **options)
+        ready = takes_what_is_there(weights, eps, one_dtype, outside_autocast)
+        return Match(self.kernel, words, replacement, used=used, ready=ready)
 
 
 @dataclass(frozen=True)
@@ -199,9 +203,8 @@ class _GatedVariant:
         order = f"{self.activation} {'after' if self.norm_before_gate else 'before'} the norm"
         words = f"{order}, {mode}" + (", in groups" if self.groups.name else "")
         used = frozenset(name for name in (self.weight, eps, self.groups.name) if isinstance(name, str) and name)
-        conditions = {"input_dtype_of": self.weight if one_dtype else "", "outside_autocast": outside_autocast}
-        ready = takes_what_is_there((self.weight,), eps)
-        return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready, **conditions)
+        ready = takes_what_is_there((self.weight,), eps, one_dtype, outside_autocast)
+        return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready)
 
 
 # -- how it is run, and how the variant is recognised -----------------------------------------------------------------

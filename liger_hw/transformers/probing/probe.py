@@ -34,9 +34,7 @@ class Match:
     kernel: op name; variant: in words, for the report
     replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
-    input_dtype_of: weight whose dtype an input must have for the match to hold; empty if any input will do
     inputs: how many tensors `replacement` takes after the module
-    outside_autocast: the match holds only while autocast is off
     ready: asked (module, input) at every call, beside the guards, whether the match holds then; None if it always does
     """
 
@@ -44,9 +42,7 @@ class Match:
     variant: str
     replacement: Callable
     used: frozenset[str] = frozenset()
-    input_dtype_of: str = ""
     inputs: int = 1
-    outside_autocast: bool = False
     ready: Callable[[Any, torch.Tensor], bool] | None = None
 
 

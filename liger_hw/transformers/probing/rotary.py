@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 
@@ -32,14 +31,14 @@ from .source import Facts, open_branch
 def _of_q_and_k(kernel: Callable, original: Callable) -> Callable:
     """For functions of (q, k, cos, sin, [position_ids], unsqueeze_dim=1).
 
-    kernel: function of (q, k, cos, sin, unsqueeze_dim). position_ids is ignored, as in transformers since 4.40: cos and
-    sin are gathered already.
+    kernel: function of (q, k, cos, sin, None, unsqueeze_dim). position_ids is ignored, as in transformers since 4.40:
+    cos and sin are gathered already.
     """
 
     def rotated(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:
         if axis == 0 and cos.dim() == 2:  # one image's patches: [T, width] for every batch and head
             cos, sin, axis = cos[None], sin[None], 1
-        return kernel(q, k, cos, sin, axis) if _fits_q_and_k(q, k, cos, sin, axis) else None
+        return kernel(q, k, cos, sin, None, axis) if _fits_q_and_k(q, k, cos, sin, axis) else None
 
     code = original.__code__
     if "position_ids" in code.co_varnames[: code.co_argcount]:
@@ -62,26 +61,6 @@ def _fits_q_and_k(q: torch.Tensor, k: Any, cos: torch.Tensor, sin: torch.Tensor,
     if k.shape[3 - axis] != tokens or k.shape[0] != q.shape[0] or cos.shape[1] != tokens:
         return False
     return cos.shape[0] in (1, q.shape[0]) and not cos.requires_grad and not sin.requires_grad
-
-
-def _half_split(original: Callable) -> Callable:
-    """Llama's: one half of the width against the other. Both halves of cos and sin are read, which may differ."""
-    rope = functional.liger_rope
-    return _of_q_and_k(lambda q, k, cos, sin, axis: rope(q, k, cos, sin, None, axis), original)
-
-
-def _half_width(original: Callable) -> Callable:
-    """The same with cos and sin that hold one half, shared by both (gpt-oss)."""
-    rope = functional.liger_rope
-    return _of_q_and_k(lambda q, k, cos, sin, axis: rope(q, k, cos, sin, None, axis, 2 * cos.shape[-1]), original)
-
-
-def _interleaved(shared_halves: bool, to_halves: bool, original: Callable) -> Callable:
-    """Pairs of neighbours (Cohere, GLM, DeepSeek); see kernels/rotary/interleaved_rope.py for the two options."""
-    rope = functional.liger_interleaved_rope
-    return _of_q_and_k(
-        lambda q, k, cos, sin, axis: rope(q, k, cos, sin, None, axis, None, shared_halves, to_halves), original
-    )
 
 
 def _three_axes(original: Callable) -> Callable:
@@ -177,8 +156,7 @@ def plain_function(value: Any) -> types.FunctionType | None:
 # -- how the variant is recognised ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Kernel:
+class _Kernel(NamedTuple):
     """A kernel that a rotary function may be.
 
     make: maker of the replacement; options: keywords of the reference beside the probe's inputs
@@ -188,11 +166,10 @@ class _Kernel:
     variant: str
     reference: Callable
     make: Callable[[Callable], Callable]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """Rotary functions of the same arguments: which, the inputs to try them with, and the kernels that may be them."""
 
     takes: Callable[[list[str]], bool]
@@ -270,18 +247,29 @@ def _q_and_k_form() -> _Form:
             q, k = _heads(source, axis)
             cos, sin = _angles(source, 2, _TOKENS, width, equal=equal)
             cases.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
-    rope, interleaved = rope_reference, interleaved_rope_reference
-    make, pair = functools.partial, {"shared_halves": True}
-    to_halves = {"shared_halves": True, "to_halves": True}
+    rope, interleaved = functional.liger_rope, functional.liger_interleaved_rope
+
+    def half_width(q: Any, k: Any, cos: Any, sin: Any, ids: None, axis: int) -> Any:
+        return rope(q, k, cos, sin, ids, axis, 2 * cos.shape[-1])
+
+    make = functools.partial
     kernels = [
-        _Kernel("rope", "", rope, _half_split),
-        _Kernel("rope", "cos and sin of half the width", rope, _half_width, {"rotary_dim": _WIDTH}),
-        _Kernel("interleaved_rope", "", interleaved, make(_interleaved, False, False)),
-        _Kernel("interleaved_rope", "one angle a pair", interleaved, make(_interleaved, True, False), pair),
+        _Kernel("rope", "", rope_reference, make(_of_q_and_k, rope)),
         _Kernel(
-            "interleaved_rope", "one angle a pair, taken apart", interleaved, make(_interleaved, True, True), to_halves
+            "rope",
+            "cos and sin of half the width",
+            rope_reference,
+            make(_of_q_and_k, half_width),
+            {"rotary_dim": _WIDTH},
         ),
     ]
+    for variant, options in (
+        ("", {}),
+        ("one angle a pair", {"shared_halves": True}),
+        ("one angle a pair, taken apart", {"shared_halves": True, "to_halves": True}),
+    ):
+        kernel = make(_of_q_and_k, make(interleaved, **options))
+        kernels.append(_Kernel("interleaved_rope", variant, interleaved_rope_reference, kernel, options))
     return _Form(takes, cases, kernels)
 
 
