@@ -443,19 +443,17 @@ class Scope:
             hooks.__exit__(*error)
 
 
-_hooks_on_top = hooks_on_top
-"""Gives this thread's innermost saved-tensor hooks, or None where there are none; torch has it since 2.8."""
 _STEPPED_ASIDE = Scope(KEEP)
 
 
 def supported() -> bool:
     """Whether this torch lets recipes be used."""
-    return _hooks_on_top is not None
+    return hooks_on_top is not None
 
 
 def innermost_hooks() -> Any:
     """This thread's innermost saved-tensor hooks; None where there are none, or this torch does not tell."""
-    return _hooks_on_top(True) if supported() else None
+    return hooks_on_top(True) if supported() else None
 
 
 def inside_foreign_hooks() -> bool:

@@ -171,13 +171,13 @@ def test_nothing_is_offered_outside_a_scope_or_without_gradients():
     x, w = normal(4, 8).requires_grad_(), torch.ones(8)
     assert not vars(liger_rms_norm(x, w, 1e-6))
     with liger_hw.activations("keep"):
-        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top(True) is None
+        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes.hooks_on_top(True) is None
     with torch.no_grad(), liger_hw.activations("cheap"):
-        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top(True) is None
+        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes.hooks_on_top(True) is None
     with liger_hw.activations("cheap"):
         assert not vars(liger_rms_norm(x.detach(), w, 1e-6)), "what trains nothing saves nothing, so sparing adds"
         assert vars(liger_rms_norm(x, w, 1e-6))
-    assert recipes._hooks_on_top(True) is None
+    assert recipes.hooks_on_top(True) is None
 
 
 def test_scopes_nest_and_survive_exceptions():
@@ -190,11 +190,11 @@ def test_scopes_nest_and_survive_exceptions():
             assert vars(liger_rms_norm(x, w, 1e-6))
         assert vars(liger_rms_norm(x, w, 1e-6))
         raise KeyError
-    assert recipes._hooks_on_top(True) is None
+    assert recipes.hooks_on_top(True) is None
 
 
 def test_older_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(recipes, "_hooks_on_top", None)
+    monkeypatch.setattr(recipes, "hooks_on_top", None)
     with pytest.raises(RuntimeError, match="need torch 2.8 or newer, this is .*; use keep or full"):
         liger_hw.activations("cheap")
     model = Decoder(count=2)

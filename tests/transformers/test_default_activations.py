@@ -181,7 +181,7 @@ def test_small_inputs_keep_everything(classes, monkeypatch, recomputed):
 
 @both
 def test_before_torch_2_8_it_is_not_there(classes, monkeypatch, recomputed):
-    monkeypatch.setattr(recipes, "_hooks_on_top", None)
+    monkeypatch.setattr(recipes, "hooks_on_top", None)
     model = tiny()
     with patched(model, classes=classes) as report:
         assert "at cheap by default" not in str(report)
