@@ -106,7 +106,7 @@ class _Patcher:
     """One call of a patch function: what live models and classes have in common.
 
     Each of them has `patch_rope`, `patch_modules` and `causal_lms`: (what to patch, the model that it is or an example
-    of) of every causal LM. why_no_loss: said where there is none
+    of) of every causal LM. why_no_loss: what the report says where there is no causal LM
     """
 
     def __init__(self, report: PatchReport, why_no_loss: str) -> None:
