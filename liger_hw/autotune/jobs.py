@@ -18,14 +18,13 @@ Scan = Callable[[str, Sizes, str], list[tuple[str, Key]]]
 
 @dataclass(frozen=True)
 class Job:
-    """One tunable at one key, measured at `sizes`. `beside`: (variant, key) of everything launched at these sizes."""
+    """One tunable at one key, measured at `sizes`."""
 
     op: str
     variant: str
     key: Key
     sizes: Sizes
     dtype: str
-    beside: tuple[tuple[str, Key], ...] = ()
 
     @property
     def name(self) -> str:
@@ -36,7 +35,7 @@ class Job:
         return self.op, self.variant, self.key
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "beside"}
+        return asdict(self)
 
 
 OUT_OF_BUDGET = "skipped: the budget is spent"
@@ -145,7 +144,6 @@ def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple
     """
     best: dict[tuple[str, str, Key], Sizes] = {}
     shared: dict[tuple[str, str, Key], None] = {}
-    beside: dict[tuple[str, Sizes], tuple[tuple[str, Key], ...]] = {}
     problems = []
     for op, sizes in pairs:
         try:
@@ -153,19 +151,15 @@ def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple
         except Exception as error:
             problems.append(f"{op} at {'x'.join(map(str, sizes))}: {type(error).__name__}: {error}")
             continue
-        names = [(*name.split("."), key) for name, key in launched]
-        shared.update({name: None for name in names if name[0] != op})
-        beside[op, sizes] = tuple((variant, key) for owner, variant, key in names if owner == op)
-        for variant, key in beside[op, sizes]:
-            name = (op, variant, key)
-            if name not in best or _preference(sizes) > _preference(best[name]):
+        for full_name, key in launched:
+            name = (*full_name.split("."), key)
+            if name[0] != op:
+                shared[name] = None
+            elif name not in best or _preference(sizes) > _preference(best[name]):
                 best[name] = sizes
     order = list(dict.fromkeys(op for op, _ in pairs))
-    jobs = []
-    for op, sizes in sorted(beside, key=lambda item: (order.index(item[0]), _position(item[1]))):
-        for variant, key in beside[op, sizes]:
-            if best[op, variant, key] == sizes:
-                jobs.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
+    jobs = [Job(*name, sizes, dtype) for name, sizes in best.items()]
+    jobs.sort(key=lambda job: (order.index(job.op), _position(job.sizes)))
     for op, variant, key in (name for name in shared if name not in best):
         if job := at_key(op, variant, key):
             jobs.append(job)

@@ -16,7 +16,7 @@ import contextlib
 import math
 import platform
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 
@@ -128,16 +128,12 @@ class Bench:
                 by_kernel.setdefault(name, launches)
         return by_kernel
 
-    def stage(self, variant: str, key: Key, context: tuple[tuple[str, Key, LaunchConfig], ...] = ()) -> "Stage":
-        """What candidates of one tunable and key are measured with. Raises `Rejected` when it is not launched here.
-
-        context: (variant, key, configuration) of other tunables, where they are not to use their heuristic.
-        """
-        named = {tunable.variant: tunable for tunable in self.op.tunables}
-        plans = tuple(plan_for(named[v], self.target, self.device, k, c) for v, k, c in context if v != variant)
+    def stage(self, variant: str, key: Key) -> "Stage":
+        """What candidates of one tunable and key are measured with. Raises `Rejected` when it is not launched here."""
+        tunable = next(one for one in self.op.tunables if one.variant == variant)
         for call in self.calls:
-            if any(_is(one, named[variant], key) for one in call.launches):
-                return Stage(self, call, named[variant], key, plans)
+            if any(_is(one, tunable, key) for one in call.launches):
+                return Stage(self, call, tunable, key)
         raise Rejected(f"{self.op.name}.{variant} is not launched with key {key} at {self.sizes}")
 
     def against_reference(self) -> str:
@@ -159,13 +155,10 @@ class Bench:
 
 
 class Stage:
-    """One tunable at one key: the baseline's results and the tensors every candidate is timed on.
+    """One tunable at one key: the baseline's results and the tensors every candidate is timed on."""
 
-    context: plans of the op's other tunables that were chosen before; the others use their heuristic.
-    """
-
-    def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key, context: tuple[Plan, ...] = ()) -> None:
-        self.bench, self.call, self.tunable, self.key, self.context = bench, call, tunable, key, context
+    def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key) -> None:
+        self.bench, self.call, self.tunable, self.key = bench, call, tunable, key
         self.clock, self.target, self.device = bench.clock, bench.target, bench.device
         self.timed: set[tuple[str, int]] | None = None  # names of launches; None: every one
         self.baseline = self._first_that_runs()
@@ -233,13 +226,11 @@ class Stage:
     @contextlib.contextmanager
     def _installed(self, plan: Plan) -> Iterator[None]:
         registry.invalidate()  # a plan that has launched before would not come by the recorder
-        with contextlib.ExitStack() as stack:
-            stack.callback(registry.invalidate)
-            for other in self.context:
-                fresh = plan_for(other.tunable, self.target, self.device, other.key, other.config)
-                stack.enter_context(installed(fresh))
-            stack.enter_context(installed(plan))
-            yield
+        try:
+            with installed(plan):
+                yield
+        finally:
+            registry.invalidate()
 
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
         """Results of the operator under `config`, and the launches of it that are timed."""
@@ -413,12 +404,10 @@ class LocalMeasurer:
             "copy_gbs": round(self.clock.copy_rate(), 1),
         }
 
-    def open(
-        self, job: Job, sizes: tuple[int, ...], context: Sequence[tuple[str, Key, LaunchConfig]]
-    ) -> tuple[LaunchConfig, int]:
+    def open(self, job: Job, sizes: tuple[int, ...]) -> tuple[LaunchConfig, int]:
         """Get ready for candidates of the job's tunable and key at these sizes; returns the baseline and its bytes.
 
-        Raises `Rejected`. context: (variant, key, configuration) of other tunables that were chosen before.
+        Raises `Rejected`.
         """
         self._arms.clear()
         self._stage = None
@@ -427,7 +416,7 @@ class LocalMeasurer:
             self._reference[self._shape] = bench.against_reference()
         if self._reference[self._shape]:
             raise Rejected(f"the heuristic disagrees with the reference: {self._reference[self._shape]}")
-        self._stage = bench.stage(job.variant, job.key, tuple(context))
+        self._stage = bench.stage(job.variant, job.key)
         return self._stage.baseline, self._stage.bytes
 
     def prepare(self, config: LaunchConfig) -> int:

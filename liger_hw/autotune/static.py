@@ -17,8 +17,7 @@ The model takes three times that a kernel cannot beat, each of which hides part 
 
     time = (memory^p + issue^p + chain^p)^(1/p)
 
-p between 1 (nothing overlaps) and infinity (everything does). Constants for the start of a program, for shuffles, for
-the width of accesses and for a last round that is not full chose the same configurations, and are left out.
+p between 1 (nothing overlaps) and infinity (everything does).
 """
 
 from __future__ import annotations

@@ -88,7 +88,6 @@ class Tuner:
             if store.minor(entry.provenance.get("triton")) == store.minor(facts.get("triton")):
                 self.known.setdefault(name, []).append(entry)
         self.clock, self.progress = clock, progress
-        self.winners: dict[tuple[str, str, Key], LaunchConfig] = {}
         self._relative: dict[str, dict[Key, dict[LaunchConfig, float]]] = {}
 
     def run(
@@ -126,18 +125,10 @@ class Tuner:
 
     def _resumed(self, job: Job, end: Entry) -> Result:
         """The result of an earlier run."""
-        self.winners[job.entry_name] = end.config
-
-        def number(name: str) -> float:
-            value = end.provenance.get(name)
-            return float(value) if isinstance(value, (int, float)) else 0.0
-
+        names = {"heuristic_us": "heuristic_us", "winner_us": "median_us", "gain": "gain", "noise": "noise"}
         return Result(
             job,
-            heuristic_us=number("heuristic_us"),
-            winner_us=number("median_us"),
-            gain=number("gain"),
-            noise=number("noise"),
+            **{name: float(end.provenance.get(stored, 0.0)) for name, stored in names.items()},
             config=end.config.to_json(),
             provenance=dict(end.provenance),
             stored=end.kind == "measured",
@@ -183,11 +174,6 @@ class Tuner:
         self.pool.submit(name, "candidate", *request)
         return name
 
-    def context(self, job: Job) -> list[tuple[str, Key, LaunchConfig]]:
-        """(variant, key, configuration): winners of the op's other tunables at these sizes."""
-        winners = [(variant, key, self.winners.get((job.op, variant, key))) for variant, key in job.beside]
-        return [one for one in winners if one[2] is not None and one[0] != job.variant]
-
     def write(self, job: Job, config: LaunchConfig, kind: str, **evidence: Any) -> dict[str, Any] | None:
         """Add a line about a job to the device's table; its provenance, None where it could not be stored."""
         about = {"kind": kind, "sizes": list(job.sizes), "dtype": job.dtype, **evidence}
@@ -219,9 +205,8 @@ class Search:
         self.ids: dict[LaunchConfig, int] = {}
         self.sizes = job.sizes
         self.deaths = 0
-        self._refused = {one.config: str(one.provenance.get("reason")) for one in tuner.lines(job, "refused")}
-        times = ((one.config, one.provenance.get("us")) for one in tuner.lines(job, "timed"))
-        self._timed = {config: us for config, us in times if isinstance(us, (int, float))}
+        self._refused = {one.config: one.provenance["reason"] for one in tuner.lines(job, "refused")}
+        self._timed = {one.config: one.provenance["us"] for one in tuner.lines(job, "timed")}
 
     def run(self) -> Result:
         everything, first = self.tuner.shortlist(self.job, self.tunable)
@@ -249,7 +234,6 @@ class Search:
 
     def _decide(self, start: LaunchConfig, result: Result) -> None:
         """Final and confirming rounds; stores a winner that passes both, the reference, and other sizes of the key."""
-        name, winners = self.job.entry_name, self.tuner.winners
         ranked = sorted((c for c in self.coarse if c != start), key=self.coarse.__getitem__)
         times = self._time_all([start, *ranked[: self.effort.finalists]], self.effort.final_rounds)
         if start not in times:
@@ -257,14 +241,12 @@ class Search:
             return
         result.heuristic_us = result.winner_us = round(statistics.median(times[start]), 3)
         result.config = start.to_json()
-        winners[name] = start
         for _, _, winner in sorted((statistics.median(t), c.to_text(), c) for c, t in times.items()):
             if winner == start:
                 break
             seen = self._compare(start, winner)
             if start in self.failed:  # nothing to compare with: no entry, and the run goes on
                 result.error = self._baseline_failed(start)
-                del winners[name]
                 return
             if seen is None:
                 continue
@@ -280,7 +262,6 @@ class Search:
                 result.note = f"the best loses at {'x'.join(map(str, also['sizes']))}, which has the same key"
                 continue
             result.config, result.note = winner.to_json(), ""
-            winners[name] = winner
             self._store(winner, seen.samples, result, also)
             return
         result.winner_us, result.gain = result.heuristic_us, 0.0
@@ -344,12 +325,11 @@ class Search:
     def _open(self) -> tuple[LaunchConfig, int]:
         """The baseline and the bytes it moves."""
         self.ids.clear()
-        arguments = self.job, self.sizes, self.tuner.context(self.job)
         try:
-            return self.measurer.open(*arguments)
+            return self.measurer.open(self.job, self.sizes)
         except WorkerDied as death:
             self._count_death(death)
-            return self.measurer.open(*arguments)
+            return self.measurer.open(self.job, self.sizes)
 
     def _count_death(self, death: WorkerDied) -> None:
         self.deaths += 1

@@ -29,8 +29,7 @@ from .timing import Budget, Meter, OutOfBudget, Runner, Stats, interleave
 
 MODES = ("fwd", "bwd", "full")
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
-"""Seconds in which an arm must have compiled, warmed up and been checked in one case; the second in a case that is only
-timed. (Liger's multi-token attention is not ready after 60 at some sizes, which took half of a run of many shapes.)"""
+"""Seconds until an arm must have compiled, warmed up and been checked in a case; the second where it is only timed."""
 SETTLE_MS = 150.0
 """Matrix products run 12% faster in the first 100 ms after the device was idle or copying than after that (H200), so
 what is made of them, and the products that are its floor, run this long before a call of theirs counts."""

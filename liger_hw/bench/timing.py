@@ -321,8 +321,7 @@ class Replay(Runner):
     Every arm finds the same in L2. Before a replay, an arm that overwrites its inputs has them written anew; another's
     are as its last replay left them. Both are in L2 where the sets fit with all that a call makes of them (taken as
     four times as much, in half of L2). Where not, L2 is flushed for every arm alike, or what was just written would be
-    found there: Liger's rope of 32x1x40x8x128, which overwrites q and k, took 2.61 us on an H200 without a flush and
-    3.25 us with one (of 32x1x16x16x64, which fits and is left warm for all, 2.14 and 2.61).
+    found there.
     """
 
     def __init__(self, meter: Meter, work: Work, graph: Any, rounds: int) -> None:

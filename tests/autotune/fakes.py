@@ -40,11 +40,11 @@ class FakeMeasurer:
         self.alive = True
         self.ids: dict[int, LaunchConfig] = {}
 
-    def open(self, job, sizes, context):
+    def open(self, job, sizes):
         self.opened += 1
         self.alive = True
         self.ids.clear()
-        self.context, self.sizes = context, sizes
+        self.sizes = sizes
         return self.baseline, 4_000_000
 
     def prepare(self, config):

@@ -42,7 +42,7 @@ def opened(
     measurer: LocalMeasurer, op: str, variant: str, sizes: tuple[int, ...] | None = None
 ) -> tuple[LaunchConfig, int]:
     job = next(job for job in launched(measurer, op, sizes or SIZES[op]) if job.variant == variant)
-    return measurer.open(job, job.sizes, [])
+    return measurer.open(job, job.sizes)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -50,7 +50,7 @@ def test_every_kernel_of_an_op_can_be_measured(measurer, name):
     found = launched(measurer, name, SIZES[name])
     assert {job.variant for job in found} <= {t.variant for t in registry.get_op(name).tunables}
     for job in found:
-        baseline, moved = measurer.open(job, job.sizes, [])
+        baseline, moved = measurer.open(job, job.sizes)
         assert moved > 0
         (samples,) = measurer.time([measurer.prepare(baseline)], 2)
         assert len(samples) == 2 and min(samples) > 0
@@ -130,7 +130,7 @@ def test_a_kernel_launched_with_two_keys_is_measured_with_either(measurer):
     jobs = [job for job in launched(measurer, "dyt", (512, 64)) if job.variant == "dw"]
     assert len(jobs) == 2
     for job in jobs:
-        baseline, _ = measurer.open(job, job.sizes, [])
+        baseline, _ = measurer.open(job, job.sizes)
         assert min(measurer.time([measurer.prepare(baseline)], 1)[0]) > 0 and len(measurer._stage.timed) == 1
 
 
@@ -146,7 +146,7 @@ def test_where_the_heuristic_does_not_launch_the_safe_one_is_the_baseline(measur
     heuristic = tunable.heuristic
     broken = replace(heuristic(measurer.target, job.key), num_warps=64)
     monkeypatch.setattr(tunable, "heuristic", lambda target, k: broken)
-    assert measurer.open(job, job.sizes, [])[0] == tunable.safe(measurer.target, job.key)
+    assert measurer.open(job, job.sizes)[0] == tunable.safe(measurer.target, job.key)
 
 
 def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
@@ -178,7 +178,7 @@ def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(tunable, "heuristic", lambda target, key: baseline)  # noqa: B023
                 patch.setattr(tunable, "space", lambda target, key: [kernels, by_library])  # noqa: B023
-                found, moved = measurer.open(jobs[variant], sizes, [])
+                found, moved = measurer.open(jobs[variant], sizes)
                 assert found == baseline and moved > 0
                 arms = [measurer.prepare(config) for config in (kernels, by_library)]
                 for arm, calls in zip(arms, (0, 2)):

@@ -162,10 +162,10 @@ def test_a_worker_that_always_dies_ends_the_job_not_the_run():
     fwd = tunable("rms_norm.fwd")
 
     class Mixed(FakeMeasurer):
-        def open(self, job, sizes, context):
+        def open(self, job, sizes):
             self.baseline = START if job.variant == "bwd" else fwd.heuristic(H200, KEY)
             self.cost = (lambda c: WorkerDied("crashed")) if job.variant == "bwd" else (lambda c: 5.0)
-            return super().open(job, sizes, context)
+            return super().open(job, sizes)
 
     results, _, _ = tune(jobs=(JOB, second), measurer=Mixed(START, cost))
     assert results[0].error and not results[1].error and results[1].heuristic_us == 5.0
@@ -189,9 +189,9 @@ def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage,
                 raise how("the device reported an error")
             return super().time(ids, rounds)
 
-        def open(self, job, sizes, context):
+        def open(self, job, sizes):
             self.opened_key = job.key
-            return super().open(job, sizes, context)
+            return super().open(job, sizes)
 
     results, kept, _ = tune(jobs=(JOB, second), measurer=Fading(START, cost))
     assert "the baseline cannot be timed" in results[0].error and "reported an error" in results[0].error
@@ -206,21 +206,6 @@ def test_later_keys_start_from_what_was_best_nearby():
     results, kept, measurer = tune(jobs=(JOB, later), effort=effort)
     assert [r.config for r in results] == [BEST.to_json()] * 2
     assert results[1].tried <= 12 + 2 * 4 < results[0].tried
-
-
-def test_winners_are_the_context_of_the_ops_other_kernels():
-    dw = Job("rms_norm", "dw", (4096,), (8192, 4096), "bfloat16", beside=(("bwd", KEY), ("dw", (4096,))))
-    seen = []
-
-    class Watching(FakeMeasurer):
-        def open(self, job, sizes, context):
-            seen.append((job.variant, context))
-            self.baseline = tunable(job.name).heuristic(H200, job.key)
-            return super().open(job, sizes, context)
-
-    tune(jobs=(JOB, dw), measurer=Watching(START, cost))
-    assert seen[0] == ("bwd", [])
-    assert [context for variant, context in seen if variant == "dw"][0] == [("bwd", KEY, BEST)]
 
 
 def test_the_budget_is_kept_and_time_short_means_less_is_tried():
@@ -296,18 +281,6 @@ def test_the_lines_of_another_version_or_triton_do_not_count(monkeypatch):
     monkeypatch.setattr(BWD, "version", 99)
     _, _, measurer = tune(known=kept.lines)
     assert measurer.opened == opened
-
-
-def test_lines_that_somebody_changed_stop_nothing():
-    _, kept, _ = tune()
-    damaged = [
-        (name, registry.Entry(entry.config, {**entry.provenance, "us": "fast", "reason": 5, "gain": None}))
-        for name, entry in kept.lines
-    ]
-    (result,), _, _ = tune(known=[line for line in damaged if line[1].kind != "measured"])
-    assert result.stored and result.config == BEST.to_json()
-    (result,), _, measurer = tune(known=damaged)
-    assert measurer.opened == 0 and result.gain == 0.0
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing():

@@ -51,7 +51,7 @@ def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake):
     measurer = RemoteMeasurer("cuda:0", {"prepare": 1.0})
     try:
         for warps, word in ((2, "signal 11"), (4, "hung for 1 s"), (16, "illegal memory access")):
-            measurer.open(JOB, JOB.sizes, [])
+            measurer.open(JOB, JOB.sizes)
             with pytest.raises(WorkerDied, match=word):
                 measurer.prepare(with_warps(warps))
         with pytest.raises(WorkerError, match="no"):

@@ -120,36 +120,10 @@ def test_names_and_text_from_a_cache_are_escaped(hostile_cache, capsys, words):
     assert out + err and "\x1b" not in out + err and "\u202e" not in out + err
 
 
-def test_a_lock_files_device_is_escaped(clean_registry, capsys, tmp_path):
-    fwd = tunable()
-    table = {NAME: entry(fwd.safe(H200, KEY), fwd)}
-    header = {"kind": "lock", "digest": lock.digest(table), "device": "\x1b[31mH200"}
-    (tmp_path / "a.lock").write_text(tables.render(header, table))
-    code, out, _ = said(capsys, "lock", "--check", str(tmp_path / "a.lock"), "--device", "h200")
-    assert code == 0 and "\\x1b[31mH200" in out and "\x1b" not in out
-
-
 def test_an_error_that_cannot_be_written_keeps_its_status():
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "liger_hw", "nonsense"]
         assert subprocess.run(words, stderr=full).returncode == 2
-
-
-@pytest.mark.parametrize("arch", [["sm90"], {"a": 1}, "\udc80", 10**30])
-def test_a_lock_file_that_names_no_architecture_is_checked(clean_registry, capsys, tmp_path, arch):
-    fwd = tunable()
-    table = {NAME: entry(fwd.safe(H200, KEY), fwd)}
-    header = {"kind": "lock", "digest": lock.digest(table), "device": [1], "arch": arch}
-    (tmp_path / "a.lock").write_text(tables.render(header, table))
-    code, out, err = said(capsys, "lock", "--check", str(tmp_path / "a.lock"), "--json")
-    assert code == 0 and json.loads(out)["entries"] == 1, err
-
-
-def test_a_tables_header_adds_no_line_to_the_refusal(clean_registry, capsys, tmp_path):
-    header = {**store.header(H200), "arch": "sm90\nliger-hw: imported"}
-    (tmp_path / "a.json").write_text(tables.render(header, {}))
-    code, _, err = said(capsys, "cache", "import", str(tmp_path / "a.json"), "--device", "h200", "--yes")
-    assert code == 2 and "sm90\\nliger-hw" in err and "\nliger-hw: imported" not in err
 
 
 @pytest.mark.parametrize("key", [(-1, 2, 3), (4096, 2**62, 2), (7, 12, 2, 1, 1, 1), ()])
@@ -190,22 +164,6 @@ def test_an_empty_model_is_not_taken_for_the_folder_here(capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     code, out, err = said(capsys, *words)
     assert (code, out) == (2, "") and "the model's name is empty" in err
-
-
-def test_an_exported_table_has_no_header_of_a_files_own(clean_registry, capsys):
-    """NaN is no JSON, and what a file says of its target is read like the rest of it."""
-    fwd = tunable()
-    store.add(H200, [(NAME, entry(fwd.safe(H200, KEY), fwd))])
-    path = store.file_of(H200)
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps({**data, "note": float("nan"), "kind": "lock"}))
-    code, out, _ = said(capsys, "cache", "export", "--device", "h200")
-
-    def refuse(text: str) -> None:
-        raise AssertionError(text)
-
-    header = json.loads(out, parse_constant=refuse)
-    assert code == 0 and header["kind"] == "table" and "note" not in header and "device" not in header
 
 
 def test_an_export_into_no_folder_makes_none(clean_registry, capsys, tmp_path):
