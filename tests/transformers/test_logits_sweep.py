@@ -307,9 +307,26 @@ def _changed_by_a_function(x: torch.Tensor) -> torch.Tensor:
     return x.log_softmax(-1)
 
 
+def _softmax(x):
+    return x.softmax(-1)
+
+
+def _changed_in_place(x: torch.Tensor) -> list[torch.Tensor]:
+    rows = x.view(-1, VOCAB)  # made before the change, sees it all the same
+    copied, scaled = x.clone(), x * 2.0  # and these do not
+    x[..., 3] = -1.0
+    return [x.view(-1, VOCAB), rows, copied.view(-1, VOCAB), scaled.view(-1, VOCAB)]
+
+
 MASK = IDS % 4 == 0
 PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "themselves": lambda x: x,
     "a Function": Squared.apply,
+    "a Function of a slice": lambda x: Squared.apply(x[:, 1:].float()),
+    "a Function and more": lambda x: Squared.apply(x).mean() + x.mean() + x[:, 1:].exp().mean(),
+    "script": lambda x: torch.jit.script(_softmax)(x),
+    "compile": lambda x: torch.compile(_softmax, backend="eager")(x),
+    "views and copies around a change in place": lambda x: torch.stack(_changed_in_place(x)),
     "einsum": lambda x: torch.einsum("bsv,bsv->b", x, x),
     "matmul": lambda x: x @ x.transpose(-1, -2),
     "gather": lambda x: x.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)),
