@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from harness import few_sizes, make, run, tensors
 
+import liger_hw
 from liger_hw import registry
 from liger_hw.autotune.record import everywhere, plan_for
 from liger_hw.backends import LaunchConfig, known_target
@@ -27,6 +29,8 @@ from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator as _op
 from liger_hw.runtime import replay as _replay
 from liger_hw.runtime.observe import Observer, observers, observing
+from liger_hw.transformers import functional
+from liger_hw.transformers.tiny import tiny_model
 
 cpu = pytest.mark.cpu
 pytestmark = pytest.mark.usefixtures("no_failed_configuration")
@@ -699,3 +703,51 @@ def test_batched_gradients_go_by_the_dispatcher(driver, asked):
         found = torch._vmap_internals._vmap(backward)(dy)
         torch.testing.assert_close(found, torch.stack(exact))
     assert not driver.seen and not asked
+
+
+def _files_entered(call) -> set[str]:
+    """Files of the package in which a call runs a function."""
+    package, files = str(Path(liger_hw.__file__).parent), set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def _mistral():
+    transformers = pytest.importorskip("transformers")
+    model, ids = tiny_model(transformers.MistralForCausalLM), torch.arange(24).view(2, 12)
+    liger_hw.patch(model)
+    return lambda: model(input_ids=ids, labels=ids)
+
+
+def _head():
+    x, weight, target = torch.randn(8, 64), torch.randn(128, 64), torch.arange(8)
+    return lambda: functional.liger_fused_linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target)
+
+
+def _rms_norm():
+    x, w = inputs()
+    return lambda: functional.liger_rms_norm(x.requires_grad_(), w.requires_grad_(), 1e-6)
+
+
+@cpu
+@pytest.mark.parametrize(
+    "walk, calls, most",
+    [(_rms_norm, 1, 11), (_rms_norm, 2, 7), (_head, 2, 17), (_mistral, 2, 41)],
+    ids=["the second rms_norm", "the third rms_norm", "a fused linear cross entropy", "a patched Mistral"],
+)
+def test_a_walk_enters_no_more_files(driver, walk, calls, most):
+    """docs/internals.md has the walks, and these numbers."""
+    call = walk()
+    for _ in range(calls):
+        call()
+    files = _files_entered(call)
+    assert len(files) <= most, sorted(files)
