@@ -25,6 +25,7 @@ ONE_OF_A_FAMILY = (
     "fused_linear_cross_entropy",
     "rms_norm",
     "rope",
+    "short_conv",
     "softmax",
     "swiglu",
 )

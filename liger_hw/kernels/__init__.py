@@ -57,6 +57,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "residual.mhc_pre": ("liger_mhc_pre",),
     "residual.mhc_post_res": ("liger_mhc_post_res", "liger_mhc_apply", "liger_mhc_forward", "LigerMHC"),
     "residual.attn_res": ("liger_attn_res", "LigerAttnRes"),
+    "hybrid.gated_delta_inputs": ("liger_gated_delta_inputs",),
+    "hybrid.short_conv": ("liger_short_conv",),
     "moe.fused_moe": ("liger_fused_moe", "LigerExperts"),
     "float8.float8_linear": ("liger_float8_linear",),
     "float8.swiglu_float8": ("liger_swiglu_float8",),

@@ -25,6 +25,8 @@ from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy import (
 from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy_tp import (
     liger_fused_linear_scaled_cross_entropy_tp as liger_fused_linear_scaled_cross_entropy_tp,
 )
+from liger_hw.kernels.hybrid.gated_delta_inputs import liger_gated_delta_inputs as liger_gated_delta_inputs
+from liger_hw.kernels.hybrid.short_conv import liger_short_conv as liger_short_conv
 from liger_hw.kernels.losses.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
 from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy as liger_cross_entropy
 from liger_hw.kernels.losses.fused_ce_tvd import liger_fused_ce_tvd as liger_fused_ce_tvd

@@ -21,12 +21,17 @@ LOSSES = {
     "tvd",
     "vocab_parallel_cross_entropy",
 }
+CONVOLUTIONS = {"gated_delta_inputs", "short_conv"}
 ROTARY = {"interleaved_rope", "llama4_rope", "qk_norm_rope", "qwen2vl_mrope", "rope", "vision_rope"}
 REFUSES = {
     "no rows": set(),
-    "no columns": LOSSES | ROTARY | {"fused_moe", "gated_rms_norm", "mhc_coeffs", "multi_token_attention"},
+    "no columns": LOSSES
+    | ROTARY
+    | CONVOLUTIONS
+    | {"fused_moe", "gated_rms_norm", "mhc_coeffs", "multi_token_attention"},
     "one dimension": LOSSES
     | (ROTARY - {"vision_rope"})
+    | CONVOLUTIONS
     | {"fused_moe", "fused_neighborhood_attention", "group_norm", "multi_token_attention"},
     "one element": ROTARY,  # they turn pairs
 }

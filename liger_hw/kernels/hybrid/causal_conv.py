@@ -1,0 +1,158 @@
+"""Depthwise causal convolution of up to four taps over [batch, tokens, channels]: the core of the family's ops.
+
+    y[t, c] = sum over i < taps of weight[c, taps - 1 - i] * x[t - i, c]
+
+x is zero before a sequence, and before the document that seq_idx [batch, tokens] says token t belongs to. A forward
+kernel reads each tile once from memory, and its earlier tokens again from the cache. A backward kernel walks over the
+tokens of BLOCK_R runs at once, with the last four tokens of x and of the convolution's gradient in registers: each is
+read once, and the gradient of token t - 3 is complete when token t is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...registry import LaunchConfig, Tunable, tile_space
+from ...runtime.operator import cdiv
+from ...runtime.triton_import import tl, triton
+
+MOST_TAPS = 4
+
+
+@triton.jit
+def tap(W_ptr, cols, col_mask, BACK: tl.constexpr, TAPS: tl.constexpr):
+    """The weights of the token `BACK` steps back, [1, BLOCK_D]; zero beyond the last tap."""
+    at = cols * TAPS + TAPS - 1 - BACK
+    return tl.load(W_ptr + at, mask=col_mask & (BACK < TAPS), other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def token_mask(Idx_ptr, row, t, n_tokens, BACK: tl.constexpr):
+    """Which tokens t have one `BACK` steps back in their sequence and document. row: of the sequence's first token."""
+    mask = (t >= BACK) & (t < n_tokens)
+    if Idx_ptr is not None:
+        index = tl.load(Idx_ptr + row + t, mask=mask, other=0)
+        mask &= index == tl.load(Idx_ptr + row + t - BACK, mask=mask, other=0)
+    return mask
+
+
+@triton.jit
+def document(Idx_ptr, row, t, n_tokens):
+    """The document of each token t, [BLOCK_R, 1]."""
+    index = tl.zeros_like(t)
+    if Idx_ptr is not None:
+        index = tl.load(Idx_ptr + row + t, mask=(t >= 0) & (t < n_tokens), other=-1).to(tl.int32)
+    return index[:, None]
+
+
+@triton.jit
+def within(x, index, other, HAS_DOCUMENTS: tl.constexpr):
+    """x where both tokens are of one document, else zero."""
+    if HAS_DOCUMENTS:
+        x = tl.where(index == other, x, 0.0)
+    return x
+
+
+@triton.jit
+def store_tap_sums(DW_ptr, cols, col_mask, dw, BACK: tl.constexpr, TAPS: tl.constexpr):
+    """Write the sums over tokens of one tap's gradient. dw: [BLOCK_R, BLOCK_D]."""
+    at = cols * TAPS + TAPS - 1 - BACK
+    tl.store(DW_ptr + at, tl.sum(dw, axis=0), mask=col_mask & (BACK < TAPS))
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def conv_key(n_rows: int, width: int, itemsize: int) -> tuple[int, ...]:
+    """width: columns of a tile; rows only as few or many."""
+    return width, min((n_rows - 1).bit_length() if n_rows > 1 else 0, 13), itemsize
+
+
+def _fwd_heuristic(target: Any, key: Any) -> LaunchConfig:
+    """One load of 16 bytes a thread for each tap."""
+    tokens = max(1, min(32, 2048 // key[0], 1 << key[1]))
+    return LaunchConfig({"BLOCK_T": tokens}, target.warps(tokens * key[0], 8, 8))
+
+
+def _bwd_heuristic(target: Any, key: Any) -> LaunchConfig:
+    """Ten sums and tokens a channel stay in registers, so a thread has 4 channels."""
+    runs = max(1, min(8, 1024 // key[0]))
+    length = max(4, min(32, (1 << key[1]) // runs))
+    return LaunchConfig({"BLOCK_R": runs, "BLOCK_L": length}, target.warps(runs * key[0], 8, 8))
+
+
+def _fwd_safe(target: Any, key: Any) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_T": 4}, target.warps(4 * key[0], 16, 8))
+
+
+def _bwd_safe(target: Any, key: Any) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_R": 1, "BLOCK_L": 16}, target.warps(key[0], 8, 8))
+
+
+def _fwd_space(target: Any, key: Any) -> list[LaunchConfig]:
+    tiles = [{"BLOCK_T": tokens} for tokens in (8, 16, 32, 64, 128)]
+    return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 64), width=key[0])
+
+
+def _bwd_space(target: Any, key: Any) -> list[LaunchConfig]:
+    runs = tile_space(
+        target, [{"BLOCK_R": n} for n in (2, 4, 8, 16, 32)], (1, 2, 4, 8), per_thread=(4, 16), width=key[0]
+    )
+    lengths = (16, 32, 64, 128)
+    return [LaunchConfig({**c.blocks, "BLOCK_L": length}, c.num_warps) for c in runs for length in lengths]
+
+
+def conv_tunables(op: str, fwd: Any, bwd: Any, dims: tuple[str, ...], key: Any) -> tuple[Tunable, Tunable]:
+    """Forward and backward."""
+    return (
+        Tunable(
+            op, "fwd", kernels=(fwd,), key=key, dims=dims, heuristic=_fwd_heuristic, safe=_fwd_safe, space=_fwd_space
+        ),
+        Tunable(
+            op, "bwd", kernels=(bwd,), key=key, dims=dims, heuristic=_bwd_heuristic, safe=_bwd_safe, space=_bwd_space
+        ),
+    )
+
+
+def blocks_of(plan: Any, n_tokens: int) -> int:
+    """How many blocks of tokens a sequence has, forward or backward."""
+    blocks = plan.config.blocks
+    return cdiv(n_tokens, blocks["BLOCK_T"] if "BLOCK_T" in blocks else blocks["BLOCK_R"] * blocks["BLOCK_L"])
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def _earlier(x: torch.Tensor, back: int, seq_idx: torch.Tensor | None) -> torch.Tensor:
+    """x[t - back] at each token t in its document, else zero."""
+    x = torch.nn.functional.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+    if seq_idx is None or not back:
+        return x
+    same = seq_idx == torch.nn.functional.pad(seq_idx, (back, 0))[:, : x.shape[1]]
+    return torch.where(same[..., None], x, 0.0)
+
+
+def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+    """The convolution in x's dtype: x [batch, tokens, channels], weight [channels, taps]."""
+    y, weight = torch.zeros_like(x), weight.to(x.dtype)
+    for back, w in enumerate(weight.flip(-1).unbind(-1)):
+        y = y + w * _earlier(x, back, seq_idx)
+    return y
+
+
+def causal_conv_backward_reference(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x, in its dtype, and of the weight, in the weight's."""
+    ahead = None if seq_idx is None else seq_idx.flip(1)
+    dx = causal_conv_reference(dy.flip(1), weight, ahead).flip(1)  # the same taps, backwards in time
+    sums = [(dy * _earlier(x, back, seq_idx)).sum((0, 1)) for back in reversed(range(weight.shape[-1]))]
+    return dx.contiguous(), torch.stack(sums, -1).to(weight.dtype)
+
+
+def check_taps(weight: torch.Tensor) -> str:
+    """What is wrong with a weight [channels, taps], or ""."""
+    taps = weight.shape[-1]
+    return "" if 1 <= taps <= MOST_TAPS else f"weight must have 1 to {MOST_TAPS} taps, got {taps}"
