@@ -85,7 +85,12 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 
 def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says."""
-    if not torch.is_grad_enabled():
+    checkpointed_already = level in CHECKPOINTED and recipes.inside_foreign_hooks()
+    if checkpointed_already or not torch.is_grad_enabled():
+        if checkpointed_already and level == "offload":
+            recipes.say_once(
+                "another checkpoint is around layers at level offload: their inputs stay where it has them"
+            )
         with Tiles() if level in ("tiled", "offload") else contextlib.nullcontext():
             return forward(*args, **kwargs)
     if level not in CHECKPOINTED:
@@ -95,8 +100,6 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
         if level != "keep" and not scope.left_out and not aside:
             _say_nothing_saved(level, forward, returned)
         return returned
-    if recipes.inside_foreign_hooks():  # checkpointed already
-        return forward(*args, **kwargs)
     if kwargs.get("past_key_values") is not None:
         recipes.say_once(
             "a layer that is recomputed cannot fill a cache: past_key_values is None there, as transformers has it"
@@ -104,7 +107,15 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
         kwargs = {**kwargs, "past_key_values": None}
     options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # of forward, of its recomputation
     with _kept_inputs(level, args):
-        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        once = _without_checkpoint(forward)
+        return torch.utils.checkpoint.checkpoint(once, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _without_checkpoint(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward without the checkpoint inside it that transformers has, which would compute a layer thrice."""
+    if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
+        return functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
+    return forward
 
 
 def _kept_inputs(level: str, args: tuple) -> Any:

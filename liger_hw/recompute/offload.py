@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import weakref
 from pathlib import Path
 from typing import Any, Iterator
@@ -24,7 +23,7 @@ from typing import Any, Iterator
 import torch
 
 from .. import env
-from .recipes import say_once
+from . import recipes
 
 CHUNK = 64 << 20
 """Bytes of one piece of pinned memory. torch rounds each allocation of it up to a power of two, which this is."""
@@ -48,8 +47,7 @@ class HostMemory:
         self._free: list[torch.Tensor] = []
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
-        self._latest: Any = _nothing
-        self._leaving: tuple[torch.Tensor, int, Any] | None = None  # being copied, its version, the end of its copy
+        self._latest: Any = lambda: None  # a weak reference to the entry that may still be copied to the host
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -57,50 +55,35 @@ class HostMemory:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def release(self) -> None:
-        """Give back pinned memory that no tensor uses."""
-        self.pinned -= CHUNK * len(self._free)
-        self._free.clear()
-
     # -- to the host -------------------------------------------------------------------------------------------------
 
-    def _pack(self, t: torch.Tensor) -> "torch.Tensor | _OnHost":
+    def _pack(self, t: torch.Tensor) -> "tuple[torch.Tensor, int] | _OnHost":
         if t.device != self.device or t.nbytes < SMALLEST or type(t) is not torch.Tensor:
-            return t
+            return recipes.pack_kept(t)
+        self._finish_leaving()
         chunks = self._take(t.nbytes)
         if chunks is None:
-            return t.detach()
-        self._finish_leaving()
+            return recipes.pack_kept(t)
         source = t.detach().contiguous()
         self._stream.wait_stream(self._module.current_stream(self.device))
         with self._module.stream(self._stream):
             for chunk, part in zip(chunks, _parts(source)):
                 chunk[: part.numel()].copy_(part, non_blocking=True)
-            end = self._stream.record_event()
-        self._leaving = source, source._version, end
-        entry = _OnHost(self, chunks, source, self._latest)
+            entry = _OnHost(self, chunks, source, self._stream.record_event(), self._latest)
         self._latest = weakref.ref(entry)
         return entry
 
     def _finish_leaving(self) -> None:
         """Let the computing stream wait for the copy under way; then its tensor's memory can be used again."""
-        if self._leaving is None:
-            return
-        (source, version, end), self._leaving = self._leaving, None
-        self._module.current_stream(self.device).wait_event(end)
-        if source._version != version:
-            raise RuntimeError(
-                f"activations: the input of a layer at level offload ({source.dtype} {list(source.shape)}) was changed "
-                "in place since, so it cannot be computed again from it; give that layer another level than full, "
-                "tiled and offload"
-            )
+        if (latest := self._latest()) is not None:
+            latest.left()
 
     def _take(self, nbytes: int) -> list[torch.Tensor] | None:
         """Chunks for `nbytes`, or None where that would pin more than the limit."""
         count = -(-nbytes // CHUNK)
         missing = count - len(self._free)
         if self.pinned + missing * CHUNK > self.limit:
-            say_once(
+            recipes.say_once(
                 f"activations: level offload keeps a layer's input of {nbytes / 2**30:.2f} GiB on the device: "
                 f"{self.pinned / 2**30:.1f} GiB of host memory are pinned, of at most {self.limit / 2**30:.1f} "
                 f"({SHARE:.0%} of what was free). Give fewer layers the level offload, or the host more memory",
@@ -122,9 +105,9 @@ class HostMemory:
 
     # -- and back ----------------------------------------------------------------------------------------------------
 
-    def _unpack(self, packed: "torch.Tensor | _OnHost") -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def _unpack(self, packed: "tuple[torch.Tensor, int] | _OnHost") -> torch.Tensor:
+        if type(packed) is tuple:
+            return recipes.unpack(packed)
         self._finish_leaving()
         value = packed.arrive()
         before = packed.before()
@@ -149,10 +132,26 @@ class HostMemory:
 class _OnHost:
     """A tensor on the host. before: a weak reference to the one that was saved before it, and is needed after it."""
 
-    def __init__(self, memory: HostMemory, chunks: list[torch.Tensor], t: torch.Tensor, before: Any) -> None:
+    def __init__(
+        self, memory: HostMemory, chunks: list[torch.Tensor], source: torch.Tensor, end: Any, before: Any
+    ) -> None:
         self.memory, self.chunks, self.before = memory, chunks, before
-        self.shape, self.dtype = t.shape, t.dtype
+        self.shape, self.dtype = source.shape, source.dtype
+        self._leaving: tuple[torch.Tensor, int, Any] | None = (source, source._version, end)  # until its copy ends
         self._coming: tuple[torch.Tensor, Any] | None = None
+
+    def left(self) -> None:
+        """Let the computing stream wait for the end of the copy to the host. Raises where the tensor was changed."""
+        if self._leaving is None:
+            return
+        (source, version, end), self._leaving = self._leaving, None
+        self.memory.wait(end)
+        if source._version != version:
+            raise RuntimeError(
+                f"activations: the input of a layer at level offload ({source.dtype} {list(source.shape)}) was changed "
+                "in place since, so it cannot be computed again from it; give that layer another level than full, "
+                "tiled and offload"
+            )
 
     def start(self) -> None:
         """Begin the copy to the device."""
@@ -167,18 +166,15 @@ class _OnHost:
         return value
 
     def __del__(self) -> None:
-        if self._coming is not None:  # copied for a backward that did not come
-            self.memory.wait(self._coming[1])
+        for copy in (self._leaving, self._coming):  # of a backward that did not come
+            if copy is not None:
+                self.memory.wait(copy[-1])
         self.memory.give_back(self.chunks)
 
 
 def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a contiguous tensor in pieces of CHUNK."""
     return iter(t.view(-1).view(torch.uint8).split(CHUNK))
-
-
-def _nothing() -> None:
-    return None
 
 
 @functools.lru_cache(maxsize=None)
@@ -192,13 +188,13 @@ def free_host_memory() -> int:
 
     Of several processes on one host, as torchrun starts them, each has an equal share.
     """
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
+    free = []  # nothing where the system does not say
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free[0] = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+        free.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # without a limit memory.max says `max`
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free.append(limit - used + int(kinds.get("file", 0)))  # cached files make room
-    return max(0, min(free)) // max(1, env.launcher_number("LOCAL_WORLD_SIZE", 1))
+    return max(0, min(free, default=0)) // max(1, env.launcher_number("LOCAL_WORLD_SIZE", 1))

@@ -39,7 +39,6 @@ ATTENTIONS = ("eager", "masked", "flash")
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
 """Optimizer state, in units of the trainable parameters' bytes."""
 
-
 MOST_LAYERS = 1024
 """The planner predicts every mix of levels, each layer by layer."""
 
@@ -362,9 +361,9 @@ class Planner:
 
     def float8_gain(self) -> float:
         """How much faster a step at `keep` is in FP8 than without it."""
-        of = (replace(self.assumptions, float8=float8) for float8 in (False, True))
-        planners = (Planner(self.model, self.batch, self.seq, assumptions) for assumptions in of)
-        plain, float8 = (planner.step_time(["keep"] * self.model.layers) for planner in planners)
+        keep = ["keep"] * self.model.layers
+        both = (replace(self.assumptions, float8=on) for on in (False, True))
+        plain, float8 = (Planner(self.model, self.batch, self.seq, assumed).step_time(keep) for assumed in both)
         return plain / float8
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -412,8 +411,7 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
             return False
         return True
 
-    if not fits(STEP):
-        planner_at(STEP).best(budget, host)  # raises, and says what is needed
+    planner_at(STEP).best(budget, host)  # raises, and says what is needed, where nothing fits
     low, high = 1, 2
     while high < 1 << 14 and fits(high * STEP):
         low, high = high, 2 * high

@@ -165,8 +165,8 @@ def _recipe_of(t: torch.Tensor) -> "Recipe | None":
     return recipe if recipe is not None and recipe.gives(t) else None
 
 
-def _pack_kept(t: torch.Tensor) -> Any:
-    """The same in a scope that keeps everything, inside one that does not."""
+def pack_kept(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The same for a tensor that is kept: (tensor, version)."""
     if not t.is_leaf:
         t = t.detach()
     return t, t._version
@@ -421,7 +421,7 @@ class Scope:
             scope = _STEPPED_ASIDE
             say_once("inside other saved-tensor hooks (checkpointing, offloading) activations are theirs to handle")
         elif self.may != KEEP or innermost_hooks() is not None:
-            hooks = torch.autograd.graph.saved_tensors_hooks(pack if self.may != KEEP else _pack_kept, unpack)
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack if self.may != KEEP else pack_kept, unpack)
             hooks.__enter__()
         _local.entered.append((_local.scope, hooks))
         _local.scope = scope
@@ -461,7 +461,7 @@ def inside_foreign_hooks() -> bool:
     hooks = innermost_hooks()
     if hooks is None:
         return not allows_saved_tensor_hooks()
-    return hooks[0] is not pack and hooks[0] is not _pack_kept
+    return hooks[0] is not pack and hooks[0] is not pack_kept
 
 
 def say_once(message: str, level: int = logging.INFO) -> None:

@@ -187,34 +187,28 @@ class _TiledMLP(torch.autograd.Function):
         weights = _trainable(ctx.module)
         if any(weight._backward_hooks for weight in weights):  # autograd.grad would run them once a tile
             raise RuntimeError("an MLP in tiles: register hooks on its parameters before the forward, not after it")
+        if len(weights) != len(ctx.needs_input_grad) - 4:
+            raise RuntimeError("an MLP in tiles: other parameters require gradients than in the forward")
         sums = {id(weight): _Sum(weight) for weight in weights}
         needs_dx = ctx.needs_input_grad[0]
-        dx = torch.empty_like(x) if needs_dx else None
+        dx = torch.zeros_like(x) if needs_dx else None
+        dtiles = _tiles(dx, ctx.count) if needs_dx else [None] * ctx.count
         with _random_again(ctx.random, x.device.type):
-            for at, tile, dtile in zip(_starts(x, ctx.count), _tiles(x, ctx.count), _tiles(dy, ctx.count)):
+            for tile, dtile, dy_tile in zip(_tiles(x, ctx.count), dtiles, _tiles(dy, ctx.count)):
                 tile = tile.detach().requires_grad_(needs_dx)
                 with torch.enable_grad(), _autocast(ctx.autocast), _SummedLinears(sums, ctx.autocast):
                     y = ctx.run(ctx.module, tile)
                 if y.requires_grad:
-                    gradients = torch.autograd.grad(y, [tile] * needs_dx + weights, dtile, allow_unused=True)
+                    gradients = torch.autograd.grad(y, [tile] * needs_dx + weights, dy_tile, allow_unused=True)
                 else:  # fn uses nothing that trains
                     gradients = [None] * (needs_dx + len(weights))
                 if needs_dx and gradients[0] is not None:
-                    dx.narrow(-2, at, tile.shape[-2]).copy_(gradients[0])
-                elif needs_dx:
-                    dx.narrow(-2, at, tile.shape[-2]).zero_()
+                    dtile.copy_(gradients[0])
                 for weight, gradient in zip(weights, gradients[needs_dx:]):
                     if gradient is not None:
                         sums[id(weight)].add(gradient)
                 del y, gradients
         return dx, None, None, None, *(sums.pop(id(weight)).rounded() for weight in weights)
-
-
-def _starts(x: torch.Tensor, count: int) -> Iterator[int]:
-    at = 0
-    for tile in _tiles(x, count):
-        yield at
-        at += tile.shape[-2]
 
 
 def _autocast(state: tuple) -> torch.autocast:
@@ -269,10 +263,8 @@ class _SummedLinears(TorchFunctionMode):
         self.sums, self.autocast = sums, autocast
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.linear:
-            return func(*args, **kwargs)
-        return self._linear(*args, **kwargs)
+        run = self._linear if func is torch.nn.functional.linear else func
+        return run(*args, **(kwargs or {}))
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         kind, dtype, enabled = self.autocast
