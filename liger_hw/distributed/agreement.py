@@ -78,7 +78,12 @@ def _sync(
             for (arch, name, key, config), why in registry.quarantined(target).items()
             if arch == target.arch
         ]
-        return {"table": _as_json(target) if first else [], "failed": failed}
+        table = [
+            [entry.layer, tables.to_record(name, entry)]
+            for name, entries in (registry.table(target).items() if first else ())
+            for entry in answers(entries)
+        ]
+        return {"table": table, "failed": failed}
 
     facts: dict[str, Any] = {}
 
@@ -202,15 +207,6 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
         else:
             differences.append(f"different {name}")
     return ", ".join(differences)
-
-
-def _as_json(target: Target) -> list[Any]:
-    """[layer, entry] of everything that may answer, in the order of `registry.table`."""
-    return [
-        [entry.layer, tables.to_record(name, entry)]
-        for name, entries in registry.table(target).items()
-        for entry in answers(entries)
-    ]
 
 
 def _turn(store: Any, ranks: Sequence[int]) -> str:

@@ -116,12 +116,16 @@ def define(
     coercions = NumberTypes(places, tuple(_NUMBERS[kinds[place]] for place in places))
     tensors_end = 1 + max(place for place, kind in enumerate(kinds) if "Tensor" in kind)
 
-    def below_dispatcher(*args: Any) -> Any:
+    def replayed(args: tuple) -> Any:
+        """What a recording of this layout gives, or MISSED or UNSEEN as `replay` has them."""
         try:
-            result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
+            return replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
         except LaunchFailed as failure:
             _quarantine(failure)
-            result = MISSED
+            return MISSED
+
+    def below_dispatcher(*args: Any) -> Any:
+        result = replayed(args)
         if result is UNSEEN:
             check_args(args)
         elif result is not MISSED:
@@ -147,24 +151,20 @@ def define(
             or is_profiling()
             or torch.jit.is_tracing()
         ):  # nothing traces, profiles, transforms or differentiates: the dispatcher would only pass this on
-            try:
-                result = replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
-                if result is not MISSED and result is not UNSEEN:
-                    return result
-                if are_plain(args):
-                    if result is UNSEEN:
-                        check_args(args)
-                    run, args = launcher, coerced(args, coercions)
-                else:
-                    run = overload
-                    expected.check_types(args)
-                    refuse_dtensors(name, args)
-                if observers:
-                    return observed("operator", lambda call, args: run(*args), call, args)
-                return run(*args)
-            except LaunchFailed as failure:
-                _quarantine(failure)
-                return run_launcher(*coerced(args, coercions))
+            result = replayed(args)
+            if result is not MISSED and result is not UNSEEN:
+                return result
+            if are_plain(args):
+                if result is UNSEEN:
+                    check_args(args)
+                run, args = run_launcher, coerced(args, coercions)
+            else:
+                run = overload
+                expected.check_types(args)
+                refuse_dtensors(name, args)
+            if observers:
+                return observed("operator", lambda call, args: run(*args), call, args)
+            return run(*args)
         elif is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
