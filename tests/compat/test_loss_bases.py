@@ -1,4 +1,4 @@
-"""Losses of one's own on Liger's base classes, as written for Liger, against the same on whole logits in fp64."""
+"""Losses of one's own on Liger's base classes, as written for Liger, against the formulas on whole logits in fp64."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from chunked_loss import formulas
 
-from liger_hw import chunked_loss
 from liger_hw.compat import loss_bases
 from liger_hw.compat.loss_bases import (
     LigerFusedLinearDistillationBase,
@@ -63,9 +63,10 @@ class PairFunction(LigerFusedLinearPreferenceBase):
 class SequenceFunction(LigerFusedLinearUnpairedPreferenceBase):
     @staticmethod
     def preference_loss_fn(logps, labels, full_target, ref_log_prob_chunk=None, beta=0.1, kl=None):
-        ratio = beta * ((logps if ref_log_prob_chunk is None else logps - ref_log_prob_chunk) - kl)
-        losses = 1 - torch.sigmoid(torch.where(labels, ratio, -ratio))
-        return losses.sum() / full_target.shape[0], ratio.sum(), ratio
+        ratio = logps if ref_log_prob_chunk is None else logps - ref_log_prob_chunk
+        losses = 1 - torch.sigmoid(beta * torch.where(labels, ratio - kl, kl - ratio))
+        rewards = (torch.where(which, beta * ratio, 0.0).sum() for which in (labels, ~labels))
+        return losses.sum() / full_target.shape[0], *rewards
 
     @classmethod
     def forward(cls, ctx, x, weight, target, labels, bias, ref, kl, beta, average, chunk_size):
@@ -158,35 +159,21 @@ class PolicyFunction(LigerFusedLinearPPOBase):
 
 
 def token_logps(x, weight, bias, labels, temperature=1.0):
-    logits = F.linear(x, weight, bias) / temperature
-    picked = logits.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(labels != -100, picked, 0.0)
-
-
-def of_sequences(logps, labels, average):
-    return logps.sum(-1) / (labels != -100).sum(-1) if average else logps.sum(-1)
+    return formulas.token_logps(formulas.head(x, weight, bias) / temperature, labels)
 
 
 def plain_pairs(x, weight, target, bias, ref, nll_target, alpha, beta, margin, average, chunk_size):
-    half, logits = len(x) // 2, F.linear(x, weight, bias)
-    logps = of_sequences(token_logps(x, weight, bias, target), target, average)
-    ratio = logps if ref is None else logps - of_sequences(token_logps(*ref, target), target, average)
-    losses = -F.logsigmoid(beta * (ratio[:half] - ratio[half:]) - margin)
-    nll = torch.zeros_like(losses.mean())
-    if alpha > 0:
-        labels = (target if nll_target is None else nll_target)[:half]
-        nll = F.cross_entropy(logits[:half].flatten(0, 1), labels.flatten())
-    means = logits[:half].mean(), logits[half:].mean()
-    metrics = logps[:half], logps[half:], *means, nll, beta * ratio[:half], beta * ratio[half:], losses.sum()
-    return losses.mean() + alpha * nll, metrics
+    def pair_loss(chosen, rejected, ref_chosen, ref_rejected):
+        c, r = chosen - ref_chosen, rejected - ref_rejected
+        losses = -F.logsigmoid(beta * (c - r) - margin)
+        return losses, (beta * c, beta * r, losses.sum())
+
+    options = {"average": average, "nll_weight": alpha or None, "nll_target": nll_target, "ref": ref}
+    return formulas.paired(x, weight, target, bias, pair_loss, **options)
 
 
 def plain_sequences(x, weight, target, labels, bias, ref, kl, beta, average, chunk_size):
-    logps = of_sequences(token_logps(x, weight, bias, target), target, average)
-    ratio = beta * (logps - (0 if ref is None else of_sequences(token_logps(*ref, target), target, average)) - kl)
-    losses = torch.cat([1 - torch.sigmoid(ratio[labels]), 1 - torch.sigmoid(-ratio[~labels])])
-    sums = [t[which].sum() for t in (logps, F.linear(x, weight, bias)) for which in (labels, ~labels)]
-    return losses.mean(), (*sums, ratio.sum(), ratio)
+    return formulas.kto(x, weight, target, labels, bias, ref, kl, beta=beta, average_log_prob=average)
 
 
 def plain_teacher(x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, hard, soft, chunk_size, both):
@@ -201,17 +188,9 @@ def plain_teacher(x, weight, teacher_x, teacher_weight, labels, bias, teacher_bi
 
 
 def plain_policy(x, weight, ids, mask, advantages, bias, ref_logps, old_logps, ref, vllm, items, chunk_size):
-    logps = token_logps(x, weight, bias, ids, 0.8)
-    ratio = (logps - (logps.detach() if old_logps is None else old_logps)).exp()
-    losses = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
-    if vllm is not None:
-        losses = losses * vllm.view(len(x), -1)
-    kl = torch.zeros_like(logps)
-    if ref is not None or ref_logps is not None:
-        difference = (token_logps(*ref, ids, 0.8) if ref_logps is None else ref_logps) - logps
-        kl = difference.exp() - difference - 1
-    counted = mask.bool()
-    return (losses + 0.04 * kl)[counted].sum() / (items or counted.sum()), (kl[counted].mean(),)
+    options = {"ref_logps": ref_logps, "old_logps": old_logps, "vllm_is_ratio": vllm, "num_items": items}
+    loss, (kl, _) = formulas.grpo(x, weight, ids, mask, advantages, bias, ref, temperature=0.8, **options)
+    return loss, (kl,)
 
 
 # -- comparing them --------------------------------------------------------------------------------------------------
@@ -319,34 +298,6 @@ def test_policy(bias, frozen, batch, chunk_size):
         options = *refs, vllm, items, chunk_size
         given = head, (ids, mask, advantages), options, frozen
         same(results(PolicyFunction.apply, *given), results(plain_policy, *given))
-
-
-def test_the_ready_losses_agree():
-    draw = Draw(torch.float32)
-    (x, weight, bias), ref = draw.head(6, LENGTH), draw.head(6, LENGTH)
-    target, good, mask = draw.labels(6, LENGTH), draw.bools(6), draw.bools(6, LENGTH).long()
-    ids, advantages, old = target.clamp_min(0), draw(6), draw(6, LENGTH, scale=0.3) - 3
-    teacher, labels = draw.head(42, hidden=3), target.flatten()
-
-    def close(mine, ready):
-        torch.testing.assert_close(flat(mine), flat(ready), rtol=2e-5, atol=2e-5)
-
-    mine = PairFunction.apply(x, weight, target, bias, ref, None, 0.3, 0.2, 0.0, False, 2)
-    options = {"beta": 0.2, "alpha": 0.3, "compute_nll_loss": True}
-    close(flat(mine)[:-1], chunked_loss.LigerFusedLinearDPOLoss(**options)(weight, x, target, bias, *ref))
-
-    mine = SequenceFunction.apply(x, weight, target, good, bias, ref, torch.tensor(0.4), 0.2, False, 2)
-    kto = chunked_loss.LigerFusedLinearKTOLoss(beta=0.2, use_ref_model=True)
-    close(flat(mine)[:5], flat(kto(x, weight, target, bias, good, *ref, torch.tensor(0.4)))[:5])
-
-    mine = TeacherFunction.apply(x.flatten(0, 1), weight, *teacher[:2], labels, bias, teacher[2], 0.6, 0.5, 9, True)
-    options = {"weight_hard_loss": 0.6, "weight_soft_loss": 0.5, "beta": 0.3, "temperature": 1.7}
-    jsd = chunked_loss.LigerFusedLinearJSDLoss(**options, return_soft_hard_loss=True)
-    close(mine, jsd(x.flatten(0, 1), weight, *teacher[:2], labels, bias, teacher[2]))
-
-    mine = PolicyFunction.apply(x, weight, ids, mask, advantages, bias, None, old, ref, None, None, 2)
-    grpo = chunked_loss.LigerFusedLinearGRPOLoss(temperature=0.8)
-    close(flat(mine), flat(grpo(x, weight, ids, mask, advantages, bias, None, old, *ref))[:2])
 
 
 def test_a_bf16_weight_s_gradient_is_summed_in_fp32():

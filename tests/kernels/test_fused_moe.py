@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -223,75 +219,6 @@ def test_the_engines_of_the_workloads_on_an_h200():
         key, h200 = products.product_key(*sizes, 2), known_target("h200")
         engines = {t.variant: t.heuristic(h200, key).blocks["ENGINE"] for t in products.TUNABLES}
         assert {v for v, engine in engines.items() if engine == products.LIBRARY} == expected[name], name
-
-
-# -- the engines of widths that nobody measured, by a model of those that were -----------------------------------------
-
-TILES = {"kernels": {False: [128, 256, 64, 8, 3], True: [128, 128, 64, 4, 3]}, "library": {False: [], True: []}}
-"""{engine: {whether of weights: the measured tile}}; the library's is not known and taken for 128 x 256 x 64."""
-
-
-def _work(product, sizes, tile):
-    """(tiles for each of 132 multiprocessors, their steps, us of copying gathered rows by the library) of a product."""
-    n_tokens, hidden, inner, n_experts, top_k = sizes
-    rows, (block_m, block_n, block_k) = n_tokens * top_k / n_experts, tile[:3] or (128, 256, 64)
-    tall, wide = {
-        "up": (2 * inner, hidden),
-        "down": (hidden, inner),
-        "down_bwd": (inner, hidden),
-        "up_bwd": (hidden, 2 * inner),
-        "up_weights": (2 * inner, hidden),
-        "down_weights": (hidden, inner),
-    }[product]
-    if product.endswith("weights"):
-        tiles, steps = math.ceil(tall / block_m) * math.ceil(wide / block_n), rows / block_k + 0.5
-    else:
-        tiles, steps = (rows / block_m + 0.5) * math.ceil(tall / block_n), math.ceil(wide / block_k)
-    copied = 0.0 if tile or product in ("down", "up_bwd") else n_tokens * top_k * hidden * 4 / 4.1e6
-    return n_experts * tiles / 132, n_experts * tiles * steps / 132, copied
-
-
-def _fitted():
-    """{(engine, of weights): us of a tile, us of a step}, by least squares of relative errors; those errors."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "moe-h200.json"
-    runs = [run["rows"] for run in json.loads(path.read_text())["runs"]]
-    rows = [row for row in next(run for run in runs if "pass" in run[0]) if row.get("tflops")]
-    fitted, errors = {}, []
-    for engine, tiles in TILES.items():
-        for of_weights, tile in tiles.items():
-            work, times = [], []
-            for row in rows:
-                is_same = row["engine"] == engine and row["tile"] == tile
-                if is_same and row["pass"].endswith("weights") == of_weights:
-                    *parts, copied = _work(row["pass"], get_op("fused_moe").workloads[row["layer"]], tile)
-                    work.append(parts)
-                    times.append(1e3 * row["ms"] - copied)
-            relative = torch.tensor(work, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64)[:, None]
-            found = torch.linalg.lstsq(relative, torch.ones(len(times), 1, dtype=torch.float64)).solution
-            errors.append((relative @ found - 1).abs().max().item())
-            fitted[engine, of_weights] = found.flatten().tolist()
-    return fitted, errors
-
-
-def test_no_width_is_left_to_an_engine_that_the_measurements_call_slow():
-    """Of each product of more than 100 us, from 64 rows an expert on, on an H200."""
-    fitted, errors = _fitted()
-    assert max(errors) < 0.3  # two numbers an engine explain all six measured layers
-    names, h200 = {products.KERNELS: "kernels", products.LIBRARY: "library"}, known_target("h200")
-    for hidden, inner, n_experts, rows in itertools.product(
-        (512, 1536, 2048, 2880, 5120, 8192), (128, 384, 512, 768, 1440, 2048, 8192), (8, 64, 256), (64, 320, 2048)
-    ):
-        sizes = n_experts * rows, hidden, inner, n_experts, 1
-        for tunable in products.TUNABLES:
-            config = tunable.heuristic(h200, products.product_key(*sizes, 2))
-            times = {}
-            for engine, name in names.items():
-                of_weights = tunable.variant.endswith("weights")
-                tiles, steps, copied = _work(tunable.variant, sizes, TILES[name][of_weights])
-                by_tile, by_step = fitted[name, of_weights]
-                times[engine] = tiles * by_tile + steps * by_step + copied
-            chosen, best = times[config.blocks["ENGINE"]], min(times.values())
-            assert best < 100 or chosen < 1.5 * best, (tunable.variant, sizes, times)
 
 
 def test_routing_has_as_many_threads_on_every_device():
