@@ -249,17 +249,16 @@ def _fwd_fake(x, weight, target, bias, ids, call: LogProbsCall):
     return *results_of(out), absent(out.lse) if ids is None else out.lse.new_empty((x.shape[0], ids.shape[0]))
 
 
-def _bwd_fake(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, call):
-    return fake_gradients(x, weight, bias, call.needs)
+def _bwd_fake(x, weight, target, bias, *others):
+    return fake_gradients(x, weight, bias, others[-1].needs)
 
 
 def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogProbsCall):
     return _fwd_fake(x, weight, target, bias, None, call)[:4]
 
 
-def _keep_bwd_fake(
-    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, call
-):
+def _keep_bwd_fake(x, weight, target, bias, *others):
+    slab, _, call = others[-3:]
     return fake_gradients(x, weight, bias, call.needs._replace(dweight=not slab))
 
 
@@ -285,9 +284,8 @@ def _keep_misfit(x, weight, target, bias, waiting, tail, rest, slab, width, call
     return _kept_misfit(weight, waiting, rest, slab)
 
 
-def _keep_bwd_misfit(
-    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, call
-) -> str:
+def _keep_bwd_misfit(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, *kept_and_call) -> str:
+    waiting, _, rest, slab, _, _ = kept_and_call
     return entropy_misfit(lse, entropy, dentropy) or _kept_misfit(weight, waiting, rest, slab)
 
 

@@ -176,10 +176,8 @@ def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bi
     return x.new_empty(x.shape), z, *numbers
 
 
-def _bwd_fake(
-    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
-    order, token, row, offsets, largest, needed, how,
-):  # fmt: skip
+def _bwd_fake(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, *others):
+    needed, how = others[-2:]
     experts, hidden, n_z = down_proj.shape[0], x.shape[1], gate_up_proj.shape[2 if how.is_transposed else 1]
     shapes = (x.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, (experts, n_z), (experts, hidden))
     likes = (x, x, x, top_k_weights, x, x)
@@ -213,10 +211,8 @@ def _first_misfit(shapes: dict[str, tuple], x) -> str:
     return ""
 
 
-def _bwd_misfit(
-    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
-    order, token, row, offsets, largest, needed, how,
-) -> str:  # fmt: skip
+def _bwd_misfit(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *others) -> str:
+    *_, offsets, largest, _, how = others
     inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
     experts, n_rows = down_proj.shape[0], top_k_index.shape[0] * top_k_index.shape[1]
     shapes = {
