@@ -22,8 +22,7 @@ from typing import Any
 from .. import env
 from ..kernels import home_of
 from . import impls
-from .kernels import MissingKernel
-from .replaced import replacement
+from .replaced import MissingKernel, replacement
 
 NAME = "liger_kernel"
 VERSION = "0.8.5"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any, NoReturn
 
 REPLACED = {
     r"transformers\.model\..*": (
@@ -35,3 +36,26 @@ Importing one raises, except for a Triton kernel (`*_kernel`), which raises when
 def replacement(name: str) -> str | None:
     """What stands in for a module or name of liger_kernel that is not here, or None where there is no advice."""
     return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
+
+
+class MissingKernel:
+    """Stands for a Triton kernel of Liger Kernel's; every use raises `NotImplementedError` with what to call instead.
+
+    It can be imported, since a program often imports one beside what it needs. liger_hw's kernels have other arguments,
+    so none answers to such a name.
+
+    name: as `liger_kernel.ops.cross_entropy.liger_cross_entropy_kernel`; instead: the words of what to use
+    """
+
+    def __init__(self, name: str, instead: str) -> None:
+        self.name, self.instead = name, instead
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, which liger_hw does not have>"
+
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self.name} is a Triton kernel of Liger Kernel's own, which liger_hw does not have: {self.instead}"
+        )
+
+    __call__ = __getitem__ = run = warmup = refuse

@@ -57,20 +57,25 @@ class Distillation(NamedTuple):
     hard_weight: float = 0.0
 
 
+def _scores(student, teacher, options: Distillation) -> tuple[torch.Tensor, ...]:
+    """(s, t, x, y) in fp32 or fp64: the logits, and both distributions as `divergence_terms` takes them."""
+    wide, kind = torch.promote_types(student.dtype, torch.float32), options.kind
+    s, t = student.to(wide), teacher.to(wide)
+    x = torch.log_softmax(s / options.temperature, -1)
+    y = t if kind == KL else torch.log_softmax(t / options.temperature, -1)
+    return s, t, *((x.exp(), y.exp()) if kind == TVD else (x, y))
+
+
 def distill_reference(student, teacher, labels, options: Distillation):
     """(soft, hard) of every row in plain differentiable torch, in fp32 (fp64 for fp64); hard is zero without labels.
 
     teacher: logits, or probabilities for KL.
     """
-    wide = torch.promote_types(student.dtype, torch.float32)
-    s, t, kind = student.to(wide), teacher.to(wide), options.kind
-    if kind == COSINE:
+    s, t, x, y = _scores(student, teacher, options)
+    if options.kind == COSINE:
         soft = 1 - F.cosine_similarity(s, t, dim=-1, eps=_SHORTEST)
     else:
-        x = torch.log_softmax(s / options.temperature, -1)
-        y = t if kind == KL else torch.log_softmax(t / options.temperature, -1)
-        pair = (x.exp(), y.exp()) if kind == TVD else (x, y)
-        soft = divergence_terms(*pair, kind, options.beta, options.eps).sum(-1)
+        soft = divergence_terms(x, y, options.kind, options.beta, options.eps).sum(-1)
     if labels is None:
         return soft, torch.zeros_like(soft)
     ignored = labels == options.ignore_index
@@ -86,16 +91,13 @@ def distill_slopes(
 
     The kernel's formulas, not autograd, which is not available where an operator runs under a dispatch mode.
     """
-    wide = torch.promote_types(student.dtype, torch.float32)
-    s, t, kind = student.to(wide), teacher.to(wide), options.kind
-    if kind == COSINE:
+    s, t, x, y = _scores(student, teacher, options)
+    if options.kind == COSINE:
         ls, lt = (v.norm(dim=-1, keepdim=True).clamp_min(_SHORTEST) for v in (s, t))
         soft = (s * t).sum(-1, keepdim=True) / (ls * lt) * s / ls.square() - t / (ls * lt)
     else:
-        x = torch.log_softmax(s / options.temperature, -1)
-        y = t if kind == KL else torch.log_softmax(t / options.temperature, -1)
-        q = x.exp()
-        g = divergence_slope(q, y.exp(), kind) * q if kind == TVD else divergence_slope(x, y, kind, options.beta)
+        q, g = x, divergence_slope(x, y, options.kind, options.beta)
+        q, g = (q, g * q) if options.kind == TVD else (q.exp(), g)
         soft = (g - q * g.sum(-1, keepdim=True)) / options.temperature
     if labels is None:
         return soft, torch.zeros_like(soft)
