@@ -381,12 +381,9 @@ def forgotten(module: nn.Module) -> list[str]:
     tensors, which are views of the flat parameter; any other tensor among its attributes is the module's own.
     """
     flat = [name for name, p in module._parameters.items() if getattr(p, "_fsdp_flattened", False)]
-    flat += [name for name, value in vars(module).items() if _is_part_of_flat(value)]
+    for name, value in vars(module).items():
+        part = value._local_tensor if is_dtensor(value) else value
+        if isinstance(part, torch.Tensor) and getattr(part._base, "_is_flat_param", False):
+            flat.append(name)
     known = _flattened.get(module, {})
     return [name for name in flat if name not in known]
-
-
-def _is_part_of_flat(value: Any) -> bool:
-    """Whether this is a view of one of FSDP1's flat parameters, or a DTensor whose local tensor is one."""
-    part = value._local_tensor if is_dtensor(value) else value
-    return isinstance(part, torch.Tensor) and getattr(part._base, "_is_flat_param", False)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,7 +121,10 @@ def _chosen_layers(model: nn.Module) -> dict[str, str]:
 
     layers = get_local_kernel(REPOSITORY).layers
     answers: dict[str, set[str | None]] = {}
-    for module in _one_of_each_class(model):
+    one_of_each = {type(module): module for module in model.modules()}
+    for module in model.modules():  # and the functions that kernels has made modules of
+        one_of_each |= {type(f): f for f in getattr(module, "_kernel_funcs", {}).values()}
+    for module in one_of_each.values():
         name = getattr(type(module), "kernel_layer_name", None)
         if name is None or name in _UNREGISTERED:
             match = _unregistered_match(module, layers)
@@ -146,14 +149,6 @@ def _chosen_layers(model: nn.Module) -> dict[str, str]:
             "liger_hw.patch(model) reports what it finds and why it leaves a part alone"
         )
     return chosen
-
-
-def _one_of_each_class(model: nn.Module) -> Iterator[nn.Module]:
-    """One module of each class, and the functions that kernels has made modules of."""
-    modules = {type(module): module for module in model.modules()}
-    for module in list(model.modules()):
-        modules |= {type(f): f for f in getattr(module, "_kernel_funcs", {}).values()}
-    yield from modules.values()
 
 
 def _unregistered_match(module: nn.Module, layers: Any) -> tuple[str, str] | None:

@@ -247,7 +247,8 @@ class Recipe:
 
     def give(self, handle: "Handle") -> torch.Tensor:
         """The tensor a handle stands for."""
-        stream = _stream_of(self.device)
+        on_cpu = self.device.type == "cpu"
+        stream = None if on_cpu else torch.get_device_module(self.device).current_stream(self.device)
         value = self.value
         if value is None:
             value = self._compute()
@@ -380,11 +381,6 @@ def _is_deterministic(module: torch.nn.Module) -> bool:
         return module.p == 0 or not module.training
     plain = (torch.nn.Linear, torch.nn.Identity, torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict)
     return isinstance(module, plain) or any(True for _ in module.children())
-
-
-def _stream_of(device: torch.device) -> Any:
-    """The stream that work on a device goes to now; None on the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
 
 
 # -- scopes ----------------------------------------------------------------------------------------------------------

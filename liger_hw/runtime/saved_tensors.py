@@ -26,17 +26,14 @@ def owns_outputs(*projections: torch.nn.Module) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if recipes.inside_foreign_hooks() and not _checkpoints(recipes.innermost_hooks()):
-        return False
+    if recipes.inside_foreign_hooks():
+        pack, *_ = recipes.innermost_hooks() or (None,)
+        if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+            return False
     _, after_forward, _, after_backward = hooks_on_every_module()
     if after_forward or after_backward or not recipes.supported():
         return False
     return all([_is_plain(module) for module in projections])
-
-
-def _checkpoints(hooks: Any) -> bool:
-    """Whether saved-tensor hooks, (pack, unpack) or None, are those that torch's gradient checkpointing installs."""
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_plain(module: Any) -> bool:

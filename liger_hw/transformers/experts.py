@@ -97,9 +97,7 @@ def _unparametrized(module: torch.nn.Module) -> torch.nn.Module:
     return plain
 
 
-@functools.lru_cache(maxsize=256)
-def _log_once(words: str) -> None:
-    log.warning(words)
+_log_once = functools.lru_cache(maxsize=256)(log.warning)
 
 
 def as_before(

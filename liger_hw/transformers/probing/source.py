@@ -220,8 +220,10 @@ class _Reader(ast.NodeVisitor):
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             answer = self._decided(test.operand)
             return None if answer is None else not answer
-        if argument := self._compared_with_none(test):
-            return isinstance(test.ops[0], ast.IsNot) if argument in self.facts.present else None
+        is_comparison = isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot))
+        if is_comparison and isinstance(test.left, ast.Name) and test.left.id in self.facts.present:
+            if isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None:
+                return isinstance(test.ops[0], ast.IsNot)
         if not self._is_settled(test) or _asks_for_mode(test):
             return None
         try:
@@ -232,15 +234,6 @@ class _Reader(ast.NodeVisitor):
     def _value(self, expression: ast.expr) -> Any:
         """What a settled expression is for this module. It looks up attributes, and asks builtins about them."""
         return eval(compile(ast.Expression(expression), self.code.co_filename, "eval"), {**self.names, **self.values})
-
-    def _compared_with_none(self, test: ast.expr) -> str:
-        """The argument of which a condition asks only whether it is None."""
-        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], (ast.Is, ast.IsNot)):
-            return ""
-        of_none = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None
-        return (
-            test.left.id if of_none and isinstance(test.left, ast.Name) and test.left.id in self.facts.present else ""
-        )
 
     def _is_settled(self, node: ast.expr) -> bool:
         """Whether an expression asks for attributes of the module, its mode, constants and classes alone."""
@@ -302,9 +295,11 @@ class _Reader(ast.NodeVisitor):
         """Whether a method of the module does nothing but return what its attributes say."""
         if not isinstance(function, types.FunctionType) or _is_known(function):
             return False
-        body = [line for line in tree_of(function.__code__).body if not _is_docstring(line)]
-        is_return = len(body) == 1 and isinstance(body[0], ast.Return) and body[0].value is not None
-        return is_return and _Reader(function, self.owner, _NOTHING)._is_settled(body[0].value)
+        *before, last = tree_of(function.__code__).body
+        is_documented = all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in before)
+        if not is_documented or not isinstance(last, ast.Return) or last.value is None:
+            return False
+        return _Reader(function, self.owner, _NOTHING)._is_settled(last.value)
 
     # -- what is named --
 
@@ -397,10 +392,6 @@ def _asks_for_no_backend(test: ast.Compare) -> bool:
 
 def _only_raises(way: list[Any]) -> bool:
     return bool(way) and all(isinstance(line, ast.Raise) for line in way)
-
-
-def _is_docstring(line: ast.stmt) -> bool:
-    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
 def _contents(cell: types.CellType) -> Any:
