@@ -92,7 +92,7 @@ def jobs_of(ops: list[Any], target: Any, shipped: dict, most: int) -> list[dict[
 def certify(job: tuple) -> list[dict[str, Any]]:
     """In a worker process: for each candidate, the certificates of every kernel whose launch depends on it."""
     from liger_hw.autotune import static
-    from liger_hw.autotune.compile import compile_here
+    from liger_hw.autotune.compile import certificate_from, compiled
     from liger_hw.autotune.jobs import Job
     from liger_hw.backends import LaunchConfig, Target
 
@@ -101,7 +101,7 @@ def certify(job: tuple) -> list[dict[str, Any]]:
     one = Job(op, variant, tuple(key), tuple(sizes), dtype)
     traced = [static.launches_of(one, target, LaunchConfig.from_json(config)) for config in configs]
     return [
-        {"config": config, "kernels": [c.to_json() for c in map(compile_here, launches)]}
+        {"config": config, "kernels": [certificate_from(one, compiled(one)).to_json() for one in launches]}
         for config, launches in zip(configs, static.decided_by(one.name, traced))
     ]
 
@@ -405,8 +405,8 @@ def leave_out(data: Data, steps: int) -> dict[str, Any]:
 
 def modelled(arguments: argparse.Namespace) -> None:
     """The same judgement where kernels go no further than TTIR, as they do for targets without a compiler."""
+    from liger_hw.autotune import compile as aot
     from liger_hw.autotune import static
-    from liger_hw.autotune.compile import compile_here
     from liger_hw.autotune.jobs import Job
     from liger_hw.backends import LaunchConfig, backend
 
@@ -422,7 +422,7 @@ def modelled(arguments: argparse.Namespace) -> None:
             for launches in traced:
                 for one in launches:
                     if one.same() not in compiled:
-                        compiled[one.same()] = compile_here(one)
+                        compiled[one.same()] = aot.certificate_from(one, aot.compiled(one))
                 predicted.append(static.time_of(replace(compiled[one.same()], launch=one) for one in launches))
         except Exception as error:  # the kernel has changed since it was measured
             print(f"{job.name} {job.sizes}: {type(error).__name__}: {error}", flush=True)

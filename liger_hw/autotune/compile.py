@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
@@ -248,12 +247,6 @@ def certify(launches: Iterable[Launch], pool: Any) -> Iterator[Certificate]:
         pool.submit(launch.same(), "compile", launch)
     for launch in launches:
         yield certificate_from(launch, pool.wait(launch.same()))
-
-
-def compile_here(launch: Launch) -> Certificate:
-    """The certificate of a launch, compiled in this process."""
-    began = time.monotonic()
-    return certificate_from(launch, {**compiled(launch), "seconds": time.monotonic() - began})
 
 
 def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _pending: dict[Target, dict[Hashable, Line]] = {}
 _muted = False
-_exit_in: int | None = None
-"""The process whose exit handler is registered; a forked child has its parent's notes, and is not to write them."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pending.clear)  # the parent writes its own
 
 
 @functools.cache
@@ -76,25 +76,21 @@ def note_failure(plan: "Plan", reason: str, error: BaseException) -> None:
 
 
 def _note(plan: "Plan", provenance: dict[str, str]) -> None:
-    global _exit_in
     if _muted:
         return
     entry = Entry(plan.config, {**provenance, "triton": store.triton_version()}, plan.tunable.version)
     _pending.setdefault(plan.target, {})[plan.name, entry.kind, plan.config] = plan.name, entry
-    if _exit_in is None:
-        _exit_in = os.getpid()
-        atexit.register(_exit)
 
 
 def flush() -> None:
     """Write what was noted so far. Runs at exit; safe to call at any quiet time."""
-    if not _muted and not is_quiet():
+    if _pending and not _muted and not is_quiet():
         while _pending:
             target, lines = _pending.popitem()
             store.add(target, lines.values())
 
 
+@atexit.register
 def _exit() -> None:
-    if os.getpid() == _exit_in:
-        with contextlib.suppress(Exception):  # an exit handler must not turn a finished run into a failed one
-            flush()
+    with contextlib.suppress(Exception):  # an exit handler must not turn a finished run into a failed one
+        flush()

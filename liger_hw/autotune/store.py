@@ -20,7 +20,6 @@ Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<de
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import logging
 import os
@@ -145,10 +144,6 @@ def minor(version: Any) -> str:
 
 def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def warn_once(topic: str, message: str) -> None:

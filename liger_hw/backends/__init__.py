@@ -11,17 +11,8 @@ from .base import Backend, LaunchConfig, Target
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Backend",
-    "LaunchConfig",
-    "Target",
-    "backend",
-    "backends",
-    "known_target",
-    "target_of",
-    "with_index",
-    "VENDORS",
-]
+__all__ = ["Backend", "LaunchConfig", "Target", "VENDORS"]
+__all__ += ["backend", "backends", "known_target", "target_of", "with_index"]
 
 VENDORS = ("cuda", "rocm", "xpu", "cpu")
 """A vendor is the folder of this name; the first one present serves a torch device type."""
@@ -59,10 +50,8 @@ def target_of(device: "torch.device") -> Target:
 
     Raises `ValueError` for a device type no backend serves.
     """
-    try:
-        return _targets[device]
-    except KeyError:
-        pass
+    if (target := _targets.get(device)) is not None:
+        return target
     for candidate in backends():
         if candidate.device_type == device.type:
             return _targets.setdefault(device, candidate.describe(with_index(device).index or 0))

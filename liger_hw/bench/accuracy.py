@@ -26,16 +26,13 @@ class Accuracy:
         rows = max([size for name, size in zip(case.op.tunables[0].dims, case.sizes) if name in ROW_DIMS] or case.sizes)
         if on_cpu and case.op.name in PRODUCTS:
             rows = min(rows, 16)
-            self._shrink(case, meter, rows)
-        while rows > 16 and not self._fits(case, on_cpu):
-            rows //= 2
-            self._shrink(case, meter, rows)
-        while not self._reference(case):
+        self._shrink(case, rows)
+        while not ((rows <= 16 or self._fits(case, on_cpu)) and self._reference(case)):
             if rows < 2:
                 raise RuntimeError("the reference in fp64 does not fit into the device's memory")
             meter.forget()
             rows //= 2
-            self._shrink(case, meter, rows)
+            self._shrink(case, rows)
 
     def _fits(self, case: Case, on_cpu: bool) -> bool:
         if case.op.name in PRODUCTS and not on_cpu:
@@ -43,10 +40,10 @@ class Accuracy:
             return m * n <= 1 << 30
         return max(tensor.numel() for tensor in self.inputs.tensors) <= 1 << (20 if on_cpu else 26)
 
-    def _shrink(self, case: Case, meter: Meter, rows: int) -> None:
+    def _shrink(self, case: Case, rows: int) -> None:
         sizes = with_few_rows(case, rows)
         if sizes != self.sizes:
-            self.sizes, self.inputs = sizes, make_inputs(case, sizes, meter.device, 0)
+            self.sizes, self.inputs = sizes, make_inputs(case, sizes, self.meter.device, 0)
 
     def _reference(self, case: Case) -> bool:
         """Compute what is exact. False where it does not fit into the device's memory."""

@@ -41,14 +41,12 @@ class Verdict:
     """One arm against the first.
 
     difference, step, allowance: the largest difference in loss, where (counted from 0), and what was allowed there
-    used: largest share of its allowance any step used; above 1 is a failure
     problems: what is wrong, in words; empty when the arms agree
     """
 
     difference: float
     step: int
     allowance: float
-    used: float
     grad_difference: float
     grad_parameter: str
     grad_allowance: float
@@ -88,7 +86,6 @@ def compare(base: Run, other: Run, dtype: str) -> Verdict:
         difference=gaps[largest],
         step=largest,
         allowance=limits[largest],
-        used=_share(gaps[worst], limits[worst]),
         grad_difference=parts.get(name, 0.0),
         grad_parameter=name,
         grad_allowance=limit,

@@ -16,7 +16,6 @@ from ..text import table
 from .cases import Case, cases
 from .inputs import Inputs
 
-ROUTINGS = ("uniform", "skewed")
 AGAINST = ("eager", "grouped_mm", "batched_mm", "liger")
 READY_SECONDS = 240
 """Liger 0.8.5 tunes for up to 168 s at its first step."""

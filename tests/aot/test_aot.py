@@ -301,7 +301,7 @@ def test_compiling_in_this_process_leaves_tritons_driver_as_it_was(arch):
 
     before = dict(vars(driver))
     launch = aot.trace("relu_squared", (4, 64), torch.float32, known_target(arch))[0]
-    assert aot.compile_here(launch).level == ("ttir" if arch == "bmg" else "binary")
+    assert aot.certificate_from(launch, aot.compiled(launch)).level == ("ttir" if arch == "bmg" else "binary")
     assert vars(driver) == before
 
 
@@ -397,7 +397,8 @@ def test_what_ttir_says_is_near_what_a_compiler_makes(workers, monkeypatch):
     """Counted from TTIR and read from the binary, for a target that has a compiler."""
     (exact,) = aot.certify(_first("sm90")[:1], workers)
     monkeypatch.setattr(backend("cuda"), "triton_target", lambda target: None)
-    counted = aot.compile_here(_first("sm90")[0])
+    launch = _first("sm90")[0]
+    counted = aot.certificate_from(launch, aot.compiled(launch))
     assert counted.level == "ttir" and exact.level == "binary" and counted.accesses == exact.accesses
     a, b = counted.resources, exact.resources
     assert a.threads == b.threads and a.loads[128] == b.loads[128] and a.stores[128] == b.stores[128]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,26 +212,6 @@ def test_two_devices_in_one_process_resolve_by_their_own_target(clean_registry, 
     assert (nvidia.layer, amd.layer) == ("user", "heuristic")
     assert nvidia.target.warp_size == 32 and amd.target.warp_size == 64
     assert fwd.plan(torch.device("cuda", 0), KEY) is nvidia
-
-
-def test_threads_resolve_the_same_plan_while_others_invalidate(h200):
-    fwd, errors = tunable(), []
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(200):
-                assert fwd.plan(DEVICE, (4096, turn % 16, 2)).config.blocks["BLOCK_SIZE"]
-                if number == 0:
-                    registry.invalidate()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
 
 
 @pytest.mark.parametrize("name", ["rms_norm.fwd", "rms_norm.bwd", "swiglu.fwd", "cross_entropy.fwd"])

@@ -336,54 +336,6 @@ def test_nothing_is_pickled():
         assert "import pickle" not in path.read_text(), path
 
 
-WATCHED = """
-import sys
-from pathlib import Path
-folder, starts = Path(sys.argv[1]), []
-
-def watch(event, args):
-    # Python's own import of a module from its __pycache__, whose file is watched below as it is opened
-    if event == "marshal.loads" and sys._getframe(1).f_code.co_filename == "<frozen importlib._bootstrap_external>":
-        return
-    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class", "marshal.loads"):
-        starts.append(event)
-    elif event in ("exec", "compile", "import", "ctypes.dlopen", "open") and str(folder) in str(args):
-        if event != "open" or not str(args[0]).endswith((".json", ".lock", ".tmp")):
-            starts.append(f"{event} {args}")
-
-from liger_hw import registry
-from liger_hw.cli import main
-from tests.autotune.fakes import H200, tunable
-fwd = tunable()
-main(["cache", "list"])
-registry.reload()
-sys.addaudithook(watch)
-print(registry.choose(fwd, H200, (4096, 13, 2)).layer)
-for words in (["list"], ["verify"], ["import", str(folder / "t.json"), "--device", "h200", "--yes"]):
-    main(["cache", *words])
-main(["lock", "--check", str(folder / "l.lock"), "--device", "h200"])
-print(starts)
-"""
-"""What Python itself reports of code that starts, while a cache, a table and a lock file are read."""
-
-
-def test_nothing_executes_from_a_cache_a_table_or_a_lock_file(stored, tmp_path):
-    """Files that Python would run if anything imported, unpickled or evaluated them."""
-    code = "open('/tmp/liger_hw-was-run', 'w')"
-    folder = store.file_of(H200).parent
-    for name in ("__init__.py", "sitecustomize.py", "conftest.py", "a.pyc"):
-        (folder / name).write_text(code)
-    (folder / "b.json").write_bytes(b"cos\nsystem\n(S'touch /tmp/liger_hw-was-run'\ntR.")
-    record = {**tables.to_record(NAME, entry(tunable().safe(H200, KEY), tunable())), "op": f"__import__({code!r})"}
-    for name in ("t.json", "l.lock"):
-        (tmp_path / name).write_text(json.dumps({"schema": 2, **store.header(H200), "entries": [record]}))
-    environment = {**os.environ, "LIGER_HW_CACHE_DIR": str(store.root())}
-    command = [sys.executable, "-c", WATCHED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]" and not os.path.exists("/tmp/liger_hw-was-run")
-
-
 WRITER = """
 import sys
 from liger_hw.autotune import store

@@ -24,15 +24,7 @@ _LARGE_GRF_SUB_GROUPS = 32
 """Most sub-groups of a work-group in the large register mode: 8 vector engines of 4 threads."""
 _SMALL_GRF_TILE = 16
 """Elements a work-item up to which the small register mode holds a tile."""
-_NAMES = (
-    ("Max", "pvc"),
-    ("A770", "acm"),
-    ("A750", "acm"),
-    ("B580", "bmg"),
-    ("B570", "bmg"),
-    ("B60", "bmg"),
-    ("B50", "bmg"),
-)
+_NAMES = {"pvc": ("Max",), "acm": ("A770", "A750"), "bmg": ("B580", "B570", "B60", "B50")}
 _DEVICE_IDS = {0x0B: "pvc", 0x56: "acm", 0xE2: "bmg", 0x64: "lnl"}
 
 
@@ -43,8 +35,8 @@ def _arch(family: str, engines: int, sub_groups: tuple[int, ...], slm: int, cloc
 
 def arch_of(properties: Any) -> str:
     """Architecture from the device's name or PCI id, or from its shape when neither is known."""
-    for word, arch in _NAMES:
-        if word in properties.name:
+    for arch, words in _NAMES.items():
+        if any(word in properties.name for word in words):
             return arch
     in_name = re.search(r"\[0x([0-9a-f]+)\]", properties.name.lower())
     device_id = getattr(properties, "device_id", None) or (int(in_name[1], 16) if in_name else 0)
