@@ -59,12 +59,9 @@ def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
     return [[slice(at + start, at + min(start + size, n)) for at in offsets] for start in starts]
 
 
-def _rows(t: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    return t[chunk[0]] if len(chunk) == 1 else torch.cat([t[rows] for rows in chunk])
-
-
-def _optional_rows(t: torch.Tensor | None, chunk: Chunk) -> torch.Tensor | None:
-    return None if t is None else _rows(t, chunk)
+def _rows(t: Any, chunk: Chunk) -> Any:
+    """The rows of a tensor that a chunk has; None of None."""
+    return t if t is None else t[chunk[0]] if len(chunk) == 1 else torch.cat([t[rows] for rows in chunk])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -159,8 +156,13 @@ def _reference_logps(cls: Any, ref: tuple, x: torch.Tensor, labels: torch.Tensor
         return token_logps(*checked_reference(cls.__name__, *ref, x), labels, ignore_index, float(temperature))
 
 
-def _not_stated(cls: str, function: str) -> NoReturn:
-    raise NotImplementedError(f"{cls}: a subclass states its loss as a static method `{function}`")
+def _unstated(cls: str, name: str) -> Any:
+    """The loss of a class that leaves it to its subclasses."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{cls}: a subclass states its loss as a static method `{name}`")
+
+    return staticmethod(refuse)
 
 
 class _Base(torch.autograd.Function):
@@ -179,9 +181,7 @@ class LigerFusedLinearPreferenceBase(_Base):
     a tuple of the loss and metrics. nll: the mean over the chosen sequences' tokens, zero without compute_nll_loss.
     """
 
-    @staticmethod
-    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        _not_stated("LigerFusedLinearPreferenceBase", "preference_loss_fn")
+    preference_loss_fn = _unstated("LigerFusedLinearPreferenceBase", "preference_loss_fn")
 
     @staticmethod
     def forward(
@@ -224,8 +224,7 @@ class LigerFusedLinearPreferenceBase(_Base):
             ref = _of_sequences(logps, target, ignore_index, average_log_prob)
 
         def chunk_loss(chunk, x, weight, bias):
-            nll_chunk = None if nll_target is None else _rows(nll_target, chunk[:1])
-            options = ignore_index, compute_nll_loss, nll_chunk, average_log_prob
+            options = ignore_index, compute_nll_loss, _rows(nll_target, chunk[:1]), average_log_prob
             base = LigerFusedLinearPreferenceBase
             results = base.chunk_forward(x, weight, _rows(target, chunk), bias, *options)
             chosen, rejected, chosen_logits, rejected_logits, nll = results
@@ -282,9 +281,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
     **loss_kwargs), with ref_log_prob_chunk where use_ref_model. It returns the loss, or a tuple of it and metrics.
     """
 
-    @staticmethod
-    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        _not_stated("LigerFusedLinearUnpairedPreferenceBase", "preference_loss_fn")
+    preference_loss_fn = _unstated("LigerFusedLinearUnpairedPreferenceBase", "preference_loss_fn")
 
     @staticmethod
     def forward(
@@ -365,9 +362,7 @@ class LigerFusedLinearDistillationBase(_Base):
     A teacher's larger vocabulary is met with student logits of zero.
     """
 
-    @staticmethod
-    def distillation_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        _not_stated("LigerFusedLinearDistillationBase", "distillation_loss_fn")
+    distillation_loss_fn = _unstated("LigerFusedLinearDistillationBase", "distillation_loss_fn")
 
     @staticmethod
     def forward(
@@ -456,9 +451,7 @@ class LigerFusedLinearPPOBase(_Base):
     length], and the options by name), a tuple of the loss and a sequence of metrics.
     """
 
-    @staticmethod
-    def ppo_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        _not_stated("LigerFusedLinearPPOBase", "ppo_loss_fn")
+    ppo_loss_fn = _unstated("LigerFusedLinearPPOBase", "ppo_loss_fn")
 
     @staticmethod
     def forward(
@@ -547,7 +540,7 @@ class LigerFusedLinearPPOBase(_Base):
         def chunk_loss(chunk, x, weight, bias):
             ids = _rows(selected_token_ids, chunk)
             logps = LigerFusedLinearPPOBase.chunk_forward(x, weight, ids, bias, temperature)
-            of_chunk = {key: _optional_rows(t, chunk) for key, t in rows.items()}
+            of_chunk = {key: _rows(t, chunk) for key, t in rows.items()}
             return cls.ppo_loss_fn(per_token_logps=logps, **of_chunk, **options)
 
         loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, _chunks(batch, batch // chunk_size), chunk_loss)

@@ -42,7 +42,7 @@ class Chunks(NamedTuple):
 
     bounds: (start, stop) of each chunk
     wide: the weight gradient is accumulated in an fp32 buffer
-    borrowed: the second head's logits of the first chunk lie in the memory of the weight's gradient
+    borrowed: both heads' fp32 logits of the first chunk lie in the memory of the weight's gradient
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -157,7 +157,7 @@ def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: 
 def borrow_gradient_memory(chunks: Chunks, hidden: int, vocab: int, device: torch.device | None = None) -> Chunks:
     """Chunks for two heads that take no more memory than `chunks`, with a first chunk twice as tall.
 
-    The second head's logits of that chunk lie where the weight's gradient, of the same dtype, is written after it.
+    The logits of that chunk lie where the weight's gradient, of the same dtype, is written after it (`sweep_in_fp32`).
     """
     n_rows = chunks.n_rows
     first = min(n_rows, 2 * chunks.rows, vocab * hidden // padded(vocab))

@@ -91,7 +91,7 @@ def linear_distillation_operator(
         )
         if teacher_weight is not None:
             second = teacher, teacher_weight
-            if call.needs.dweight and teacher.dtype == weight.dtype:
+            if fp32_logits and call.needs.dweight and teacher.dtype == weight.dtype:
                 chunks = borrow_gradient_memory(chunks, hidden, vocab, x.device)
         elif teacher.stride(-1) != 1:
             teacher = teacher.contiguous()

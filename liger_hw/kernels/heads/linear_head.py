@@ -217,14 +217,10 @@ def sweep(
     travels during the other half's product, or while the body works on the first half.
     """
     x, weight = x.detach(), weight.detach()
-    later = max((stop - start for start, stop in chunks.bounds[1:]), default=0) if chunks.borrowed else 0
-    buffer, other = logits_buffer(max(chunks.rows, 2 * later, tile), weight.shape[0], x), None
+    buffer = logits_buffer(max(chunks.rows, tile), weight.shape[0], x)
     if second is not None:
         x2, weight2 = second[0].detach(), second[1].detach()
-        if chunks.borrowed:
-            other = logits_in(grads.dweight, chunks.bounds[0][1], weight2.shape[0])
-        else:
-            other = logits_buffer(chunks.rows, weight2.shape[0], x2)
+        other = logits_buffer(chunks.rows, weight2.shape[0], x2)
     for start, stop in chunks.bounds:
         rows = slice(start, stop) if order is None else order[start:stop]
         part, logits, logits2 = x[rows], buffer[: stop - start], None
@@ -235,9 +231,7 @@ def sweep(
                 logits_of(part[half], weight, logits[half])
             if scan is not None:
                 scan(start + (half.start or 0), logits[half])
-        if other is not None:
-            if chunks.borrowed and start:
-                other = buffer[later:]
+        if second is not None:
             logits2 = other[: stop - start]
             logits_of(x2[rows], weight2, logits2)
         yield start, logits, logits2
