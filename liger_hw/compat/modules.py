@@ -80,13 +80,8 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
         self.with_scale = with_scale
 
 
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
-    """The norm of Muse Glimmer's text layers: `LigerRMSNormForGemma`."""
-
-    def __init__(
-        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
+    """The norm of Muse Glimmer's text layers: `LigerRMSNormForGemma2`."""
 
 
 LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLP

@@ -75,10 +75,6 @@ class _Call(NamedTuple):
     sequence_parallel: bool
     needs: Needs = Needs()
 
-    def part(self, width: int, device: torch.device) -> VocabPart:
-        """This rank's part of the vocabulary; collective."""
-        return vocab_part(width, self.process_group, device)
-
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The group of this name."""
@@ -138,16 +134,12 @@ class SharedGradients(HeadGradients):
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def seeks_top(options: Options) -> bool:
-    """Whether the largest logit of each row is looked for."""
-    return options.return_token_accuracy or options.return_predicted_tokens
-
-
 class _Rows:
     """The row steps of one call on one rank. All tensors of rows are [n_rows], in the order of the sweep.
 
     incoming: [] or [n_rows], d / d loss of each row
     lse: what a forward saved; then there is nothing to exchange
+    sent: what is still to be received
     """
 
     def __init__(
@@ -161,10 +153,10 @@ class _Rows:
         incoming: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        self.local, self.part, self.options, self._sent = local, part, options, []
+        self.local, self.part, self.options, self.sent = local, part, options, []
         n_rows, smoothing = local.mine.shape[0], options.label_smoothing
         self._results = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing))
-        self._top = [torch.empty_like(self._results.lse) for _ in range(2)] if seeks_top(options) else []
+        self._top = [torch.empty_like(self._results.lse) for _ in range(2)] if options.seeks_top else []
         self.lse = torch.empty_like(self._results.lse) if lse is None else lse
         self._row_options, self._bias, self._plain = LogProbOptions(IGNORED, softcap=options.softcap), bias, plain
         self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
@@ -180,18 +172,13 @@ class _Rows:
         if self._top:
             for top, values in zip(self._top, _largest(logits, self._bias)):
                 top[rows] = values
-        self._sent.append((rows, GatheredRows(self._results.lse[None, rows], self.part)))
+        self.sent.append((rows, GatheredRows(self._results.lse[None, rows], self.part)))
 
     def receive(self) -> slice:
         """Take in what was sent first; the rows it was about."""
-        rows, gathered = self._sent.pop(0)
+        rows, gathered = self.sent.pop(0)
         self.lse[rows] = reduce(torch.logaddexp, gathered.wait()[0])
         return rows
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something that was sent is still to be received."""
-        return bool(self._sent)
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(loss, its part that is z-loss, the column of the largest logit or None) of every row.
@@ -208,7 +195,7 @@ class _Rows:
         z = options.lse_square_scale * self.lse.square()
         loss = torch.where(local.valid, loss + z, float("nan")).masked_fill(~local.counted, 0.0)
         top = None
-        if seeks_top(options):
+        if options.seeks_top:
             values, columns = more
             winner = values.argmax(0, keepdim=True)
             top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~local.counted, -1)
@@ -263,7 +250,7 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
     gradients are computed in backward
     plain: the row steps run in torch, without kernels
     """
-    part = call.part(weight.shape[0], x.device)
+    part = vocab_part(weight.shape[0], call.process_group, x.device)
     scattered = call.sequence_parallel and part.world > 1
     whole, n_rows = _all_rows(x, part, call.sequence_parallel), len(target if order is None else order)
     options, world = call.options, part.world if scattered else 1
@@ -284,7 +271,7 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
     ):
         if lse is not None:
             rows.gradient(start, logits)
-        while rows.is_waiting:
+        while rows.sent:
             here = rows.receive()
             if any(call.needs):
                 rows.gradient(here.start, logits[here.start - start : here.stop - start])

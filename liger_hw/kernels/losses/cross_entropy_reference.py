@@ -52,6 +52,11 @@ class Options(NamedTuple):
         """Which results are returned beside the loss: z-loss, token accuracy, predicted tokens."""
         return self[5:8]
 
+    @property
+    def seeks_top(self) -> bool:
+        """Whether the largest logit of each row is looked for."""
+        return self.return_token_accuracy or self.return_predicted_tokens
+
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
         return dtype is torch.float16 and self.reduction == MEAN

@@ -224,11 +224,10 @@ def launch_rows(
 def row_buffers(n_rows: int, options: Options, dtype: torch.dtype, device: torch.device) -> RowResults:
     """Buffers for n_rows rows: of the result's dtype when the rows are the result, of fp32 when they will be summed."""
     rows = dtype if options.reduction == NONE else torch.float32
-    seeks_top = options.return_token_accuracy or options.return_predicted_tokens
     return RowResults(
         torch.empty(n_rows, dtype=rows, device=device),
         torch.empty(n_rows, dtype=rows, device=device) if options.return_z_loss else None,
-        torch.empty(n_rows, dtype=torch.int64, device=device) if seeks_top else None,
+        torch.empty(n_rows, dtype=torch.int64, device=device) if options.seeks_top else None,
     )
 
 
