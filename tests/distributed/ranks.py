@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Timer
 from typing import IO
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -88,7 +89,8 @@ _waiting: dict[int, Ranks] = {}
 
 
 def run(file: str, function: str, kind: str = "cpu", world: int | None = None, *, timeout: float = 600) -> None:
-    """Run `function` of the module `file` on every rank; kind: the device type, gloo for "cpu"."""
+    """Run `function` of the module `file` on every rank; kind: the device type, gloo for "cpu", "": the accelerator."""
+    kind = kind or accelerator()
     world = world or (2 if kind == "cpu" else accelerators())
     ranks = _waiting.pop(world, None) if kind == "cpu" else None
     if ranks is None:
@@ -101,6 +103,12 @@ def run(file: str, function: str, kind: str = "cpu", world: int | None = None, *
         _waiting[world] = ranks
     else:
         ranks.leave()
+
+
+everywhere = pytest.mark.parametrize(
+    "kind", [pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("", marks=pytest.mark.multigpu, id="gpus")]
+)
+"""Of a test that takes `kind`: on the CPU, and on GPUs."""
 
 
 def accelerators() -> int:

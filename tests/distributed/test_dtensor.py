@@ -231,14 +231,9 @@ def check_all(rank, device):
     check_torch_tensor_parallel(mesh, device)
 
 
-@pytest.mark.cpu
-def test_two_processes():
-    ranks.run(__file__, "check_all")
-
-
-@pytest.mark.multigpu
-def test_two_gpus():
-    ranks.run(__file__, "check_all", ranks.accelerator(), world=2)
+@ranks.everywhere
+def test_ranks(kind):
+    ranks.run(__file__, "check_all", kind, world=2)
 
 
 def functions_with_rules():

@@ -89,14 +89,9 @@ def check_options(rank, device):
                 assert all(torch.equal(loss, other) for other in losses), "the ranks disagree"
 
 
-@pytest.mark.cpu
-def test_two_processes():
-    ranks.run(__file__, "check_options")
-
-
-@pytest.mark.multigpu
-def test_two_gpus():
-    ranks.run(__file__, "check_options", ranks.accelerator())
+@ranks.everywhere
+def test_ranks(kind):
+    ranks.run(__file__, "check_options", kind)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

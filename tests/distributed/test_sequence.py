@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -84,11 +83,6 @@ def check_sequence_shards(rank, device):
         torch.testing.assert_close(parameter.grad, of.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.cpu
-def test_two_processes():
-    ranks.run(__file__, "check_sequence_shards")
-
-
-@pytest.mark.multigpu
-def test_two_gpus():
-    ranks.run(__file__, "check_sequence_shards", ranks.accelerator())
+@ranks.everywhere
+def test_ranks(kind):
+    ranks.run(__file__, "check_sequence_shards", kind)

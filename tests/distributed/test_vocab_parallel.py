@@ -102,14 +102,9 @@ def check_all(rank, device):
     check_scaled(rank, device)
 
 
-@pytest.mark.cpu
-def test_two_processes():
-    ranks.run(__file__, "check_all")
-
-
-@pytest.mark.multigpu
-def test_two_gpus():
-    ranks.run(__file__, "check_all", ranks.accelerator())
+@ranks.everywhere
+def test_ranks(kind):
+    ranks.run(__file__, "check_all", kind)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
