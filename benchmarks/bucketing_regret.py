@@ -172,7 +172,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     problems = []
     todo = in_turns()[: arguments.shapes]
-    with measure.GraphClock(
+    with measure.Clock(
         torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     ) as clock:
         target = target_of(clock.device)

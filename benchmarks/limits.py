@@ -121,7 +121,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     todo = [(name, sizes, aim) for name in arguments.ops.split(",") for sizes, aim in AIMS[name].items()]
     machine = report.machine(device, os.environ.get("LIGER_COMMIT"))
-    with measure.GraphClock(device) as clock:
+    with measure.Clock(device) as clock:
         gb_s = machine["copy_gb_s"] = clock.copy_rate()
         for place in untaken(folder, len(todo)):
             if time.monotonic() - began > arguments.budget:

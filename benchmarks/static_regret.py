@@ -135,7 +135,7 @@ def collect(arguments: argparse.Namespace) -> None:
         task = (job["op"], job["variant"], job["key"], job["sizes"], "bfloat16", configs, target.to_json())
         job["task"] = pool.apply_async(certify, (task,))
     records, place, bench = [], None, None
-    with measure.GraphClock(device) as clock:
+    with measure.Clock(device) as clock:
         copy_gbs = clock.copy_rate()
         registry.set_table(target, {})
         for number, job in enumerate(jobs):

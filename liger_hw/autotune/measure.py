@@ -53,43 +53,6 @@ CHECK_BYTES = 2 << 30
 """The reference is compared on at most about this many bytes (fewer rows at larger shapes)."""
 
 
-class GraphClock(Clock):
-    """A clock whose work goes to one side stream, where graphs can be captured.
-
-    `with clock:` makes that stream current; everything measured must be created inside.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._context: Any = contextlib.nullcontext()
-
-    def __enter__(self) -> "GraphClock":
-        if self.module is not None:
-            self.module.set_device(self.device)
-            self._context = self.module.stream(self.module.Stream(self.device))
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-
-    def captured(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """`launch` captured into a graph, as a replay; `launch` itself where the device cannot capture.
-
-        torch's own context manager collects garbage and empties the allocator's cache on every capture, about 100 ms.
-        """
-        if self.graph is None:
-            return launch
-        graph = self.graph()
-        self.synchronize()
-        graph.capture_begin()
-        try:
-            launch()
-        finally:
-            graph.capture_end()
-        return graph.replay
-
-
 @dataclass
 class Arm:
     """A prepared candidate: how to restore its arguments, replay it, and launches per replay."""
@@ -104,7 +67,7 @@ class Arm:
 class Bench:
     """One op at one shape on one device: the operator calls of its forward and backward. Use inside `with clock:`."""
 
-    def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: GraphClock) -> None:
+    def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock) -> None:
         self.op, self.sizes, self.dtype, self.clock, self.device = op, sizes, dtype, clock, clock.device
         self.target: Target = target_of(self.device)
         generator = torch.Generator(self.device).manual_seed(0)
@@ -383,7 +346,7 @@ class LocalMeasurer:
         self.device = with_index(device)
         self.target = target_of(self.device)
         registry.set_table(self.target, {})  # the baseline is the heuristic, whatever is stored
-        self.clock = GraphClock(self.device)
+        self.clock = Clock(self.device)
         self.clock.__enter__()
         self._bench: Bench | None = None
         self._shape: tuple | None = None

@@ -312,7 +312,7 @@ def _issued(counts: Mapping[str, int]) -> float:
     return sum(count * _WEIGHTS.get(kind, 1.0) for kind, count in counts.items())
 
 
-def time_of(certificates: Iterable[Certificate], rates: Rates = RATES) -> float:
+def time_of(certificates: Iterable[Certificate]) -> float:
     """Microseconds of several launches one after the other. Raises `ValueError` where one cannot be modelled."""
     targets = [(one, one.launch.target) for one in certificates]
-    return sum(microseconds(one, backend(target.vendor).pace(target), rates) for one, target in targets)
+    return sum(microseconds(one, backend(target.vendor).pace(target)) for one, target in targets)

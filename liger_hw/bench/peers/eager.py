@@ -153,24 +153,9 @@ def _interleaved_rope(
     return _turn(q, k, cos, sin, _rotate_pairs)
 
 
-def _qk_norm_rope(
-    q,
-    k,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    eps=1e-6,
-    offset=0.0,
-    casting_mode="llama",
-    position_ids=None,
-    unsqueeze_dim=1,
-    rotary_dim=None,
-    shared_halves=False,
-):
-    only({}, position_ids=position_ids, rotary_dim=rotary_dim)
+def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", **rope):
     q, k = (_rms_norm(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
-    return _turn(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+    return _rope(q, k, cos, sin, **rope)
 
 
 def _embedding(weight, indices, padding_idx=None):
