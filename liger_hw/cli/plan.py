@@ -179,12 +179,8 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         notes.append(
             f"--shards {planner.assumptions.shards} divides parameters, gradients and optimizer states evenly, as "
             "FSDP or ZeRO-3 do; two layers, embedding and head are counted whole beside them, as gathered. Not in it: "
-            "buffers of communication, activations split over devices by tensor or pipeline parallelism."
-        )
-    if planner.assumptions.sequence > 1:
-        notes.append(
-            "--gpus counts Ulysses, as benchmarks/long_context.py has it. torch's context_parallel, which accelerate's "
-            "cp_size is, took 1.7 times the memory beside the parameters: take a shorter sequence there."
+            "buffers of communication, activations split over devices by tensor or pipeline parallelism. --gpus counts "
+            "Ulysses, as benchmarks/long_context.py has it; torch's context_parallel (cp_size) took 1.7 times as much."
         )
     if planner.assumptions.float8:
         notes.append(f"--float8: a step at `keep` is predicted to be {planner.float8_gain():.2f}x as fast as in bf16.")

@@ -44,7 +44,7 @@ class HostMemory:
         self.device = device
         self.limit = int(SHARE * free_host_memory()) if limit is None else limit
         self.pinned = 0
-        self._free: list[torch.Tensor] = []
+        self.free: list[torch.Tensor] = []
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._latest: Any = lambda: None  # a weak reference to the entry that may still be copied to the host
@@ -81,7 +81,7 @@ class HostMemory:
     def _take(self, nbytes: int) -> list[torch.Tensor] | None:
         """Chunks for `nbytes`, or None where that would pin more than the limit."""
         count = -(-nbytes // CHUNK)
-        missing = count - len(self._free)
+        missing = count - len(self.free)
         if self.pinned + missing * CHUNK > self.limit:
             recipes.say_once(
                 f"activations: level offload keeps a layer's input of {nbytes / 2**30:.2f} GiB on the device: "
@@ -91,17 +91,13 @@ class HostMemory:
             )
             return None
         self.reserve(missing * CHUNK)
-        return [self._free.pop() for _ in range(count)]
+        return [self.free.pop() for _ in range(count)]
 
     def reserve(self, nbytes: int) -> None:
         """Pin memory now that the first step would pin: some seconds for 100 GiB."""
         for _ in range(nbytes // CHUNK):
-            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
+            self.free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
             self.pinned += CHUNK
-
-    def give_back(self, chunks: list[torch.Tensor]) -> None:
-        """Chunks that are used again; copies to and from them are on one stream, in order."""
-        self._free += chunks
 
     # -- and back ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +165,7 @@ class _OnHost:
         for copy in (self._leaving, self._coming):  # of a backward that did not come
             if copy is not None:
                 self.memory.wait(copy[-1])
-        self.memory.give_back(self.chunks)
+        self.memory.free += self.chunks  # to be used again: copies to and from them are on one stream, in order
 
 
 def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
