@@ -30,6 +30,10 @@ class GradientWouldBeLost(RuntimeError):
     """Deferred logits are read where autograd does not see that they are: inside an autograd.Function's forward."""
 
 
+class NotRecorded(Exception):
+    """An operation would have to compute logits that may only record it (`DeferredLogits._only_records`)."""
+
+
 class Surroundings:
     """What was in force when the head was called: grad mode, autocast and hooks on what autograd saves.
 
@@ -121,7 +125,7 @@ class DeferredLogits:
         self._derived: list[Any] = []
         self._logits: torch.Tensor | None = None
         self._left_with: list[tuple] | None = None
-        self._is_detached = False
+        self._is_detached = self._only_records = False
         self._leaves: list[torch.Tensor] = []
         self._leading = hidden.shape[:-1]
         self.dtype = dtype
@@ -168,6 +172,8 @@ class DeferredLogits:
         Raises `GradientWouldBeLost` inside an autograd.Function's forward, `RuntimeError` when what they
         would be computed from has changed since `leave`.
         """
+        if self._only_records:
+            raise NotRecorded
         self._check_gradient()
         if self._surroundings.grad and torch.is_inference_mode_enabled():  # read here first, and in training later
             with torch.inference_mode(False):
@@ -176,8 +182,12 @@ class DeferredLogits:
             if self._parent is None:
                 self.check_unchanged()
                 if self._is_detached:
-                    self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in self.computed_from()]
-                    self._logits = self._head.detached_logits(self._leaves, self._surroundings)
+                    self._leaves = [t.detach() for t in self.computed_from()]
+                    for leaf in self._leaves:  # all: a program may have frozen a weight since
+                        leaf.requires_grad = self._surroundings.grad and not leaf.is_inference()
+                    self._head.computed = True
+                    with self._surroundings.restored():
+                        self._logits = F.linear(*self._leaves)
                 else:
                     self._logits = self._head.logits(self._head_input, self._surroundings)
             else:

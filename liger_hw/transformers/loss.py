@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import math
 import weakref
 from typing import Any, Callable
 
@@ -110,8 +111,11 @@ class OutputHead:
     `predicted_tokens`, the index of each row's largest logit; `results` has them after the loss
     counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
     products of a loss that has at most `rows` rows, the number of labels
+    stands_in: the code that takes the logits is not transformers', and gets a tensor, an `OutputLogits`, where the head
+    is fused and whole
     called, computed, loss_called: whether the head was called, whether its logits were computed, and whether a loss was
     asked for that could have taken hidden states
+    loss_nodes: the places in the autograd graph of the losses that took hidden states inside the forward
     """
 
     def __init__(
@@ -121,8 +125,11 @@ class OutputHead:
         wants: tuple[str, ...] = (),
         counted: CountedRows | None = None,
         rows: int = 0,
+        stands_in: bool = False,
     ) -> None:
         self.module, self.fused, self.wants, self.counted, self.rows = module, fused, wants, counted, rows
+        self.stands_in = stands_in
+        self.loss_nodes: list[weakref.ref] = []
         self.access: Access | None = None
         self.results: dict[str, torch.Tensor] = {}
         self.called = self.computed = self.loss_called = False
@@ -139,7 +146,9 @@ class OutputHead:
             else:
                 self.access, hidden = access, access.arrived(hidden)
         surroundings = Surroundings(hidden.device.type)
-        return DeferredLogits(self, hidden, surroundings, surroundings.dtype or hidden.dtype, head_input=head_input)
+        dtype = surroundings.dtype or hidden.dtype
+        deferred = DeferredLogits(self, hidden, surroundings, dtype, head_input=head_input)
+        return output_logits(deferred) if self.stands_in and self.access is not None and self.is_whole() else deferred
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -181,20 +190,11 @@ class OutputHead:
             return self.module(hidden)
 
     def weights(self) -> list[nn.Parameter]:
-        """Of a head that is fused: the parameters of the linear layer that was in use when it was called."""
-        return list(self.access.linear.parameters())
-
-    def detached_logits(self, leaves: list[torch.Tensor], surroundings: Surroundings) -> torch.Tensor:
-        """The answer of that layer, computed from copies without a graph of the hidden states and of `weights`."""
-        hidden, *weights = leaves
-        linear = self.access.linear
-        names = [name for name, _ in linear.named_parameters()]
-        with surroundings.restored():
-            return torch.func.functional_call(linear, dict(zip(names, weights)), (hidden,))
+        """Of a head that is fused: weight and bias of the linear layer that was in use when it was called."""
+        return [t for t in (self.access.linear.weight, self.access.linear.bias) if t is not None]
 
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
-        self.loss_called = True
         loss = self.fused_loss(logits, target, options)
         if loss is not None:
             return loss
@@ -205,6 +205,7 @@ class OutputHead:
 
     def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
         """The same from hidden states and weight, or None where it is not computed so."""
+        self.loss_called = True
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
         return self.access.run(lambda x, *weights: self._fused(logits, x, *weights, target, options), logits._hidden)
@@ -217,7 +218,8 @@ class OutputHead:
         return {f"return_{name}": True for name in self.wants}
 
     def _can_fuse(self, logits: DeferredLogits, options: dict[str, Any]) -> bool:
-        if self.access is None or not logits.is_deferred or (logits._cap is not None and logits._cap <= 0):
+        cap = logits._cap
+        if self.access is None or not logits.is_deferred or not (cap is None or 0 < cap < math.inf):
             return False
         if self.access.caller is not None and torch.compiler.is_compiling():  # swapping a forward cannot be traced
             _note_compiled()
@@ -243,7 +245,7 @@ class OutputHead:
         softcap, scale, added = logits._cap, logits._scale, logits._added
         if softcap is not None:  # cap * tanh(scale * x + added) is a softcap of (x * scale + added) * cap
             scale, added = scale * softcap, None if added is None else added * softcap
-        if abs(scale - 1.0) > 1e-9:
+        if not abs(scale - 1.0) <= 1e-9:  # a NaN too
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         if added is not None:
             bias = (added if bias is None else bias + added).to(weight.dtype)
@@ -264,6 +266,8 @@ class OutputHead:
                 head = functional.liger_fused_linear_cross_entropy_tp
                 result = head(hidden, weight, target, self.access.group, **settings)
         loss = self._loss_of(result)
+        if loss.requires_grad and not torch.compiler.is_compiling() and not logits._is_detached:
+            self.loss_nodes.append(weakref.ref(loss.grad_fn))
         if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
             return loss
         return loss.to(logits.dtype)
@@ -385,20 +389,19 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             return _finish(original(viewed_with(self, head_is_at, head), *args, **kwargs), head, skip, keep=False)
         if self in undeferred:
             return original(self, *args, **kwargs)
-        counted, rows = None, labels.numel()
-        if skip:
-            known_loss = of_transformers and _has_its_own_loss(self)
-            if known_loss:  # another loss may count what the labels ignore
-                # before the model runs, so that the copy to the host has arrived when the loss asks for it
-                shifted = kwargs.get("shift_labels")  # which some families' forward takes and does not use
-                counted = CountedRows(labels if shifted is None else (labels, shifted))
-        head = OutputHead(module, fused and skip, wants, counted, rows)
+        counted, rows, is_replica = None, labels.numel(), getattr(self, "_is_replica", False)
+        known_loss = of_transformers and _has_its_own_loss(self)
+        if skip and known_loss:  # another loss may count what the labels ignore
+            # before the model runs, so that the copy to the host has arrived when the loss asks for it
+            shifted = kwargs.get("shift_labels")  # which some families' forward takes and does not use
+            counted = CountedRows(labels if shifted is None else (labels, shifted))
+        head = OutputHead(module, fused and skip, wants, counted, rows, not known_loss and not is_replica)
         try:
             with compile_ahead.during_first_forward(self.config, labels.device) if skip else contextlib.nullcontext():
                 outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
             if skip and (reason := head.why_not_asked(type(self).__name__)):
                 _warn(reason)
-            return _finish(outputs, head, skip, keep=head.is_whole() and not getattr(self, "_is_replica", False))
+            return _finish(outputs, head, skip, keep=head.is_whole() and not is_replica)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
             if wants or not _is_of_deferred_logits(error):
                 raise

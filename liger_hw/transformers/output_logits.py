@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..private import refuses_data_ptr, without_torch_function
 from ..runtime.operator import first_order
-from .deferred import DeferredLogits, loss_arguments
+from .deferred import DeferredLogits, NotRecorded, loss_arguments
 
 
 class OutputLogitsFunction(torch.autograd.Function):
@@ -56,9 +56,13 @@ class _Passing(torch.autograd.Function):
     """`value`, whose gradient goes to `leads_to`; backward comes by the tensors `beside` too, with nothing."""
 
     @staticmethod
-    def forward(ctx: Any, leads_to: torch.Tensor, value: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-        ctx.n_others = 1 + len(beside)
+    def forward(leads_to: torch.Tensor, value: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
         return value.detach()  # an object of its own, not the argument
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        """As torch.func asks for (jvp)."""
+        ctx.n_others = len(inputs) - 1
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -120,7 +124,7 @@ class OutputLogits(torch.Tensor):
         if self._plain is None:
             if self._parent is not None and is_as_made:
                 source = self._parent.materialise()
-                with torch.set_grad_enabled(needs_grad):
+                with self._logits._surroundings.restored(), torch.set_grad_enabled(needs_grad):
                     self._plain = self._logits._replay(source)
             else:
                 computed = self._logits.materialise().detach()
@@ -173,16 +177,22 @@ class OutputLogits(torch.Tensor):
         with without_torch_function():
             return self.requires_grad, self.grad_fn is self._made_by
 
-    def _watch(self) -> None:
-        """Before a hook or `retain_grad`; raises `RuntimeError` if a fused loss exists: it would miss its gradient."""
+    def _watch(self, hook: Any = None) -> None:
+        """Before a hook or `retain_grad`; raises `RuntimeError` if a fused loss exists: it would miss its gradient.
+
+        The model's own loss raises in its backward instead, since a program may not use it. FSDP's hooks on outputs
+        only wait for backward to begin.
+        """
         if self._is_fused:
-            raise RuntimeError(
-                "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass "
-                "by the logits; register hooks, or call retain_grad(), before the loss"
-            )
+            raise RuntimeError(_MISSED + "; register hooks, or call retain_grad(), before the loss")
         self._has_hook = True
         if self._parent is not None:
             self.materialise()
+        elif not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("torch.distributed."):
+            for reference in self._logits._head.loss_nodes:
+                node = reference()
+                if node is not None:
+                    node.register_prehook(_refuse_hooked)
 
     def _in_graph(self) -> torch.Tensor:
         """The tensor that stands in the autograd graph for these logits. Where a recorded operation gave them it is
@@ -197,13 +207,14 @@ class OutputLogits(torch.Tensor):
             result, parent = self._logits, None
         else:
             name, signature = _RECORDED[func]
+            self._logits._only_records = True
             try:
                 signature.bind(self._logits, *args, **kwargs)
-            except TypeError:  # an argument of torch's that is not recorded
+                result, parent = getattr(self._logits, name)(*args, **kwargs), self
+            except (TypeError, NotRecorded):  # TypeError: an argument of torch's that is not recorded
                 return None
-            result, parent = getattr(self._logits, name)(*args, **kwargs), self
-        if not isinstance(result, DeferredLogits):
-            return None
+            finally:
+                self._logits._only_records = False
         return output_logits(result, parent)
 
     def __repr__(self) -> str:
@@ -218,7 +229,7 @@ class OutputLogits(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _OF_GRAPH:
             if func in _WATCHING:
-                first._watch()
+                first._watch(*args[1:], **kwargs)
             if func is torch.autograd.grad:
                 tree_map_only(OutputLogits, _refuse_fused, (args[1:2], kwargs.get("inputs")))
             args, kwargs = tree_map_only(OutputLogits, OutputLogits._in_graph, (args, kwargs))
@@ -246,6 +257,17 @@ class OutputLogits(torch.Tensor):
 
         args, kwargs = tree_map_only(OutputLogits, values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+_MISSED = (
+    "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"
+)
+
+
+def _refuse_hooked(gradients: Any) -> None:
+    raise RuntimeError(
+        _MISSED + ", on which a hook or retain_grad() waits for it; call the model with skip_logits=False"
+    )
 
 
 def _refuse_fused(logits: OutputLogits) -> None:

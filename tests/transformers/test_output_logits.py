@@ -150,7 +150,6 @@ def test_what_only_looks_at_them_computes_nothing(models, batch):
     outputs = models[1](**batch)
     logits = outputs.logits
     assert logits.shape == (*batch["input_ids"].shape, logits.size(-1)) and logits.requires_grad and not logits.is_leaf
-    logits.register_hook(lambda grad: grad)
     for made in (logits.float(), logits[:, 1:].contiguous().flatten(0, 1)):
         assert isinstance(made, torch.Tensor) and made.is_deferred and made.requires_grad
     with torch.no_grad():
@@ -185,6 +184,15 @@ def test_a_gradient_s_hook_runs_once(models, batch, watched):
         gradients.append([p.grad.clone() for p in model.parameters()])
     for found, expected in zip(*reversed(gradients)):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("watch", [torch.Tensor.retain_grad, lambda t: t.register_hook(lambda grad: grad * 0)])
+def test_the_model_s_own_loss_does_not_pass_by_a_hook_in_silence(models, batch, watch):
+    outputs = models[1](**batch)
+    watch(outputs.logits)
+    outputs.logits.exp().sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="does not pass by the logits.*skip_logits=False"):
+        outputs.loss.backward()
 
 
 def test_a_second_derivative_is_refused(models, batch):
