@@ -121,10 +121,6 @@ def _channels_heuristic(target: Target, key: Key, most: int) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, target.warps(block * channels, 64, 16))
 
 
-def _channels_safe(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": 1}, 4)
-
-
 def _channels_space(target: Target, key: Key) -> list[LaunchConfig]:
     tiles = [{"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": channels} for channels in (1, 2, 4, 8, 16, 32)]
     return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(8, 64))
@@ -140,7 +136,7 @@ def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
         variant,
         kernel,
         heuristic=lambda target, key: _channels_heuristic(target, key, most),
-        safe=_channels_safe,
+        safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": 1}, 4),
         space=_channels_space,
         valid=_channels_valid,
     )

@@ -320,18 +320,9 @@ class BackwardTunables(NamedTuple):
     sums: Tunable
 
 
-def _means_heuristic(target: Target, key: Key) -> LaunchConfig:
-    block = min(key[0], 8192)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16))
-
-
-def _means_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [LaunchConfig({"BLOCK_SIZE": block}, warps) for block in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)]
-
-
-def _means_safe(target: Target, key: Key) -> LaunchConfig:
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32))
+def _means_config(target: Target, key: Key, widest: int, per_thread: int) -> LaunchConfig:
+    block = min(key[0], widest)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, per_thread, 16))
 
 
 def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims: tuple[str, ...] = DIMS) -> Tunable:
@@ -342,9 +333,11 @@ def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims
         kernels=(_norm_bwd_means_kernel,),
         key=key,
         dims=dims,
-        heuristic=_means_heuristic,
-        safe=_means_safe,
-        space=_means_space,
+        heuristic=lambda target, key: _means_config(target, key, 8192, 16),
+        safe=lambda target, key: _means_config(target, key, 4096, 32),
+        space=lambda target, key: [
+            LaunchConfig({"BLOCK_SIZE": block}, warps) for block in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)
+        ],
         dependent_launch=is_small_launch,
     )
 

@@ -305,10 +305,6 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _fwd_reference(x, alpha, gamma, beta):
-    return dyt_reference(x, alpha, gamma, beta).contiguous()
-
-
 def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
     wide = torch.promote_types(x.dtype, torch.float32)
     g, scale = dy.to(wide), alpha.to(wide)
@@ -330,7 +326,7 @@ class DyTFunction(OperatorFunction):
         "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor y",
         shapes="x [*, n]; alpha of 1; gamma [n]; beta [n]",
         launcher=_fwd,
-        reference=_fwd_reference,
+        reference=lambda *tensors: dyt_reference(*tensors).contiguous(),
         fake=("x",),
     )
     bwd = define(

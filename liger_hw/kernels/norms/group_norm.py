@@ -19,7 +19,6 @@ LeVeque, "Algorithms for Computing the Sample Variance" (1983)
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -193,7 +192,6 @@ class _Grid(NamedTuple):
     cooperative: bool = False  # one program a tile, which exchange partial sums
 
 
-@lru_cache(maxsize=1024)
 def _grid_of(plan, n_rows: int, channels: int, spatial: int) -> _Grid:
     blocks = plan.config.blocks
     c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])

@@ -513,18 +513,9 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
 
 
-def _sums_heuristic(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4))
-
-
 def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
     tiles = [{"BLOCK_M": rows, "BLOCK_N": columns} for rows in (4, 8, 16, 32, 64) for columns in (32, 64, 128, 256)]
     return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 32))
-
-
-def _all_sums_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Narrow tiles, for there is a program for each column tile only."""
-    return LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32))
 
 
 def _tunable(variant: str, kernel: Any, heuristic, safe, space, **more: Any) -> Tunable:
@@ -555,7 +546,7 @@ BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _wide_key, _DIMS)
 BWD_SUMS = _tunable(
     "bwd_sums",
     _modulated_rms_norm_bwd_sums_kernel,
-    _sums_heuristic,
+    lambda target, key: LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4)),
     lambda target, key: LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1),
     _sums_space,
     dependent_launch=None,
@@ -563,7 +554,8 @@ BWD_SUMS = _tunable(
 BWD_ALL_SUMS = _tunable(
     "bwd_all_sums",
     _modulated_rms_norm_bwd_all_sums_kernel,
-    _all_sums_heuristic,
+    # narrow tiles, for there is a program for each column tile only
+    lambda target, key: LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32)),
     lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),
     lambda target, key: [LaunchConfig({"BLOCK_N": n}, warps) for n in (8, 16, 32) for warps in (2, 4, 8, 16)],
     dependent_launch=None,

@@ -54,11 +54,11 @@ MOST_STREAMS = 16
 class Options(NamedTuple):
     """The numbers of `liger_mhc_coeffs`."""
 
-    tmax: int
-    rms_eps: float
-    pre_eps: float
-    sinkhorn_eps: float
-    post_mult: float
+    tmax: int = 20
+    rms_eps: float = 1e-6
+    pre_eps: float = 0.0
+    sinkhorn_eps: float = 1e-6
+    post_mult: float = 2.0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -81,28 +81,14 @@ def _mixed(x, phi, eps):
     return flat @ phi.to(x.dtype), torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 
-def mhc_coeffs_reference(
-    x,
-    phi,
-    b,
-    alpha_pre,
-    alpha_post,
-    alpha_res,
-    *,
-    allow_fp32=False,
-    tmax=20,
-    rms_eps=1e-6,
-    pre_eps=0.0,
-    sinkhorn_eps=1e-6,
-    post_mult=2.0,
-):
+def mhc_coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, **numbers):
     """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    z, rstd = _mixed(x.to(wide), phi.to(wide), rms_eps)
+    options = Options(**numbers)
+    z, rstd = _mixed(x.to(wide), phi.to(wide), options.rms_eps)
     if z.requires_grad and x.dtype is not wide:
         z.register_hook(lambda gradient: gradient.to(x.dtype).to(wide))
     alphas = [alpha.to(wide).view(()) for alpha in (alpha_pre, alpha_post, alpha_res)]
-    options = Options(tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
     return _coefficients(z * rstd, b.to(wide), alphas, x.shape[-2], options)[:3]
 
 
@@ -124,14 +110,6 @@ def _project_config(target, key, tokens, inner, stages, ctas=0):
     while stages > 1 and stages * inner * (tokens + columns) * key[3] > target.shared_memory // 2:
         stages -= 1
     return LaunchConfig({"BLOCK_N": tokens, "BLOCK_K": inner}, target.warps(256 if ctas else 128, 1), stages, ctas)
-
-
-def _project_heuristic(target, key):
-    return _project_config(target, key, 32, 128, 4)
-
-
-def _project_bwd_heuristic(target, key):
-    return _project_config(target, key, 32, 64 if key[1] > 4 else 128, 2, 4)
 
 
 def _project_safe(target, key):
@@ -167,13 +145,19 @@ def _tunable(variant, kernel, heuristic, safe, space, **more):
 
 
 _SINKHORN = _sinkhorn_heuristic, _sinkhorn_safe, _sinkhorn_space
-PROJECT_FWD = _tunable("project_fwd", _mhc_project_fwd_kernel, _project_heuristic, _project_safe, _project_space((0,)))
+PROJECT_FWD = _tunable(
+    "project_fwd",
+    _mhc_project_fwd_kernel,
+    lambda target, key: _project_config(target, key, 32, 128, 4),
+    _project_safe,
+    _project_space((0,)),
+)
 SINKHORN_FWD = _tunable("sinkhorn_fwd", _mhc_sinkhorn_fwd_kernel, *_SINKHORN)
 SINKHORN_BWD = _tunable("sinkhorn_bwd", _mhc_sinkhorn_bwd_kernel, *_SINKHORN, valid=persistent_misfit)
 PROJECT_BWD = _tunable(
     "project_bwd",
     _mhc_project_bwd_kernel,
-    _project_bwd_heuristic,
+    lambda target, key: _project_config(target, key, 32, 64 if key[1] > 4 else 128, 2, 4),
     _project_safe,
     _project_space((1, 2, 4, 8)),
     valid=persistent_misfit,

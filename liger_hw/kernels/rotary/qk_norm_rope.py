@@ -107,14 +107,6 @@ def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1}, 1, 3, 8)
 
 
-def _fwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1, "HEADS": 1}, 1)
-
-
-def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1}, 1, 1, 1)
-
-
 def _tiles(key: registry.Key) -> list[dict[str, int]]:
     blocks = (1, 2, 4, 8, 16, 32)
     return [{"BLOCK_T": block_t, "BLOCK_H": block_h} for block_t in blocks for block_h in blocks if block_h <= key[0]]
@@ -139,10 +131,6 @@ def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     ]
 
 
-def _not_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
-    return f"ctas_per_mp must be 0, got {config.ctas_per_mp}" if config.ctas_per_mp else None
-
-
 FWD = Tunable(
     "qk_norm_rope",
     "fwd",
@@ -150,9 +138,9 @@ FWD = Tunable(
     key=rotary.rotary_key,
     dims=rotary.DIMS,
     heuristic=_fwd_heuristic,
-    safe=_fwd_safe,
+    safe=lambda target, key: LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1, "HEADS": 1}, 1),
     space=_fwd_space,
-    valid=_not_persistent,
+    valid=lambda config, key: f"ctas_per_mp must be 0, got {config.ctas_per_mp}" if config.ctas_per_mp else None,
 )
 BWD = Tunable(
     "qk_norm_rope",
@@ -161,7 +149,7 @@ BWD = Tunable(
     key=rotary.rotary_key,
     dims=rotary.DIMS,
     heuristic=_bwd_heuristic,
-    safe=_bwd_safe,
+    safe=lambda target, key: LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1}, 1, 1, 1),
     space=_bwd_space,
     valid=persistent_misfit,
 )
@@ -312,25 +300,10 @@ class QKNormRopeFunction(Function):
     sharding = RotaryRule(weights=("q_weight", "k_weight"))
 
     @staticmethod
-    def forward(
-        ctx,
-        q,
-        k,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        eps,
-        offset,
-        casting,
-        position_ids,
-        unsqueeze_dim,
-        rotary_dim,
-        shared_halves,
-    ):
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves):
         cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
         inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
-        ctx.how = eps, offset, casting, rotary_dim, unsqueeze_dim, *inside, angles
+        ctx.how = *norm, rotary_dim, unsqueeze_dim, *inside, angles
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         outputs = qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *ctx.how)
         offer_all(ctx, outputs, qk_norm_rope_fwd, (q, k, q_weight, k_weight, cos, sin, *ctx.how))
@@ -342,7 +315,7 @@ class QKNormRopeFunction(Function):
         needs_dwq, needs_dwk = ctx.needs_input_grad[2:4]
         dq, dk, dw = qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.how, needs_dwq or needs_dwk)
         dwq, dwk = dw.unsafe_chunk(2) if needs_dwq or needs_dwk else (None, None)
-        return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 9
+        return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 7
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -381,7 +354,7 @@ def liger_qk_norm_rope(
         check(False, "liger_qk_norm_rope", why_invalid)
     norm = (eps, offset, casting)
     return QKNormRopeFunction.apply(
-        q, k, q_weight, k_weight, cos, sin, *norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves
+        q, k, q_weight, k_weight, cos, sin, norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves
     )
 
 

@@ -20,7 +20,6 @@ the layout it knows.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -209,16 +208,12 @@ class Geometry(NamedTuple):
     strides: tuple[int, ...]
     sizes: tuple[int, ...]  # tokens, seq_len, heads of q, heads of k
     widths: tuple[int, ...]  # HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS
-    q_strides: tuple[int, ...] | None  # of the outputs, where they are not the inputs'
-    k_strides: tuple[int, ...] | None
-    launches: dict  # what is to be launched, by plan and flags: (kernel, grid, flags, numbers)
 
 
-@lru_cache(maxsize=1024)
 def geometry_of(
     q_shape, q_strides, k_shape, k_strides, cos_shape, cos_strides, rotary_dim, head_axis, inside, by_position
 ) -> Geometry:
-    """The geometry of q, k (shape None without a k) and cos; kept, since it takes longer than the rest of a launch.
+    """The geometry of q, k (shape None without a k) and cos.
 
     Where sequences share their angles and a token has at most `by_position` heads of q and k, batch and token change
     places: programs take one position of every sequence, then the next, and cos and sin of a position come from memory
@@ -246,9 +241,6 @@ def geometry_of(
         (*(n for strides in (q_strides, k_strides, dense_q, dense_k) for n in kernel_strides(strides)), *angles),
         (batch * seq_len, batch if swapped else seq_len, n_q_heads, n_k_heads),
         (half, passing, next_power_of_2(half), next_power_of_2(passing)),
-        None if dense_q == q_strides else dense_q,
-        None if dense_k == k_strides else dense_k,
-        {},
     )
 
 
@@ -311,15 +303,11 @@ class Rotary:
         k_layout = (None, None) if k is None else (k.shape, k.stride())
         layouts = q.shape, q.stride(), *k_layout, cos_shape, cos_strides
         geometry = geometry_of(*layouts, rotary_dim, head_axis, (q_inside, k_inside), self.by_position)
-        out_q = _empty(q, geometry.q_strides)
-        out_k = None if k is None else _empty(k, geometry.k_strides)
+        out_q = dense_like(q, head_axis, q_inside)
+        out_k = None if k is None else dense_like(k, head_axis, k_inside)
         if geometry.tokens:
             plan = (self.bwd if backward else self.fwd).plan(q.device, (*geometry.key, q.itemsize))
-            name = plan, flags, plane_stride
-            known = geometry.launches.get(name)
-            if known is None:
-                known = geometry.launches[name] = self._numbers(geometry, plan, flags, plane_stride)
-            kernel, grid, constants, numbers = known
+            kernel, grid, constants, numbers = self._numbers(geometry, plan, flags, plane_stride)
             launch(plan, kernel, grid, (q, k, cos, sin, out_q, out_k, *numbers), constants)
         return out_q, q.new_empty(0) if k is None else out_k
 
@@ -414,10 +402,6 @@ def turn_misfit(
             shapes = " or ".join(dict.fromkeys(str(list(shape)) for shape in expected))
             return f"{name} must be {shapes} to match q, got {list(angles.shape)}"
     return ""
-
-
-def _empty(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    return torch.empty_like(x) if strides is None else x.new_empty_strided(x.shape, strides)
 
 
 def _reference(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
