@@ -66,9 +66,9 @@ class _Names(NamedTuple):
 def _forward(cls: type[OperatorFunction], fwd: _Names, bwd: _Names) -> Callable[..., Any]:
     run, in_place, is_cheap = cls.fwd, cls.in_place is not None, cls.is_cheap
     n_outputs, several = sum(f"d{result}" in bwd.tensors for result in fwd.results), len(fwd.results) > 1
-    values = [*fwd.tensors, *fwd.numbers, *fwd.results]
-    tensors = [values.index(name) for name in bwd.tensors[n_outputs:]]
-    numbers = [values.index(name) for name in bwd.numbers if name != "needs_params"]
+    names = [*fwd.tensors, *fwd.numbers, *fwd.results]
+    tensors = [names.index(name) for name in bwd.tensors[n_outputs:]]
+    numbers = [names.index(name) for name in bwd.numbers if name != "needs_params"]
 
     def forward(ctx: Any, *args: Any) -> Any:
         if in_place:
@@ -91,18 +91,23 @@ def _forward(cls: type[OperatorFunction], fwd: _Names, bwd: _Names) -> Callable[
 
 
 def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bwd: _Names) -> Callable[..., Any]:
-    run, in_place, n_arguments = cls.bwd, cls.in_place is not None, len(arguments)
+    run, in_place = cls.bwd, cls.in_place is not None
     n_grads = sum(f"d{result}" in bwd.tensors for result in fwd.results)
     has_flag, params = "needs_params" in bwd.numbers, [arguments.index(name) for name in cls.params]
-    owners = []  # of each result: where its argument stands, and where a second one stands and is saved
-    for result in bwd.results:
-        first, *second = result.removeprefix("d").split("_d")
-        place = [(arguments.index(name), bwd.tensors.index(name) - n_grads) for name in second]
-        owners.append((arguments.index(first), *(place[0] if place else (None, None))))
+    owners = [result.removeprefix("d").split("_d") for result in bwd.results]
+    order = [name for of_result in owners for name in of_result]
+    by_argument = [order.index(name) if name in order else -1 for name in arguments]  # -1: no gradient
+    pairs = [bwd.tensors.index(names[1]) - n_grads if len(names) > 1 else None for names in owners]  # where B is saved
+    has_pairs = len(order) > len(owners)
+
+    def apart(result: torch.Tensor, pair: int | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
+        if pair is None:
+            return (result,)
+        # torch's plain chunk would also record that both share memory, which takes host time
+        return (result, None) if saved[pair] is None else result.unsafe_chunk(2)
 
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
-        gradients: list[torch.Tensor | None] = [None] * n_arguments
         if in_place and may_overwrite(ctx, saved) and all([t.is_contiguous() for t in saved]):
             cls.in_place(*grads, *saved, *ctx.numbers)
             results: Any = [t.detach() for t in saved]
@@ -110,12 +115,9 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
             flags = (any([needed[place] for place in params]),) if has_flag else ()
             results = run(*grads, *saved, *ctx.numbers, *flags)
             results = (results,) if isinstance(results, torch.Tensor) else results
-        for (first, second, at), gradient in zip(owners, results):
-            if second is not None and (needed[first] or needed[second]) and saved[at] is not None:
-                # torch's plain chunk would also record that both share memory, which takes host time
-                gradients[first], gradients[second] = gradient.unsafe_chunk(2)
-            elif needed[first]:
-                gradients[first] = gradient
-        return tuple(gradients)
+            if has_pairs:
+                results = [part for result, pair in zip(results, pairs) for part in apart(result, pair, saved)]
+        results = (*results, None)
+        return tuple([results[place] if need else None for place, need in zip(by_argument, needed)])
 
     return backward

@@ -124,3 +124,5 @@ def test_group_norm_refuses_a_count_that_is_no_integer():
         liger_group_norm(torch.randn(2, 8, 4), None, None, 8, 8 / 4, 1e-6)
     with pytest.raises(TypeError, match="^LigerGroupNorm: num_channels must be an integer, got 8.0"):
         LigerGroupNorm(8.0, 4)
+    with pytest.raises(TypeError, match="^LigerGroupNorm: eps must be a number, got str"):
+        LigerGroupNorm(8, 4, "1e-5")
