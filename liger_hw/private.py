@@ -46,7 +46,7 @@ ELSEWHERE = {
     "autotune/compile_ahead.py": (2, "up to Triton 3.6 launchers of several threads take each other's place in Python"),
     "bench/inputs.py": (1, "torch._foreach_copy_: one launch writes back what a timed call overwrote"),
     "distributed/owners.py": (1, "whose hook a function is"),
-    "transformers/copies.py": (1, "whether copy.deepcopy asks for a state"),
+    "transformers/report.py": (1, "whether copy.deepcopy asks for a state"),
     "transformers/probing/guards.py": (1, _FORWARDS),
     "transformers/probing/norms.py": (1, _FORWARDS),
     "transformers/probing/rotary.py": (2, _FORWARDS),

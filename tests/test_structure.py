@@ -407,7 +407,7 @@ FLOORS = (
     "chunked_loss",
     "distributed",
     # what a patch consists of, and how a module is recognised
-    "transformers/marks transformers/choice transformers/copies transformers/report transformers/replacing "
+    "transformers/marks transformers/choice transformers/report transformers/replacing "
     "transformers/functional transformers/probing",
     "recompute",
     "transformers",

@@ -18,16 +18,16 @@ import hashlib
 import json
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.distributed as dist
 
 from .. import env, registry
 from ..autotune import tables
 from ..autotune.store import answers
 from ..backends import LaunchConfig, Target
 from ..registry import Entry
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("liger_hw")
 _LINGER = 10.0
@@ -37,7 +37,7 @@ _stepped: Any = None
 
 
 def sync(
-    group: Any = None, device: "torch.device | str | None" = None, seconds: float | None = None, tune: bool = False
+    group: Any = None, device: torch.device | str | None = None, seconds: float | None = None, tune: bool = False
 ) -> str:
     """Answer from rank 0's tables on every rank of `group`, and return the digest they agree on.
 
@@ -49,8 +49,6 @@ def sync(
     group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices,
     another version of a kernel, another LIGER_HW_DETERMINISTIC), when one fails, or when one does not answer in time.
     """
-    import torch.distributed as dist
-
     if seconds is not None and not 0 < seconds < 3.2e8:
         raise ValueError(f"liger_hw.distributed.sync: seconds must be above 0 and below ten years, got {seconds!r}")
     if not (dist.is_available() and dist.is_initialized()):
@@ -61,8 +59,6 @@ def sync(
 def _sync(
     group: Any, find_target: Callable[[], Target], seconds: float | None, more: dict[str, Any], tune: bool = False
 ) -> str:
-    import torch.distributed as dist
-
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     first = ranks[0] == dist.get_rank()
     seconds = seconds or env.get("LIGER_HW_SYNC_SECONDS") or 300.0
@@ -125,7 +121,7 @@ def _sync(
     return agreed
 
 
-def at_first_step(model: "torch.nn.Module", parts: Callable[["torch.nn.Module"], dict[str, int]]) -> None:
+def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dict[str, int]]) -> None:
     """Called by a patched causal LM's forward that trains: `sync` before the first step among several ranks.
 
     parts: counts a model's patched places by kernel. Ranks whose models have the same modules must have the same
@@ -134,8 +130,6 @@ def at_first_step(model: "torch.nn.Module", parts: Callable[["torch.nn.Module"],
     leaves it out. Raises as `sync` does.
     """
     global _stepped
-    import torch.distributed as dist
-
     if not (dist.is_available() and dist.is_initialized()):
         return
     store = _store()
@@ -215,8 +209,6 @@ def _turn(store: Any, ranks: Sequence[int]) -> str:
     Each rank counts its turns in the store: a new process group has a new one, in which a rank whose process outlived
     the last group counts from the start, like a rank whose process is new.
     """
-    import torch.distributed as dist
-
     group = f"liger_hw/{_hash(list(ranks))}"
     return f"{group}/{store.add(f'{group}/turns/{dist.get_rank()}', 1)}"
 
@@ -230,8 +222,6 @@ def _exchange(
     raises, so each waits a little until the others have read as well.
     Raises `RuntimeError` on every rank that is left: where a rank failed, or has not answered after `seconds`.
     """
-    import torch.distributed as dist
-
     try:
         mine = tell()
     except Exception as error:  # whatever it is, raised alone it would leave the other ranks waiting
@@ -266,7 +256,7 @@ def _missing(store: Any, ranks: Sequence[int], keys: Sequence[str]) -> str:
 
 def _store() -> Any:
     """The store behind the default process group, or None where its backend has none."""
-    from torch.distributed import distributed_c10d
+    from torch.distributed import distributed_c10d  # not there in a torch without distributed
 
     try:
         return distributed_c10d._get_default_store()

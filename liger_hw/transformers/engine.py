@@ -32,16 +32,7 @@ from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
 from .replacing import guarded, marked, where_kernels_run, while_its_class_has, while_its_module_has
-from .report import (
-    ALREADY,
-    PATCH_LOCK,
-    PATCHED,
-    NewModels,
-    Patch,
-    PatchReport,
-    PatchRow,
-    forward_slot,
-)
+from .report import ALREADY, PATCH_LOCK, PATCHED, NewModels, Patch, PatchReport, PatchRow, forward_slot
 
 log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"

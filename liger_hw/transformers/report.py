@@ -7,8 +7,10 @@ knows.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import sys
 import threading
 import types
 import weakref
@@ -21,7 +23,7 @@ import torch
 from .. import env, registry
 from ..locks import fork_safe
 from ..text import fold, table, with_notes
-from . import choice, copies
+from . import choice
 from .marks import PATCH_MARK, is_ours, mark, switch_off
 
 log = logging.getLogger("liger_hw")
@@ -84,7 +86,7 @@ class Patch:
         self.original = vars(self.owner).get(self.name, _MISSING)
         setattr(self.owner, self.name, self.replacement)
         if isinstance(self.owner, torch.nn.Module):
-            copies.prepare(self.owner)
+            _keep_copies_apart(self.owner)
 
     def revert(self) -> bool:
         """Restore the very object that was there; false, with a warning, while another object replaces ours.
@@ -96,7 +98,7 @@ class Patch:
         if not restored or isinstance(self.owner, type):
             switch_off(self.replacement)
         if restored and isinstance(self.owner, torch.nn.Module) and not any(map(is_ours, vars(self.owner).values())):
-            copies.release(self.owner)
+            _release_copies(self.owner)
         return restored
 
     def _restore(self) -> bool:
@@ -119,6 +121,49 @@ class Patch:
             log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, owner)
             return False
         return True
+
+
+# -- copies of a patched module --------------------------------------------------------------------------------------
+
+_HELPERS = ("_replicate_for_data_parallel", "__getstate__")
+
+
+def _keep_copies_apart(module: torch.nn.Module) -> None:
+    """Let each copy of a module whose methods were replaced run on its own weights; `_release_copies` undoes it.
+
+    A replaced method lies in the module's dictionary, bound to that module. `copy.deepcopy` binds it to the copy.
+    Replicas of `nn.DataParallel` and `copy.copy` take the dictionary as it is, so what they hold would run on the
+    original: replicas get methods of their own, a shallow copy and a pickle go back to their class's. Both ask the
+    module itself, which is given the two methods that answer.
+    """
+    module.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replica, module)
+    module.__dict__["__getstate__"] = types.MethodType(_state, module)
+
+
+def _release_copies(module: torch.nn.Module) -> None:
+    """Take back what `_keep_copies_apart` did, if it did."""
+    for name in _HELPERS:
+        module.__dict__.pop(name, None)
+
+
+def _replica(module: torch.nn.Module) -> torch.nn.Module:
+    replica = type(module)._replicate_for_data_parallel(module)
+    for name, value in module.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            replica.__dict__[name] = types.MethodType(value.__func__, replica)
+    return replica
+
+
+def _state(module: torch.nn.Module) -> Any:
+    """What copies and pickles of `module` are made from."""
+    its_own = getattr(type(module), "__getstate__", None)  # every class has one since Python 3.11
+    state = module.__dict__ if its_own is None else its_own(module)
+    if not isinstance(state, dict) or sys._getframe(1).f_code is copy.deepcopy.__code__:
+        return state
+    return {name: value for name, value in state.items() if name not in _HELPERS and not is_ours(value)}
+
+
+# -- what a user reverts and reads -----------------------------------------------------------------------------------
 
 
 def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
@@ -153,7 +198,7 @@ def _revert_model(model: torch.nn.Module) -> int:
             if is_ours(attributes.get("_old_forward")):
                 module._old_forward = types.MethodType(type(module).forward, module)
                 count += 1
-            copies.release(module)
+            _release_copies(module)
     return count
 
 

@@ -7,8 +7,7 @@ kernels. `liger-hw models` lists what every family of transformers gets.
 
 from __future__ import annotations
 
-from .families import SPECS
-from .spec import FamilySpec
+from .families import SPECS, FamilySpec
 
 
 def specs() -> dict[str, FamilySpec]:
