@@ -48,6 +48,7 @@ ELSEWHERE = {
     "distributed/owners.py": (1, "whose hook a function is"),
     "transformers/report.py": (1, "whether copy.deepcopy asks for a state"),
     "transformers/probing/guards.py": (1, _FORWARDS),
+    "transformers/probing/mixers.py": (1, _FORWARDS),
     "transformers/probing/norms.py": (1, _FORWARDS),
     "transformers/probing/rotary.py": (2, _FORWARDS),
     "transformers/probing/source.py": (3, _FORWARDS),

@@ -68,6 +68,7 @@ def patch(
     geglu: bool = True,
     relu_squared: bool = True,
     experts: bool = True,
+    short_conv: bool = True,
     cross_entropy: bool = False,
     fused_linear_cross_entropy: bool = True,
     activations: Levels | None = None,
@@ -77,9 +78,9 @@ def patch(
     model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), which is patched alone; or a
     class of a transformers model, whose family's own classes are patched, for models made before or after this call
     (experts: after it)
-    rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts: which parts may be patched. Each is recognised by
-    running it and the kernels' references on small random inputs. What agrees with no kernel keeps its own code, and
-    the report says why.
+    rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, short_conv: which parts may be patched. Each is
+    recognised by running it and the kernels' references on small random inputs. What agrees with no kernel keeps its
+    own code, and the report says why. short_conv: what comes before the scan of linear attention, LFM2's convolution
     cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
     logits while training with labels. These two need a transformers causal LM.
     activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
@@ -97,6 +98,7 @@ def patch(
         "geglu": geglu,
         "relu_squared": relu_squared,
         "experts": experts,
+        "short_conv": short_conv,
         "cross_entropy": cross_entropy,
         "fused_linear_cross_entropy": fused_linear_cross_entropy,
     }
@@ -150,7 +152,7 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
         options = dict(bound.arguments)
         if options["experts"] is None:
             options["experts"] = not mlps_asked_off
-        options |= {name: True for name in spec.also} | options.pop("kwargs", {})
+        options |= {name: True for name in (*spec.also, "short_conv")} | options.pop("kwargs", {})
         if options.get("fused_linear_cross_entropy", False) is None:  # where Liger has the plain loss by default
             options["fused_linear_cross_entropy"] = not options["cross_entropy"]
         return _patch_family(spec, options.pop("model"), options.pop("activations"), options)

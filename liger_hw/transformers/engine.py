@@ -39,6 +39,9 @@ _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
 _LOSSES = (_PLAIN_LOSS, _FUSED_LOSS)
 _EXPERTS, MLPS = "experts", ("swiglu", "geglu", "relu_squared")
 """Keywords that mean MLPs: a family has one of them, which then covers whatever its MLPs compute."""
+_PARTS = {"fused_gate_up_swiglu": "swiglu", "fused_moe": _EXPERTS, "gated_rms_norm": "rms_norm"}
+_PARTS["gated_delta_inputs"] = "short_conv"
+"""Kernel -> the keyword that it comes under, where that has another name."""
 
 
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
@@ -183,7 +186,7 @@ def _is_foreign(owner: Any, forward: Callable) -> bool:
 
 def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
     """The part that a kernel belongs to among those on offer, or None where its option is absent or false."""
-    part = {"fused_gate_up_swiglu": "swiglu", "fused_moe": _EXPERTS, "gated_rms_norm": "rms_norm"}.get(kernel, kernel)
+    part = _PARTS.get(kernel, kernel)
     if part not in options and part in MLPS:
         part = next((name for name in MLPS if name in options), part)
     return part if options.get(part) else None

@@ -89,6 +89,14 @@ def guarded(
                 return instead(self, *args, **kwargs)
             return replacement(self, *inputs)
 
+    elif match.takes is not None:
+
+        def forward(self, *args, **kwargs):
+            kwargs.update(zip(names[1:], args))
+            if not match.takes(kwargs) or not applies(self, kwargs[names[1]]):
+                return instead(self, **kwargs)
+            return replacement(self, kwargs.pop(names[1]), **kwargs)
+
     elif len(names) > 2:
 
         def forward(self, x, *args, **kwargs):
@@ -102,7 +110,12 @@ def guarded(
             return replacement(self, x) if applies(self, x) else instead(self, x)
 
     code = forward.__code__
-    if match.inputs == 1 and len(names) > 1 and names[1] not in (*code.co_varnames, *code.co_freevars):
+    if (
+        match.inputs == 1
+        and match.takes is None
+        and len(names) > 1
+        and names[1] not in (*code.co_varnames, *code.co_freevars)
+    ):
         # for callers who pass the input by keyword
         forward.__code__ = code.replace(co_varnames=(code.co_varnames[0], names[1], *code.co_varnames[2:]))
     if len(names) > 2:

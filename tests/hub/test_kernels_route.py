@@ -240,7 +240,7 @@ def test_a_model_without_such_layers_is_refused(results):
 
 
 PARTS = {"rms_norm": "RMSNorm", "swiglu": "SwiGLU", "geglu": "GeGLU", "rope": "rotary", "experts": "experts"}
-PARTS |= {"fused_linear_cross_entropy": "loss"}
+PARTS |= {"fused_linear_cross_entropy": "loss", "short_conv": "convolution"}
 LAYER_PARTS = {"RotaryPosEmb": "rotary", "SwiGLUMLP": "SwiGLU", "GeGLUMLP": "GeGLU"}
 HUB_PARTS = {"causal_conv1d_fn": "convolution", "chunk_gated_delta_rule": "delta rule"}
 ORDER = ["RMSNorm", "gated RMSNorm", "rotary", "SwiGLU", "GeGLU", "experts", "loss", "convolution", "delta rule"]

@@ -9,7 +9,7 @@ stand-ins that answer with random numbers. So a sharded, quantised, adapted or n
 alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, also on large numbers, in bf16 the
 rounding, and the gradients.
 
-probe.py has how a copy is run; norms.py, mlps.py, experts.py and rotary.py have one kind each;
+probe.py has how a copy is run; norms.py, mlps.py, experts.py, mixers.py and rotary.py have one kind each;
 guards.py says when a match that was found on one module applies to another.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Callable
 from torch import nn
 
 from ...distributed import owners
-from . import experts, mlps, norms
+from . import experts, mixers, mlps, norms
 from .guards import EVERYTHING, Guards, guards_of, holds, reads
 from .probe import Match, Refused, current_forward, quiet
 
@@ -37,7 +37,7 @@ __all__ = [
     "reads",
     "recognise",
 ]
-_KINDS = (norms, experts, mlps)
+_KINDS = (norms, experts, mlps, mixers)
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:

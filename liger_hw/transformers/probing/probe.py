@@ -36,6 +36,7 @@ class Match:
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
     inputs: how many tensors `replacement` takes after the module
     ready: asked (module, input) at every call, beside the guards, whether the match holds then; None if it always does
+    takes: asked at every call whether `replacement` takes the arguments after the input, by name; None if it takes none
     """
 
     kernel: str
@@ -44,6 +45,7 @@ class Match:
     used: frozenset[str] = frozenset()
     inputs: int = 1
     ready: Callable[[Any, torch.Tensor], bool] | None = None
+    takes: Callable[[dict[str, Any]], bool] | None = None
 
 
 @dataclass(frozen=True)

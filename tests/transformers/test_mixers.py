@@ -1,0 +1,148 @@
+"""Gated delta nets and LFM2's short convolution: patched they compute as before, or they are left alone."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw.transformers import probing
+from liger_hw.transformers.tiny import VOCAB, tiny_model
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.cpu
+
+CLASSES = {
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+}
+KERNELS = {"gated_delta_inputs", "short_conv"}
+
+
+def _modeling(family):
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def _model(family):
+    cls = getattr(_modeling(family), CLASSES[family])
+    layer_types = {"layer_types": ["conv", "full_attention"] * 2} if family == "lfm2" else {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return tiny_model(cls, **layer_types).train()
+
+
+def _mixer(model):
+    return next(module for module in model.modules() if probing.mixers.is_candidate(module))
+
+
+def _trained(model, **inputs):
+    ids = torch.randint(4, VOCAB, (2, 70), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(autouse=True)
+def _references(monkeypatch):
+    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "1")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """An item for each call of an op of the family, the probes' among them."""
+    counts = []
+    for kernel in KERNELS:
+        run = importlib.import_module(f"liger_hw.kernels.hybrid.{kernel}")
+        name = next(name for name in vars(run) if name.endswith("Function") and name != "OperatorFunction")
+        function = getattr(run, name)
+        apply = function.apply
+        monkeypatch.setattr(function, "apply", lambda *args, apply=apply: counts.append(1) or apply(*args))
+    return counts
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_mixer_trains_as_before(family, calls):
+    model, mask = _model(family), torch.ones(2, 70, dtype=torch.long)
+    mask[1, 50:] = 0
+    expected = [_trained(model), _trained(model, attention_mask=mask)]
+    assert not calls
+    with liger_hw.patch(model) as report:
+        rows = [row for row in report.rows if row.kernel in KERNELS]
+        assert rows and all(row.state == "patched" for row in rows), str(report)
+        calls.clear()  # of the probes
+        results = [_trained(model), _trained(model, attention_mask=mask)]
+        assert len(calls) == 2 * len(rows)
+    for (loss, grads), (expected_loss, expected_grads) in zip(results, expected):
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+        assert grads.keys() == expected_grads.keys()
+        for name, grad in grads.items():
+            size = expected_grads[name].abs().max()
+            assert (grad - expected_grads[name]).abs().max() <= 1e-3 * size + 1e-7, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_generation_with_a_cache_is_left_alone(family, calls):
+    model = _model(family).eval()
+    ids = torch.randint(4, VOCAB, (1, 9), generator=torch.Generator().manual_seed(2))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True)
+    with liger_hw.patch(model):
+        calls.clear()
+        assert (
+            torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True), expected) and not calls
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_packed_documents_run_the_forward_of_the_model(family, calls):
+    mixer, x = _mixer(_model(family)), torch.randn(1, 12, _model(family).config.hidden_size)
+    with liger_hw.patch(mixer):
+        calls.clear()
+        mixer(x)
+        assert len(calls) == 1
+        with pytest.raises(ValueError, match="packed"):  # transformers' own, where its packages are not installed
+            mixer(x, seq_idx=torch.zeros(1, 12, dtype=torch.int32))
+        assert len(calls) == 1
+
+
+def test_an_option_leaves_it_out(calls):
+    model = _model("qwen3_5")
+    with liger_hw.patch(model, short_conv=False) as report:
+        calls.clear()
+        _trained(model)
+        assert not calls and not KERNELS & {row.kernel for row in report.rows}
+
+
+@pytest.mark.parametrize("change", ["bias", "taps", "another activation", "another gate"])
+def test_what_computes_something_else_is_refused(change, monkeypatch):
+    mixer = _mixer(_model("qwen3_5"))
+    n = mixer.conv1d.in_channels
+    if change == "bias":
+        mixer.conv1d = torch.nn.Conv1d(n, n, 4, groups=n, padding=3)
+    elif change == "taps":
+        mixer.conv1d = torch.nn.Conv1d(n, n, 5, groups=n, padding=4, bias=False)
+    elif change == "another activation":
+        mixer.activation = "relu"
+    else:
+        monkeypatch.setattr(_modeling("qwen3_5").F, "softplus", torch.nn.functional.relu)
+    assert isinstance(probing.recognise(mixer), probing.Refused)
+
+
+def test_heads_repeated_before_the_scan_are_repeated_again(monkeypatch):
+    """As transformers 5.17 does it, whose scan has as many heads of queries as of values."""
+    modeling = _modeling("qwen3_5")
+    mixer, scan, shapes = _mixer(_model("qwen3_5")), modeling.torch_chunk_gated_delta_rule, []
+
+    def looked_at(query, *args, **kwargs):
+        shapes.append(query.shape)
+        return scan(query, *args, **kwargs)
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", looked_at)
+    forward = probing.mixers._delta_replacement(modeling, repeats_heads=True)
+    x = torch.randn(1, 12, mixer.hidden_size)
+    torch.testing.assert_close(forward(mixer, x), mixer(x), rtol=1e-4, atol=1e-5)
+    assert shapes[0][2] == mixer.num_v_heads and shapes[1][2] == mixer.num_k_heads
