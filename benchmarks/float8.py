@@ -3,9 +3,11 @@
     python benchmarks/float8.py --out speed.json                              Llama-3-8B's layers, 2 x 4096 tokens
     python benchmarks/float8.py --model qwen3 --layers 6 --arms bf16 rowwise torchao
     python benchmarks/float8.py --lora --arms bf16 rowwise                    adapters on a frozen model
+    python benchmarks/float8.py --ops --out ops.json                          each operator against its copy floor
     python benchmarks/float8.py --convergence --out curves.json               1,000 steps of 87M parameters, three seeds
 
-Arms: `bf16` is liger_hw's patch alone, `rowwise` and `tensorwise` the patch with `liger_hw.float8`, `torchao` and
+Arms: `bf16` is liger_hw's patch alone, `rowwise` and `tensorwise` the patch with `liger_hw.float8`, `kept` rowwise with
+frozen weights kept in FP8 (for --lora), `torchao` and
 `torchao-compiled` torchao's rowwise training on the patched model, `te` the linears of TransformerEngine. An arm whose
 package does not import is listed with the reason.
 
@@ -36,7 +38,7 @@ from liger_hw.backends import with_index
 from liger_hw.bench import report, training
 from liger_hw.text import first_line, table
 
-ARMS = ("bf16", "rowwise", "tensorwise", "torchao", "torchao-compiled", "te")
+ARMS = ("bf16", "rowwise", "tensorwise", "kept", "torchao", "torchao-compiled", "te")
 EVERY = 50
 """Steps between losses that a run keeps."""
 
@@ -53,6 +55,7 @@ def main() -> int:
     )
     parser.add_argument("--lora", action="store_true", help="rank 16 on all linears (peft)")
     parser.add_argument("--hidden", type=int, help="smaller width, for a quick try")
+    parser.add_argument("--ops", action="store_true")
     parser.add_argument("--convergence", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--run", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
@@ -64,7 +67,8 @@ def main() -> int:
         print(json.dumps(list(_curve(arm, int(seed), options))))
         return 0
     results: dict[str, Any] = {"options": vars(options), "machine": report.machine(with_index(options.device))}
-    results |= _convergence(options) if options.convergence else _speed(options)
+    measure = _convergence if options.convergence else _ops if options.ops else _speed
+    results |= measure(options)
     if options.out:
         Path(options.out).write_text(json.dumps(results, indent=1))
     return 0
@@ -77,6 +81,8 @@ def prepare(model: torch.nn.Module, arm: str, smallest: int) -> None:
     """Change the linears of a patched model to an arm's. Raises `ImportError` where its package is not there."""
     if arm in ("rowwise", "tensorwise"):
         liger_hw.float8(model, arm, smallest=smallest)
+    elif arm == "kept":
+        liger_hw.float8(model, smallest=smallest, keep_frozen=True)
     elif arm.startswith("torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -161,6 +167,85 @@ def _time(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "loss": loss,
         "seconds": [round(seconds, 5) for seconds, _ in seen],
     }
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+def _ops(options: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of each operator at Llama-3-8B's sizes, in a CUDA graph over inputs that L2 does not hold, beside a
+    copy of as many bytes; and the FP8 products beside the fastest one."""
+    from liger_hw.kernels.float8 import fused_add_rms_norm_float8, layer_norm_float8, rms_norm_float8, swiglu_float8
+    from liger_hw.kernels.float8.float8_linear import product
+    from liger_hw.kernels.float8.formats import E4M3
+    from liger_hw.kernels.float8.quantize_float8 import float8_rows, float8_transposed, quantized
+
+    device, m, n, wide = with_index(options.device), options.batch * options.seq, 4096, 14336
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def microseconds(call: Any, sets: list[tuple]) -> float:
+        for arguments in sets:
+            call(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for arguments in sets:
+                call(*arguments)
+        times = []
+        for _ in range(7):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(5):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / 5 / len(sets))
+        return statistics.median(times)
+
+    source = drawn(1 << 28)
+    into = torch.empty_like(source)
+    bytes_per_us = 4 * source.numel() / microseconds(into.copy_, [(source,)])
+    del source, into
+    w, one = drawn(n), torch.ones(1, device=device)
+    norm, add = rms_norm_float8.rms_norm_float8_rows, fused_add_rms_norm_float8.fused_add_rms_norm_float8_rows
+    calls: dict[str, tuple[Any, Any, float]] = {  # what it is -> the call, its inputs, bytes an element of x
+        "quantize rows, 4096": (lambda x: float8_rows(x, E4M3), lambda: (drawn(m, n),), 3),
+        "quantize rows, 14336": (lambda x: float8_rows(x, E4M3), lambda: (drawn(m, wide),), 3),
+        "quantize tensor, 4096": (lambda x: quantized(x, E4M3, False), lambda: (drawn(m, n),), 5),
+        "transpose FP8, 4096": (
+            lambda q: float8_transposed(q, None, E4M3), lambda: (float8_rows(drawn(m, n), E4M3)[0],), 2,
+        ),
+        "transpose a weight, 4096 -> 14336": (lambda x: float8_transposed(x, one, E4M3), lambda: (drawn(wide, n),), 3),
+        "swiglu_float8, 14336": (swiglu_float8.GATE.rows, lambda: (drawn(m, wide), drawn(m, wide)), 5),
+        "rms_norm_float8, 4096": (lambda x: norm(x, w, 1e-5, 0.0, 0), lambda: (drawn(m, n),), 3),
+        "fused_add_rms_norm_float8, 4096": (
+            lambda x, r: add(x, r, w, 1e-5, 0.0, 0), lambda: (drawn(m, n), drawn(m, n)), 7,
+        ),
+        "layer_norm_float8, 4096": (
+            lambda x: layer_norm_float8.layer_norm_float8_rows(x, w, w, 1e-5), lambda: (drawn(m, n),), 3,
+        ),
+    }  # fmt: skip
+    lines, rows = [("operator", "us", "copy floor, us", "share of it")], []
+    for name, (call, make, size) in calls.items():
+        sets = [make() for _ in range(4)]
+        us, floor = microseconds(call, sets), size * sets[0][0].numel() / bytes_per_us
+        rows.append({"operator": name, "us": us, "floor_us": floor})
+        lines.append((name, f"{us:.1f}", f"{floor:.1f}", f"{floor / us:.0%}"))
+    print(table(lines))
+    lines, products = [("product m x k x n", "scales", "TFLOP/s", "of the fastest")], []
+    for k, n_out in ((8192, 8192), (n, n), (n, 1024), (n, wide), (wide, n)):
+        for rowwise in (True, False):
+            a, b = (quantized(drawn(size, k), E4M3, rowwise) for size in (m, n_out))
+            us = microseconds(product, [(a.data, b.data, a.scale, b.scale)] * 4)
+            products.append({"sizes": (m, k, n_out), "rowwise": rowwise, "tflops": 2e-6 * m * k * n_out / us})
+    fastest = max(row["tflops"] for row in products)
+    for row in products:
+        scales = "rows" if row["rowwise"] else "tensor"
+        size, share = " x ".join(map(str, row["sizes"])), row["tflops"] / fastest
+        lines.append((size, scales, f"{row['tflops']:.0f}", f"{share:.0%}"))
+    print(table(lines))
+    return {"operators": rows, "products": products, "copy_bytes_per_us": bytes_per_us}
 
 
 # -- convergence -----------------------------------------------------------------------------------------------------

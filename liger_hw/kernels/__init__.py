@@ -63,6 +63,9 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "float8.float8_linear": ("liger_float8_linear",),
     "float8.swiglu_float8": ("liger_swiglu_float8",),
     "float8.geglu_float8": ("liger_geglu_float8",),
+    "float8.rms_norm_float8": ("liger_rms_norm_float8",),
+    "float8.fused_add_rms_norm_float8": ("liger_fused_add_rms_norm_float8",),
+    "float8.layer_norm_float8": ("liger_layer_norm_float8",),
     "float8.quantize_float8": ("liger_quantize_float8", "Float8Rows"),
     "embedding.embedding": ("liger_embedding", "LigerEmbedding"),
 }

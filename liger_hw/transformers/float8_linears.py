@@ -1,7 +1,8 @@
 """`liger_hw.float8(model)`: the linears of a live model multiply in FP8.
 
 Each one's class becomes `Float8Linear`, a subclass of `nn.Linear`: parameters, buffers, hooks and names stay the very
-objects, so that state_dict, optimizers, checkpointing and FSDP see no difference, and `undo` gives the class back.
+objects, so that state_dict, optimizers, checkpointing and FSDP see no difference, and `undo` gives the class back. Only
+where `keep_frozen` asks for it, a weight that does not train becomes its FP8, beside a buffer `weight_scale`.
 Linears of one parent share the FP8 copy of an input that several of them take (q, k, v; gate, up).
 """
 
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from ..kernels.float8 import geglu_float8, swiglu_float8
-from ..kernels.float8.float8_linear import RECIPES, Recipe, as_rows, linear
+from ..kernels.float8.float8_linear import RECIPES, Recipe, Scales, as_rows, linear
 from ..kernels.float8.formats import E4M3, Float8Rows, float8_dtype
-from ..kernels.float8.gated_rows import WIDEST, gated_linear
+from ..kernels.float8.gated_rows import gated_linear
 from ..kernels.float8.quantize_float8 import quantized
+from ..kernels.float8.whole_rows import too_wide
 from ..runtime.sharding import is_dtensor
 from ..text import table
 from .replacing import is_traced
@@ -37,21 +39,25 @@ class SharedInput:
     def __init__(self) -> None:
         self.state: tuple | None = None
 
-    def rows(self, x: torch.Tensor, recipe: Recipe) -> Float8Rows:
+    def rows(self, x: torch.Tensor, settings: Settings) -> Float8Rows:
         """x in FP8: what the linear before made of it, if it had this very tensor, unchanged since.
 
-        A tensor of `torch.inference_mode` does not count its changes: it is quantised each time.
+        Each linear takes it once: what comes to one again is quantised again, since a write through `x.data` does not
+        count as a change. (Between two linears of one forward such a write is not seen. In torch too it makes the first
+        one's gradient wrong.) A tensor of `torch.inference_mode` counts no change: it is quantised each time.
         """
-        counts = not x.is_inference()
+        counts, taker = not x.is_inference(), id(settings)
         if counts and self.state is not None:
-            ref, version, *parts = self.state
+            ref, version, takers, *parts = self.state
             data, scale = (part() for part in parts)
-            if ref() is x and x._version == version and data is not None and scale is not None:
+            is_same = ref() is x and x._version == version and taker not in takers
+            if is_same and data is not None and scale is not None:
+                takers.add(taker)
                 return Float8Rows(data, scale)
         with torch.no_grad():
-            rows = quantized(as_rows(x), E4M3, recipe.rowwise)
+            rows = quantized(as_rows(x), E4M3, settings.recipe.rowwise)
         if counts:
-            self.state = weakref.ref(x), x._version, weakref.ref(rows.data), weakref.ref(rows.scale)
+            self.state = weakref.ref(x), x._version, {taker}, weakref.ref(rows.data), weakref.ref(rows.scale)
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,10 +66,13 @@ class SharedInput:
 
 @dataclass
 class Settings:
-    """How one linear computes. shared: with whom it shares an input, or None."""
+    """How one linear computes. shared: with whom it shares an input, or None; kept: the dtype of a weight before it was
+    kept in FP8, or None."""
 
     recipe: Recipe
     shared: SharedInput | None = None
+    kept: torch.dtype | None = None
+    scales: Scales = field(default_factory=Scales)
 
 
 class Float8Linear(nn.Linear):
@@ -83,25 +92,61 @@ class Float8Linear(nn.Linear):
             return super().forward(input)
         rows = None
         if settings.shared is not None and not torch.compiler.is_compiling():
-            rows = settings.shared.rows(input, settings.recipe)
-        return linear(input, weight, self.bias, rows, settings.recipe, "float8")
+            rows = settings.shared.rows(input, settings)
+        return linear(input, weight, self.bias, rows, settings.recipe, "float8", *self._state())
 
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
         """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         settings, weight = self.float8, self.weight
-        if any(hooks) or act not in GATES or not settings.recipe.rowwise or a.shape[-1] > WIDEST:
+        if any(hooks) or act not in GATES or not settings.recipe.rowwise or too_wide(a):
             return None
         if is_dtensor(weight) or is_dtensor(a) or is_traced() or a.dtype is torch.float64:
             return None
-        return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8")
+        return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *self._state())
+
+    def _state(self) -> tuple[torch.Tensor | None, Scales | None]:
+        """The scale of a weight that is kept in FP8, and where scales are left, which torch.compile does not trace."""
+        settings = self.float8
+        if settings.kept is not None and self.weight.dtype.itemsize > 1:
+            raise ValueError(
+                f"float8: a weight kept in FP8 was cast to {self.weight.dtype}, without its scale; do not cast the "
+                "model (model.to(dtype), FSDP's MixedPrecisionPolicy(param_dtype=)), or leave out keep_frozen"
+            )
+        scales = None if torch.compiler.is_compiling() else settings.scales
+        return getattr(self, "weight_scale", None), scales
+
+    def keep(self) -> None:
+        """Replace the weight by its FP8 and a buffer `weight_scale`; the wider one is freed."""
+        rows = quantized(self.weight.detach(), E4M3, self.float8.recipe.rowwise)
+        self.float8.kept = self.weight.dtype
+        self.weight = nn.Parameter(rows.data, requires_grad=False)
+        self.register_buffer("weight_scale", rows.scale)
+
+    def give_back(self) -> None:
+        """Become the linear from before, but for the rounding of a weight that was kept in FP8."""
+        dtype = self.float8.kept
+        if dtype is not None:
+            weight = self.weight.float() * self.weight_scale[:, None]
+            self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+            del self.weight_scale
+        del self.float8
+        self.__class__ = nn.Linear
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A wider weight of a checkpoint is quantised where it is kept in FP8."""
+        weight = state_dict.get(f"{prefix}weight")
+        if self.float8.kept is not None and weight is not None and weight.dtype.itemsize > 1:
+            rows = quantized(weight.to(self.weight.device), E4M3, self.float8.recipe.rowwise)
+            state_dict[f"{prefix}weight"], state_dict[f"{prefix}weight_scale"] = rows
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @dataclass
 class Float8Report:
     """What `float8` did. linears: path -> sizes of each linear in FP8; left_alone: path -> why it is not.
 
-    `print(report)` lists both; `undo` takes it back.
+    `print(report)` lists both; `overflow` tells where numbers were not finite; `undo` takes it back.
     """
 
     recipe: str
@@ -113,10 +158,23 @@ class Float8Report:
         """Give every linear its class back; how many there were."""
         ours = [module for module in self._modules if type(module) is Float8Linear]
         for module in ours:
-            module.__class__ = nn.Linear
-            vars(module).pop("float8", None)
+            module.give_back()
         self._modules.clear()
         return len(ours)
+
+    def overflow(self) -> dict[str, str]:
+        """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the last forward
+        and backward of each linear; empty where none had. Finite numbers never overflow: scales are the tensor's own.
+
+        Quantising knows it already, so that training does nothing for it. It waits for the device. What torch.compile
+        traced is not seen.
+        """
+        overflows = {}
+        for path, module in zip(self.linears, self._modules):
+            scales = vars(module.float8.scales).items()
+            if names := [name for name, scale in scales if bool(scale.isnan().any())]:
+                overflows[path] = ", ".join(names)
+        return overflows
 
     def __str__(self) -> str:
         lines = [("linears", "", "what")]
@@ -132,6 +190,7 @@ def float8(
     *,
     skip: Iterable[str] = (),
     smallest: int = SMALLEST,
+    keep_frozen: bool = False,
 ) -> Float8Report:
     """Let the linears of a live model multiply in FP8, forward and backward; before or after `patch`.
 
@@ -140,11 +199,16 @@ def float8(
     skip: linears whose path contains one of these texts stay as they are. So do the loss head, routers, linears with
     fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones), and
     linears with a replaced forward.
+    keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
+    quantising in a step. `state_dict` then has them so, with a `weight_scale` each; `undo` gives their dtype back, but
+    not what rounding took.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
     FP8 and for a model of which no linear fits.
     """
     if recipe not in RECIPES:
-        reason = "; block scales (mxfp8) have no kernel here" if recipe == "mxfp8" else ""
+        reason = ""
+        if recipe == "mxfp8":
+            reason = "; block scales are for sm100 and later and have no kernel here, rowwise runs there too"
         raise ValueError(f"float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}{reason}")
     if not callable(getattr(model, "named_modules", None)):
         raise TypeError(f"float8: model must be a loaded model, got {type(model).__name__}")
@@ -170,6 +234,8 @@ def float8(
         for module in modules:
             module.__class__ = Float8Linear
             module.float8 = Settings(RECIPES[recipe], shared)
+            if keep_frozen and not module.weight.requires_grad:
+                module.keep()
     return report
 
 

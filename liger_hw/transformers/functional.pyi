@@ -7,8 +7,13 @@ from liger_hw.kernels.attention.softmax import liger_softmax as liger_softmax
 from liger_hw.kernels.attention.sparsemax import liger_sparsemax as liger_sparsemax
 from liger_hw.kernels.embedding.embedding import liger_embedding as liger_embedding
 from liger_hw.kernels.float8.float8_linear import liger_float8_linear as liger_float8_linear
+from liger_hw.kernels.float8.fused_add_rms_norm_float8 import (
+    liger_fused_add_rms_norm_float8 as liger_fused_add_rms_norm_float8,
+)
 from liger_hw.kernels.float8.geglu_float8 import liger_geglu_float8 as liger_geglu_float8
+from liger_hw.kernels.float8.layer_norm_float8 import liger_layer_norm_float8 as liger_layer_norm_float8
 from liger_hw.kernels.float8.quantize_float8 import liger_quantize_float8 as liger_quantize_float8
+from liger_hw.kernels.float8.rms_norm_float8 import liger_rms_norm_float8 as liger_rms_norm_float8
 from liger_hw.kernels.float8.swiglu_float8 import liger_swiglu_float8 as liger_swiglu_float8
 from liger_hw.kernels.heads.fused_linear_cross_entropy import (
     liger_fused_linear_cross_entropy as liger_fused_linear_cross_entropy,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import mapped
 
 from liger_hw import chunked_loss, registry
 
@@ -23,6 +24,7 @@ TABLE: dict[str, dict[str, str]] = {
     "dyt": {"hhhh": "h", "hfff": "h", "fhhh": "f", "ffff": "f"},
     "embedding": {"h": "h", "f": "f"},
     "float8_linear": {"hh": "h", "ff": "f", "hf": REFUSED},
+    "fused_add_rms_norm_float8": {"hhhh": "hh", "ffff": "ff", "hhfh": REFUSED, "hfhh": REFUSED},
     "fused_add_rms_norm": {"hhh": "hh", "hhf": "fh", "ffh": "ff", "fff": "ff", "hfh": REFUSED},
     "fused_ce_tvd": {"hh": "ff", "hf": "ff", "fh": "ff", "ff": "ff"},
     "fused_gate_up_swiglu": {"h": "h", "f": "f"},
@@ -40,6 +42,7 @@ TABLE: dict[str, dict[str, str]] = {
     "jsd": {"hh": "h", "hf": "h", "fh": "f", "ff": "f"},
     "kl_div": {"hh": "h", "hf": "f", "fh": "f", "ff": "f"},
     "layer_norm": {"hhh": "h", "hff": "h", "fhh": "f", "fff": "f"},
+    "layer_norm_float8": {"hhhh": "h", "hffh": "h", "ffff": "f", "hhhf": REFUSED},
     "llama4_rope": {"hh": "hh", "ff": "ff", "hf": "hf"},
     "log_probs": {"h": "f", "f": "f"},
     "mhc_coeffs": {"hhhhhh": "fff", "hfffff": "fff", "ffffff": "fff"},
@@ -51,6 +54,7 @@ TABLE: dict[str, dict[str, str]] = {
     "qk_norm_rope": {"hhhhhh": "hh", "hhhhff": "hh", "ffffff": "ff", "hfffff": REFUSED},
     "qwen2vl_mrope": {"hhhh": "hh", "hhff": "hh", "ffff": "ff"},
     "relu_squared": {"h": "h", "f": "f"},
+    "rms_norm_float8": {"hhh": "h", "hff": "f", "fff": "f", "hfh": REFUSED},
     "rms_norm": {"hh": "h", "hf": "f", "fh": "f", "ff": "f"},
     "rope": {"hhhh": "hh", "hhff": "hh", "ffhh": "ff", "ffff": "ff", "hfff": "hf"},
     "softmax": {"h": "h", "f": "f"},
@@ -79,12 +83,15 @@ def _call(name: str, dtypes: str, generator, function=None):
     op = registry.get_op(name)
     sizes = op.small[0] if op.small else tuple(min(size, 17) for size in next(iter(op.workloads.values())))
     sample = op.sample(sizes, torch.float32, torch.device("cpu"), generator)
-    args, letters, given = [], iter(dtypes), []
-    for arg in sample.args:
-        if isinstance(arg, torch.Tensor) and arg.is_floating_point():
-            arg = arg.detach().to(DTYPES[next(letters)]).requires_grad_(arg.requires_grad)
-            given.append(arg)
-        args.append(arg)
+    letters, given = iter(dtypes), []
+
+    def cast(t):
+        if t.is_floating_point():
+            t = t.detach().to(DTYPES[next(letters)]).requires_grad_(t.requires_grad)
+            given.append(t)
+        return t
+
+    args = mapped(sample.args, cast)
     assert next(letters, None) is None, f"{name}'s sample has {len(given)} floating tensors"
     results = (function or op.function)(*args, **sample.kwargs)
     return given, results if isinstance(results, tuple) else (results,)

@@ -301,3 +301,93 @@ def test_fsdp2(tmp_path):
         assert _same([result[0], *(g.full_tensor() for g in result[1:])], expected)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_input_written_through_data_is_quantised_again():
+    """A loop that keeps its last loss, and with it the graph, and fills one buffer: nothing counts such a write."""
+    block = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 32), "b": torch.nn.Linear(32, 32)})
+    liger_hw.float8(block, smallest=16)
+    x, graphs = torch.randn(16, 32), []
+    for _ in range(2):
+        graphs.append([block[name](x) for name in "ab"])
+        for name, y in zip("ab", graphs[-1]):
+            assert torch.equal(y, liger_float8_linear(x, block[name].weight, block[name].bias))
+        x.data.mul_(-2)
+
+
+def test_overflow_names_the_linears_and_what_was_not_finite():
+    model = _llama()
+    report = liger_hw.float8(model, smallest=16)
+    assert report.overflow() == {}, "nothing ran"
+    _gradients(model)
+    assert report.overflow() == {}
+    layer = "model.layers.1.mlp.down_proj"
+    spoilt = lambda _, grads: (grads[0].index_fill(1, IDS[0, :1], torch.inf),)  # noqa: E731
+    hook = model.get_submodule(layer).register_full_backward_pre_hook(spoilt)
+    _gradients(model)
+    hook.remove()
+    overflow = report.overflow()
+    assert overflow[layer] == "gradient" and overflow["model.layers.0.self_attn.q_proj"] == "gradient"
+    assert copy.deepcopy(model).get_submodule(layer).float8.scales.gradient is None
+    with torch.no_grad():
+        model.get_submodule(layer).weight[3, 5] = torch.nan
+        model(input_ids=IDS)
+    assert report.overflow()[layer] == "weight, gradient", "the gradient is of the backward before"
+    report.undo()
+    assert report.overflow() == {}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("patched", [False, True], ids=["", "patched"])
+def test_frozen_weights_are_kept_in_float8(recipe, patched):
+    """The forward is that of weights which are quantised each time, bit for bit."""
+    model = _lora()
+    if patched:
+        liger_hw.patch(model)
+    report = liger_hw.float8(model, recipe, smallest=16)
+    first, *expected = _gradients(model)
+    report.undo()
+    weights = {path: model.get_submodule(path).weight.detach().clone() for path in report.linears}
+    report = liger_hw.float8(model, recipe, smallest=16, keep_frozen=True)
+    for path, weight in weights.items():
+        module = model.get_submodule(path)
+        assert module.weight.dtype.itemsize == 1 and not module.weight.requires_grad
+        assert module.weight_scale.numel() == (len(weight) if recipe == "rowwise" else 1)
+    result, *gradients = _gradients(model)
+    assert torch.equal(result, first)
+    for a, b in zip(gradients, expected):
+        assert (a - b).norm() <= 0.05 * b.norm(), "a weight's small rows may underflow in one of the two"
+    state = copy.deepcopy(model.state_dict())
+    report.undo()
+    rounding = 2**-4 if recipe == "rowwise" else 2**-3
+    for path, weight in weights.items():
+        result = model.get_submodule(path).weight
+        assert result.dtype is weight.dtype and (result - weight).abs().max() <= rounding * weight.abs().max()
+        result.data.copy_(weight)
+    plain = copy.deepcopy(model.state_dict())
+    liger_hw.float8(model, recipe, smallest=16, keep_frozen=True)
+    for stored in (state, plain):  # a checkpoint of either kind
+        for path in weights:
+            model.get_submodule(path).weight.data.zero_()
+        model.load_state_dict(stored, strict=stored is state)
+        assert torch.equal(_gradients(model)[0], first)
+
+
+def test_a_kept_weight_is_not_cast_or_merged():
+    model = _lora()
+    liger_hw.float8(model, smallest=16, keep_frozen=True)
+    with pytest.raises(RuntimeError, match="Float8|float8"):
+        model.merge_adapter()
+    with pytest.raises(ValueError, match="kept in FP8 was cast to torch.bfloat16"):
+        model.bfloat16()(input_ids=IDS)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_torch_compile(recipe):
+    """The whole layer in one graph, forward and backward."""
+    model = _llama()
+    liger_hw.float8(model, recipe, smallest=16)
+    expected = _gradients(model)
+    for layer in model.model.layers:
+        layer.mlp.compile(fullgraph=True, backend="aot_eager")
+    assert _same(_gradients(model), expected)

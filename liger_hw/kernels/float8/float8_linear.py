@@ -14,7 +14,8 @@ gradient is small beside the largest underflow, as in any product with one scale
 
 Recipe `tensorwise`: every tensor has one scale, from a read of its own.
 
-Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again.
+Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again. Where it is kept
+in FP8, W8' is W8 w / m: with another exponent, like dy8 in the sum over tokens.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433; scales of rows as in
 torchao.float8 and, of gradients, in DeepSeek-AI, "DeepSeek-V3 Technical Report", https://arxiv.org/abs/2412.19437
@@ -135,56 +136,77 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
 # -- autograd --------------------------------------------------------------------------------------------------------
 
 
+class Scales:
+    """The scales in a linear's last forward and backward: NaN where a row had an infinity or NaN. A copy has none."""
+
+    input: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+
+    def __getstate__(self) -> None:
+        return None
+
+
 class Float8LinearFunction(Function):
     """Autograd for the linear: saves x in FP8, its scales, the weight and its largest scale.
 
     rows: x in FP8, where another linear of the same input has it, or None
+    weight_scale: the scale of a weight that is kept in FP8, or None
+    scales: where to leave the scales, or None
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, rows, recipe, dtype):
+    def forward(ctx, x, weight, bias, rows, recipe, dtype, weight_scale, scales):
         if rows is None:
             rows = quantized(as_rows(x), E4M3, recipe.rowwise)
-        weights = quantized(weight, E4M3, recipe.rowwise)
+        weights = Float8Rows(weight, weight_scale)
+        if weight_scale is None:
+            weights = quantized(weight, E4M3, recipe.rowwise)
         y = product(rows.data, weights.data, rows.scale, weights.scale)
         if bias is not None:
             y = y + bias
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         saved = rows if needs_dw else (None, None)
-        kept = (weight, weights.scale.amax(0, keepdim=True)) if needs_dx else (None, None)
-        ctx.save_for_backward(*saved, *kept)
-        ctx.recipe, ctx.shape = recipe, x.shape
+        largest = weights.scale if weight_scale is not None else weights.scale.amax(0, keepdim=True)
+        ctx.save_for_backward(*saved, *((weight, largest) if needs_dx else (None, None)))
+        ctx.recipe, ctx.shape, ctx.scales = recipe, x.shape, scales
+        if scales is not None:
+            scales.input, scales.weight = rows.scale, weights.scale
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return no_view(y.to(dtype), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        data, scale, weight, largest_scale = ctx.saved_tensors
+        data, scale, weight, weight_scale = ctx.saved_tensors
         recipe, (x_dtype, w_dtype, b_dtype) = ctx.recipe, ctx.dtypes
         dy = as_rows(dy)
         dx = dw = db = None
         if ctx.needs_input_grad[2]:
             db = wide(dy).sum(0).to(b_dtype)
         gradients = quantized(dy, recipe.gradients, recipe.rowwise)
-        if largest_scale is not None:
-            turned = float8_transposed(weight, largest_scale.reciprocal(), E4M3)
-            dx = product(gradients.data, turned, gradients.scale, largest_scale).to(x_dtype).reshape(ctx.shape)
+        if ctx.scales is not None:
+            ctx.scales.gradient = gradients.scale
+        if weight is not None:
+            if weight.dtype.itemsize == 1:
+                turned, largest = _with_one_scale(weight, weight_scale, E4M3)
+            else:
+                turned, largest = float8_transposed(weight, weight_scale.reciprocal(), E4M3), weight_scale
+            dx = product(gradients.data, turned, gradients.scale, largest).to(x_dtype).reshape(ctx.shape)
         if data is not None:
-            by_outputs, largest = _by_outputs(gradients, scale, recipe)
+            by_outputs, largest = _with_one_scale(gradients.data, gradients.scale * scale, recipe.gradients)
             dw = product(by_outputs, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest))
             dw = dw[: dy.shape[1], : ctx.shape[-1]].to(w_dtype).contiguous()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, *(None,) * 5
 
 
-def _by_outputs(gradients: Float8Rows, scale: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dy g s / c in FP8, transposed; c [1]), as in the formula of dW."""
-    token_scales = gradients.scale * scale
-    if not recipe.rowwise:
-        return float8_transposed(gradients.data, None, recipe.gradients), token_scales
-    largest = token_scales.amax(0, keepdim=True)
-    factors = token_scales / largest.clamp_min(torch.finfo(torch.float32).tiny)
-    return float8_transposed(gradients.data, factors, recipe.gradients), largest
+def _with_one_scale(data: torch.Tensor, scale: torch.Tensor, format: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(FP8 data with a scale for each row, transposed and with one scale for all; that scale [1]), as in the formula of
+    dW. Where all rows have one already, the bytes stay as they are."""
+    if scale.numel() == 1:
+        return float8_transposed(data, None, format), scale
+    largest = scale.amax(0, keepdim=True)
+    return float8_transposed(data, scale / largest.clamp_min(torch.finfo(torch.float32).tiny), format), largest
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -209,23 +231,29 @@ def liger_float8_linear(
         name,
         f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}",
     )
-    fits = weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1]
-    check(fits, name, f"x [..., n_in] and weight [n_out, n_in] do not fit: {tuple(x.shape)}, {tuple(weight.shape)}")
-    if bias is not None:
-        check(bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    check_shapes(name, x, weight, bias)
     return linear(x, weight, bias, None, RECIPES[recipe], name)
 
 
-def linear(x, weight, bias, rows, recipe: Recipe, name: str) -> torch.Tensor:
+def check_shapes(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises `ValueError`, in the name of `name`, where a linear's arguments do not fit."""
+    fits = weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1]
+    shapes = f"{tuple(x.shape)}, {tuple(weight.shape)}"
+    check(fits, name, f"an input [..., n_in] and a weight [n_out, n_in] do not fit: {shapes}")
+    if bias is not None:
+        check(bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+
+
+def linear(x, weight, bias, rows, recipe: Recipe, name: str, weight_scale=None, scales=None) -> torch.Tensor:
     """The Function for arguments that fit but for their dtypes, which are checked in the name of `name`."""
     dtype = autocast_dtype(x.device.type)
     if dtype is None:
         dtype = x.dtype
-        same = weight.dtype is dtype and (bias is None or bias.dtype is dtype)
+        same = (weight_scale is not None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype)
         check(same, name, f"x is {x.dtype}, weight {weight.dtype}; they must be of one dtype unless autocast is on")
     if not x.numel() or not weight.numel():
         return torch.nn.functional.linear(x, weight, bias)
-    return Float8LinearFunction.apply(x, weight, bias, rows, recipe, dtype)
+    return Float8LinearFunction.apply(x, weight, bias, rows, recipe, dtype, weight_scale, scales)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

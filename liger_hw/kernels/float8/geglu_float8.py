@@ -16,8 +16,9 @@ from ...registry import Op, Sample
 from ...runtime.operator import check, check_flags, check_tensors
 from ..pointwise.geglu import APPROXIMATIONS, GELUMulFunction, geglu_reference
 from .formats import why_no_float8
-from .gated_rows import Gate, gated_linear, gated_linear_reference, gated_rows, gated_tunable
+from .gated_rows import Gate, gated_linear, gated_rows, gated_tunable
 from .swiglu_float8 import gated_float8_sample
+from .whole_rows import linears_reference
 
 FWD = gated_tunable("geglu_float8")
 TANH = Gate(gated_rows(FWD, "gelu_tanh", geglu_reference), GELUMulFunction.backward, (True,))
@@ -28,7 +29,7 @@ EXACT = Gate(
 
 def geglu_float8_reference(a, b, weight, bias=None, approximate="tanh", owned=False, rounds=None):
     """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
-    return gated_linear_reference(lambda a, b: geglu_reference(a, b, approximate), a, b, weight, bias, rounds)
+    return linears_reference(geglu_reference, (a, b, approximate), (weight,), (bias,), rounds)[0]
 
 
 def liger_geglu_float8(

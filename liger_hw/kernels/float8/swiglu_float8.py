@@ -16,7 +16,8 @@ from ...registry import Op, Sample, normal
 from ...runtime.operator import check_flags, check_tensors
 from ..pointwise.swiglu import SiLUMulFunction, swiglu_reference
 from .formats import why_no_float8
-from .gated_rows import Gate, gated_linear, gated_linear_reference, gated_rows, gated_tunable
+from .gated_rows import Gate, gated_linear, gated_rows, gated_tunable
+from .whole_rows import linears_reference
 
 FWD = gated_tunable("swiglu_float8")
 GATE = Gate(gated_rows(FWD, "silu", swiglu_reference), SiLUMulFunction.backward, (1.0, 1.0))
@@ -24,7 +25,7 @@ GATE = Gate(gated_rows(FWD, "silu", swiglu_reference), SiLUMulFunction.backward,
 
 def swiglu_float8_reference(a, b, weight, bias=None, owned=False, rounds=None):
     """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
-    return gated_linear_reference(swiglu_reference, a, b, weight, bias, rounds)
+    return linears_reference(swiglu_reference, (a, b), (weight,), (bias,), rounds)[0]
 
 
 def liger_swiglu_float8(

@@ -93,7 +93,7 @@ def _bwd(dy, x, w, b, stats, needs_params):
     return norm_backward(BACKWARD, dy, x, w, stats, None, None, GEMMA, True, parts, dtype)
 
 
-def _fwd_reference(x, w, b, eps):
+def fwd_reference(x, w, b, eps):
     wide = torch.promote_types(x.dtype, torch.float32)
     mean = x.to(wide).mean(-1)
     variance = (x.to(wide) - mean[..., None]).square().mean(-1)
@@ -114,7 +114,7 @@ def bwd_reference(dy, x, w, b, stats, needs_params):
     return dx.to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
-def _misfit(X, W, B, eps) -> str:
+def misfit(X, W, B, eps) -> str:
     return "B needs W; pass ones as W for a shift alone" if W is None and B is not None else ""
 
 
@@ -125,9 +125,9 @@ class LayerNormFunction(OperatorFunction):
     fwd = define(
         "layer_norm_fwd(Tensor X, Tensor? W, Tensor? B, float eps) -> (Tensor Y, Tensor stats)",
         shapes="X [*, n]; W [n]; B [n]",
-        misfit=_misfit,
+        misfit=misfit,
         launcher=_fwd,
-        reference=_fwd_reference,
+        reference=fwd_reference,
     )
     bwd = define(
         "layer_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, bool needs_params)"

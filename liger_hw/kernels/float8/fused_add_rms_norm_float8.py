@@ -1,0 +1,106 @@
+"""Residual add and RMSNorm that writes FP8, and the linears in FP8 that read it: s = x + r, y_i = norm(s) W_i^T + b_i.
+
+Shapes: x, r [..., n_cols], w [n_cols], W_i [n_out_i, n_cols], b_i [n_out_i] or None -> y_i [..., n_out_i], s like x.
+Dtypes: s and the normalised s are rounded as in ../norms/fused_add_rms_norm.py; then a scale for each row.
+Saved for backward: s, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then fused_add_rms_norm's.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from ... import registry
+from ...runtime.operator import Function, check_numbers, check_tensors, define, first_order
+from ..norms.forward import out_dtype
+from ..norms.fused_add_rms_norm import FusedAddRMSNormFunction
+from ..norms.rms_norm import casting_code, fwd_reference
+from .formats import Float8Rows, why_no_float8
+from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
+from .normed_rows import WORKLOADS as WORKLOADS
+from .rms_norm_float8 import rms_norm_float8_reference
+from .whole_rows import linears, standing, too_wide
+
+FWD = normed_tunable("fused_add_rms_norm_float8")
+
+
+def fused_add_rms_norm_float8_reference(
+    X, R, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None
+):
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    S = X + R
+    if rounds is not None:  # as the sum is rounded where the exact result stands for another dtype
+        S = S + (S.to(rounds).double() - S).detach()
+    return *rms_norm_float8_reference(S, W, eps, weights, biases, offset, casting_mode, rounds), S
+
+
+def _launch(x, r, w, eps, offset, casting):
+    return launch_normed(FWD, x, w, eps, offset, casting, residual=r)
+
+
+def _rows_reference(x, r, w, eps, offset, casting):
+    s = (x + r).contiguous()
+    return *normed_reference(*fwd_reference(s, w, eps, offset, casting)), s
+
+
+fused_add_rms_norm_float8_rows = define(
+    "fused_add_rms_norm_float8_rows(Tensor X, Tensor R, Tensor W, float eps, float offset, int casting)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes="T X, R [*, n]; W [n]",
+    misfit=lambda X, *_: too_wide(X),
+    launcher=_launch,
+    reference=_rows_reference,
+)
+
+
+class FusedAddRMSNormFloat8Function(Function):
+    """Autograd for the fused add and RMSNorm in FP8: what stands for it, data, scale, and s. Saves s, w and rstd."""
+
+    @staticmethod
+    def forward(ctx, X, R, W, eps, offset, casting):
+        ctx.offset, ctx.casting = offset, casting
+        data, scale, rstd, S = fused_add_rms_norm_float8_rows(X, R, W, eps, offset, casting)
+        ctx.save_for_backward(S, W, rstd)
+        return *standing(ctx, S, Float8Rows(data, scale), out_dtype(S, W, casting)), S
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dY, d_data, d_scale, dS):
+        return FusedAddRMSNormFunction.backward(ctx, dY, dS)
+
+
+def liger_fused_add_rms_norm_float8(
+    X: torch.Tensor,
+    R: torch.Tensor,
+    W: torch.Tensor,
+    eps: float,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[torch.Tensor, ...]:
+    """RMSNorm of S = X + R times the transpose of each of `weights`; and S, the next block's residual, last.
+
+    X, R: [..., n_cols], of one shape; W: [n_cols]. The other arguments and what is raised are as for
+    `liger_rms_norm_float8`. Returns [..., n_out] for each weight, then S like X.
+    """
+    name = "liger_fused_add_rms_norm_float8"
+    check_numbers(name, eps=eps, offset=offset)
+    check_tensors(name, X=X, R=R, W=W)
+    casting = casting_code(name, casting_mode)
+    Y, data, scale, S = FusedAddRMSNormFloat8Function.apply(X, R, W, eps, offset, casting)
+    return *linears(name, Y, Float8Rows(data, scale), weights, biases), S
+
+
+sample = normed_sample(2, 1)
+
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=({}, {"casting_mode": "gemma", "offset": 1.0, "weights": 2, "bias": True}),
+    small=SMALL,
+    why_not=why_no_float8,
+)

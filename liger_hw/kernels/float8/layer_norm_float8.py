@@ -1,0 +1,91 @@
+"""LayerNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
+
+Shapes: x [..., n_cols], w, b [n_cols] or None, W_i [n_out_i, n_cols], b_i [n_out_i] or None -> y_i [..., n_out_i].
+Dtypes: the normalised x is rounded as in ../norms/layer_norm.py; then a scale for each row as in float8_linear.py.
+Saved for backward: x, w, b, mean and rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then layer_norm's.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from ... import registry
+from ...runtime.operator import Function, check_numbers, check_tensors, define, first_order
+from ..norms.forward import GEMMA
+from ..norms.layer_norm import LayerNormFunction, fwd_reference, layer_norm_reference, misfit
+from .formats import Float8Rows, why_no_float8
+from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
+from .normed_rows import WORKLOADS as WORKLOADS
+from .whole_rows import linears, linears_reference, standing, too_wide
+
+FWD = normed_tunable("layer_norm_float8")
+
+
+def layer_norm_float8_reference(X, W, B, eps, weights, biases=None, rounds=None):
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    return linears_reference(layer_norm_reference, (X, W, B, eps), weights, biases, rounds)
+
+
+layer_norm_float8_rows = define(
+    "layer_norm_float8_rows(Tensor X, Tensor? W, Tensor? B, float eps) -> (Tensor, Tensor, Tensor)",
+    shapes="X [*, n]; W [n]; B [n]",
+    misfit=lambda *args: misfit(*args) or too_wide(args[0]),
+    launcher=lambda x, w, b, eps: launch_normed(FWD, x, w, eps, None, GEMMA, b=b, subtract_mean=True),
+    reference=lambda *args: normed_reference(*fwd_reference(*args)),
+)
+
+
+class LayerNormFloat8Function(Function):
+    """Autograd for LayerNorm in FP8: what stands for it in the graph, data and scale. Saves what LayerNorm does."""
+
+    @staticmethod
+    def forward(ctx, X, W, B, eps):
+        data, scale, stats = layer_norm_float8_rows(X, W, B, eps)
+        ctx.save_for_backward(X, W, B, stats)
+        return standing(ctx, X, Float8Rows(data, scale))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dY, d_data, d_scale):
+        if dY is None:
+            return (None,) * 4
+        X, W, B, stats = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dX, dP = LayerNormFunction.bwd(dY, X, W, B, stats, needed)
+        dW, dB = (dP, None) if B is None else dP.unsafe_chunk(2)
+        return dX, dW if needed else None, dB if needed else None, None
+
+
+def liger_layer_norm_float8(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    B: torch.Tensor | None,
+    eps: float,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """LayerNorm of X times the transpose of each of `weights`.
+
+    W, B: [n_cols] or None, B only together with W. The other arguments, the result and what is raised are as for
+    `liger_rms_norm_float8`.
+    """
+    name = "liger_layer_norm_float8"
+    check_numbers(name, eps=eps)
+    check_tensors(name, optional=("W", "B"), X=X, W=W, B=B)
+    Y, data, scale = LayerNormFloat8Function.apply(X, W, B, eps)
+    return linears(name, Y, Float8Rows(data, scale), weights, biases)
+
+
+sample = normed_sample(1, 2)
+
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=({}, {"affine": False, "weights": 2, "bias": True}),
+    small=SMALL,
+    why_not=why_no_float8,
+)

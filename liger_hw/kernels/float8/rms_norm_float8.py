@@ -1,0 +1,97 @@
+"""RMSNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
+
+Shapes: x [..., n_cols], w [n_cols] or None, W_i [n_out_i, n_cols], b_i [n_out_i] or None -> y_i [..., n_out_i].
+Dtypes: the normalised x is rounded as in ../norms/rms_norm.py; then a scale for each row as in float8_linear.py.
+Saved for backward: x, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then rms_norm's.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Sequence
+
+import torch
+
+from ... import registry
+from ...runtime.operator import Function, check_numbers, check_tensors, define, first_order
+from ..norms.forward import out_dtype
+from ..norms.rms_norm import RMSNormFunction, casting_code, fwd_reference, rms_norm_reference
+from .formats import Float8Rows, why_no_float8
+from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
+from .normed_rows import WORKLOADS as WORKLOADS
+from .whole_rows import linears, linears_reference, standing, too_wide
+
+FWD = normed_tunable("rms_norm_float8")
+
+
+def rms_norm_float8_reference(X, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None):
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    return linears_reference(rms_norm_reference, (X, W, eps, offset, casting_mode), weights, biases, rounds)
+
+
+rms_norm_float8_rows = define(
+    "rms_norm_float8_rows(Tensor X, Tensor? W, float eps, float offset, int casting) -> (Tensor, Tensor, Tensor)",
+    shapes="X [*, n]; W [n]",
+    misfit=lambda X, *_: too_wide(X),
+    launcher=partial(launch_normed, FWD),
+    reference=lambda *args: normed_reference(*fwd_reference(*args)),
+)
+
+
+class RMSNormFloat8Function(Function):
+    """Autograd for RMSNorm in FP8: what stands for it in the graph, data and scale. Saves what RMSNorm does."""
+
+    @staticmethod
+    def forward(ctx, X, W, eps, offset, casting):
+        ctx.offset, ctx.casting = offset, casting
+        data, scale, rstd = rms_norm_float8_rows(X, W, eps, offset, casting)
+        ctx.save_for_backward(X, W, rstd)
+        return standing(ctx, X, Float8Rows(data, scale), out_dtype(X, W, casting))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dY, d_data, d_scale):
+        if dY is None:
+            return (None,) * 5
+        needs_dw = ctx.needs_input_grad[1]
+        dX, dW = RMSNormFunction.bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, needs_dw)
+        return dX, dW if needs_dw else None, None, None, None
+
+
+def liger_rms_norm_float8(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    eps: float,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[torch.Tensor, ...]:
+    """RMSNorm of X times the transpose of each of `weights`: q, k, v = liger_rms_norm_float8(x, w, eps, (wq, wk, wv)).
+
+    The normalised rows are written once, in FP8 with a scale for each, and read by every product.
+
+    X: [..., n_cols], n_cols at most 65536; W: [n_cols] or None; weights: [n_out, n_cols], each its own n_out; biases: a
+    [n_out] or None for each weight. Of one dtype, fp32, fp16 or bf16. offset, casting_mode: as for `liger_rms_norm`.
+    Returns [..., n_out] for each weight.
+    Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.
+    """
+    name = "liger_rms_norm_float8"
+    check_numbers(name, eps=eps, offset=offset)
+    check_tensors(name, optional=("W",), X=X, W=W)
+    casting = casting_code(name, casting_mode)
+    Y, data, scale = RMSNormFloat8Function.apply(X, W, eps, offset, casting)
+    return linears(name, Y, Float8Rows(data, scale), weights, biases)
+
+
+sample = normed_sample(1, 1)
+
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=({}, {"casting_mode": "gemma", "offset": 1.0}, {"affine": False, "weights": 2, "bias": True}),
+    small=SMALL,
+    why_not=why_no_float8,
+)

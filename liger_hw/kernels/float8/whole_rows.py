@@ -1,0 +1,120 @@
+"""What the ops share that compute rows and write them in FP8: the end of their kernels, their tunable, and autograd.
+
+A program holds whole rows, rounds them as the op without FP8 does, and quantises them, so that they are never stored
+wider. What reads them are linears in FP8. In autograd's graph a tensor without memory stands for the rows: it has
+their shape and dtype, and takes the gradient that the linears give. The transposed copy that a weight's gradient wants
+is made of the FP8 bytes in the backward: written here, it would be kept until then beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...runtime.operator import cdiv, check, is_interpreted, launch
+from ...runtime.triton_import import tl, triton
+from ..rows.blocks import store_tile, tile_mask
+from ..rows.tuning import row_tunable, row_warps
+from .float8_linear import RECIPES, check_shapes, float8_linear_reference, linear
+from .formats import E4M3, Float8Rows, aligned, float8_dtype, largest_bits
+from .quantize_float8 import inverse_scale, magnitude_bits, scale_bits, to_float8
+
+WIDEST = 65536
+"""Columns that a program holds."""
+ROWWISE = RECIPES["rowwise"]
+
+
+@triton.jit
+def store_float8_rows(
+    Q_ptr, S_ptr, y, rows, row_mask, cols, Q_row_stride, LARGEST: tl.constexpr, ROUND_FIRST: tl.constexpr
+):
+    """Store whole rows y in FP8, zeros behind them, and their scales."""
+    scale = scale_bits(tl.max(magnitude_bits(y), axis=1), LARGEST)
+    tl.store(S_ptr + rows, scale.to(tl.float32, bitcast=True), mask=row_mask)
+    q = to_float8(y.to(tl.float32) * inverse_scale(scale)[:, None], Q_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
+    store_tile(Q_ptr, rows, Q_row_stride, cols, q, tile_mask(row_mask, cols < Q_row_stride))
+
+
+def _key(n_rows: int, n_cols: int, n_out: int, itemsize: int) -> Key:
+    return row_key(n_rows, aligned(n_cols), itemsize)
+
+
+def _heuristic(target: Target, key: Key) -> LaunchConfig:
+    few = 1 << key[1] <= target.multiprocessors
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, row_warps(target, few, key[0]))
+
+
+def _misfit(config: LaunchConfig, key: Key) -> str | None:
+    block = config.blocks["BLOCK_SIZE"]
+    return None if block >= key[0] else f"BLOCK_SIZE={block} holds no row of {key[0]} columns"
+
+
+def whole_rows_tunable(op: str, kernel: Any) -> Tunable:
+    """The tunable `<op>.fwd`."""
+    return row_tunable(
+        *(op, "fwd", kernel),
+        key=_key,
+        dims=("n_rows", "n_cols", "n_out"),
+        heuristic=_heuristic,
+        safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 64)),
+        space=lambda target, key: [
+            LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps, 1, 0, hint)
+            for rows in (1, 2, 4)
+            for warps in (2, 4, 8, 16, 32)
+            for hint in ("none", "stream")
+            if rows * key[0] <= max(key[0], 8192) and 8 <= rows * key[0] // (warps * target.warp_size) <= 64
+        ],
+        valid=_misfit,
+        neutral=frozenset({"num_stages", "hint", "num_warps", "ROWS"}),
+    )
+
+
+def too_wide(x: torch.Tensor) -> str:
+    """Why a program cannot hold the rows of x, or ""."""
+    return f"{x.shape[-1]} columns, at most {WIDEST}" if x.shape[-1] > WIDEST else ""
+
+
+def launch_rows(tunable, kernel, x, n_rows, tensors, numbers, flags) -> Float8Rows:
+    """Launch a kernel of whole rows, as wide as x: (*tensors, data, scale, *numbers, data's stride, rows, columns,
+    *flags, the format's largest number, whether it is interpreted)."""
+    n_cols, dtype = x.shape[-1], float8_dtype(x.device, E4M3)
+    width = aligned(n_cols)
+    data = torch.empty((n_rows, width), dtype=dtype, device=x.device)
+    scale = x.new_empty(n_rows, dtype=torch.float32)
+    if n_rows:
+        plan = tunable.plan(x.device, row_key(n_rows, width, x.itemsize))
+        arguments = *tensors, data, scale, *numbers, width, n_rows, n_cols
+        grid = (cdiv(n_rows, plan.config.blocks["ROWS"]),)
+        launch(plan, kernel, grid, arguments, (*flags, largest_bits(dtype), is_interpreted()))
+    return Float8Rows(data, scale)
+
+
+def standing(ctx, like: torch.Tensor, rows: Float8Rows, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+    """What a Function's forward returns: a tensor without memory that stands for the rows, their data and scales."""
+    ctx.mark_non_differentiable(*rows)
+    ctx.set_materialize_grads(False)
+    return like.new_full((1,), math.nan, dtype=dtype).expand(like.shape), *rows
+
+
+def linears(name: str, x: torch.Tensor, rows: Float8Rows, weights, biases) -> tuple[torch.Tensor, ...]:
+    """A linear in FP8 for each weight, of rows for which x stands."""
+    biases = (None,) * len(weights) if biases is None else tuple(biases)
+    check(0 < len(weights) == len(biases), name, f"{len(weights)} weights and {len(biases)} biases; one of each")
+    for weight, bias in zip(weights, biases):
+        check_shapes(name, x, weight, bias)
+    return tuple(linear(x, weight, bias, rows, ROWWISE, name) for weight, bias in zip(weights, biases))
+
+
+def linears_reference(function, args, weights, biases, rounds) -> tuple[torch.Tensor, ...]:
+    """Linears of function(*args) in plain torch. rounds: None, or the dtype of what an exact result in fp64 stands for:
+    `function` is then also computed in it."""
+    y = function(*args)
+    if rounds is not None:
+        narrow = [arg.to(rounds) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        y = y + (function(*narrow).double() - y).detach()
+    biases = (None,) * len(weights) if biases is None else biases
+    rounds = None if rounds is None else True
+    return tuple(float8_linear_reference(y, w, b, "rowwise", rounds) for w, b in zip(weights, biases))
