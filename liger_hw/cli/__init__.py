@@ -165,7 +165,7 @@ def _drop_output() -> None:
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Prose of a description is filled to the terminal's width. Indented lines stay lines, and what goes on below an
-    indented `  name   text` begins under its text."""
+    indented `  name   text` begins under its text, where there is room."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = []
@@ -173,7 +173,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             lines = paragraph.splitlines()
             lines = lines if any(line.startswith(" ") for line in lines) else [" ".join(lines)]
             names = [re.match(r" +\S.*?\s{2,}", line) for line in lines]
-            hangs = [" " * len(name.group()) if name else "" for name in names]
+            starts = [len(name.group()) if name else width for name in names]
+            hangs = [
+                " " * (start if start < width - 30 else 8) * line.startswith(" ") for start, line in zip(starts, lines)
+            ]
             filled = [textwrap.fill(line, width, subsequent_indent=hang) for line, hang in zip(lines, hangs)]
             paragraphs.append("\n".join(filled))
         return "\n\n".join(paragraphs)

@@ -1,10 +1,12 @@
 """`liger-hw cache list|verify|export|import|clear`: what is stored, and how it is shared.
 
-liger-hw cache list                        every stored configuration
-liger-hw cache verify                      what cannot be read or is out of date; exit code 1 if anything
-liger-hw cache export -o sm90.json         a table in the shipped format (docs/registry.md: how to share it)
-liger-hw cache import sm90.json [--yes]    take over a table, after showing what changes
-liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
+    liger-hw cache list                        every stored configuration
+    liger-hw cache verify                      what cannot be read or is out of date; exit code 1 if anything
+    liger-hw cache export -o sm90.json         a table in the shipped format
+    liger-hw cache import sm90.json [--yes]    take over a table, after showing what changes
+    liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
+
+docs/registry.md says how a table is shared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """`liger-hw info`: what this machine is and how liger_hw runs on it. Needs no Triton, no transformers, no GPU.
 
-liger-hw info            device, Triton, backend, cache folder, what is tuned
-liger-hw info --all      where every op's configuration comes from too
+    liger-hw info            device, Triton, backend, cache folder, what is tuned
+    liger-hw info --all      where every op's configuration comes from too
+
+`--require` says what is missing to run kernels on a vendor's GPU.
 """
 
 from __future__ import annotations
