@@ -382,15 +382,11 @@ class Chain(Runner):
 
 
 def interleave(
-    runners: dict[Any, Runner],
-    repeats: int = 3,
-    burst_ms: float = 30.0,
-    settle_ms: float = 0.0,
+    runners: dict[Any, Runner], repeats: int = 3, burst_ms: float = 30.0, settle_ms: float = 0.0
 ) -> tuple[dict[Any, Stats], dict[Any, str]]:
     """Time every runner in turn, `repeats` times over; returns (statistics, errors) by the runners' names.
 
     settle_ms: how long each burst runs before its calls count, so that none is timed at the clock its neighbour left.
-
     An arm that fails is left out of what follows.
     """
     samples: dict[Any, list[list[float]]] = {name: [] for name in runners}

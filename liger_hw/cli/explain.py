@@ -36,17 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
         explained = {name: _explained(op, sizes, arguments.dtype, target) for name, sizes in shapes.items()}
     if arguments.json:
-        items = [
-            {
-                "op": op.name,
-                "workload": name or None,
-                "shape": list(shapes[name]),
-                **one.to_json(),
-                "launched": launched,
-            }
-            for name, explanations in explained.items()
-            for one, launched in explanations
-        ]
+        items = []
+        for name, explanations in explained.items():
+            head = {"op": op.name, "workload": name or None, "shape": list(shapes[name])}
+            items += [{**head, **one.to_json(), "launched": launched} for one, launched in explanations]
         print(json_text(items, indent=2))
         return 0
     runs_reference = target.vendor == "cpu" and not registry.interpreting()
