@@ -120,7 +120,8 @@ def build(options: argparse.Namespace, layers: int, device: torch.device) -> Any
     if options.lora:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
+        adapters = peft.LoraConfig(r=16, target_modules="all-linear")
+        model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)  # else adapters compute in fp32
     if options.arm == "liger_hw":
         liger_hw.patch(model)
     if options.arm == "liger":

@@ -116,12 +116,13 @@ ELEMENTS = 2**31
 @pytest.mark.memory(32, fused_add_rms_norm=42, vision_rope=42, fused_moe=113)  # measured on an H200
 @ON_GPU
 def test_offsets_past_int32(lane, op, seed):
-    """More than 2^31 elements in the first tensor: the last rows are right, which no 32-bit offset reaches."""
+    """More than 2^31 elements in the first tensor or a larger one: the last rows, past 32-bit offsets, are right."""
     sizes = real_sizes(op)
     if op.name == "embedding":
         pytest.skip("its first tensor is a table: test_embedding.py has large ones")
     of_one = make(op, sizes, torch.bfloat16, lane.device, seed)
-    per_row = of_one.args[0].numel() // sizes[0]
+    with_rows = [of_one.args[0], *(t for t in tensors(of_one.args) if sizes[0] in t.shape[:2])]
+    per_row = max(t.numel() for t in with_rows) // sizes[0]
     options = next((o for o in op.options if _rows_apart(op, o, lane.device)), None)
     count = math.ceil(ELEMENTS / per_row) + 3
     if options is None:  # a mean over rows: of so many that the factor between it and a mean over three is exact
