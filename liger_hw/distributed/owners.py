@@ -136,6 +136,15 @@ def is_dtensor(t: Any) -> bool:
 _CORRECT = "its logits are computed in full, which is right but takes their memory"
 _PLAIN_WEIGHTS = ("DTensor", "FakeTensor", "FunctionalTensor")
 """Tensor subclasses that stand for plain tensors; others may be quantised (torchao's)."""
+
+
+def _overrides(kind: type) -> set[Any]:
+    """The functions by which a class of tensors changes what operations do."""
+    methods = kind.__torch_function__, kind.__torch_dispatch__
+    return {getattr(method, "__func__", method) for method in methods}
+
+
+_OF_TORCH = _overrides(torch.Tensor) | _overrides(nn.Parameter)
 _HOOKS = f"hooks are registered on it that must see its logits; {_CORRECT}"
 _ADAPTER = (
     f"it carries an adapter (LoRA or alike), whose share the fused loss would leave out; {_CORRECT}. To fuse it, train "
@@ -171,7 +180,7 @@ def find_access(head: nn.Module) -> Access | str:
     if "parametrizations" in head._modules:  # before the weight is looked up, which computes it once more
         return f"its weight is computed by a parametrization; {_CORRECT}"
     kind = type(head.weight)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__name__ not in _PLAIN_WEIGHTS:
+    if not _overrides(kind) <= _OF_TORCH and kind.__name__ not in _PLAIN_WEIGHTS:
         return f"its weight is a {kind.__name__}, not a plain tensor; {_CORRECT}"
     if TENSOR_PARALLEL in hooks or tensor_parallel_forward(head) is not None:
         return _sliced(head, hooks) or _TENSOR_PARALLEL

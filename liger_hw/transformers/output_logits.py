@@ -80,7 +80,7 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
     if not logits.is_fused:
         return logits.materialise()
     computed_from = logits.computed_from()
-    if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in computed_from):
+    if not all(type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for t in computed_from):
         logits.leave()
         return logits
     if parent is None:
@@ -153,7 +153,11 @@ class OutputLogits(torch.Tensor):
         target, options, is_known = loss_arguments(*args, **kwargs)
         chain = self._chain()
         is_watched = any(logits._has_hook for logits in chain)
-        if is_known and self.is_deferred and not is_watched and self._logits.is_rows_for(target):
+        made_by = chain[-1]._made_by
+        needed = None if made_by is None else made_by.needs_input_grad[1:-1]
+        # `disable_adapter` of PEFT freezes heads for a while: a fused loss would leave out what the forward has
+        is_as_made = needed in (None, tuple(t.requires_grad for t in self._logits.computed_from()))
+        if is_known and self.is_deferred and is_as_made and not is_watched and self._logits.is_rows_for(target):
             needs_grad, _ = self._place()
             with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
                 self._logits.check_unchanged()

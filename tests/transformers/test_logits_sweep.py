@@ -421,15 +421,43 @@ def _freeze(model: Any) -> Callable:
     return lambda: model.lm_head.weight.requires_grad_(True)
 
 
+@pytest.mark.parametrize("read", [torch.exp, lambda x: F.cross_entropy(x[:, 1:].flatten(0, 1), IDS[:, 1:].flatten())])
 @pytest.mark.parametrize("change", [_hook, _freeze, lambda model: model.eval().train])
-def test_logits_are_those_of_the_forward(models, change):
+def test_logits_are_those_of_the_forward(models, change, read):
     """Whatever is done to the model before they are read."""
 
     def program(out):
         undo = [change(model) for model in models]
-        value = backward(out.logits.exp())
+        value = read(out.logits)
         for each in undo:
             each()
-        return value
+        return backward(value)
 
     assert_same(models, program)
+
+
+class Subclass(torch.nn.Parameter):
+    """A plain one."""
+
+
+class Doubled(torch.Tensor):
+    """Changes what F.linear does with it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            return F.linear(args[0], args[1].as_subclass(torch.Tensor) * 2)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", [Subclass, lambda t: t.as_subclass(Doubled).requires_grad_()])
+def test_weights_of_another_class(models, kind):
+    before = [model.lm_head.weight for model in models]
+    try:
+        for model, weight in zip(models, before):
+            model.lm_head._parameters["weight"] = kind(weight.detach().clone())
+        assert isinstance(models[1](input_ids=IDS, labels=IDS).logits, torch.Tensor)
+        assert_same(models, lambda out: backward(out.logits.exp().sum() + out.loss))
+    finally:
+        for model, weight in zip(models, before):
+            model.lm_head.weight = weight
