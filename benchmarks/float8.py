@@ -237,7 +237,7 @@ def _ops(options: argparse.Namespace) -> dict[str, Any]:
     for k, n_out in ((8192, 8192), (n, n), (n, 1024), (n, wide), (wide, n)):
         for rowwise in (True, False):
             a, b = (quantized(drawn(size, k), E4M3, rowwise) for size in (m, n_out))
-            us = microseconds(product, [(a.data, b.data, a.scale, b.scale)] * 4)
+            us = microseconds(product, [(a.data, b.data, a.scale, b.scale, rowwise)] * 4)
             products.append({"sizes": (m, k, n_out), "rowwise": rowwise, "tflops": 2e-6 * m * k * n_out / us})
     fastest = max(row["tflops"] for row in products)
     for row in products:

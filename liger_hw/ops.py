@@ -278,6 +278,8 @@ class Sample:
     grad_reduction: int = 1
     moved: int = 0
     exact: dict[str, Any] = field(default_factory=dict)
+    float8: bool = False
+    """Whether results are products in FP8: bf16 on a device, which adds them with fewer bits than fp32 has."""
 
 
 def normal(dtype: "torch.dtype", device: Any, generator: "torch.Generator") -> Callable[..., "torch.Tensor"]:

@@ -278,7 +278,8 @@ def roundings(
 
 def check(op: Op, sample: Sample, result: Result) -> None:
     """Compare a Result with the reference in fp64, within the bounds of `tolerance`."""
-    dtype = next(t.dtype for t in tensors(sample.args) if t.is_floating_point())
+    first = next(t for t in tensors(sample.args) if t.is_floating_point())
+    dtype, float8 = first.dtype, sample.float8 and first.device.type != "cpu"
     exact = oracle(op, sample, result.incoming)
     spec = reference(op, sample, result.incoming, torch.clone)
     assert len(result.outputs) == len(exact.outputs), f"{len(result.outputs)} outputs, expected {len(exact.outputs)}"
@@ -292,19 +293,19 @@ def check(op: Op, sample: Sample, result: Result) -> None:
         assert got.dtype == plain.dtype, f"{name}: {got.dtype}, the reference gives {plain.dtype}"
         n, move = sample.reduction if name.startswith("output") else sample.grad_reduction, moves[place]
         try:
-            assert_close(name, got, expected, n, dtype, plain, move)
+            assert_close(name, got, expected, n, dtype, plain, move, float8=float8)
             continue
         except AssertionError:
             if not got.is_floating_point():
                 raise
         move = torch.maximum(move, roundings(op, sample, result.incoming, smooth, dtype)[place])
         try:
-            assert_close(name, got, expected, n, dtype, plain, move)
+            assert_close(name, got, expected, n, dtype, plain, move, float8=float8)
         except AssertionError:
             if dtype.itemsize > 2 or name.startswith("output"):
                 raise
             draws = [(factor, *drawn[names.index(name)]) for factor, drawn in _draws(op, sample, result).items()]
-            assert_close(name, got, expected, n, dtype, plain, move, draws)
+            assert_close(name, got, expected, n, dtype, plain, move, draws, float8)
 
 
 def _draws(op: Op, sample: Sample, result: Result) -> dict[float, list[tuple[torch.Tensor, torch.Tensor]]]:

@@ -29,6 +29,10 @@ where a result is beyond the bound, the most that moving every intermediate resu
 as well (`roundings`, three draws). That is the size of the terms of the definition, not of the kernel: a kernel whose
 own terms cancel, where the definition's do not, gets nothing of it.
 
+A device's products in FP8 (`float8=True`) are rounded to bf16, whose u then stands for the result's. Its tensor cores
+add with about 14 bits (seen on an H200: errors of 2^-13 of the sum of |a b|). By Cauchy and Schwarz that sum is at most
+sqrt(n) times the root of the terms' squares, which is what scale measures: 2^-13 sqrt(n) scale is granted.
+
 A reference that rounds nothing in the middle grants no allowance for it. And that no allowance hides a wrong result,
 the whole tensor must be near in norm, whatever the reference does: |error| <= (4 eps_in + (8 + 4 sqrt(n)) u_acc)
 |size|, with size the larger of |oracle| and the sensitivity, element by element.
@@ -58,6 +62,7 @@ def assert_close(
     spec: torch.Tensor,
     sensitivity: torch.Tensor,
     draws: Sequence[tuple[float, torch.Tensor, torch.Tensor]] = (),
+    float8: bool = False,
 ) -> None:
     """Raise `AssertionError` with the worst element unless `result` is near enough to `oracle` (fp64).
 
@@ -73,17 +78,19 @@ def assert_close(
         return
     same = torch.equal(result.isnan(), oracle.isnan())
     assert same, f"{name}: {int(result.isnan().sum())} nan, the oracle has {int(oracle.isnan().sum())}"
-    out, summed = torch.finfo(result.dtype), 8 + 4 * math.sqrt(n)
-    lost = out.smallest_normal * out.eps
+    out, summed = torch.finfo(result.dtype), (8 + 4 * math.sqrt(n)) * unit(input_dtype)
+    lost, eps = out.smallest_normal * out.eps, out.eps
+    if float8:
+        eps, summed = max(eps, torch.finfo(torch.bfloat16).eps), summed + 2**-13 * math.sqrt(n)
     exact = oracle.abs().nan_to_num(0.0)
     size = torch.maximum(exact, sensitivity.nan_to_num(0.0) / unit(input_dtype))
     scale = size.amax(-1, keepdim=True) if size.dim() else size
     scale_or_lost = scale.clamp_min(lost)
     allowance = 0.0
     for factor, drawn, of in ((1.0, spec, oracle), *draws):
-        beyond = ((drawn.double() - of).square() - (out.eps / 2 * of).square()).nan_to_num(0.0).clamp_min(0).sqrt()
+        beyond = ((drawn.double() - of).square() - (eps / 2 * of).square()).nan_to_num(0.0).clamp_min(0).sqrt()
         allowance = max(allowance, 2 * float((beyond / (factor * scale_or_lost)).max()))
-    limit = 1.5 * out.eps * exact + (summed * unit(input_dtype) + allowance) * scale + lost
+    limit = 1.5 * eps * exact + (summed + allowance) * scale + lost
     error = (result.double() - oracle).abs().nan_to_num(0.0)
     worst = int((error / limit).argmax())
     if float(error.flatten()[worst]) > float(limit.flatten()[worst]):
@@ -94,6 +101,6 @@ def assert_close(
             f"index {worst} of shape {tuple(result.shape)}: {got!r}, exactly {expected!r}, "
             f"error {float(error.flatten()[worst]):.3g}, allowed {float(limit.flatten()[worst]):.3g}"
         )
-    relative = 4 * max(torch.finfo(input_dtype).eps, out.eps) + summed * unit(input_dtype)
+    relative = 4 * max(torch.finfo(input_dtype).eps, eps) + summed
     norm, allowed = float(error.norm()), relative * float(size.norm()) + lost * math.sqrt(size.numel())
     assert norm <= allowed, f"{name}: error of norm {norm:.3g}, allowed {allowed:.3g}"

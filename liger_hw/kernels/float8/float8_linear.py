@@ -2,7 +2,8 @@
 
 Shapes: x [..., n_in], weight [n_out, n_in], bias [n_out] or None -> y [..., n_out]; fastest where n_in and n_out are
 multiples of 16.
-Dtypes: x, weight, bias in fp32, fp16 or bf16; y like x, or autocast's. Products sum in fp32 and are rounded to bf16.
+Dtypes: x, weight, bias in fp32, fp16 or bf16; y like x, or autocast's. Products are rounded to bf16. Their sums are
+fp32 on paper; Hopper's tensor cores add FP8 with about 14 bits, so that a sum errs by 2^-13 of its terms' magnitudes.
 
 Recipe `rowwise`, for tokens t, inputs i and outputs o; every tensor is read once for its amax and its FP8:
     y[t, o] = s[t] w[o] sum_i x8[t, i] W8[o, i]         x8 and W8 with a scale for each row
@@ -52,11 +53,11 @@ class Recipe(NamedTuple):
 RECIPES = {"rowwise": Recipe(True, E4M3), "tensorwise": Recipe(False, E5M2)}
 
 
-def product(a, b, scale_a, scale_b) -> torch.Tensor:
+def product(a, b, scale_a, scale_b, rowwise: bool) -> torch.Tensor:
     """a [m, k] times the transpose of b [n, k], both FP8; scales [m] or [1] and [n] or [1]. bf16 [m, n].
 
-    Sums are fp32: use_fast_accum, with fewer bits, saves nothing of a layer's time on an H100. On the CPU the result
-    is fp32, and of fp64 fp64.
+    rowwise: whether one of them has a scale for each row. use_fast_accum, with sums of fewer bits, saves nothing of a
+    layer's time on an H100. On the CPU the result is fp32, and of fp64 fp64.
     """
     if a.device.type == "cpu":
         return (wide(a) @ wide(b).t()) * scale_a[:, None] * scale_b
@@ -64,7 +65,7 @@ def product(a, b, scale_a, scale_b) -> torch.Tensor:
     if width > n:
         b = pad(b.view(torch.uint8), (0, 0, 0, width - n)).view(b.dtype)
         scale_b = pad(scale_b, (0, width - n), value=1.0) if scale_b.numel() > 1 else scale_b
-    if scale_a.numel() == scale_b.numel() == 1:
+    if not rowwise:
         scale_a, scale_b = scale_a.view(()), scale_b.view(())
     else:
         scale_a = scale_a.expand(a.shape[0]).contiguous()[:, None]
@@ -162,7 +163,7 @@ class Float8LinearFunction(Function):
         weights = Float8Rows(weight, weight_scale)
         if weight_scale is None:
             weights = quantized(weight, E4M3, recipe.rowwise)
-        y = product(rows.data, weights.data, rows.scale, weights.scale)
+        y = product(rows.data, weights.data, rows.scale, weights.scale, recipe.rowwise)
         if bias is not None:
             y = y + bias
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
@@ -189,21 +190,23 @@ class Float8LinearFunction(Function):
             ctx.scales.gradient = gradients.scale
         if weight is not None:
             if weight.dtype.itemsize == 1:
-                turned, largest = _with_one_scale(weight, weight_scale, E4M3)
+                turned, largest = _with_one_scale(weight, weight_scale, E4M3, recipe.rowwise)
             else:
                 turned, largest = float8_transposed(weight, weight_scale.reciprocal(), E4M3), weight_scale
-            dx = product(gradients.data, turned, gradients.scale, largest).to(x_dtype).reshape(ctx.shape)
+            dx = product(gradients.data, turned, gradients.scale, largest, recipe.rowwise)
+            dx = dx.to(x_dtype).reshape(ctx.shape)
         if data is not None:
-            by_outputs, largest = _with_one_scale(gradients.data, gradients.scale * scale, recipe.gradients)
-            dw = product(by_outputs, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest))
+            token_scales = gradients.scale * scale
+            by_outputs, largest = _with_one_scale(gradients.data, token_scales, recipe.gradients, recipe.rowwise)
+            dw = product(by_outputs, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest), False)
             dw = dw[: dy.shape[1], : ctx.shape[-1]].to(w_dtype).contiguous()
         return dx, dw, db, *(None,) * 5
 
 
-def _with_one_scale(data: torch.Tensor, scale: torch.Tensor, format: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_one_scale(data, scale, format: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(FP8 data with a scale for each row, transposed and with one scale for all; that scale [1]), as in the formula of
     dW. Where all rows have one already, the bytes stay as they are."""
-    if scale.numel() == 1:
+    if not rowwise:
         return float8_transposed(data, None, format), scale
     largest = scale.amax(0, keepdim=True)
     return float8_transposed(data, scale / largest.clamp_min(torch.finfo(torch.float32).tiny), format), largest
@@ -278,6 +281,7 @@ def _sample(sizes, dtype, device, generator, *, recipe="rowwise", bias=False) ->
         grad_reduction=max(n_rows, n_out),
         moved=5 * (n_rows * n_in + n_rows * n_out) + 6 * n_in * n_out,
         exact={"rounds": True},
+        float8=True,
     )
 
 

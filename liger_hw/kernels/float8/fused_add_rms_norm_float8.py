@@ -16,7 +16,7 @@ import torch
 from ... import registry
 from ...runtime.operator import Function, check_numbers, check_tensors, define, first_order
 from ..norms.forward import out_dtype
-from ..norms.fused_add_rms_norm import FusedAddRMSNormFunction
+from ..norms.fused_add_rms_norm import fused_add_rms_norm_bwd
 from ..norms.rms_norm import casting_code, fwd_reference
 from .formats import Float8Rows, why_no_float8
 from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
@@ -69,7 +69,11 @@ class FusedAddRMSNormFloat8Function(Function):
     @staticmethod
     @first_order
     def backward(ctx, dY, d_data, d_scale, dS):
-        return FusedAddRMSNormFunction.backward(ctx, dY, dS)
+        if dY is None:
+            return dS, dS, None, None, None, None
+        needs_dw = ctx.needs_input_grad[2]
+        dX, dW = fused_add_rms_norm_bwd(dY, dS, *ctx.saved_tensors, ctx.offset, ctx.casting, needs_dw)
+        return dX, dX, dW if needs_dw else None, None, None, None
 
 
 def liger_fused_add_rms_norm_float8(

@@ -23,6 +23,7 @@ from .normed_rows import WORKLOADS as WORKLOADS
 from .whole_rows import linears, linears_reference, standing, too_wide
 
 FWD = normed_tunable("layer_norm_float8")
+layer_norm_bwd = LayerNormFunction.bwd  # torch.compile takes it from here, not from the class
 
 
 def layer_norm_float8_reference(X, W, B, eps, weights, biases=None, rounds=None):
@@ -55,7 +56,7 @@ class LayerNormFloat8Function(Function):
             return (None,) * 4
         X, W, B, stats = ctx.saved_tensors
         needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dX, dP = LayerNormFunction.bwd(dY, X, W, B, stats, needed)
+        dX, dP = layer_norm_bwd(dY, X, W, B, stats, needed)
         dW, dB = (dP, None) if B is None else dP.unsafe_chunk(2)
         return dX, dW if needed else None, dB if needed else None, None
 

@@ -1,7 +1,7 @@
 """Core of the norms that write FP8: rms_norm, fused_add_rms_norm and layer_norm are flags of one kernel.
 
-y is rounded as the norm's own op rounds it (../norms/forward.py), then quantised, never stored. The backward of the norm's
-own op takes the gradient that the linears give.
+y is rounded as the norm's own op rounds it (../norms/forward.py), then quantised, never stored. The backward is the own
+op's, from the gradient that the linears give.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def normed_sample(n_inputs: int, n_vectors: int) -> Callable[..., Sample]:
             grad_reduction=max(n_rows, n_cols, n_out),
             moved=(5 * n_inputs * dtype.itemsize + 3) * n_rows * n_cols + weights * (5 * n_rows + 6 * n_cols) * n_out,
             exact={"rounds": dtype},
+            float8=True,
         )
 
     return sample

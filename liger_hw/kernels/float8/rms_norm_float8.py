@@ -24,6 +24,7 @@ from .normed_rows import WORKLOADS as WORKLOADS
 from .whole_rows import linears, linears_reference, standing, too_wide
 
 FWD = normed_tunable("rms_norm_float8")
+rms_norm_bwd = RMSNormFunction.bwd  # torch.compile takes it from here, not from the class
 
 
 def rms_norm_float8_reference(X, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None):
@@ -56,7 +57,7 @@ class RMSNormFloat8Function(Function):
         if dY is None:
             return (None,) * 5
         needs_dw = ctx.needs_input_grad[1]
-        dX, dW = RMSNormFunction.bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, needs_dw)
+        dX, dW = rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, needs_dw)
         return dX, dW if needs_dw else None, None, None, None
 
 

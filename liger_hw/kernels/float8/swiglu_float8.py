@@ -57,6 +57,7 @@ def gated_float8_sample(sizes, dtype, device, generator, *, bias=False) -> Sampl
         grad_reduction=max(n_rows, n_out),
         moved=(7 * dtype.itemsize + 4) * n_rows * n_cols + 5 * n_rows * n_out + 6 * n_cols * n_out,
         exact={"rounds": dtype},
+        float8=True,
     )
 
 
