@@ -71,16 +71,16 @@ def conv_key(n_rows: int, width: int, itemsize: int) -> tuple[int, ...]:
 
 
 def _fwd_heuristic(target: Any, key: Any) -> LaunchConfig:
-    """One load of 16 bytes a thread for each tap."""
+    """Two loads of 16 bytes a thread for each tap: 8 warps on as many tokens took 2.4 times as long on an H200."""
     tokens = max(1, min(32, 2048 // key[0], 1 << key[1]))
-    return LaunchConfig({"BLOCK_T": tokens}, target.warps(tokens * key[0], 8, 8))
+    return LaunchConfig({"BLOCK_T": tokens}, target.warps(tokens * key[0], 16, 8))
 
 
 def _bwd_heuristic(target: Any, key: Any) -> LaunchConfig:
     """Ten sums and tokens a channel stay in registers, so a thread has 4 channels."""
-    runs = max(1, min(8, 1024 // key[0]))
-    length = max(4, min(32, (1 << key[1]) // runs))
-    return LaunchConfig({"BLOCK_R": runs, "BLOCK_L": length}, target.warps(runs * key[0], 8, 8))
+    runs = max(1, min(4, 512 // key[0]))
+    length = max(4, min(64, (1 << key[1]) // runs))
+    return LaunchConfig({"BLOCK_R": runs, "BLOCK_L": length}, target.warps(runs * key[0], 4, 8))
 
 
 def _fwd_safe(target: Any, key: Any) -> LaunchConfig:

@@ -113,8 +113,10 @@ def _short_conv_bwd_kernel(
     u1, i1 = _product(BCX_ptr, Idx_ptr, row, first - 1, n_tokens, n_cols, cols)
     u2, i2 = _product(BCX_ptr, Idx_ptr, row, first - 2, n_tokens, n_cols, cols)
     u3, i3 = _product(BCX_ptr, Idx_ptr, row, first - 3, n_tokens, n_cols, cols)
-    d1 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
-    d2, d3, dw0, dw1, dw2, dw3 = d1, d1, d1, d1, d1, d1
+    # what d begins with reaches no store; begun alike, Triton 3.6 and 3.7 fold d2 and d3 to what they begin with
+    d1, d2, d3 = u1, u2, u3
+    dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+    dw1, dw2, dw3 = dw0, dw0, dw0
     b_next, x_next, i_next = _token(BCX_ptr, Idx_ptr, row, first, n_tokens, n_cols, cols)
     after, mask = (row + first)[:, None], (first < n_tokens)[:, None] & col_mask[None, :]
     dy_next = tl.load(DY_ptr + after * n_cols + cols[None, :], mask=mask, other=0.0)
