@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -66,7 +67,10 @@ def main() -> int:
         arm, seed = options.run
         print(json.dumps(list(_curve(arm, int(seed), options))))
         return 0
-    results: dict[str, Any] = {"options": vars(options), "machine": report.machine(with_index(options.device))}
+    results: dict[str, Any] = {
+        "options": vars(options),
+        "machine": report.machine(with_index(options.device), os.environ.get("LIGER_COMMIT")),
+    }
     measure = _convergence if options.convergence else _ops if options.ops else _speed
     results |= measure(options)
     if options.out:

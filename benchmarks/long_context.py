@@ -78,7 +78,10 @@ def main() -> int:
         dist.init_process_group(device_id=None if device.type == "cpu" else device)
     else:
         device = with_index(options.device)
-    results: dict[str, Any] = {"options": vars(options), "machine": report.machine(device)}
+    results: dict[str, Any] = {
+        "options": vars(options),
+        "machine": report.machine(device, os.environ.get("LIGER_COMMIT")),
+    }
     results |= {"ranks": ranks(), "host_gib": round(offload.free_host_memory() / GIB, 1), "runs": []}
     for attention, document in (("causal", 0), ("documents", DOCUMENT)):
         register(attention, document)
