@@ -134,8 +134,8 @@ def is_dtensor(t: Any) -> bool:
 # -- which heads may be read ------------------------------------------------------------------------------------------
 
 _CORRECT = "its logits are computed in full, which is right but takes their memory"
-_PLAIN_WEIGHTS = ("DTensor", "FakeTensor", "FunctionalTensor")
-"""Tensor subclasses that stand for plain tensors; others may be quantised (torchao's)."""
+_PLAIN_WEIGHTS = ("Parameter", "Tensor", "DTensor", "FakeTensor", "FunctionalTensor")
+"""Classes that stand for plain tensors, by name, which Dynamo can compare; others may be quantised (torchao's)."""
 
 
 def _overrides(kind: type) -> set[Any]:
@@ -180,7 +180,7 @@ def find_access(head: nn.Module) -> Access | str:
     if "parametrizations" in head._modules:  # before the weight is looked up, which computes it once more
         return f"its weight is computed by a parametrization; {_CORRECT}"
     kind = type(head.weight)
-    if not _overrides(kind) <= _OF_TORCH and kind.__name__ not in _PLAIN_WEIGHTS:
+    if kind.__name__ not in _PLAIN_WEIGHTS and not _overrides(kind) <= _OF_TORCH:
         return f"its weight is a {kind.__name__}, not a plain tensor; {_CORRECT}"
     if TENSOR_PARALLEL in hooks or tensor_parallel_forward(head) is not None:
         return _sliced(head, hooks) or _TENSOR_PARALLEL

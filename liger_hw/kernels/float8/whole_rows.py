@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.operator import cdiv, check, is_interpreted, launch
+from ...runtime.operator import cdiv, check, check_tensors, is_interpreted, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import store_tile, tile_mask
 from ..rows.tuning import row_tunable, row_warps
@@ -101,9 +101,12 @@ def standing(ctx, like: torch.Tensor, rows: Float8Rows, dtype: torch.dtype | Non
 
 def linears(name: str, x: torch.Tensor, rows: Float8Rows, weights, biases) -> tuple[torch.Tensor, ...]:
     """A linear in FP8 for each weight, of rows for which x stands."""
+    for argument, value in {"weights": weights, "biases": () if biases is None else biases}.items():
+        check(isinstance(value, (list, tuple)), name, f"{argument} must be a list or tuple, got {type(value).__name__}")
     biases = (None,) * len(weights) if biases is None else tuple(biases)
     check(0 < len(weights) == len(biases), name, f"{len(weights)} weights and {len(biases)} biases; one of each")
     for weight, bias in zip(weights, biases):
+        check_tensors(name, optional=("bias",), weight=weight, bias=bias)
         check_shapes(name, x, weight, bias)
     return tuple(linear(x, weight, bias, rows, ROWWISE, name) for weight, bias in zip(weights, biases))
 
