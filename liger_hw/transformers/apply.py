@@ -68,7 +68,7 @@ def patch(
     geglu: bool = True,
     relu_squared: bool = True,
     experts: bool = True,
-    short_conv: bool = True,
+    short_conv: bool = False,
     cross_entropy: bool = False,
     fused_linear_cross_entropy: bool = True,
     activations: Levels | None = None,
@@ -80,7 +80,8 @@ def patch(
     (experts: after it)
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, short_conv: which parts may be patched. Each is
     recognised by running it and the kernels' references on small random inputs. What agrees with no kernel keeps its
-    own code, and the report says why. short_conv: what comes before the scan of linear attention, LFM2's convolution
+    own code, and the report says why. short_conv: what comes before the scan of linear attention, LFM2's convolution;
+    off by default until a whole training step has run on a GPU
     cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
     logits while training with labels. These two need a transformers causal LM.
     activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
@@ -152,7 +153,7 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
         options = dict(bound.arguments)
         if options["experts"] is None:
             options["experts"] = not mlps_asked_off
-        options |= {name: True for name in (*spec.also, "short_conv")} | options.pop("kwargs", {})
+        options |= {name: True for name in spec.also} | {"short_conv": False} | options.pop("kwargs", {})
         if options.get("fused_linear_cross_entropy", False) is None:  # where Liger has the plain loss by default
             options["fused_linear_cross_entropy"] = not options["cross_entropy"]
         return _patch_family(spec, options.pop("model"), options.pop("activations"), options)

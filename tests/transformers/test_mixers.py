@@ -71,7 +71,7 @@ def test_a_mixer_trains_as_before(family, calls):
     mask[1, 50:] = 0
     expected = [_trained(model), _trained(model, attention_mask=mask)]
     assert not calls
-    with liger_hw.patch(model) as report:
+    with liger_hw.patch(model, short_conv=True) as report:
         rows = [row for row in report.rows if row.kernel in KERNELS]
         assert rows and all(row.state == "patched" for row in rows), str(report)
         calls.clear()  # of the probes
@@ -90,7 +90,7 @@ def test_generation_with_a_cache_is_left_alone(family, calls):
     model = _model(family).eval()
     ids = torch.randint(4, VOCAB, (1, 9), generator=torch.Generator().manual_seed(2))
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True)
-    with liger_hw.patch(model):
+    with liger_hw.patch(model, short_conv=True):
         calls.clear()
         assert (
             torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True), expected) and not calls
@@ -100,7 +100,7 @@ def test_generation_with_a_cache_is_left_alone(family, calls):
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_packed_documents_run_the_forward_of_the_model(family, calls):
     mixer, x = _mixer(_model(family)), torch.randn(1, 12, _model(family).config.hidden_size)
-    with liger_hw.patch(mixer):
+    with liger_hw.patch(mixer, short_conv=True):
         calls.clear()
         mixer(x)
         assert len(calls) == 1
@@ -109,9 +109,9 @@ def test_packed_documents_run_the_forward_of_the_model(family, calls):
         assert len(calls) == 1
 
 
-def test_an_option_leaves_it_out(calls):
+def test_by_default_it_is_left_out(calls):
     model = _model("qwen3_5")
-    with liger_hw.patch(model, short_conv=False) as report:
+    with liger_hw.patch(model) as report:
         calls.clear()
         _trained(model)
         assert not calls and not KERNELS & {row.kernel for row in report.rows}
