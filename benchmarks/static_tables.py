@@ -15,6 +15,7 @@ the heuristic alone, a few seconds an entry, and leaves jobs without an entry to
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -82,8 +83,8 @@ def label(job: Job) -> str:
 def stamp(target: Target, job: Job) -> dict[str, Any]:
     """What a judgement of the job rests on, beside the model: another stamp makes it out of date."""
     tunable = registry.get_tunable(job.name)
-    heuristic = tunable.heuristic(target, job.key)
-    return {"version": tunable.version, "heuristic": store.digest(heuristic.to_json())[:12]}
+    heuristic = json.dumps(tunable.heuristic(target, job.key).to_json(), sort_keys=True)
+    return {"version": tunable.version, "heuristic": hashlib.sha256(heuristic.encode()).hexdigest()[:12]}
 
 
 def planned(target: Target, ops: Iterable[str]) -> list[Job]:
