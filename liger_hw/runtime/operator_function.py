@@ -41,7 +41,7 @@ class OperatorFunction(Function):
         super().__init_subclass__()
         fwd, bwd = _Names.of(cls.fwd), _Names.of(cls.bwd)
         arguments = [*fwd.tensors, *fwd.numbers, *(["owned"] if cls.in_place else [])]
-        forward, backward = _forward(cls, fwd, bwd), _backward(cls, arguments, fwd, bwd)
+        backward, forward = _backward(cls, arguments, fwd, bwd), _forward(cls, fwd, bwd)
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("ctx", *arguments)]
         forward.__signature__ = inspect.Signature(parameters)  # for torch.compile, and for sharding rules
         backward.__qualname__ = f"{cls.__qualname__}.backward"
@@ -96,6 +96,10 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
     has_flag, params = "needs_params" in bwd.numbers, [arguments.index(name) for name in cls.params]
     owners = [result.removeprefix("d").split("_d") for result in bwd.results]
     order = [name for of_result in owners for name in of_result]
+    known = {*arguments, *fwd.results, "needs_params"}
+    wrong = [name for name in order if name not in arguments]  # whose gradient would be lost
+    if wrong := wrong + [name for name in (*bwd.tensors[n_grads:], *bwd.numbers) if name not in known]:
+        raise TypeError(f"{cls.__name__}: backward names {', '.join(wrong)}, which forward neither takes nor returns")
     by_argument = [order.index(name) if name in order else -1 for name in arguments]  # -1: no gradient
     pairs = [bwd.tensors.index(names[1]) - n_grads if len(names) > 1 else None for names in owners]  # where B is saved
     has_pairs = len(order) > len(owners)

@@ -39,8 +39,12 @@ _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
 _LOSSES = (_PLAIN_LOSS, _FUSED_LOSS)
 _EXPERTS, MLPS = "experts", ("swiglu", "geglu", "relu_squared")
 """Keywords that mean MLPs: a family has one of them, which then covers whatever its MLPs compute."""
-_PARTS = {"fused_gate_up_swiglu": "swiglu", "fused_moe": _EXPERTS, "gated_rms_norm": "rms_norm"}
-_PARTS["gated_delta_inputs"] = "short_conv"
+_PARTS = {
+    "fused_gate_up_swiglu": "swiglu",
+    "fused_moe": _EXPERTS,
+    "gated_rms_norm": "rms_norm",
+    "gated_delta_inputs": "short_conv",
+}
 """Kernel -> the keyword that it comes under, where that has another name."""
 
 
@@ -151,8 +155,13 @@ class _Patcher:
         if not has_model:
             self.keep(part, "-", part, f"left alone: {self.why_no_loss}")
 
-    def recognise(self, module: nn.Module) -> Match | Refused | None:
-        """`probing.recognise`, once for all modules that cannot differ in what they compute."""
+    def recognise(self, module: nn.Module, options: dict[str, bool]) -> Match | Refused | None:
+        """`probing.recognise`, once for all modules that cannot differ in what they compute.
+
+        Mixers, whose probe takes longest, are not run where their option is off.
+        """
+        if not options.get("short_conv") and probing.mixers.is_candidate(module):
+            return None
         forward = type(module).forward
         guards = probing.guards_of(module, forward, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
@@ -247,7 +256,7 @@ class _ModelPatcher(_Patcher):
             if options.get(old_mark[0]) and old_mark[0] not in ("rope", *_LOSSES):
                 self.keep(old_mark[0], where, old_mark[1], ALREADY, module)
             return
-        result = self.recognise(module)
+        result = self.recognise(module, options)
         part = _wanted_part(result.kernel, options) if result else None
         if part is None:
             return
@@ -387,7 +396,7 @@ class _ClassPatcher(_Patcher):
                 if options.get(old_mark[0]):
                     self.keep(old_mark[0], f"{cls.__name__}.forward", old_mark[1], ALREADY)
                 continue
-            results = [(module, self.recognise(module)) for module in modules]
+            results = [(module, self.recognise(module, options)) for module in modules]
             kernel = next((result.kernel for _, result in results if result), None)
             part = _wanted_part(kernel, options) if kernel else None
             if not part:

@@ -208,7 +208,7 @@ def float8(
     if recipe not in RECIPES:
         reason = ""
         if recipe == "mxfp8":
-            reason = "; block scales are for sm100 and later and have no kernel here, rowwise runs there too"
+            reason = "; block scales are for sm100 and later and have no kernel here; use rowwise"
         raise ValueError(f"float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}{reason}")
     if not callable(getattr(model, "named_modules", None)):
         raise TypeError(f"float8: model must be a loaded model, got {type(model).__name__}")

@@ -390,7 +390,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         if self in undeferred:
             return original(self, *args, **kwargs)
         counted, rows, is_replica = None, labels.numel(), getattr(self, "_is_replica", False)
-        known_loss = of_transformers and _has_its_own_loss(self)
+        known_loss = of_transformers and _loss_is_of_transformers(self)
         if skip and known_loss:  # another loss may count what the labels ignore
             # before the model runs, so that the copy to the host has arrived when the loss asks for it
             shifted = kwargs.get("shift_labels")  # which some families' forward takes and does not use
@@ -434,7 +434,7 @@ def _is_of_transformers(function: Any) -> bool:
     return True
 
 
-def _has_its_own_loss(model: nn.Module) -> bool:
+def _loss_is_of_transformers(model: nn.Module) -> bool:
     """Whether the loss function of a transformers model, if it calls one, is code of transformers.
 
     A program may set another on the model, its class or in transformers' table of them.

@@ -1,13 +1,15 @@
-"""`define`: an operator whose numbers are a NamedTuple."""
+"""`define`: an operator whose numbers are a NamedTuple, and Functions that follow from the names of two operators."""
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from liger_hw.runtime.operator import declared, define, launchers
+from liger_hw.runtime.operator_function import OperatorFunction
 
 
 class Inner(NamedTuple):
@@ -42,3 +44,36 @@ def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator():
     (call,) = seen
     assert call == ("a", (2.0, True), [0.5, 1.5], 7) and type(call.inner) is Inner and type(call.inner.scale) is float
     assert torch.compile(operator, backend="aot_eager", fullgraph=True)(x, None, seen[0]).shape == x.shape
+
+
+def _operator(schema, reference):
+    name = schema.partition("(")[0]
+    shapes = "; ".join(re.findall(r"Tensor (\w+)[,)]", schema))
+    operator = define(schema, shapes=shapes, launcher=reference, reference=reference)
+    launchers.pop(name)
+    declared.pop(name)
+    return operator
+
+
+BACKWARDS = {
+    "right": ("Tensor dy, Tensor x, float scale", "Tensor dx", ""),
+    "gradient": ("Tensor dy, Tensor x, float scale", "Tensor dX", "X"),
+    "saved": ("Tensor dy, Tensor x, Tensor x2, float scale", "Tensor dx", "x2"),
+    "number": ("Tensor dy, Tensor x, float sclae", "Tensor dx", "sclae"),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", BACKWARDS)
+def test_a_name_that_forward_does_not_have_is_an_error_where_the_function_is_defined(case):
+    arguments, result, wrong = BACKWARDS[case]
+    forward = _operator(f"named_{case}_fwd(Tensor x, float scale) -> Tensor y", lambda x, scale: x * scale)
+    backward = _operator(f"named_{case}_bwd({arguments}) -> {result}", lambda dy, *others: dy * others[-1])
+    namespace = {"fwd": forward, "bwd": backward}
+    if wrong:
+        with pytest.raises(TypeError, match=f"backward names {wrong}, which"):
+            type("NamedFunction", (OperatorFunction,), namespace)
+        return
+    x = torch.ones(3, requires_grad=True)
+    type("NamedFunction", (OperatorFunction,), namespace).apply(x, 2.0).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3

@@ -30,7 +30,7 @@ import torch
 from torch.nn.functional import pad
 
 from ... import private, registry
-from ...registry import Op, Sample, normal
+from ...registry import Sample, normal
 from ...runtime.operator import Function, autocast_dtype, check, check_tensors, first_order, no_view
 from .formats import E4M3, E5M2, Float8Rows, aligned, float8_dtype, why_no_float8
 from .quantize_float8 import (
@@ -271,7 +271,7 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_in, n_out) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, recipe="rowwise", bias=False) -> Sample:
+def sample(sizes, dtype, device, generator, *, recipe="rowwise", bias=False) -> Sample:
     n_rows, n_in, n_out = sizes
     drawn = normal(dtype, device, generator)
     x, weight = drawn(n_rows, n_in), drawn(n_out, n_in)
@@ -285,16 +285,10 @@ def _sample(sizes, dtype, device, generator, *, recipe="rowwise", bias=False) ->
     )
 
 
-OP = registry.register(
-    Op(
-        name="float8_linear",
-        function=liger_float8_linear,
-        reference=float8_linear_reference,
-        tunables=(QUANTIZED, TRANSPOSED),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"recipe": "tensorwise"}, {"bias": True}),
-        small=((37, 32, 48), (1, 16, 32), (24, 48, 16)),
-        why_not=why_no_float8,
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(QUANTIZED, TRANSPOSED),
+    options=({}, {"recipe": "tensorwise"}, {"bias": True}),
+    small=((37, 32, 48), (1, 16, 32), (24, 48, 16)),
+    why_not=why_no_float8,
 )

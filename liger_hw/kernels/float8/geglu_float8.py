@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Sample
 from ...runtime.operator import check, check_flags, check_tensors
 from ..pointwise.geglu import APPROXIMATIONS, GELUMulFunction, geglu_reference
 from .formats import why_no_float8
 from .gated_rows import Gate, gated_linear, gated_rows, gated_tunable
-from .swiglu_float8 import gated_float8_sample
+from .swiglu_float8 import sample as gated_sample
 from .whole_rows import linears_reference
 
 FWD = gated_tunable("geglu_float8")
@@ -56,22 +56,16 @@ WORKLOADS = {"gemma2_2b": (8192, 9216, 2304), "gemma3_12b": (8192, 15360, 3840)}
 """Problem sizes (n_rows, n_cols, n_out) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, approximate="tanh") -> Sample:
-    sample = gated_float8_sample(sizes, dtype, device, generator)
-    sample.args = *sample.args, approximate
-    return sample
+def sample(sizes, dtype, device, generator, *, approximate="tanh") -> Sample:
+    gated = gated_sample(sizes, dtype, device, generator)
+    gated.args = *gated.args, approximate
+    return gated
 
 
-OP = registry.register(
-    Op(
-        name="geglu_float8",
-        function=liger_geglu_float8,
-        reference=geglu_float8_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=_sample,
-        options=({}, {"approximate": "none"}),
-        small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
-        why_not=why_no_float8,
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=({}, {"approximate": "none"}),
+    small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
+    why_not=why_no_float8,
 )

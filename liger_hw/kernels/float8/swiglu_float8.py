@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, normal
+from ...registry import Sample, normal
 from ...runtime.operator import check_flags, check_tensors
 from ..pointwise.swiglu import SiLUMulFunction, swiglu_reference
 from .formats import why_no_float8
@@ -46,7 +46,7 @@ WORKLOADS = {"llama3_8b": (8192, 14336, 4096), "qwen3_8b": (8192, 12288, 4096), 
 """Problem sizes (n_rows, n_cols, n_out) of real models."""
 
 
-def gated_float8_sample(sizes, dtype, device, generator, *, bias=False) -> Sample:
+def sample(sizes, dtype, device, generator, *, bias=False) -> Sample:
     """a, b, weight and bias of (n_rows, n_cols, n_out)."""
     n_rows, n_cols, n_out = sizes
     drawn = normal(dtype, device, generator)
@@ -61,16 +61,10 @@ def gated_float8_sample(sizes, dtype, device, generator, *, bias=False) -> Sampl
     )
 
 
-OP = registry.register(
-    Op(
-        name="swiglu_float8",
-        function=liger_swiglu_float8,
-        reference=swiglu_float8_reference,
-        tunables=(FWD,),
-        workloads=WORKLOADS,
-        sample=gated_float8_sample,
-        options=({}, {"bias": True}),
-        small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
-        why_not=why_no_float8,
-    )
+OP = registry.register_file(
+    __name__,
+    tunables=(FWD,),
+    options=({}, {"bias": True}),
+    small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
+    why_not=why_no_float8,
 )
