@@ -1,4 +1,4 @@
-"""The matrix of docs/distributed.md, from records of tests/distributed/test_matrix.py; no cell is typed by hand.
+"""docs/distributed-matrix.md, from records of tests/distributed/test_matrix.py; no cell is typed by hand.
 
     bash ci/distributed.sh                               runs the matrix and leaves its records in a folder ($MATRIX)
     python ci/distributed_page.py collect FOLDER COMMIT  keep a run's records, with versions; write the page
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PAGE = ROOT / "docs" / "distributed.md"
+PAGE = ROOT / "docs" / "distributed-matrix.md"
 KEPT = {
     "CPU, gloo": ROOT / "benchmarks" / "results" / "distributed-matrix-cpu.json",
     "NCCL": ROOT / "benchmarks" / "results" / "distributed-matrix-cuda.json",
@@ -119,7 +119,7 @@ def _cells(record: dict[str, Any] | None, matrix: Any) -> list[str]:
 
 
 def page() -> str:
-    """docs/distributed.md with its matrix written anew."""
+    """docs/distributed-matrix.md with its table written anew."""
     text = PAGE.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
     elif arguments == ["--check"]:
         if PAGE.read_text() == page():
             return 0
-        print("docs/distributed.md is older than the records of its matrix: python ci/distributed_page.py")
+        print("docs/distributed-matrix.md is older than the records it is made from: python ci/distributed_page.py")
         return 1
     elif arguments:
         print(__doc__)

@@ -1,4 +1,4 @@
-"""The matrix of docs/distributed.md says what the kept records say, and no more."""
+"""docs/distributed-matrix.md says what the kept records say, and no more."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 On the CPU one test is one launch of engines.py with two gloo ranks. On two or four GPUs of this machine (marker
 multigpu) all engines run over NCCL in one launch, in float32 and again in bfloat16, since a process that uses a GPU is
 slow to start. Lane `distributed` (ci/distributed.sh) installs what the engines need and runs them on the CPU; if
-$MATRIX names a folder, each cell's record is left there for docs/distributed.md (ci/distributed_page.py).
+$MATRIX names a folder, each cell's record is left there for docs/distributed-matrix.md (ci/distributed_page.py).
 """
 
 from __future__ import annotations
