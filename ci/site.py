@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from liger_hw import HOME, cli, env  # noqa: E402
+from liger_hw import HOME, __version__, cli, env  # noqa: E402
 from liger_hw.kernels import EXPORTS  # noqa: E402
 
 
@@ -116,6 +116,17 @@ PAGES = {
     "reference/api.md": api_page,
     "changelog.md": changelog_page,
 }
+
+
+def on_config(config):
+    """mkdocs calls this first. The header has the version, and the repository once pyproject.toml has its address."""
+    config.site_name += f" {__version__}"
+    source = re.search(r'^Source = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE).group(
+        1
+    )
+    if ".example/" not in source:
+        config.repo_url, config.repo_name = source, "Repository"
+    return config
 
 
 def on_page_markdown(markdown, **_):
