@@ -151,6 +151,8 @@ class _Patcher:
             kernel, words = part, ""
             if part == _FUSED_LOSS and owner is model and (reason := why_not_fused(model, head)):
                 kernel, words = _PLAIN_LOSS, f"logits computed: {reason}"
+            if owner is model:
+                self.report.logits = getattr(model.get_submodule(head), "out_features", 0)
             self.change(part, where, kernel, Patch(owner, slot, replacement), words)
         if not has_model:
             self.keep(part, "-", part, f"left alone: {self.why_no_loss}")

@@ -269,6 +269,7 @@ class PatchReport:
     what its own call changed: after a second, idempotent call the first report still undoes everything.
 
     module: of a patch of classes, the module of transformers that defines them
+    logits: of a live model, how many its head computes for a token
     unnamed: of a live model, classes of modules that were not looked at for their names (`probing.is_overlooked`)
     """
 
@@ -277,6 +278,7 @@ class PatchReport:
     rows: list[PatchRow] = field(default_factory=list)
     patches: list[Patch | NewModels] = field(default_factory=list)
     module: str = ""
+    logits: int = 0
     unnamed: list[str] = field(default_factory=list)
     reverted: bool = False
 
@@ -333,17 +335,21 @@ class PatchReport:
         return "\n".join([f"{self.family}: {self.target}", table(cells), *lines])
 
     def _in_short(self) -> str:
-        """One sentence: whether logits are kept, and what is left alone."""
+        """One sentence: whether logits are kept, of what size and why, and what is left alone."""
         if self.reverted:
             return "Reverted: none of this is in place any more."
-        on_logits = any(row.kernel == "cross_entropy" for row in self.rows)
+        losses = [row for row in self.rows if row.kernel == "cross_entropy"]
         running = {row.kernel for row in self.rows if row.state in (PATCHED, ALREADY)}
         if not running:
             return "Nothing runs on kernels."
+        size = f" ({self.logits} a token, {self.logits / 512:.1f} KiB in bf16)" if self.logits else ""
         if "fused_linear_cross_entropy" in running:
-            text = "A training step with labels never holds the logits"
+            text = f"A training step with labels never holds the logits{size}"
+        elif losses:
+            why = losses[0].variant.removeprefix("logits computed: ").partition(";")[0]
+            text = f"A training step holds the logits of the head{size}: {why or 'cross_entropy=True asks for them'}"
         else:
-            text = "A training step holds the logits" if on_logits else "No loss was recognised"
+            text = "No loss was recognised"
         left = sorted({row.part for row in self.rows if row.left_alone})
         return f"{text}; left alone: {', '.join(left) or 'nothing that was recognised'}."
 

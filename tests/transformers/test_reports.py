@@ -60,10 +60,19 @@ def test_it_ends_with_what_matters_most(model):
     report = liger_hw.patch(model)
     row = next(line for line in str(report).splitlines() if "cross_entropy (" in line)
     assert "logits kept" in row and "patched" not in row
-    assert str(report).splitlines()[-1] == "A training step holds the logits; left alone: swiglu."
+    size = f"{model.config.vocab_size} a token, {model.config.vocab_size / 512:.1f} KiB in bf16"
+    why = "hooks are registered on it that must see its logits"
+    last = f"A training step holds the logits of the head ({size}): {why}; left alone: swiglu."
+    assert str(report).splitlines()[-1] == last
     report.revert()
     assert str(report).splitlines()[-1] == "Reverted: none of this is in place any more."
     assert "reverted" in repr(report)
+    model.lm_head._forward_hooks.clear()
+    with liger_hw.patch(model) as report:
+        last = f"A training step with labels never holds the logits ({size}); left alone: swiglu."
+        assert str(report).splitlines()[-1] == last
+    with liger_hw.patch(model, fused_linear_cross_entropy=False, cross_entropy=True) as report:
+        assert "holds the logits of the head" in str(report) and "cross_entropy=True asks for them" in str(report)
 
 
 class Ln(torch.nn.Module):
