@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import os
@@ -89,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    sys.stdout, sys.stderr = (
-        s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr)
-    )  # None: closed by the caller
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # None: closed
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")
@@ -163,6 +162,9 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+_wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)  # an option or a file name stays whole
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Prose of a description is filled to the terminal's width. Indented lines stay lines, and what goes on below an
     indented `  name   text` begins under its text, where there is room."""
@@ -177,9 +179,12 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             hangs = [
                 " " * (start if start < width - 30 else 8) * line.startswith(" ") for start, line in zip(starts, lines)
             ]
-            filled = [textwrap.fill(line, width, subsequent_indent=hang) for line, hang in zip(lines, hangs)]
+            filled = ["\n".join(_wrap(line, width, subsequent_indent=hang)) for line, hang in zip(lines, hangs)]
             paragraphs.append("\n".join(filled))
         return "\n\n".join(paragraphs)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrap(" ".join(text.split()), width)
 
 
 class _Parser(argparse.ArgumentParser):

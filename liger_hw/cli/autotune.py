@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_sizes(what, "only these ops, or kernels such as rms_norm.fwd")
     sizes = "problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)"
     add("--shapes", type=listed(shape, "shapes such as 8192x4096"), default=[], metavar="AxB,..", help=sizes)
-    misses = "keys that earlier runs on this kind of device found no entry for"
-    add("--from-misses", action="store_true", help=misses)
+    add("--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for")
     add("--first", action="store_true", help="only the first of each op's own workloads")
     add("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     add = parser.add_argument_group("how").add_argument
@@ -50,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     most = "most candidates of a kernel's first shape (default 96, for a vendor without its GPU 24)"
     add("--candidates", type=positive, help=most)
     add("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
-    dry = "print what would be tuned; works for any architecture, without the device"
-    add("--dry-run", action="store_true", help=dry)
+    add("--dry-run", action="store_true", help="print what would be tuned, for any architecture without the device too")
     add("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
 
 
@@ -297,10 +295,11 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
             if screen.interrupted:
                 break
     failed = sum(bool(row.error) for row in rows)
-    screen.line(f"{screen.ended()}: {sum(row.stored for row in rows)} stored, {failed} failed")
+    stored = sum(row.stored for row in rows)
+    screen.line(f"{screen.ended()}: of {screen.count} kernels and keys {stored} stored, {failed} failed")
     if arguments.json:
         print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
-    elif not any(row.stored for row in rows):
+    elif not stored:
         if not screen.interrupted and not screen.left_out:  # else it is unknown
             print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
     else:
@@ -419,16 +418,16 @@ class _Progress:
             return
         self.count += 1
         job = result.job
+        tried = f", {result.tried} tried" + f" ({result.failed} of them dropped)" * bool(result.failed)
         if result.error:
             what = f"failed: {result.error.splitlines()[0]}"
         elif not result.heuristic_us:
             what = result.note
         elif result.evidence and not result.gain:
-            what = f"{result.note}, {result.heuristic_us:.1f} us by the model, {result.tried} tried"
+            what = f"{result.note}, {result.heuristic_us:.1f} us by the model{tried}"
         else:
             sure = "by the model" if result.evidence else f"noise {result.noise:.1%}"
-            what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure})"
-            what += f", {result.tried} tried" + f", {result.failed} failed" * bool(result.failed)
+            what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure}){tried}"
             note = "stored" if result.stored else result.note
             what += f", {result.seconds:.1f} s" + f", {note}" * bool(note)
         self.line(f"[{self.count}/{self.total}] {job.name} {_by(job.sizes)}: {what}{self._eta()}")

@@ -22,21 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import compat, env
 
     if arguments.check:
-        return _check()
+        print(used := compat.use())
+        return 0 if used == "in use" else 1
     real = compat.installed()
     if real is not None and not env.get("LIGER_HW_SHADOW_LIGER"):
         raise UsageError(
             f"shim: liger-kernel {real} is installed here and would be hidden. "
             "Uninstall it, or set LIGER_HW_SHADOW_LIGER=1 for this command and for the program"
         )
-    path = str(compat.PATH)
-    print(os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    print(os.pathsep.join([str(compat.PATH), *filter(None, [os.environ.get("PYTHONPATH")])]))
     return 0
-
-
-def _check() -> int:
-    from .. import compat
-
-    used = compat.use()
-    print(used)
-    return 0 if used == "in use" else 1

@@ -305,6 +305,22 @@ def test_a_budget_is_shared_among_architectures_and_said_once(capsys, clean_regi
 
 
 @pytest.mark.aot
+def test_candidates_are_dropped_and_kernels_fail(capsys, clean_registry, monkeypatch):
+    """One word for each in the lines, the table and the last line: else "11 failed" stands above "0 failed"."""
+    from liger_hw.cli import main
+
+    def run(tuner, jobs, done, budget):
+        for job in jobs:
+            done(Result(job, heuristic_us=2.0, winner_us=2.0, tried=22, failed=11, evidence={"kernels": {}}))
+
+    monkeypatch.setattr(static.StaticTuner, "run", run)
+    assert main(["autotune", "--device", "bmg", "--ops", "relu_squared", "--first"]) == 0
+    out = capsys.readouterr().out
+    assert "22 tried (11 of them dropped)" in out and "of 2 kernels and keys 0 stored, 0 failed" in out
+    assert out.count("failed") == 1
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize(("arch", "kind"), [("gfx1100", "static"), ("bmg", "modelled")])
 def test_the_command(arch, kind, capsys, clean_registry):
     """A real choice for a device that is not here, and its entry, exported as a table that answers for that device."""

@@ -61,7 +61,7 @@ def test_explain_takes_nothing_where_the_reference_runs(capsys):
     assert "none is launched" in out and ": would be taken" in out and ": taken" not in out
 
 
-@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("columns", [60, 80, 100])
 def test_no_help_is_wider_than_the_terminal(capsys, monkeypatch, columns):
     from liger_hw.cli import COMMANDS
 
@@ -69,6 +69,7 @@ def test_no_help_is_wider_than_the_terminal(capsys, monkeypatch, columns):
     for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
         code, out, _ = said(capsys, *words)
         assert code == 0 and out and [line for line in out.splitlines() if len(line) > columns] == [], words
+        assert not [line for line in out.splitlines() if line.endswith("-")], f"{words}: a name is cut at a hyphen"
 
 
 def test_a_narrow_table_folds_sentences_before_it_cuts_names(monkeypatch):
