@@ -92,10 +92,11 @@ def kernel_mapping(model: nn.Module) -> dict[str, dict[str, Any]]:
 def _config_class() -> type[KernelConfig]:
     """`KernelConfig` that chooses its layers when it meets the model."""
     from transformers import KernelConfig
-    from transformers.utils import is_kernels_available
+    from transformers.utils import import_utils
 
-    if not is_kernels_available():
-        raise ImportError("transformers finds no kernels package that it works with: pip install -U kernels")
+    if not import_utils.is_kernels_available():
+        versions = f">={import_utils.KERNELS_MIN_VERSION},<{getattr(import_utils, 'KERNELS_MAX_VERSION', '1')}"
+        raise ImportError(f"transformers finds no kernels package that it works with: pip install 'kernels{versions}'")
 
     class LigerKernelConfig(KernelConfig):
         def sanitize_kernel_mapping(self, model: nn.Module) -> None:

@@ -282,3 +282,14 @@ def test_every_registered_norm_of_transformers_has_its_layer():
             if hub.layer_of(module, name, LAYERS) is None:
                 without.append(cls)
     assert seen > 100 and not without
+
+
+def test_which_kernels_package_is_needed_is_named(monkeypatch):
+    """`pip install -U kernels` may bring one that is too new for transformers."""
+    from transformers.utils import import_utils
+
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(import_utils, "KERNELS_MIN_VERSION", "0.18.2")
+    monkeypatch.setattr(import_utils, "KERNELS_MAX_VERSION", "0.19.0", raising=False)
+    with pytest.raises(ImportError, match=re.escape("'kernels>=0.18.2,<0.19.0'")):
+        hub._config_class.__wrapped__()
