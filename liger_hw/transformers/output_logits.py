@@ -184,15 +184,14 @@ class OutputLogits(torch.Tensor):
     def _watch(self, hook: Any = None) -> None:
         """Before a hook or `retain_grad`; raises `RuntimeError` if a fused loss exists: it would miss its gradient.
 
-        The model's own loss raises in its backward instead, since a program may not use it. FSDP's hooks on outputs
-        only wait for backward to begin.
+        The model's own loss raises in its backward instead, since a program may not use it.
         """
         if self._is_fused:
             raise RuntimeError(_MISSED + "; register hooks, or call retain_grad(), before the loss")
         self._has_hook = True
         if self._parent is not None:
             self.materialise()
-        elif not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("torch.distributed."):
+        elif not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_ENGINES):
             for reference in self._logits._head.loss_nodes:
                 node = reference()
                 if node is not None:
@@ -262,6 +261,9 @@ class OutputLogits(torch.Tensor):
         args, kwargs = tree_map_only(OutputLogits, values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+
+_ENGINES = ("torch.distributed.", "deepspeed.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+"""Where hooks are defined that wait for backward to begin: they are put on every output, so the loss has one as well."""
 
 _MISSED = (
     "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"

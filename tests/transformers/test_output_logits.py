@@ -195,6 +195,28 @@ def test_the_model_s_own_loss_does_not_pass_by_a_hook_in_silence(models, batch, 
         outputs.loss.backward()
 
 
+@pytest.mark.parametrize("module", ["torch.distributed.fsdp", "deepspeed.runtime.utils", "lightning.fabric.wrappers"])
+def test_an_engine_s_hook_on_every_output_waits_for_backward_to_begin(models, batch, module):
+    for read in (lambda out: out.loss, lambda out: out.logits.float().square().mean()):
+        gradients, begun = [], []
+        for model in models:
+            model.zero_grad()
+            outputs, count = model(**batch), []
+            for output in (outputs.loss, outputs.logits):
+
+                def hook(grad, count=count):
+                    count.append(grad)
+
+                hook.__module__ = module
+                output.register_hook(hook)
+            read(outputs).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            begun.append(bool(count))
+        assert begun == [True, True]
+        for found, expected in zip(*reversed(gradients)):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
 def test_a_second_derivative_is_refused(models, batch):
     loss = models[1](**batch).logits.square().sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
