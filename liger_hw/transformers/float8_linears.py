@@ -2,8 +2,9 @@
 
 Each one's class becomes `Float8Linear`, a subclass of `nn.Linear`: parameters, buffers, hooks and names stay the very
 objects, so that state_dict, optimizers, checkpointing and FSDP see no difference, and `undo` gives the class back. Only
-where `keep_frozen` asks for it, a weight that does not train becomes its FP8, beside a buffer `weight_scale`.
-Linears of one parent share the FP8 copy of an input that several of them take (q, k, v; gate, up).
+where `keep_frozen` asks for it, a weight that does not train becomes its FP8, beside a buffer `weight_scale`, and a
+state_dict has it in its dtype all the same. Linears of one parent share the FP8 copy of an input that several of them
+take (q, k, v; gate, up).
 """
 
 from __future__ import annotations
@@ -113,6 +114,11 @@ class Float8Linear(nn.Linear):
                 f"float8: a weight kept in FP8 was cast to {self.weight.dtype}, without its scale; do not cast the "
                 "model (model.to(dtype), FSDP's MixedPrecisionPolicy(param_dtype=)), or leave out keep_frozen"
             )
+        if settings.kept is not None and self.weight.requires_grad:
+            raise ValueError(
+                "float8: a weight kept in FP8 cannot train; call report.undo() before you unfreeze weights, then "
+                "liger_hw.float8 again"
+            )
         scales = None if torch.compiler.is_compiling() else settings.scales
         return getattr(self, "weight_scale", None), scales
 
@@ -121,24 +127,46 @@ class Float8Linear(nn.Linear):
         rows = quantized(self.weight.detach(), E4M3, self.float8.recipe.rowwise)
         self.float8.kept = self.weight.dtype
         self.weight = nn.Parameter(rows.data, requires_grad=False)
-        self.register_buffer("weight_scale", rows.scale)
+        self.register_buffer("weight_scale", rows.scale, persistent=False)
+
+    def _widened(self) -> torch.Tensor:
+        """A weight that is kept in FP8, in its dtype."""
+        weight, scale = self.weight.detach(), self.weight_scale[:, None]
+        if is_dtensor(weight):  # FSDP2's: some rows on each rank, but all scales
+            from torch.distributed.tensor import Replicate
+
+            mesh = weight.device_mesh
+            scale = type(weight).from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return (weight.float() * scale).to(self.float8.kept)
 
     def give_back(self) -> None:
         """Become the linear from before, but for the rounding of a weight that was kept in FP8."""
-        dtype = self.float8.kept
-        if dtype is not None:
-            weight = self.weight.float() * self.weight_scale[:, None]
-            self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        if self.float8.kept is not None:
+            self.weight = nn.Parameter(self._widened(), requires_grad=False)
             del self.weight_scale
         del self.float8
         self.__class__ = nn.Linear
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A weight kept in FP8 is stored in its dtype: on the CPU, for which the device may have no room."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.float8.kept is not None:
+            weight = self._widened()
+            destination[f"{prefix}weight"] = weight if is_dtensor(weight) else weight.cpu()
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A wider weight of a checkpoint is quantised where it is kept in FP8."""
-        weight = state_dict.get(f"{prefix}weight")
-        if self.float8.kept is not None and weight is not None and weight.dtype.itemsize > 1:
-            rows = quantized(weight.to(self.weight.device), E4M3, self.float8.recipe.rowwise)
-            state_dict[f"{prefix}weight"], state_dict[f"{prefix}weight_scale"] = rows
+        """A checkpoint's weight is quantised where it is kept in FP8."""
+        name = f"{prefix}weight"
+        weight, kept = state_dict.get(name), self.weight
+        if self.float8.kept is not None and weight is not None and weight.shape == kept.shape:
+            weight = weight.full_tensor() if is_dtensor(weight) else weight
+            data, scale = quantized(weight.to(self.weight_scale.device), E4M3, self.float8.recipe.rowwise)
+            self.weight_scale.copy_(scale)
+            if is_dtensor(kept):
+                from torch.distributed.tensor import distribute_tensor
+
+                data = distribute_tensor(data, kept.device_mesh, kept.placements, src_data_rank=None)
+            state_dict[name] = data
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -200,10 +228,9 @@ def float8(
     fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones), and
     linears with a replaced forward.
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
-    quantising in a step. `state_dict` then has them so, with a `weight_scale` each; `undo` gives their dtype back, but
-    not what rounding took.
+    quantising in a step. `state_dict` and `undo` give them in their dtype, but not what rounding took.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
-    FP8 and for a model of which no linear fits.
+    FP8, for a model of which no linear fits, and for keep_frozen where every weight of them trains.
     """
     if recipe not in RECIPES:
         reason = ""
@@ -229,13 +256,20 @@ def float8(
         groups.setdefault((parent, module.in_features), []).append(module)
     if not report.linears:
         raise ValueError("float8: no linear of this model fits:\n" + str(report))
+    if keep_frozen and all(module.weight.requires_grad for module in report._modules):
+        raise ValueError(
+            "float8: keep_frozen=True, but every weight of the linears trains; call it after get_peft_model or after "
+            "requires_grad_(False), or leave it out"
+        )
     for modules in groups.values():
         shared = SharedInput() if len(modules) > 1 else None
         for module in modules:
             module.__class__ = Float8Linear
             module.float8 = Settings(RECIPES[recipe], shared)
-            if keep_frozen and not module.weight.requires_grad:
-                module.keep()
+    for path, module in zip(report.linears, report._modules) if keep_frozen else ():
+        if not module.weight.requires_grad:
+            module.keep()
+            report.linears[path] += ", kept"
     return report
 
 

@@ -58,6 +58,14 @@ def check_ranks(rank, device):
         for name, grad in result.items():
             expected = (of_halves[0][name].float() + of_halves[1][name].float()) / 2
             assert (grad - expected).norm() <= (0.02 if dtype else 1e-5) * expected.norm(), (how, name)
+        if lora:  # weights kept in FP8 are stored and loaded in their dtype, also in parts
+            state, whole = model.state_dict(), prepared(lora).state_dict()
+            assert state.keys() == whole.keys()
+            assert all(torch.equal(state[name].full_tensor(), value) for name, value in whole.items())
+            for value in state.values():
+                value.mul_(2)
+            model.load_state_dict(state)
+            assert all(torch.equal(value.full_tensor(), 2 * whole[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.cpu

@@ -357,29 +357,42 @@ def test_frozen_weights_are_kept_in_float8(recipe, patched):
     assert torch.equal(result, first)
     for a, b in zip(gradients, expected):
         assert (a - b).norm() <= 0.05 * b.norm(), "a weight's small rows may underflow in one of the two"
-    state = copy.deepcopy(model.state_dict())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     report.undo()
     rounding = 2**-4 if recipe == "rowwise" else 2**-3
+    plain = model.state_dict()
+    assert state.keys() == plain.keys() and all(torch.equal(state[name], plain[name]) for name in plain)
     for path, weight in weights.items():
         result = model.get_submodule(path).weight
         assert result.dtype is weight.dtype and (result - weight).abs().max() <= rounding * weight.abs().max()
-        result.data.copy_(weight)
-    plain = copy.deepcopy(model.state_dict())
     liger_hw.float8(model, recipe, smallest=16, keep_frozen=True)
-    for stored in (state, plain):  # a checkpoint of either kind
+    exact = state | {f"{path}.weight": weight for path, weight in weights.items()}
+    for stored in (state, exact):  # what was rounded is rounded to itself
         for path in weights:
             model.get_submodule(path).weight.data.zero_()
-        model.load_state_dict(stored, strict=stored is state)
+        model.load_state_dict(stored)
         assert torch.equal(_gradients(model)[0], first)
 
 
-def test_a_kept_weight_is_not_cast_or_merged():
+def test_a_kept_weight_is_not_cast_merged_or_trained():
     model = _lora()
-    liger_hw.float8(model, smallest=16, keep_frozen=True)
+    report = liger_hw.float8(model, smallest=16, keep_frozen=True)
+    assert all(text.endswith(", kept") for text in report.linears.values())
     with pytest.raises(RuntimeError, match="Float8|float8"):
         model.merge_adapter()
+    weight = model.get_submodule(next(iter(report.linears))).weight.requires_grad_()
+    with pytest.raises(ValueError, match="kept in FP8 cannot train; call report.undo"):
+        model(input_ids=IDS)
+    weight.requires_grad_(False)
     with pytest.raises(ValueError, match="kept in FP8 was cast to torch.bfloat16"):
         model.bfloat16()(input_ids=IDS)
+
+
+def test_nothing_to_keep_is_refused():
+    model = _llama()
+    with pytest.raises(ValueError, match="call it after get_peft_model"):
+        liger_hw.float8(model, smallest=16, keep_frozen=True)
+    assert not any(type(m) is Float8Linear for m in model.modules())
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
