@@ -263,7 +263,7 @@ class OutputLogits(torch.Tensor):
 
 
 _ENGINES = ("torch.distributed.", "deepspeed.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
-"""Where hooks are defined that wait for backward to begin: they are put on every output, so the loss has one as well."""
+"""Where hooks are defined that wait for backward to begin: they are put on every output, so the loss has one too."""
 
 _MISSED = (
     "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"
