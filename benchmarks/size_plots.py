@@ -34,6 +34,19 @@ def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
     _panels([row for row in rows if row["share"]], path, panel, "% of the measured copy floor against MiB moved")
 
 
+def share_by_width(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
+    """A panel an op: the share of the floor over the columns of a row, a line an arm."""
+
+    def panel(axes: Any, mine: list[dict[str, Any]]) -> None:
+        for arm in dict.fromkeys(row["arm"] for row in mine):
+            points = sorted((row["sizes"][-1], 100 * row["share"]) for row in mine if row["arm"] == arm)
+            axes.plot(*zip(*points), color=COLOURS[arm], label=arm, linewidth=1.2 if arm == OURS else 0.8)
+        axes.axhline(100, color="0.6", linestyle=":", linewidth=0.8)
+        axes.set_ylim(0, 110)
+
+    _panels([row for row in rows if row["share"]], path, panel, "% of the measured copy floor against columns of a row")
+
+
 def speed_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
     """A panel an op: our speed over the best peer's against the bytes the op must move; under 1 a peer wins."""
 

@@ -6,6 +6,7 @@
 
 table    every op at its workloads and `BESIDE`: at least three sizes, GEMM-bound ops first, which take longest
 many     at least 40 shapes of every memory-bound op (`MANY`), only timed
+widths   the norms at 8192 rows of 1024 to 16384 columns in steps of 128 (`WIDTHS`), only timed; --plot draws it
 losses   every loss at the sizes of docs/losses.md (`LOSSES`), the chunked losses included
 
 The first shape of every op comes before the second of any, so that a run cut short has all ops.
@@ -29,6 +30,7 @@ import chunked_losses
 import more_peers
 import separate_ops
 import share
+import size_plots
 
 from liger_hw import registry
 from liger_hw.bench import floors, ops, peers, report
@@ -63,9 +65,9 @@ def cases_of(name: str, only: Sequence[str] = (), dtype: torch.dtype = torch.bfl
         raise ValueError(f"unknown op {unknown[0]!r}; known: {', '.join(table)}")
     found: list[tuple[int, Case]] = []
     for op in [table[one] for one in only] or table.values():
-        if name == "many":
-            shapes = MANY.get(op.name, ())
-            found += [(place, Case(op, "many", shape, dtype, quick=True)) for place, shape in enumerate(shapes)]
+        if name in ("many", "widths"):
+            shapes = (MANY if name == "many" else WIDTHS).get(op.name, ())
+            found += [(place, Case(op, name, shape, dtype, quick=True)) for place, shape in enumerate(shapes)]
         elif name == "losses":
             found += [(place, Case(op, "losses", *shape)) for place, shape in enumerate(LOSSES.get(op.name, ()))]
         elif op.name not in chunked_losses.OPS:
@@ -181,6 +183,11 @@ MANY: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 """At least 40 problem sizes of each memory-bound op, in its `dims`."""
 
+WIDTHS: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(
+    ("rms_norm", "fused_add_rms_norm", "layer_norm"), tuple((8192, n_cols) for n_cols in range(1024, 16385, 128))
+)
+"""Every width a norm may have between powers of two, for the share of the floor as a curve."""
+
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +223,7 @@ def warm(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("list", choices=("table", "many", "losses"))
+    parser.add_argument("list", choices=("table", "many", "widths", "losses"))
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument(
         "--against", default="torch,compile,liger", help="peers, joined by commas (default %(default)s)"
@@ -224,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--json", metavar="FILE", help="where the rows go, written after every case")
+    parser.add_argument("--plot", metavar="FILE", help="draw each op's share of its floor over its columns")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit", help="commit to record (default: the checkout's)")
@@ -284,6 +292,8 @@ def _timed(told: Any, todo: list[Case], against: list[str], meter: Meter, budget
     if told.json:
         report.save(told.json, {"machine": facts, "rows": rows, "complete": complete})
     print(report.as_text(rows, brief=True))
+    if told.plot:
+        size_plots.share_by_width(rows, told.plot)
     if ended:
         print(f"stopped early: {ended}")
     failed = any(row["arm"] == peers.OURS and row["status"] == "error" for row in rows)

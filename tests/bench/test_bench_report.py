@@ -112,6 +112,7 @@ def test_plots_over_sizes(tmp_path):
         for arm, ms in (("liger_hw", 0.8), ("liger", 1.0), ("compile", 0.7))
     ]
     size_plots.share_by_size(rows, tmp_path / "share.png")
+    size_plots.share_by_width(rows, tmp_path / "width.png")
     size_plots.speed_by_size(rows, tmp_path / "speed.png")
     size_plots.bars(rows, tmp_path / "bars.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 8000 for name in ("share", "speed", "bars"))
+    assert all((tmp_path / f"{name}.png").stat().st_size > 8000 for name in ("share", "width", "speed", "bars"))

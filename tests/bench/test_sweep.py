@@ -49,6 +49,11 @@ def test_the_first_many_shape_of_every_op_comes_before_the_second_of_any():
     assert [case.op.name for case in found[:4]] == ["rms_norm", "dyt"] * 2 and all(case.quick for case in found)
 
 
+def test_widths_of_norms_are_steps_of_128():
+    shapes = [case.sizes for case in sweep.cases_of("widths", ["layer_norm"])]
+    assert shapes == [(8192, 128 * step) for step in range(8, 129)] and not sweep.cases_of("widths", ["swiglu"])
+
+
 def test_a_size_may_name_its_dtype():
     (case,) = cases.cases(["jsd"], ["8x16@fp32"])
     assert case.dtype is torch.float32 and str(case) == "jsd 8x16 float32"
