@@ -90,12 +90,17 @@ def guarded(
             return replacement(self, *inputs)
 
     elif match.takes is not None:
+        by_place = [
+            p.name for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
 
         def forward(self, *args, **kwargs):
-            kwargs.update(zip(names[1:], args))
-            if not match.takes(kwargs) or not applies(self, kwargs[names[1]]):
-                return instead(self, **kwargs)
-            return replacement(self, kwargs.pop(names[1]), **kwargs)
+            options = {**kwargs, **dict(zip(by_place[1:], args))}
+            fits = len(options) == len(args) + len(kwargs)  # none is one too many, or given twice
+            x = options.pop(names[1], None)
+            if not fits or x is None or not match.takes(options) or not applies(self, x):
+                return instead(self, *args, **kwargs)
+            return replacement(self, x, **options)
 
     elif len(names) > 2:
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import types
 
 import pytest
 import torch
@@ -128,8 +131,40 @@ def test_what_computes_something_else_is_refused(change, monkeypatch):
     elif change == "another activation":
         mixer.activation = "relu"
     else:
-        monkeypatch.setattr(_modeling("qwen3_5").F, "softplus", torch.nn.functional.relu)
+        functional = types.SimpleNamespace(**{**vars(torch.nn.functional), "softplus": torch.nn.functional.relu})
+        monkeypatch.setattr(_modeling("qwen3_5"), "F", functional)
     assert isinstance(probing.recognise(mixer), probing.Refused)
+
+
+@pytest.mark.parametrize("change", ["no function", "no module", "methods", "no norm", "sizes"])
+def test_what_cannot_be_told_is_left_alone_with_a_reason(change, monkeypatch):
+    model = _model("qwen3_5")
+    mixer = _mixer(model)
+    cls, forward = type(mixer), type(mixer).forward
+    if change == "no function":
+        monkeypatch.setattr(cls, "forward", functools.partialmethod(forward))
+    elif change == "no module":
+        copied = types.FunctionType(inspect.unwrap(forward).__code__, {**forward.__globals__, "__name__": "gone"})
+        monkeypatch.setattr(cls, "forward", copied)
+    elif change == "methods":
+        monkeypatch.delattr(_modeling("qwen3_5"), "apply_mask_to_padding_states")
+    elif change == "no norm":
+        mixer.norm = None
+    else:
+        mixer.num_k_heads = 0
+    report = liger_hw.patch(mixer, short_conv=True)
+    states = [row.state for row in report.rows if row.part == "short_conv"]
+    assert len(states) == 1 and states[0].startswith("left alone: "), str(report)
+
+
+def test_calls_that_the_forward_does_not_take_are_its_own_to_refuse():
+    mixer = _mixer(_model("lfm2"))
+    x = torch.randn(1, 12, mixer.in_proj.in_features)
+    with liger_hw.patch(mixer, short_conv=True) as report:
+        assert report.patched
+        for args, kwargs in (((), {}), ((x, None, None, x), {}), ((x,), {"hidden_states": x})):
+            with pytest.raises(TypeError, match="argument"):
+                mixer(*args, **kwargs)
 
 
 def test_heads_repeated_before_the_scan_are_repeated_again(monkeypatch):

@@ -43,14 +43,16 @@ def document(Idx_ptr, row, t, n_tokens):
     """The document of each token t, [BLOCK_R, 1]."""
     index = tl.zeros_like(t)
     if Idx_ptr is not None:
-        index = tl.load(Idx_ptr + row + t, mask=(t >= 0) & (t < n_tokens), other=-1).to(tl.int32)
+        index = tl.load(Idx_ptr + row + t, mask=(t >= 0) & (t < n_tokens), other=-1)
     return index[:, None]
 
 
 @triton.jit
-def within(x, index, other, HAS_DOCUMENTS: tl.constexpr):
-    """x where both tokens are of one document, else zero."""
-    if HAS_DOCUMENTS:
+def within(x, index, other, Idx_ptr, BACK: tl.constexpr, TAPS: tl.constexpr):
+    """x where both tokens are of one document and the convolution has that tap, else zero; x may be inf there."""
+    if BACK >= TAPS:
+        x = tl.zeros_like(x)
+    elif Idx_ptr is not None:
         x = tl.where(index == other, x, 0.0)
     return x
 
@@ -106,13 +108,11 @@ def _bwd_space(target: Any, key: Any) -> list[LaunchConfig]:
 
 def conv_tunables(op: str, fwd: Any, bwd: Any, dims: tuple[str, ...], key: Any) -> tuple[Tunable, Tunable]:
     """Forward and backward."""
+    of_fwd = {"heuristic": _fwd_heuristic, "safe": _fwd_safe, "space": _fwd_space}
+    of_bwd = {"heuristic": _bwd_heuristic, "safe": _bwd_safe, "space": _bwd_space}
     return (
-        Tunable(
-            op, "fwd", kernels=(fwd,), key=key, dims=dims, heuristic=_fwd_heuristic, safe=_fwd_safe, space=_fwd_space
-        ),
-        Tunable(
-            op, "bwd", kernels=(bwd,), key=key, dims=dims, heuristic=_bwd_heuristic, safe=_bwd_safe, space=_bwd_space
-        ),
+        Tunable(op, "fwd", kernels=(fwd,), key=key, dims=dims, **of_fwd),
+        Tunable(op, "bwd", kernels=(bwd,), key=key, dims=dims, **of_bwd),
     )
 
 

@@ -190,8 +190,8 @@ def _gated_delta_inputs_bwd_kernel(
         x_next, i_next = _token(X_ptr, Idx_ptr, row, t + 1, n_tokens, n_cols, cols, col_mask)
         mask = (t + 1 < n_tokens)[:, None] & col_mask[None, :]
         dy_next = tl.load(DY_ptr + (row + t + 1)[:, None] * width, mask=mask, other=0.0)
-        x1_, x2_ = within(x1, i0, i1, Idx_ptr is not None), within(x2, i0, i2, Idx_ptr is not None)
-        x3_ = within(x3, i0, i3, Idx_ptr is not None)
+        x1_, x2_ = within(x1, i0, i1, Idx_ptr, 1, TAPS), within(x2, i0, i2, Idx_ptr, 2, TAPS)
+        x3_ = within(x3, i0, i3, Idx_ptr, 3, TAPS)
         z = w0 * x0 + w1 * x1_ + w2 * x2_ + w3 * x3_
         sigmoid = tl.sigmoid(z)
         if head < 2 * n_k_heads:
@@ -199,11 +199,12 @@ def _gated_delta_inputs_bwd_kernel(
             rstd = tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
             y *= rstd
             dy = rstd * (dy - y * tl.sum(dy * y, axis=1)[:, None])
-        d0 = dy * sigmoid * (1.0 + z * (1.0 - sigmoid))
+        # past the end, where eps=0 leaves a norm of 0, every dy is zero
+        d0 = tl.where((t < n_tokens)[:, None], dy * sigmoid * (1.0 + z * (1.0 - sigmoid)), 0.0)
         counted = tl.where(step < BLOCK_L, d0, 0.0)
         dw0, dw1, dw2, dw3 = dw0 + counted * x0, dw1 + counted * x1_, dw2 + counted * x2_, dw3 + counted * x3_
-        dx = w0 * d3 + w1 * within(d2, i3, i2, Idx_ptr is not None)
-        dx += w2 * within(d1, i3, i1, Idx_ptr is not None) + w3 * within(d0, i3, i0, Idx_ptr is not None)
+        dx = w0 * d3 + w1 * within(d2, i3, i2, Idx_ptr, 1, TAPS)
+        dx += w2 * within(d1, i3, i1, Idx_ptr, 2, TAPS) + w3 * within(d0, i3, i0, Idx_ptr, 3, TAPS)
         done = (t - 3 < n_tokens)[:, None] & col_mask[None, :] & (step >= 3)
         at = (row + t - 3)[:, None] * n_cols + cols[None, :]
         tl.store(DX_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=done)
@@ -463,9 +464,9 @@ def liger_gated_delta_inputs(
     as many heads as A_log has; weight: [channels, taps], a causal depthwise Conv1d's weight.squeeze(1), with at most
     four taps; b, a: [batch, n_tokens, n_v_heads]; A_log, dt_bias: [n_v_heads]. fp32, fp16 or bf16 (fp64 too on the
     CPU). seq_idx: [batch, n_tokens], int64 or int32, the document of each token, whose convolution sees no other; None
-    is one document a row. eps: added to the sum of squares of q and k. Returns q, k [batch, n_tokens, n_k_heads,
-    k_dim], v [batch, n_tokens, n_v_heads, v_dim] and beta in the dtypes of qkv and b, and g in fp32. Raises
-    `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2412.06464
+    is one document a row. eps: added to the sum of squares of q and k; 0 makes NaN of zeros, as padding is. Returns q,
+    k [batch, n_tokens, n_k_heads, k_dim], v [batch, n_tokens, n_v_heads, v_dim] and beta in the dtypes of qkv and b,
+    and g in fp32. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2412.06464
     """
     check_integers("liger_gated_delta_inputs", n_k_heads=n_k_heads, k_dim=k_dim)
     check_numbers("liger_gated_delta_inputs", eps=eps)

@@ -128,8 +128,8 @@ def _short_conv_bwd_kernel(
         after, mask = (row + t + 1)[:, None], (t + 1 < n_tokens)[:, None] & col_mask[None, :]
         dy_next = tl.load(DY_ptr + after * n_cols + cols[None, :], mask=mask, other=0.0)
         c_next = tl.load(BCX_ptr + after * (3 * n_cols) + n_cols + cols[None, :], mask=mask, other=0.0)
-        u1_, u2_ = within(u1, i0, i1, Idx_ptr is not None), within(u2, i0, i2, Idx_ptr is not None)
-        u3_ = within(u3, i0, i3, Idx_ptr is not None)
+        u1_, u2_ = within(u1, i0, i1, Idx_ptr, 1, TAPS), within(u2, i0, i2, Idx_ptr, 2, TAPS)
+        u3_ = within(u3, i0, i3, Idx_ptr, 3, TAPS)
         dc = dy * (w0 * u0 + w1 * u1_ + w2 * u2_ + w3 * u3_)
         is_counted = step < BLOCK_L
         at = DBCX_ptr + (row + t)[:, None] * (3 * n_cols) + n_cols + cols[None, :]
@@ -137,8 +137,8 @@ def _short_conv_bwd_kernel(
         d0 = dy * c.to(tl.float32)
         counted = tl.where(is_counted, d0, 0.0)
         dw0, dw1, dw2, dw3 = dw0 + counted * u0, dw1 + counted * u1_, dw2 + counted * u2_, dw3 + counted * u3_
-        du = w0 * d3 + w1 * within(d2, i3, i2, Idx_ptr is not None)
-        du += w2 * within(d1, i3, i1, Idx_ptr is not None) + w3 * within(d0, i3, i0, Idx_ptr is not None)
+        du = w0 * d3 + w1 * within(d2, i3, i2, Idx_ptr, 1, TAPS)
+        du += w2 * within(d1, i3, i1, Idx_ptr, 2, TAPS) + w3 * within(d0, i3, i0, Idx_ptr, 3, TAPS)
         done = (t - 3 < n_tokens)[:, None] & col_mask[None, :] & (step >= 3)
         b, x, i_done = _token(BCX_ptr, Idx_ptr, row, t - 3, n_tokens, n_cols, cols)
         before = DBCX_ptr + (row + t - 3)[:, None] * (3 * n_cols) + cols[None, :]
@@ -199,12 +199,8 @@ def _bwd_reference(dy, bcx, weight, seq_idx):
     return torch.cat((du * x, dc, du * b), -1).to(bcx.dtype), dweight
 
 
-def _misfit(bcx, weight, seq_idx):
-    return check_taps(weight)
-
-
-def _bwd_misfit(dy, bcx, weight, seq_idx):
-    return check_taps(weight)
+def _misfit(*args):
+    return check_taps(args[-2])
 
 
 _SHAPES = "bcx [batch, tokens, 3n]; weight [n, taps]; int seq_idx [batch, tokens]"
@@ -223,7 +219,7 @@ class ShortConvFunction(OperatorFunction):
     bwd = define(
         "short_conv_bwd(Tensor dy, Tensor bcx, Tensor weight, Tensor? seq_idx) -> (Tensor dbcx, Tensor dweight)",
         shapes=f"{_SHAPES}; dy [batch, tokens, n]",
-        misfit=_bwd_misfit,
+        misfit=_misfit,
         launcher=_bwd,
         reference=_bwd_reference,
         fake=("bcx", "weight"),

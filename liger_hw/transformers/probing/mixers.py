@@ -7,6 +7,7 @@ not depend on the packages that are installed. The scan itself is never replaced
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -15,6 +16,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from ...text import first_line
 from .probe import Match, Refused, agrees, generator, has_same_gradients, normal, probe_copy, run
 
 DELTA, CONV = "gated_delta_inputs", "short_conv"
@@ -94,9 +96,13 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     """The op that computes what a mixer does before its scan, or all that a short convolution does."""
     kernel = DELTA if "A_log" in module._parameters else CONV
     function, conv = inspect.unwrap(forward), _conv(module)
-    code, scope = function.__code__, function.__globals__
+    scope = getattr(function, "__globals__", {})
+    modeling = sys.modules.get(scope.get("__name__"))
+    if getattr(modeling, "__dict__", None) is not scope:
+        return Refused("its forward is not a function of an imported module", kernel)
+    code = function.__code__
     calls = {"causal_conv1d_fn", _MASK} | ({_SCAN} if kernel == DELTA else set())
-    if missing := sorted(calls - set(code.co_names)):
+    if missing := sorted(calls - set(code.co_names) or calls - scope.keys()):
         return Refused(f"its forward does not call {missing[0]}", kernel)
     if type(conv) is not nn.Conv1d or conv.bias is not None or not conv.kernel_size[0] <= 4:
         return Refused("its convolution is not a plain one of up to four taps without a bias", kernel)
@@ -111,10 +117,8 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     if reason := _difference(module, kernel, theirs, replacement(types.SimpleNamespace(**stand_ins))):
         return Refused(reason, kernel)
     used = {*module._modules, *module._parameters, *_SIZES, "layer_idx"}
-    ours = replacement(sys.modules[scope["__name__"]])
-    return Match(
-        kernel, "before the scan" if kernel == DELTA else "", ours, frozenset(used), ready=_ready, takes=_takes
-    )
+    variant = "before the scan" if kernel == DELTA else ""
+    return Match(kernel, variant, replacement(modeling), frozenset(used), ready=_ready, takes=_takes)
 
 
 def _difference(module: nn.Module, kernel: str, theirs: Callable, ours: Callable) -> str:
@@ -123,17 +127,16 @@ def _difference(module: nn.Module, kernel: str, theirs: Callable, ours: Callable
     mask = torch.ones(2, 9)
     mask[1, 6:] = 0
 
-    def by_position(copied: Any, x: torch.Tensor, attention_mask: Any) -> torch.Tensor:
-        return theirs(copied, x, attention_mask=attention_mask)
-
     with torch.enable_grad():
-        copied = _small(module, kernel, source)
+        try:
+            copied = _small(module, kernel, source)
+        except Exception as error:  # parts of other kinds than transformers' have
+            return f"no small copy of it can be made ({first_line(error)})"
         x = normal(2, 9, _HIDDEN, source=source).requires_grad_()
         leaves = [x, *copied.parameters()]
         for scale, tokens, attention_mask in ((1.0, 9, None), (1.0, 9, mask), (1.0, 1, None), (1e2, 9, None)):
-            expected, result = (
-                run(forward, copied, scale * x[:, :tokens], attention_mask) for forward in (by_position, ours)
-            )
+            by_name = (functools.partial(forward, attention_mask=attention_mask) for forward in (theirs, ours))
+            expected, result = (run(forward, copied, scale * x[:, :tokens]) for forward in by_name)
             for each in (expected, result):
                 if isinstance(each, str):
                     return each
@@ -162,12 +165,8 @@ def _small(module: Any, kernel: str, source: torch.Generator) -> nn.Module:
         return drawn(nn.Conv1d(n, n, taps, groups=n, bias=False, padding=taps - 1, dtype=torch.float32))
 
     if kernel == CONV:
-        children = {
-            "conv": conv(_HIDDEN),
-            "in_proj": linear(_HIDDEN, 3 * _HIDDEN),
-            "out_proj": linear(_HIDDEN, _HIDDEN),
-        }
-        return probe_copy(module, {}, children)
+        projections = {"in_proj": linear(_HIDDEN, 3 * _HIDDEN), "out_proj": linear(_HIDDEN, _HIDDEN)}
+        return probe_copy(module, {}, {"conv": conv(_HIDDEN), **projections})
     groups, v_dim = module.num_v_heads // module.num_k_heads, _K_DIM * module.head_v_dim // module.head_k_dim
     n_v_heads, keys = _HEADS * groups, _HEADS * _K_DIM
     values = n_v_heads * v_dim
