@@ -48,7 +48,7 @@ from liger_hw.bench.inputs import Inputs, Work
 from liger_hw.bench.timing import Budget, Meter, OutOfBudget
 from liger_hw.cli.arguments import dtype_name, listed, seconds, torch_dtype, usable_device
 from liger_hw.runtime import launch as _launch
-from liger_hw.runtime.observe import Observer, observing
+from liger_hw.runtime.launch import Observer, observing
 from liger_hw.text import first_line, table
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import _C
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
+from torch.nn.modules import module as _module
 
 REASONS = {
     "FakeTensorMode": "tensors without memory that give each operator's result its shape, strides and device; torch "
@@ -77,16 +78,13 @@ scaled_matmul = getattr(torch, "_scaled_mm", None)
 grouped_matmul = getattr(torch, "_grouped_mm", None)
 current_device = getattr(_C, "_cuda_getDevice", None)
 current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)
+hooks_on_every_module = (
+    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
+    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
+)
+"""The dictionaries of hooks before and after a forward, and before and after a backward."""
 
 
 def has_integer_matmul(device_type: str) -> bool:
     """Whether torch multiplies int8 matrices on a device type."""
     return _C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", _C._dispatch_key_for_device(device_type))
-
-
-def hooks_on_every_module() -> tuple[dict, dict, dict, dict]:
-    """The hooks that torch runs on every module, by their numbers: before and after a forward, before and after a
-    backward."""
-    module = torch.nn.modules.module
-    forward = module._global_forward_pre_hooks, module._global_forward_hooks
-    return *forward, module._global_backward_pre_hooks, module._global_backward_hooks

@@ -27,7 +27,7 @@ from ..locks import import_module
 from ..private import FakeTensorMode
 from ..runtime import launch as _launch
 from ..runtime import operator as _operator
-from ..runtime.observe import Foreseen, observing
+from ..runtime.launch import Foreseen, observing
 from .record import tensors_in
 
 log = logging.getLogger("liger_hw")

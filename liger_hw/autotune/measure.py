@@ -23,7 +23,7 @@ import torch
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of, with_index
 from ..registry import Key, Op, Plan, Tunable
-from ..runtime.observe import observing
+from ..runtime.launch import observing
 from . import check, space, store
 from .clock import Clock, nothing
 from .jobs import Job

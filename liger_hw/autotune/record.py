@@ -18,7 +18,7 @@ from ..backends import LaunchConfig, Target
 from ..private import FakeTensorMode
 from ..registry import Candidate, Key, Op, Plan, Sample, Tunable
 from ..runtime import launch as _launch
-from ..runtime.observe import Foreseen, Observer, observing
+from ..runtime.launch import Foreseen, Observer, observing
 from ..runtime.operator import LauncherMode
 from ..text import first_line
 

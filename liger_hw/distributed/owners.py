@@ -208,7 +208,7 @@ def hooks_of(module: nn.Module) -> set[str]:
 
 def hooks_on_every_module() -> bool:
     """Whether torch runs any hooks on every module, as `register_module_forward_hook` registers them."""
-    return any(private.hooks_on_every_module())
+    return any(private.hooks_on_every_module)
 
 
 def _owner_of(hook: Any) -> str:

@@ -26,7 +26,7 @@ LEVELS = ("keep", "cheap", "mlp", "full", "tiled", "offload")
 CHECKPOINTED = ("full", "tiled", "offload")
 """Levels at which a layer is computed again from its input."""
 LAST = {"mlp": "cheap", "full": "cheap", "offload": "tiled"}
-"""Level of a whole model -> that of its last layer, where it is another."""
+"""Level of a whole model -> level of its last layer, where they differ."""
 DEFAULT: Levels = {-1: "cheap"}
 """What a patch with the fused loss has where no levels are named."""
 FIT = "fit"

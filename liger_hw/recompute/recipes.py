@@ -25,7 +25,7 @@ from typing import Any, Callable
 import torch
 
 from ..locks import fork_safe
-from ..private import allows_saved_tensor_hooks, hooks_on_top
+from ..private import allows_saved_tensor_hooks, hooks_on_every_module, hooks_on_top
 
 log = logging.getLogger("liger_hw")
 
@@ -381,6 +381,42 @@ def _is_deterministic(module: torch.nn.Module) -> bool:
         return module.p == 0 or not module.training
     plain = (torch.nn.Linear, torch.nn.Identity, torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict)
     return isinstance(module, plain) or any(True for _ in module.children())
+
+
+_PACKAGES = ("torch", "torchao", "peft", "bitsandbytes", "liger_hw")
+"""Packages whose projections keep nothing of what they return."""
+
+
+def owns_outputs(*projections: torch.nn.Module) -> bool:
+    """Whether no code but the caller's keeps what these modules return when it calls them.
+
+    Then the backward of a gated activation may write over them, its inputs, which halves its memory (`owned=True`).
+
+    That is so of linear layers, plain, quantised or with adapters, without hooks or another forward. It is not so under
+    saved-tensor hooks of other programs, which may keep what is saved; checkpointing's do not.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if inside_foreign_hooks():
+        pack, *_ = innermost_hooks() or (None,)
+        if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+            return False
+    _, after_forward, _, after_backward = hooks_on_every_module
+    if after_forward or after_backward or not supported():
+        return False
+    return all([_is_plain(module) for module in projections])
+
+
+def _is_plain(module: Any) -> bool:
+    attributes = module.__dict__
+    if type(module) is not torch.nn.Linear:
+        package = type(module).__module__.partition(".")[0]
+        base = attributes["_modules"].get("base_layer")
+        if package not in _PACKAGES or not hasattr(module, "out_features"):
+            return False
+        if not _is_plain(base) if base is not None else package == "peft":  # modules_to_save: any module is inside
+            return False
+    return not (attributes["_forward_hooks"] or attributes["_backward_hooks"] or "forward" in attributes)
 
 
 # -- scopes ----------------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def collect(words_ptr, splits, LANES: tl.constexpr):
     words = tl.zeros([LANES], dtype=tl.int64)
     missing = lane < splits
     while tl.max(missing.to(tl.int32), axis=0) > 0:
-        found = tl.atomic_add(words_ptr + lane, tl.zeros([LANES], dtype=tl.int64), mask=missing, sem="relaxed")
-        words = tl.where(missing, found, words)
+        arrived = tl.atomic_add(words_ptr + lane, tl.zeros([LANES], dtype=tl.int64), mask=missing, sem="relaxed")
+        words = tl.where(missing, arrived, words)
         missing = missing & (words == 0)
     first = (~words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     second = (~words).to(tl.int32).to(tl.float32, bitcast=True)
@@ -87,7 +87,7 @@ def cooperative_misfit(config: LaunchConfig, splits: int) -> str | None:
     if COOPERATIVE not in config.vendor:
         return None
     if config.vendor[COOPERATIVE] is not True:
-        return f"{COOPERATIVE} must be true, got {config.vendor[COOPERATIVE]!r}; without it nobody waits"
+        return f"{COOPERATIVE} must be true, got {config.vendor[COOPERATIVE]!r}; without it none waits for another"
     if registry.interpreting():
         return "the interpreter runs one program after another: those that wait for one another would hang"
     if splits > MAX_SPLITS:

@@ -20,7 +20,7 @@ _CAN = hasattr(tl, "target_info")
 
 
 def is_small(elements: int) -> bool:
-    """Whether a launch over so many elements, of sizes rounded up as in keys, uses programmatic dependent launch."""
+    """Whether a launch over `elements` (the product of a key's sizes) uses programmatic dependent launch."""
     return _CAN and elements <= 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""Operators: what an op file declares with `define`, and the autograd Function around it.
+"""Operators and their derivatives: `define`, `Function`, and the `OperatorFunction` that follows from two operators.
 
 `define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU it runs the launcher; on
 the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU the dispatcher
@@ -10,8 +10,9 @@ Op files take everything they use of `runtime` from here: `launch` and the check
 from __future__ import annotations
 
 import functools
+import inspect
 from itertools import islice
-from typing import Any, Callable, ClassVar, Iterable, Iterator, NoReturn, get_type_hints
+from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple, NoReturn, get_type_hints
 
 import torch
 from torch.autograd import forward_ad
@@ -19,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import env, registry
-from ..private import has_transforms, is_profiling, n_dispatch_modes, unwrap_if_dead
+from ..private import has_transforms, is_profiling, keeps_graph, n_dispatch_modes, unwrap_if_dead
+from ..recompute.recipes import offer, offer_all
 from .checks import (  # noqa: F401  op files take these from here
     autocast_dtype,
     cdiv,
@@ -42,8 +44,7 @@ from .checks import (  # noqa: F401  op files take these from here
     to_flatten,
     warn_ignored,
 )
-from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
-from .observe import observed, observers
+from .launch import LaunchFailed, Routine, call_routine, launch, observed, observers  # noqa: F401  as above
 from .replay import MISSED, NO_TENSORS, TENSORS, UNSEEN, NumberTypes, are_plain, coerced, replay
 from .shapes import Shapes
 from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
@@ -293,6 +294,11 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
         )
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter in this process."""
+    return INTERPRET
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func is active."""
     return has_transforms()
@@ -391,6 +397,135 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter in this process."""
-    return INTERPRET
+# -- Functions that follow from their operators ------------------------------------------------------------------------
+
+
+class OperatorFunction(Function):
+    """An autograd Function that names its operators; `forward` and `backward` follow from the names in their schemas.
+
+        fwd = define("f_fwd(Tensor X, Tensor? W, float eps, int mode) -> (Tensor Y, Tensor rstd)", ...)
+        bwd = define("f_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, int mode, bool needs_params)"
+                     " -> (Tensor dX, Tensor dW)", ...)
+
+    The Function takes the forward operator's arguments and returns the results whose gradients backward takes (`dY`),
+    which come first. Backward takes these gradients, then what is saved of the forward's arguments and results by the
+    names that they have there: tensors, then numbers. `needs_params` stands last, where it is: whether an argument in
+    `params` needs a gradient. Each result of backward, `d<argument>`, is that argument's gradient; `dA_dB` holds the
+    gradients of A and of B behind one another, or A's alone without a B.
+
+    in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
+    then takes one more argument, `owned`: whether the caller made the inputs for this call and looks at them no more.
+    is_cheap: the outputs are offered for recomputation (`recompute/recipes.py`)
+    """
+
+    fwd: ClassVar[Callable[..., Any]]
+    bwd: ClassVar[Callable[..., Any]]
+    in_place: ClassVar[Callable[..., Any] | None] = None
+    params: ClassVar[tuple[str, ...]] = ()
+    is_cheap: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        fwd, bwd = _Names.of(cls.fwd), _Names.of(cls.bwd)
+        arguments = [*fwd.tensors, *fwd.numbers, *(["owned"] if cls.in_place else [])]
+        backward, forward = _backward(cls, arguments, fwd, bwd), _forward(cls, fwd, bwd)
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("ctx", *arguments)]
+        forward.__signature__ = inspect.Signature(parameters)  # for torch.compile, and for sharding rules
+        backward.__qualname__ = f"{cls.__qualname__}.backward"
+        cls.forward, cls.backward = staticmethod(forward), staticmethod(first_order(backward))
+
+
+class _Names(NamedTuple):
+    """The names in an operator's schema; a NamedTuple of numbers is one argument, `numbers`."""
+
+    tensors: list[str]
+    numbers: list[str]
+    results: list[str]
+
+    @classmethod
+    def of(cls, operator: Any) -> "_Names":
+        schema = operator.overload._schema
+        tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.real_type)]
+        numbers = [argument.name for argument in schema.arguments if argument.name not in tensors]
+        return cls(tensors, ["numbers"] if operator.numbers else numbers, [result.name for result in schema.returns])
+
+
+def _forward(cls: type[OperatorFunction], fwd: _Names, bwd: _Names) -> Callable[..., Any]:
+    run, in_place, is_cheap = cls.fwd, cls.in_place is not None, cls.is_cheap
+    n_outputs, several = sum(f"d{result}" in bwd.tensors for result in fwd.results), len(fwd.results) > 1
+    names = [*fwd.tensors, *fwd.numbers, *fwd.results]
+    tensors = [names.index(name) for name in bwd.tensors[n_outputs:]]
+    numbers = [names.index(name) for name in bwd.numbers if name != "needs_params"]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        if in_place:
+            *args, ctx.owned = args
+        results = run(*args)
+        values = (*args, *results) if several else (*args, results)
+        ctx.save_for_backward(*[values[place] for place in tensors])
+        ctx.numbers = [values[place] for place in numbers]
+        if n_outputs > 1:
+            outputs = results[:n_outputs]
+            if is_cheap:
+                offer_all(ctx, outputs, run, tuple(args))
+            return outputs
+        output = results[0] if several else results
+        if is_cheap:
+            offer(ctx, output, run, tuple(args), 0 if several else None)
+        return output
+
+    return forward
+
+
+def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bwd: _Names) -> Callable[..., Any]:
+    run, in_place = cls.bwd, cls.in_place is not None
+    n_grads = sum(f"d{result}" in bwd.tensors for result in fwd.results)
+    has_flag, params = "needs_params" in bwd.numbers, [arguments.index(name) for name in cls.params]
+    owners = [result.removeprefix("d").split("_d") for result in bwd.results]
+    order = [name for of_result in owners for name in of_result]
+    known = {*arguments, *fwd.results, "needs_params"}
+    wrong = [name for name in order if name not in arguments]  # whose gradient would be lost
+    if wrong := wrong + [name for name in (*bwd.tensors[n_grads:], *bwd.numbers) if name not in known]:
+        raise TypeError(f"{cls.__name__}: backward names {', '.join(wrong)}, which forward neither takes nor returns")
+    by_argument = [order.index(name) if name in order else -1 for name in arguments]  # -1: no gradient
+    pairs = [bwd.tensors.index(names[1]) - n_grads if len(names) > 1 else None for names in owners]  # where B is saved
+    has_pairs = len(order) > len(owners)
+
+    def apart(result: torch.Tensor, pair: int | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
+        if pair is None:
+            return (result,)
+        # torch's plain chunk would also record that both share memory, which takes host time
+        return (result, None) if saved[pair] is None else result.unsafe_chunk(2)
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+        if in_place and ctx.owned and _may_overwrite(saved):
+            cls.in_place(*grads, *saved, *ctx.numbers)
+            results: Any = [t.detach() for t in saved]
+        else:
+            flags = (any([needed[place] for place in params]),) if has_flag else ()
+            results = run(*grads, *saved, *ctx.numbers, *flags)
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            if has_pairs:
+                results = [part for result, pair in zip(results, pairs) for part in apart(result, pair, saved)]
+        results = (*results, None)
+        return tuple([results[place] if need else None for place, need in zip(by_argument, needed)])
+
+    return backward
+
+
+def _may_overwrite(saved: tuple[torch.Tensor, ...]) -> bool:
+    """Whether a backward may write over its saved tensors, which its caller owns: that halves a gated activation's."""
+    if graph_is_kept() or is_transformed():
+        return False
+    return all([type(t) is torch.Tensor and t.is_contiguous() for t in saved])
+
+
+def graph_is_kept() -> bool:
+    """Whether this backward may run again over the same saved tensors: with retain_graph, while torch.compile traces,
+    and where this version of torch cannot tell.
+
+    A captured device graph counts by the call it recorded: replaying a backward twice after one forward is
+    retain_graph.
+    """
+    return torch.compiler.is_compiling() or keeps_graph is None or keeps_graph()

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import registry
 from ..private import assert_async, is_batched
 from . import launch as _launch
-from .observe import Observer, observers, observing
+from .launch import Observer, observers, observing
 
 MISSED, UNSEEN = object(), object()
 _SEEN, _REFUSED = "seen", "refused"

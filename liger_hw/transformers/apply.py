@@ -333,11 +333,14 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> PatchReport | None:
     return patch(getattr(transformers, names[model_type]), **_applicable(patch, kwargs))
 
 
-def _apply_liger_kernel_to_instance(model: Any, **kwargs: Any) -> PatchReport:
+def patch_instance(model: Any, **kwargs: Any) -> PatchReport:
     """Patch one live model by the function of its `config.model_type`, or by `patch`; keywords as above."""
     config = getattr(unwrapped(model), "config", None)
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(getattr(config, "model_type", None), patch)
     return function(model=model, **_applicable(function, kwargs))
+
+
+_apply_liger_kernel_to_instance = patch_instance  # as Hugging Face's Trainer and TRL call it
 
 
 def _applicable(function: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:

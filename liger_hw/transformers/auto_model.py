@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .apply import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance, patch
+from .apply import MODEL_TYPE_TO_APPLY_LIGER_FN, patch, patch_instance
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
@@ -28,7 +28,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         options = _taken_out(config, kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # (model, info) with output_loading_info=True
-        _apply_liger_kernel_to_instance(model, **options)
+        patch_instance(model, **options)
         return loaded
 
     @classmethod
@@ -36,7 +36,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         """Make a model with random weights and patch it; keywords as for `from_pretrained`."""
         options = _taken_out(config, kwargs)
         model = super().from_config(config, **kwargs)
-        _apply_liger_kernel_to_instance(model, **options)
+        patch_instance(model, **options)
         return model
 
 

@@ -287,7 +287,7 @@ def test_specialisation_is_that_of_the_launch():
 
 
 def test_tracing_leaves_the_registry_alone():
-    from liger_hw.runtime.observe import observers
+    from liger_hw.runtime.launch import observers
 
     before = registry.misses()
     _first()

@@ -24,7 +24,7 @@ from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator
-from liger_hw.runtime.observe import Foreseen, observing
+from liger_hw.runtime.launch import Foreseen, observing
 
 pytestmark = pytest.mark.cpu
 

@@ -9,7 +9,7 @@ import torch
 from liger_hw import registry
 from liger_hw.bench import ops
 from liger_hw.bench.timing import Meter
-from liger_hw.runtime.observe import observers
+from liger_hw.runtime.launch import observers
 
 pytestmark = pytest.mark.interpret
 

@@ -150,7 +150,7 @@ def named(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def counting(run: Run) -> Iterator[None]:
     from liger_hw.recompute.recipes import Recipe
-    from liger_hw.runtime.observe import Observer, observing
+    from liger_hw.runtime.launch import Observer, observing
 
     again, compute = threading.local(), Recipe._compute
 

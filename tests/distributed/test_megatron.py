@@ -23,7 +23,7 @@ from liger_hw.megatron import (
     _replace,
 )
 from liger_hw.megatron import apply_liger_kernel_to_megatron as apply
-from liger_hw.runtime.observe import Observer, observing
+from liger_hw.runtime.launch import Observer, observing
 from liger_hw.transformers.marks import is_ours
 from liger_hw.transformers.report import ALREADY, PATCHED, PatchReport
 

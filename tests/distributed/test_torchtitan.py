@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import liger_hw
-from liger_hw.runtime.observe import Observer, observing
+from liger_hw.runtime.launch import Observer, observing
 
 needs_torchtitan = pytest.mark.skipif(
     not importlib.util.find_spec("torchtitan"), reason="needs torchtitan: bash ci/distributed.sh installs it"

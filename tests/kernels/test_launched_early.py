@@ -16,7 +16,7 @@ from liger_hw.autotune import compile_ahead
 from liger_hw.autotune.compile import driver_stub
 from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.runtime import launch as _launch
-from liger_hw.runtime.observe import observing
+from liger_hw.runtime.launch import observing
 from liger_hw.runtime.operator import LauncherMode
 
 DEPENDENT = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.dependent_launch]

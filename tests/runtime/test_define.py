@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_hw.runtime.operator import declared, define, launchers
-from liger_hw.runtime.operator_function import OperatorFunction
+from liger_hw.runtime.operator import OperatorFunction, declared, define, launchers
 
 
 class Inner(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 import liger_hw
 from liger_hw.kernels.float8.float8_linear import liger_float8_linear
-from liger_hw.runtime.saved_tensors import owns_outputs
+from liger_hw.recompute.recipes import owns_outputs
 from liger_hw.transformers.float8_linears import Float8Linear
 
 transformers = pytest.importorskip("transformers")

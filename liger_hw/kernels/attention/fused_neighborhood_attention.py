@@ -23,6 +23,7 @@ import torch
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal
 from ...runtime.operator import (
+    OperatorFunction,
     cdiv,
     check,
     check_integers,
@@ -32,7 +33,6 @@ from ...runtime.operator import (
     empty_like,
     launch,
 )
-from ...runtime.operator_function import OperatorFunction
 from .neighborhood_attention_kernels import (
     _neighborhood_bwd_keys_kernel,
     _neighborhood_bwd_queries_kernel,

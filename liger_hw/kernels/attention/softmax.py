@@ -15,7 +15,7 @@ import torch
 from ... import registry
 from ...registry import Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
-from ...runtime.operator_function import OperatorFunction
+from ...runtime.operator import OperatorFunction
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow

@@ -22,7 +22,6 @@ import torch
 
 from ... import private
 from ...registry import is_quiet
-from ...runtime.host_copy import HostCopy
 from ...runtime.operator import check
 
 MAX_SHARE = 31 / 32
@@ -39,16 +38,29 @@ class CountedRows:
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index
-        self._count = None
+        self._count = self._arrived = None
         several = labels if isinstance(labels, tuple) else (labels,)
-        if not is_quiet() and all(type(t) is torch.Tensor for t in several):  # a fake tensor has no number to read
-            counts = [(t.detach() != ignore_index).sum() for t in several]
-            self._count = HostCopy(functools.reduce(torch.maximum, counts))
+        if is_quiet() or not all(type(t) is torch.Tensor and not t.is_meta for t in several):
+            return  # a fake tensor has no number to read
+        count = functools.reduce(torch.maximum, [(t.detach() != ignore_index).sum() for t in several])
+        if count.is_cpu:
+            self._count = count
+            return
+        self._count = torch.empty((), dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
+        self._arrived = torch.get_device_module(count.device.type).Event()
+        self._arrived.record()
 
     def most(self) -> int | None:
-        """The count, waiting for its copy if it must; None where nothing was counted."""
-        count = None if self._count is None else self._count.read()
-        return None if count is None else int(count)
+        """The count, waiting for its copy if it must; None where nothing was counted, or this is no moment to wait.
+
+        It waits for what was queued on the device before the copy, not for what was queued after it.
+        """
+        if self._count is None or is_quiet():
+            return None
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return int(self._count)
 
 
 def among_all(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int, left_out: int = 0) -> Any:

@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from ... import registry
 from ...private import innermost_transform, is_batched, n_dispatch_modes
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order
-from ...runtime.saved_tensors import graph_is_kept
+from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order, graph_is_kept
 from ...runtime.sharding import LossRule
 from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import absent

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from ...registry import backend_of
-from ...runtime.saved_tensors import graph_is_kept
+from ...runtime.operator import graph_is_kept
 from ..losses.cross_entropy_reference import absent
 from ..losses.cross_entropy_scale import cross_entropy_bwd, cross_entropy_bwd_
 from .chunk_plan import MAX_PLAIN_CHUNKS, STEP, Chunks, divide, padded

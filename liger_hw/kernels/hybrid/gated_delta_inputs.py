@@ -22,6 +22,7 @@ import torch
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.operator import (
+    OperatorFunction,
     cdiv,
     check_integers,
     check_numbers,
@@ -30,7 +31,6 @@ from ...runtime.operator import (
     empty_like,
     launch,
 )
-from ...runtime.operator_function import OperatorFunction
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
 from .causal_conv import (

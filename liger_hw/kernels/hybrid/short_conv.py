@@ -13,8 +13,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, next_power_of_2, normal
-from ...runtime.operator import cdiv, define, dense, empty_like, launch
-from ...runtime.operator_function import OperatorFunction
+from ...runtime.operator import OperatorFunction, cdiv, define, dense, empty_like, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from .causal_conv import (

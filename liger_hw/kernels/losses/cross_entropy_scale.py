@@ -12,8 +12,7 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, row_key, tile_space
-from ...runtime.operator import cdiv, define, launch
-from ...runtime.saved_tensors import graph_is_kept
+from ...runtime.operator import cdiv, define, graph_is_kept, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, persistent_misfit

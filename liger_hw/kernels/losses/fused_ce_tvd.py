@@ -21,6 +21,7 @@ import torch
 
 from ... import registry
 from ...runtime.operator import (
+    OperatorFunction,
     check,
     check_ignore_index,
     check_tensors,
@@ -29,7 +30,6 @@ from ...runtime.operator import (
     row_major,
     to_flatten,
 )
-from ...runtime.operator_function import OperatorFunction
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from .cross_entropy import check_arguments, sample_logits

@@ -29,10 +29,10 @@ from ...runtime.operator import (
     check_tensors,
     define,
     first_order,
+    graph_is_kept,
     nested,
     row_major,
 )
-from ...runtime.saved_tensors import graph_is_kept
 from .cross_entropy import WORKLOADS as WORKLOADS
 from .cross_entropy import check_arguments, sample_logits
 from .cross_entropy_reference import absent

@@ -19,6 +19,7 @@ from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, next_power_of_2, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
+    OperatorFunction,
     cdiv,
     define,
     dense,
@@ -27,7 +28,6 @@ from ...runtime.operator import (
     row_major,
     rows_of,
 )
-from ...runtime.operator_function import OperatorFunction
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (

@@ -28,6 +28,7 @@ from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
+    OperatorFunction,
     cdiv,
     check,
     check_flags,
@@ -40,7 +41,6 @@ from ...runtime.operator import (
     row_major,
     rows_of,
 )
-from ...runtime.operator_function import OperatorFunction
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import persistent_misfit, row_sample, row_tiles, row_tunable, row_warps, rows_per_program

@@ -27,6 +27,7 @@ from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative, resident_options
 from ...runtime.operator import (
+    OperatorFunction,
     cdiv,
     check,
     check_integers,
@@ -36,7 +37,6 @@ from ...runtime.operator import (
     dense,
     launch,
 )
-from ...runtime.operator_function import OperatorFunction
 from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ..rows.tuning import persistent_misfit
 from .group_norm_kernels import (

@@ -21,8 +21,7 @@ import torch
 from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, normal
 from ...runtime.cooperative import resident_options
-from ...runtime.operator import check, check_numbers, define
-from ...runtime.operator_function import OperatorFunction
+from ...runtime.operator import OperatorFunction, check, check_numbers, define
 from ...runtime.sharding import RowsRule
 from ..rows.blocks import most_columns
 from ..rows.reduce import param_parts, params_dtype

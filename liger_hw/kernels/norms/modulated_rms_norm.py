@@ -23,6 +23,7 @@ import torch
 from ... import registry
 from ...registry import Plan, Sample, next_power_of_2, normal, row_key
 from ...runtime.operator import (
+    OperatorFunction,
     cdiv,
     check_numbers,
     define,
@@ -33,7 +34,6 @@ from ...runtime.operator import (
     row_major,
     rows_of,
 )
-from ...runtime.operator_function import OperatorFunction
 from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums

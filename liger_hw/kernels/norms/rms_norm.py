@@ -21,8 +21,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import check, check_numbers, define, no_weight, warn_ignored
-from ...runtime.operator_function import OperatorFunction
+from ...runtime.operator import OperatorFunction, check, check_numbers, define, no_weight, warn_ignored
 from ...runtime.sharding import RowsRule
 from ..rows.tuning import row_sample
 from .backward import backward_tunables, norm_backward

@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import project
+from ...recompute.recipes import owns_outputs, project
 from ...registry import Sample
-from ...runtime.operator import check_flags, check_numbers, define, empty_like
-from ...runtime.operator_function import OperatorFunction
-from ...runtime.saved_tensors import owns_outputs
+from ...runtime.operator import OperatorFunction, check_flags, check_numbers, define, empty_like
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
 from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference

@@ -13,8 +13,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import define, empty_like
-from ...runtime.operator_function import OperatorFunction
+from ...runtime.operator import OperatorFunction, define, empty_like
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
 

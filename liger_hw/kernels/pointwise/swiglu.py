@@ -15,10 +15,8 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import project
-from ...runtime.operator import check, check_flags, check_numbers
-from ...runtime.operator_function import OperatorFunction
-from ...runtime.saved_tensors import owns_outputs
+from ...recompute.recipes import owns_outputs, project
+from ...runtime.operator import OperatorFunction, check, check_flags, check_numbers
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
 from .tiled_mlp import apply_tiled_mlp, tileable

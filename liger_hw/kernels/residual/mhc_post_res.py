@@ -16,8 +16,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import define, dense, empty_like
-from ...runtime.operator_function import OperatorFunction
+from ...runtime.operator import OperatorFunction, define, dense, empty_like
 from .mhc_coeffs import liger_mhc_coeffs
 from .mhc_pre import liger_mhc_pre
 from .streams import mix, mix_backward, mix_tunables

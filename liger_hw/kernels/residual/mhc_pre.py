@@ -13,8 +13,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import define, dense
-from ...runtime.operator_function import OperatorFunction
+from ...runtime.operator import OperatorFunction, define, dense
 from .streams import mix, mix_backward, mix_tunables
 
 

@@ -274,7 +274,7 @@ class Rotary:
 
     The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, the op's `Form`,
     backward): cos [1 or B, T, width], with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]. by_position: see
-    `geometry_of`; heads_first: see `_rotary_kernel` flat: heads whose width is even and no power of two go through
+    `geometry_of`; heads_first: see `_rotary_kernel`; flat: heads whose width is even and no power of two go through
     `_flat_rotary_kernel`, which takes halves with HALVES or SHARED, or pairs, in and out, with COMPLEX
     """
 

@@ -21,8 +21,7 @@ from ...kernels.pointwise.geglu import geglu_reference
 from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
 from ...kernels.pointwise.tiled_mlp import tileable
-from ...recompute.recipes import project
-from ...runtime.saved_tensors import owns_outputs
+from ...recompute.recipes import owns_outputs, project
 from .. import functional
 from .guards import EVERYTHING, reads
 from .probe import (
