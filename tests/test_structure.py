@@ -7,7 +7,6 @@ import collections
 import functools
 import io
 import json
-import math
 import re
 import tokenize
 from itertools import combinations
@@ -203,53 +202,6 @@ def test_a_new_batch_size_compiles_nothing(op):
 
 def _is_specialised(parameter) -> bool:
     return parameter.name.startswith("n_") and not parameter.is_constexpr and not parameter.do_not_specialize
-
-
-def test_values_that_rotate_in_a_loop_begin_apart():
-    """`a, b = b, c` in a kernel's loop, where a and b were equal before it: Triton merges them (seen in 3.6 and 3.7).
-
-    The interpreter does not, so only a GPU shows it.
-    """
-    planted = "@triton.jit\ndef k():\n    a = tl.zeros([4])\n    b = a\n    for i in range(9):\n        a, b = b, i"
-    assert _merged(ast.parse(planted)), "the check finds nothing"
-    merged = [line for path in SOURCES for line in _merged(ast.parse(path.read_text()))]
-    assert not merged, f"give these values of a loop different values before it: {merged}"
-
-
-def _merged(tree: ast.Module) -> list[str]:
-    """Names in kernels that take, in a loop, the value of a name that was equal to theirs before the loop."""
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    kernels = [f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)]
-    return [
-        f"{kernel.name}: {name} = {value}"
-        for kernel in kernels
-        for loop in ast.walk(kernel)
-        if isinstance(loop, ast.For)
-        for name, value in _assigned(loop).items()
-        if name != value
-        and {name, value} <= (before := _assigned(kernel, loop.lineno)).keys()
-        and _origin(name, before) == _origin(value, before)
-    ]
-
-
-def _assigned(scope: ast.AST, line: float = math.inf) -> dict[str, str]:
-    """name -> expression of the assignments in a scope before a line, tuples one by one; the last one counts."""
-    values = {}
-    for node in ast.walk(scope):
-        if isinstance(node, ast.Assign) and node.lineno < line:
-            target, value = node.targets[0], node.value
-            pairs = zip(target.elts, value.elts) if isinstance(value, ast.Tuple) else [(target, value)]
-            values |= {ast.unparse(a): ast.unparse(b) for a, b in pairs}
-    return values
-
-
-def _origin(name: str, before: dict[str, str]) -> str:
-    """The expression behind a name that was set to a name."""
-    seen = set()
-    while name in before and name not in seen:
-        seen.add(name)
-        name = before[name]
-    return name
 
 
 def test_no_two_vendors_ship_the_same_table():
