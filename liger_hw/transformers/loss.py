@@ -196,9 +196,12 @@ class OutputHead:
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
         loss = self.fused_loss(logits, target, options)
-        if loss is not None:
-            return loss
-        computed = logits.materialise()
+        return self.loss_of_computed(logits, logits.materialise(), target, options) if loss is None else loss
+
+    def loss_of_computed(
+        self, logits: DeferredLogits, computed: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """The same from `computed`, these logits' values."""
         if self._is_left_to_torch(logits):
             return torch.nn.functional.cross_entropy(computed, target, **options)
         return self._loss_of(functional.liger_cross_entropy(computed, target, **self._more(), **options))
@@ -401,6 +404,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
                 outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
             if skip and (reason := head.why_not_asked(type(self).__name__)):
                 _warn(reason)
+            if wants and not head.results:
+                _warn(f"{type(self).__name__} takes no cross entropy of them, so {' and '.join(wants)} are not there")
             return _finish(outputs, head, skip, keep=head.is_whole() and not is_replica)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
             if wants or not _is_of_deferred_logits(error):

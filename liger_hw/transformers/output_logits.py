@@ -157,16 +157,19 @@ class OutputLogits(torch.Tensor):
         needed = None if made_by is None else made_by.needs_input_grad[1:-1]
         # `disable_adapter` of PEFT freezes heads for a while: a fused loss would leave out what the forward has
         is_as_made = needed in (None, tuple(t.requires_grad for t in self._logits.computed_from()))
-        if is_known and self.is_deferred and is_as_made and not is_watched and self._logits.is_rows_for(target):
+        head, is_known = self._logits._head, is_known and self._logits.is_rows_for(target)
+        if is_known and self.is_deferred and is_as_made and not is_watched:
             needs_grad, _ = self._place()
             with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
                 self._logits.check_unchanged()
-                loss = self._logits._head.fused_loss(self._logits, target, options)
+                loss = head.fused_loss(self._logits, target, options)
                 if loss is not None:
                     for logits in chain:  # the loss's gradient does not pass by these
                         logits._is_fused = True
                     is_moved = not all(logits._place()[1] for logits in chain)
                     return _Passing.apply(loss, loss, self) if is_moved else loss
+        if is_known and head.wants:
+            return head.loss_of_computed(self._logits, self.materialise(), target, options)
         return F.cross_entropy(self.materialise(), *args, **kwargs)
 
     def _chain(self) -> "list[OutputLogits]":

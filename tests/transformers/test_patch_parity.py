@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
+
+from liger_hw.transformers import loss as loss_module
 
 pytestmark = pytest.mark.cpu
 
@@ -177,6 +182,35 @@ def test_token_accuracy(patched, batch):
     for plain in (model(**batch), model(batch["input_ids"]), model.eval()(**batch)):
         assert plain.token_accuracy is None and plain.predicted_tokens is None  # there, as programs ask for them
         assert not {"token_accuracy", "predicted_tokens"} & set(plain)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "quantised_like"])
+@pytest.mark.parametrize("scale", [1.0, math.inf], ids=["fused", "not_fused"])
+def test_token_accuracy_of_a_loss_of_one_s_own(patched, batch, scale, is_whole):
+    """`loss_function` of a program gives it too, whether its cross entropy is fused or takes the logits (a cap that the
+    fused loss does not have), whether the logits stand in for a tensor or are deferred."""
+    model, _ = patched()
+    targets = batch["input_ids"].flatten()
+
+    def own(logits, labels, **_):
+        capped = logits if scale == 1.0 else -30.0 * torch.tanh(logits / -30.0)
+        return F.cross_entropy(capped.flatten(0, 1), targets)
+
+    model.loss_function = own
+    if not is_whole:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    found = model(**batch, return_token_accuracy=True, return_predicted_tokens=True)
+    hits = found.logits.detach().flatten(0, 1).argmax(-1) == targets
+    torch.testing.assert_close(found.token_accuracy, hits.float().mean())
+    torch.testing.assert_close(found.loss, own(found.logits.detach() + 0, None))
+
+
+def test_a_loss_without_cross_entropy_says_why_there_is_no_accuracy(patched, batch, caplog):
+    model, _ = patched()
+    model.loss_function = lambda logits, labels, **_: logits.float().square().mean()
+    loss_module._warned.clear()
+    found = model.eval()(**batch, return_token_accuracy=True)
+    assert found.token_accuracy is None and "takes no cross entropy of them, so token_accuracy" in caplog.text
 
 
 def test_generate_equals_unpatched(patched, batch):

@@ -182,6 +182,8 @@ def scale_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """A whole backward: `scale_gradient` of every gradient that a forward saved; None where not needed."""
     kept = graph_is_kept()
+    nan = float("nan")  # of sums over entries of both signs infinity makes nan, which a product with it would not
+    grad_output = torch.nan_to_num(grad_output, nan=nan, posinf=nan, neginf=nan)
     scaled = [g if w else None for g, w in zip(grads, needs)]
     for i, grad in enumerate(scaled):
         if grad is not None and kept:
