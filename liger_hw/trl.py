@@ -112,14 +112,12 @@ def install() -> Installed:
 
     Raises `ImportError` without TRL, or with a TRL whose head takes other arguments: it is for TRL 1.15 and 1.16.
     """
-    utils = _trl_utils()
-    return Installed(utils)
+    return Installed(_trl_utils())
 
 
 def uninstall() -> None:
     """Put TRL's own function back, whatever was installed."""
-    utils = _trl_utils()
-    setattr(utils, _NAME, _function_of_trl())
+    setattr(_trl_utils(), _NAME, _function_of_trl())
 
 
 def is_installed() -> bool:
