@@ -83,14 +83,15 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _ReferenceFunction(torch.autograd.Function):
-    """The formulas above, of numbers rounded to FP8 but computed in fp32, or in fp64."""
+    """The formulas above, of numbers rounded to FP8 but computed in fp32, or in fp64. On a device fp32 products are
+    rounded to bf16, as they are where FP8 is multiplied."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe):
         rows, weights = (_reference_rows(t, E4M3, recipe.rowwise) for t in (x, weight))
         ctx.save_for_backward(x, weight)
         ctx.recipe = recipe
-        return (rows.data @ weights.data.t()) * rows.scale[:, None] * weights.scale
+        return _as_product((rows.data @ weights.data.t()) * rows.scale[:, None] * weights.scale)
 
     @staticmethod
     def backward(ctx, dy):
@@ -107,7 +108,11 @@ class _ReferenceFunction(torch.autograd.Function):
         dx = (gradients.data @ weights.data) * gradients.scale[:, None] * weights.scale
         factors = torch.where(largest > 0, token_scales / largest, 0.0)
         dw = (_round(gradients.data * factors[:, None], recipe.gradients).t() @ rows.data) * largest
-        return dx, dw, None
+        return _as_product(dx), _as_product(dw), None
+
+
+def _as_product(y: torch.Tensor) -> torch.Tensor:
+    return y if y.device.type == "cpu" or y.dtype is torch.float64 else y.bfloat16().to(y.dtype)
 
 
 def _round(x: torch.Tensor, format: int) -> torch.Tensor:
