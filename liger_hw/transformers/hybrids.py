@@ -11,13 +11,15 @@ from torch import nn
 from ..text import first_line
 
 PACKAGES = {
-    "chunk_gated_delta_rule": ("fla", "flash-linear-attention"),
-    "chunk_kda": ("fla", "flash-linear-attention"),
     "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
-    "mamba_chunk_scan_combined": ("mamba_ssm", "mamba-ssm"),
+    "torch_chunk_gated_delta_rule": ("fla", "flash-linear-attention"),
+    "chunk_kimi_delta_attention": ("fla", "flash-linear-attention"),
+    "mamba2_chunk_scan": ("mamba_ssm", "mamba-ssm"),
+    "mamba_selective_scan": ("mamba_ssm", "mamba-ssm"),
+    "mamba_chunk_scan_combined": ("mamba_ssm", "mamba-ssm"),  # this and the next of transformers 4
     "selective_scan_fn": ("mamba_ssm", "mamba-ssm"),
 }
-"""A function that transformers' modeling modules name -> (package, distribution) that has its kernel."""
+"""A function of transformers' modeling modules, which computes in plain torch without -> (package, distribution)."""
 
 
 def slow_recurrence(model: nn.Module) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import liger_hw
 from liger_hw.transformers import hybrids
+from liger_hw.transformers.tiny import tiny_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
@@ -31,6 +34,40 @@ def test_missing_packages_are_named(caplog, monkeypatch):
         liger_hw.patch(_lfm2())
     lines = [record.getMessage() for record in caplog.records if "plain torch" in record.getMessage()]
     assert len(lines) == 1 and "Lfm2ForCausalLM" in lines[0] and "causal-conv1d is not installed" in lines[0]
+
+
+CONV, FLA, MAMBA = "causal-conv1d", "flash-linear-attention", "mamba-ssm"
+NEEDED = {
+    "bamba": ("BambaForCausalLM", CONV, MAMBA),
+    "falcon_h1": ("FalconH1ForCausalLM", CONV, MAMBA),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", CONV, MAMBA),
+    "jamba": ("JambaForCausalLM", CONV, MAMBA),
+    "kimi_linear": ("KimiLinearForCausalLM", CONV, FLA),
+    "lfm2": ("Lfm2ForCausalLM", CONV),
+    "nemotron_h": ("NemotronHForCausalLM", CONV, MAMBA),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", CONV, FLA),
+    "qwen3_5": ("Qwen3_5ForCausalLM", CONV, FLA),
+    "qwen3_next": ("Qwen3NextForCausalLM", CONV, FLA),
+    "zamba2": ("Zamba2ForCausalLM", CONV, MAMBA),
+}
+
+
+@pytest.mark.parametrize("family", NEEDED)
+def test_each_package_that_a_family_calls_is_named(family, monkeypatch):
+    name = f"transformers.models.{family}.modeling_{family}"
+    modeling = pytest.importorskip(name, reason=f"this transformers has no {family}")
+    monkeypatch.setattr(hybrids, "_why_unusable", lambda package: "is not installed")
+    cls, *distributions = NEEDED[family]
+    line = hybrids.slow_recurrence(tiny_model(getattr(modeling, cls)))
+    assert line.partition("kernels: ")[2] == "; ".join(f"{each} is not installed" for each in distributions)
+
+
+def test_every_function_of_transformers_that_falls_back_is_known():
+    decorated = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"(\w+)",?\s*\)')
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text()
+        defined = {package for name, (package, _) in hybrids.PACKAGES.items() if f"\ndef {name}(" in text}
+        assert set(decorated.findall(text)) <= defined, f"{path.name}: put its function into hybrids.PACKAGES"
 
 
 def test_nothing_is_said_where_they_are_there_or_not_needed(monkeypatch):
