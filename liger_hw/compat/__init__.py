@@ -42,6 +42,7 @@ _CHECKED = "liger_hw.compat.checked"
 _GRPO = "liger_hw.compat.grpo"
 _BASES = "liger_hw.compat.loss_bases"
 _FSDP = "liger_hw.compat.fsdp"
+_ORPO = "liger_hw.compat.orpo_trainer"
 _FORWARDS = "liger_hw.compat.forwards"
 _LOSS_UTILS = "liger_hw.compat.loss_utils"
 _OUTPUTS = "liger_hw.compat.output_classes"
@@ -55,8 +56,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.monkey_patch": (_CHECKED, _TRANSFORMERS, "liger_hw.compat.monkey_patch", _FUNCTIONAL, _MODULES),
     "transformers.trainer_integration": (_TRANSFORMERS,),
     "transformers.fsdp": (_FSDP,),
-    "transformers.trainer": (),
-    "transformers.trainer.orpo_trainer": (_FSDP,),  # where Axolotl takes `_FSDPForwardRedirection` from
+    "transformers.trainer": (_ORPO,),
+    "transformers.trainer.orpo_trainer": (_FSDP, _ORPO),  # Axolotl takes `_FSDPForwardRedirection` from there
     "transformers.mhc": (_TRANSFORMERS,),
     "transformers.mlp": (_MODULES,),
     "transformers.tiled_mlp": (_TRANSFORMERS,),

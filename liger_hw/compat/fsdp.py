@@ -17,21 +17,25 @@ class _FSDPForwardRedirection:
 
         if not isinstance(wrapper_module, FullyShardedDataParallel):
             raise TypeError(f"wrapper_module must be a FullyShardedDataParallel, got {type(wrapper_module).__name__}")
-        inner = wrapper_module._fsdp_wrapped_module
-        original = inner.__dict__.get("forward")
+        return redirected(wrapper_module, wrapper_module._fsdp_wrapped_module, method, *args, **kwargs)
 
-        def restore() -> None:
-            if original is None:
-                inner.__dict__.pop("forward", None)
-            else:
-                inner.forward = original
 
-        def redirected(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            restore()  # the method may call the model itself
-            return method(*inner_args, **inner_kwargs)
+def redirected(wrapper: Any, inner: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`method(*args, **kwargs)` in the place of the forward of `inner`, the module that `wrapper` wraps, or itself."""
+    original = inner.__dict__.get("forward")
 
-        inner.forward = redirected
-        try:
-            return wrapper_module(*args, **kwargs)
-        finally:
-            restore()
+    def restore() -> None:
+        if original is None:
+            inner.__dict__.pop("forward", None)
+        else:
+            inner.forward = original
+
+    def forward(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        restore()  # the method may call the model itself
+        return method(*inner_args, **inner_kwargs)
+
+    inner.forward = forward
+    try:
+        return wrapper(*args, **kwargs)
+    finally:
+        restore()

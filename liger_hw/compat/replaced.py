@@ -14,7 +14,6 @@ REPLACED = {
     r".*ExpertParallel.*|transformers\.moe(\..*)?": (
         "expert parallelism is transformers' own (DistributedConfig): patch the model after from_pretrained"
     ),
-    r"transformers\.trainer(\..*)?": "use TRL's trainer with liger_kernel.chunked_loss.LigerFusedLinearORPOLoss",
     r"(ops\.)?backends(\..*)?|ops\.configure(\..*)?": (
         "liger_hw has one implementation, chosen by the device of a tensor; liger_hw.registry has its configurations"
     ),

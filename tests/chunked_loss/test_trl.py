@@ -6,6 +6,7 @@ attributes it reads. Skipped where trl is not installed (pip install trl).
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -32,6 +33,12 @@ class _Accelerator:
     @staticmethod
     def reduce(t, reduction="sum"):
         return t
+
+    @staticmethod
+    def unwrap_model(model):
+        return getattr(model, "module", model)
+
+    autocast = staticmethod(contextlib.nullcontext)
 
 
 @pytest.fixture
@@ -259,6 +266,42 @@ def test_orpo(head, generator):
     ours, metrics = chunked_loss.LigerFusedLinearORPOLoss(beta=0.3)(weight, x, target, nll_target=whole)
     _same(ours, theirs, head)
     torch.testing.assert_close(torch.stack(metrics[-2:]), torch.stack([ratio, odds]).detach())
+
+
+@pytest.mark.parametrize("train_eval", ["train", "eval"])
+def test_the_orpo_trainer_of_liger(train_eval, generator):
+    """`LigerORPOTrainer` returns what TRL's trainer does, of a model whose logits it never asks for."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.experimental.orpo import ORPOTrainer
+
+    from liger_hw.compat.orpo_trainer import LigerORPOTrainer
+    from liger_hw.transformers.tiny import tiny_config
+
+    with torch.random.fork_rng():
+        model = LlamaForCausalLM(tiny_config(LlamaConfig))
+    batch = {}
+    for side, length in (("chosen", LENGTH), ("rejected", LENGTH - 2)):
+        ids = torch.randint(4, model.config.vocab_size, (BATCH, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        labels = torch.where(mask == 1, ids, -100)
+        labels[:, :2] = -100
+        batch |= {f"{side}_input_ids": ids, f"{side}_attention_mask": mask, f"{side}_labels": labels}
+    results = []
+    for cls, called in ((ORPOTrainer, model), (LigerORPOTrainer, torch.nn.DataParallel(model))):
+        trainer = object.__new__(cls)
+        trainer.__dict__ |= {"accelerator": _Accelerator(), "beta": 0.3, "is_encoder_decoder": False}
+        trainer.__dict__ |= {"padding_value": 0, "aux_loss_enabled": False}
+        loss, metrics = trainer.get_batch_loss_metrics(called, batch, train_eval)
+        results.append((loss, metrics, torch.autograd.grad(loss, list(model.parameters()))))
+    (expected, their_metrics, their_grads), (loss, metrics, grads) = results
+    torch.testing.assert_close(loss, expected)
+    assert metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-5) and "forward" not in vars(model)
+    for a, b in zip(grads, their_grads):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+    model.config.logit_scale = 0.5
+    with pytest.raises(ValueError, match="use TRL's ORPOTrainer"):
+        trainer.get_batch_loss_metrics(model, batch)
 
 
 def test_functions_of_tokens(head, generator):

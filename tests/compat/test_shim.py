@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -387,6 +388,9 @@ for module, names in json.load(open({str(NAMES)!r})).items():
             print(f"{{module}}.{{name}}: {{error}}")
 """)
     missing = dict(line.split(": ", 1) for line in said.splitlines())
+    if "transformers.trainer.orpo_trainer.LigerORPOTrainer" in missing:
+        assert "pip install trl" in missing.pop("transformers.trainer.orpo_trainer.LigerORPOTrainer")
+        assert importlib.util.find_spec("trl") is None
     assert not [name for name, error in missing.items() if "is not in liger_hw's shim: " not in error]
     idle = [
         pattern
@@ -411,7 +415,6 @@ def test_what_is_not_here_names_its_replacement():
 import liger_kernel.transformers as layers
 for code, said in {
     "import liger_kernel.backends.registry": "liger_hw.registry",
-    "from liger_kernel.transformers.trainer.orpo_trainer import LigerORPOTrainer": "LigerFusedLinearORPOLoss",
     "from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe": "DistributedConfig",
     "from liger_kernel.ops.rms_norm import rms_norm_forward": "liger_kernel.transformers.functional",
     "from liger_kernel.env_report import print_env_report": "liger-hw doctor",
