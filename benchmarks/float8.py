@@ -1,15 +1,7 @@
-"""Training in FP8 against bf16: tokens a second, memory, and whether the loss is the same.
+"""What `liger-hw bench float8` does not show of training in FP8: its operators, and whether the loss is the same.
 
-    python benchmarks/float8.py --out speed.json                              Llama-3-8B's layers, 2 x 4096 tokens
-    python benchmarks/float8.py --model qwen3 --layers 6 --arms bf16 rowwise torchao
-    python benchmarks/float8.py --lora --arms bf16 rowwise                    adapters on a frozen model
-    python benchmarks/float8.py --ops --out ops.json                          each operator against its copy floor
-    python benchmarks/float8.py --convergence --out curves.json               1,000 steps of 87M parameters, three seeds
-
-Arms: `bf16` is liger_hw's patch alone, `rowwise` and `tensorwise` the patch with `liger_hw.float8`, `kept` rowwise with
-frozen weights kept in FP8 (for --lora), `torchao` and
-`torchao-compiled` torchao's rowwise training on the patched model, `te` the linears of TransformerEngine. An arm whose
-package does not import is listed with the reason.
+    python benchmarks/float8.py --ops --out ops.json              each operator against a copy of as many bytes
+    python benchmarks/float8.py --convergence --out curves.json   1,000 steps of 87M parameters, three seeds
 
 --convergence trains a model on Python's own standard library, byte by byte, in bf16 and in FP8 from the same weights on
 the same batches, for each seed, all runs at the same time in processes of their own. The last twentieth of the text is
@@ -19,7 +11,6 @@ for evaluation. What is printed is the loss of the arms and its spread over the 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -32,34 +23,29 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-from activations import train_step
 
 import liger_hw
+from liger_hw.autotune.clock import Clock
 from liger_hw.backends import with_index
 from liger_hw.bench import report, training
-from liger_hw.text import first_line, table
+from liger_hw.text import table
 
-ARMS = ("bf16", "rowwise", "tensorwise", "kept", "torchao", "torchao-compiled", "te")
+ARMS = ("bf16", "rowwise", "tensorwise")
 EVERY = 50
 """Steps between losses that a run keeps."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama3", choices=training.MODELS)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--steps", type=int, help="default: 8, of a convergence run 1000")
-    parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, help="default: bf16 rowwise tensorwise, with --convergence two"
-    )
-    parser.add_argument("--lora", action="store_true", help="rank 16 on all linears (peft)")
-    parser.add_argument("--hidden", type=int, help="smaller width, for a quick try")
-    parser.add_argument("--ops", action="store_true")
-    parser.add_argument("--convergence", action="store_true")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--ops", action="store_true")
+    what.add_argument("--convergence", action="store_true")
+    what.add_argument("--run", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, default=8192, help="of the operators")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=("bf16", "rowwise"))
+    parser.add_argument("--hidden", type=int, default=768, help="smaller width, for a quick try")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--run", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out")
     options = parser.parse_args()
@@ -71,106 +57,10 @@ def main() -> int:
         "options": vars(options),
         "machine": report.machine(with_index(options.device), os.environ.get("LIGER_COMMIT")),
     }
-    measure = _convergence if options.convergence else _ops if options.ops else _speed
-    results |= measure(options)
+    results |= _ops(options) if options.ops else _convergence(options)
     if options.out:
         Path(options.out).write_text(json.dumps(results, indent=1))
     return 0
-
-
-# -- arms ------------------------------------------------------------------------------------------------------------
-
-
-def prepare(model: torch.nn.Module, arm: str, smallest: int) -> None:
-    """Change the linears of a patched model to an arm's. Raises `ImportError` where its package is not there."""
-    if arm in ("rowwise", "tensorwise"):
-        liger_hw.float8(model, arm, smallest=smallest)
-    elif arm == "kept":
-        liger_hw.float8(model, smallest=smallest, keep_frozen=True)
-    elif arm.startswith("torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name("rowwise")
-        fits = lambda module, path: "lm_head" not in path and "lora" not in path  # noqa: E731
-        convert_to_float8_training(model, config=config, module_filter_fn=fits)
-        if arm == "torchao-compiled":
-            for layer in model.get_submodule("model.layers"):
-                layer.compile()
-    elif arm == "te":
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import DelayedScaling
-
-        for layer in model.get_submodule("model.layers"):
-            linears = [(n, m) for n, m in layer.named_modules() if type(m) is torch.nn.Linear]
-            for name, linear in linears:
-                twin = te.Linear(
-                    linear.in_features, linear.out_features, linear.bias is not None, params_dtype=linear.weight.dtype
-                )
-                twin.weight = linear.weight
-                layer.set_submodule(name, twin)
-        model.forward = te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling())(model.forward)
-
-
-# -- speed -----------------------------------------------------------------------------------------------------------
-
-
-def _speed(options: argparse.Namespace) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    for arm in options.arms or ("bf16", "rowwise", "tensorwise"):
-        try:
-            rows.append({"arm": arm, **_time(arm, options)})
-        except (ImportError, RuntimeError, ValueError) as error:
-            rows.append({"arm": arm, "absent": first_line(error)})
-        gc.collect()
-        if options.device != "cpu":
-            torch.get_device_module(options.device).empty_cache()
-        print(json.dumps(rows[-1]), flush=True)
-    base = next((row["tokens_per_second"] for row in rows if row["arm"] == "bf16" and "absent" not in row), None)
-    lines = [("arm", "tokens/s", "of bf16", "peak GiB", "loss")]
-    for row in rows:
-        if "absent" in row:
-            lines.append((row["arm"], row["absent"][:60], "", "", ""))
-        else:
-            share = f"{row['tokens_per_second'] / base:.2f}x" if base else ""
-            peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-            lines.append((row["arm"], f"{row['tokens_per_second']:.0f}", share, peak, f"{row['loss']:.3f}"))
-    print(table(lines))
-    return {"rows": rows}
-
-
-def _time(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One arm: steps of AdamW in bf16 on random tokens, the first three not counted."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    schedule = training.Schedule(
-        model=options.model, layers=options.layers, batch=options.batch, seq=options.seq, hidden=options.hidden
-    )
-    device = with_index(options.device)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            training.config(schedule), dtype=torch.bfloat16, attn_implementation=schedule.shape.attention
-        )
-    if options.lora:
-        import peft
-
-        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
-    liger_hw.patch(model)
-    prepare(model, arm, 16 if options.hidden else 512)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, 1e-5, fused=device.type != "cpu")
-    generator = torch.Generator(device).manual_seed(0)
-    size = (options.batch, options.seq)
-    ids = torch.randint(schedule.shape.vocab, size, generator=generator, device=device)
-    seen = [train_step(model, optimizer, ids) for _ in range(3 + (options.steps or 8))][3:]
-    with torch.no_grad():
-        loss = float(model(input_ids=ids, labels=ids, use_cache=False).loss)
-    return {
-        "tokens_per_second": round(ids.numel() / statistics.median(seconds for seconds, _ in seen), 1),
-        "peak_gib": None if seen[0][1] is None else round(max(gib for _, gib in seen), 2),
-        "loss": loss,
-        "seconds": [round(seconds, 5) for seconds, _ in seen],
-    }
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
@@ -184,7 +74,7 @@ def _ops(options: argparse.Namespace) -> dict[str, Any]:
     from liger_hw.kernels.float8.formats import E4M3
     from liger_hw.kernels.float8.quantize_float8 import float8_rows, float8_transposed, quantized
 
-    device, m, n, wide = with_index(options.device), options.batch * options.seq, 4096, 14336
+    device, m, n, wide = with_index(options.device), options.tokens, 4096, 14336
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -207,10 +97,7 @@ def _ops(options: argparse.Namespace) -> dict[str, Any]:
         del outputs
         return statistics.median(times)
 
-    source = drawn(1 << 28)
-    into = torch.empty_like(source)
-    bytes_per_us = 4 * source.numel() / microseconds(into.copy_, [(source,)])
-    del source, into
+    bytes_per_us = 1e3 * Clock(device).copy_rate()  # outside a graph, whose copies take another way at half the rate
     w, one = drawn(n), torch.ones(1, device=device)
     norm, add = rms_norm_float8.rms_norm_float8_rows, fused_add_rms_norm_float8.fused_add_rms_norm_float8_rows
     calls: dict[str, tuple[Any, Any, float]] = {  # what it is -> the call, its inputs, bytes an element of x
@@ -272,7 +159,7 @@ def _curve(arm: str, seed: int, options: argparse.Namespace) -> Iterator[dict[st
     """Train one model; yields the step, the mean training loss since the last one, and the evaluation loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    device, steps, hidden = with_index(options.device), options.steps or 1000, options.hidden or 768
+    device, steps, hidden = with_index(options.device), options.steps, options.hidden
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
@@ -286,7 +173,8 @@ def _curve(arm: str, seed: int, options: argparse.Namespace) -> Iterator[dict[st
     )
     model = LlamaForCausalLM(config).to(device, torch.bfloat16)
     liger_hw.patch(model)
-    prepare(model, arm, 64)
+    if arm != "bf16":
+        liger_hw.float8(model, arm, smallest=64)
     tokens = _text().to(device)
     n_train, length = tokens.numel() * 19 // 20, 512
     batch = 8 if hidden > 256 else 2
@@ -323,9 +211,9 @@ def _curve(arm: str, seed: int, options: argparse.Namespace) -> Iterator[dict[st
 
 
 def _convergence(options: argparse.Namespace) -> dict[str, Any]:
-    began, arms = time.perf_counter(), options.arms or ("bf16", "rowwise")
-    command = [sys.executable, __file__, "--device", options.device, "--steps", str(options.steps or 1000)]
-    command += ["--hidden", str(options.hidden)] if options.hidden else []
+    began, arms = time.perf_counter(), options.arms
+    command = [sys.executable, __file__, "--device", options.device]
+    command += ["--steps", str(options.steps), "--hidden", str(options.hidden)]
     runs = [(arm, seed) for arm in arms for seed in range(options.seeds)]
     workers = [
         subprocess.Popen([*command, "--run", arm, str(seed)], stdout=subprocess.PIPE, text=True) for arm, seed in runs

@@ -1,4 +1,4 @@
-"""`liger-hw bench e2e`: Hugging Face models trained from random weights, one arm after another, and compared.
+"""`liger-hw bench e2e` and `float8`: Hugging Face models trained from random weights, arm by arm, and compared.
 
 Tokens/s, peak memory and loss curves of each arm (`training.py`); with `rounds` the arms take turns.
 """
@@ -141,6 +141,7 @@ def _title(results: dict[str, Any]) -> str:
     width = f", {schedule['hidden']} wide" if schedule["hidden"] else ""
     title = f"{schedule['model']}, {schedule['layers']} of {results['shape']['layers']} layers{width}, batch "
     title += f"{schedule['batch']} x {schedule['seq']}, {schedule['dtype']}"
+    title += ", LoRA" if schedule["lora"] else ""
     return title + (", checkpointing" if schedule["checkpointing"] else "")
 
 

@@ -1,8 +1,8 @@
-"""Training one Hugging Face model under one arm (as shipped, with Liger, with liger_hw, compiled), and what was seen.
+"""Training one Hugging Face model under one arm (as shipped, compiled, with Liger, liger_hw or FP8), and what was seen.
 
 Every arm starts from the same weights (checked, see `Run.start`), sees the same windows of the same text in the same
 order and takes the same optimizer steps, so that two arms may differ only by what was patched in before the model was
-built. `liger-hw demo` and `liger-hw bench e2e` are made of this.
+built, and by what its linears are. `liger-hw demo` and `liger-hw bench e2e` and `float8` are made of this.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterator
 import torch
 
 from ..autotune.clock import Clock
+from ..transformers.float8_linears import float8
 from ..transformers.rebind import PREFIX
 from .peers import Absent
 
@@ -102,6 +103,7 @@ class Schedule:
     """What to train: a model, its batches and its optimizer, under which arms and how often.
 
     hidden: a smaller width, with bytes for a vocabulary; text: a file (default: Python's own documentation)
+    lora: adapters of rank 16 on all linears train (peft), and nothing else
     Raises `ValueError` for an unknown model or arm.
     """
 
@@ -116,6 +118,7 @@ class Schedule:
     dtype: str = "bfloat16"
     hidden: int | None = None
     text: str | None = None
+    lora: bool = False
     learning_rate: float = 1e-4
     seed: int = 0
 
@@ -213,6 +216,10 @@ def build(schedule: Schedule, device: torch.device, attention: str = "") -> Any:
     finally:
         torch.set_default_dtype(before)
     model.train()
+    if schedule.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
     if schedule.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -226,7 +233,14 @@ ARMS = {
     "liger": "liger-kernel, if installed",
     "liger_hw": "liger_hw",
     "compile": "Hugging Face as shipped, under torch.compile",
+    "float8": "liger_hw, and liger_hw.float8",
+    "float8-tensorwise": "the same with one scale a tensor",
+    "float8-kept": "the same with frozen weights kept in FP8 (for LoRA)",
+    "torchao": "liger_hw, and torchao's float8 rowwise linears",
+    "torchao-compile": "the same with each layer under torch.compile",
+    "te": "liger_hw, and TransformerEngine's linears",
 }
+FLOAT8_ARMS = ("float8", "float8-tensorwise", "float8-kept", "torchao", "torchao-compile", "te")
 _MISSING = object()
 
 
@@ -281,7 +295,7 @@ def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
 
     Raises `Absent` where the arm cannot run here.
     """
-    if arm not in ("liger", "liger_hw"):
+    if arm not in ("liger", "liger_hw", *FLOAT8_ARMS):
         yield None
         if arm == "compile":
             torch.compiler.reset()
@@ -298,9 +312,48 @@ def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
     try:
         yield report
     finally:
-        if arm == "liger_hw":  # Liger has no way back
+        if arm != "liger":  # which has no way back
             report.revert()
         original.restore()
+        if arm == "torchao-compile":
+            torch.compiler.reset()
+
+
+def float8_linears(arm: str, model: Any, smallest: int = 512) -> None:
+    """Change a model's linears to those of an arm of `FLOAT8_ARMS`. smallest: as for `liger_hw.float8`.
+
+    Raises `ImportError` where the arm's package is not installed.
+    """
+    if arm.startswith("float8"):
+        recipe = "tensorwise" if arm == "float8-tensorwise" else "rowwise"
+        float8(model, recipe, smallest=smallest, keep_frozen=arm == "float8-kept")
+    elif arm == "te":
+        import transformer_engine.pytorch as te
+
+        def forward(*args: Any, plain: Any = model.forward, **kwargs: Any) -> Any:
+            with te.autocast(enabled=True):
+                return plain(*args, **kwargs)
+
+        model.forward = forward
+        for path, linear in list(_layers(model).named_modules()):
+            if type(linear) is torch.nn.Linear and "lora" not in path:
+                sizes = linear.in_features, linear.out_features, linear.bias is not None
+                twin = te.Linear(*sizes, params_dtype=linear.weight.dtype, device=linear.weight.device)
+                twin.load_state_dict(linear.state_dict(), strict=False)
+                twin.weight.requires_grad_(linear.weight.requires_grad)
+                _layers(model).set_submodule(path, twin)
+    else:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name("rowwise")
+        convert_to_float8_training(_layers(model), config=config, module_filter_fn=lambda _, path: "lora" not in path)
+        if arm == "torchao-compile":
+            for layer in _layers(model):
+                layer.compile()
+
+
+def _layers(model: Any) -> torch.nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -350,7 +403,10 @@ def train(
     start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in parameters.values()))
     if arm == "compile":
         model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, fused=True)
+    elif arm in FLOAT8_ARMS:
+        float8_linears(arm, model, 16 if schedule.hidden else 512)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=schedule.learning_rate, fused=True)
     losses = torch.zeros(schedule.steps, dtype=torch.float32, device=device)
     clock = Clock(device)
     grad_norms: dict[str, float] = {}

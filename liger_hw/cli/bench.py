@@ -1,12 +1,13 @@
-"""`liger-hw bench`: the ops against their peers, and two benchmarks with a name of their own.
+"""`liger-hw bench`: the ops against their peers, and three benchmarks with a name of their own.
 
     liger-hw bench [OP ...]          each op at its workloads: liger_hw, torch, torch.compile, Liger
     liger-hw bench moe               the experts of a layer: liger_hw, transformers' implementations, Liger
     liger-hw bench e2e               a Hugging Face model trained: tokens/s, peak memory, loss curves
+    liger-hw bench float8            the same in bf16, in FP8, and with FP8 of torchao and TransformerEngine
 
 On a machine without a GPU the ops run at small sizes (--sizes has others), on torch's reference path by the wall clock,
-and say so: good for trying the command, not for figures. e2e needs --hidden there. Ctrl-C and --budget end a run early;
-what was measured is printed and in --json FILE.
+and say so: good for trying the command, not for figures. e2e and float8 need --hidden there. Ctrl-C and --budget end a
+run early; what was measured is printed and in --json FILE.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from .arguments import dtype_name, listed, positive, seconds, tokens, torch_dtyp
 
 MODES = ("fwd", "bwd", "full")
 OF_OPS = ("against", "mode", "sizes", "repeats")
-OF_E2E = ("model", "layers", "batch", "seq", "steps", "rounds", "arms", "checkpointing", "hidden", "text")
-OPTIONS = {"ops": OF_OPS, "moe": (*OF_OPS, "tokens", "routing"), "e2e": OF_E2E}
+OF_E2E = ("model", "layers", "batch", "seq", "steps", "rounds", "arms", "checkpointing", "hidden", "text", "lora")
+OPTIONS = {"ops": OF_OPS, "moe": (*OF_OPS, "tokens", "routing"), "e2e": OF_E2E, "float8": OF_E2E}
 """Benchmark -> its own options, beside what every benchmark takes."""
+ARMS = {"e2e": ("hf", "liger", "liger_hw"), "float8": ("liger_hw", "float8", "torchao", "torchao-compile", "te")}
+"""Benchmark -> the arms that it trains by default."""
 
 
 def _mode(text: str) -> str:
@@ -38,7 +41,7 @@ WORDS = listed(str, "names")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("what", nargs="*", metavar="OP", help="ops (default: all), or first: moe, e2e")
+    add("what", nargs="*", metavar="OP", help="ops (default: all), or first: moe, e2e, float8")
     add("--device", help="torch device (default: the accelerator, else cpu)")
     add("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
     add("--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it")
@@ -60,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     routing = "how tokens spread over the experts; skewed: one expert has ten times the mean (default uniform)"
     add("--routing", choices=("uniform", "skewed"), default="uniform", help=routing)
 
-    add = parser.add_argument_group("e2e").add_argument
+    add = parser.add_argument_group("e2e, float8").add_argument
     models = "mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), mixtral, "
     add("--model", default="mistral", help=models + "qwen3_moe (30B-A3B), qwen3_next (80B-A3B), gpt_oss (20B)")
     add("--layers", type=positive, help="of the model's layers (default: as README's table has it)")
@@ -68,9 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")
     add("--steps", type=positive, default=20, help="steps of each arm (default 20)")
     add("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
-    arms = ["hf", "liger", "liger_hw"]
-    add("--arms", type=WORDS, default=arms, help="of hf, liger, liger_hw, compile (default: all but compile)")
+    arms = "of hf, liger, liger_hw, compile, float8, float8-tensorwise, float8-kept, torchao, torchao-compile, te "
+    arms += f"(default: {','.join(ARMS['e2e'])}; for float8 {','.join(ARMS['float8'])})"
+    add("--arms", type=WORDS, help=arms)
     add("--checkpointing", action="store_true", help="recompute activations in the backward")
+    add("--lora", action="store_true", help="train adapters of rank 16 on all linears (peft), and nothing else")
     width = "smaller width, every size in proportion, for a quick try (default: the model's)"
     add("--hidden", type=positive, help=width)
     add("--text", metavar="FILE", help="training text (default: Python's own documentation)")
@@ -78,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     first, *others = arguments.what or [""]
-    what, names = (first, others) if first in ("moe", "e2e") else ("ops", arguments.what)
+    what, names = (first, others) if first in OPTIONS and first != "ops" else ("ops", arguments.what)
     parser = parser_of("bench")
     for owner, options in OPTIONS.items():
         for name in options:
@@ -86,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
                 command = "liger-hw bench" if owner == "ops" else f"liger-hw bench {owner}"
                 raise UsageError(f"bench: --{name} is an option of `{command}`, and changes nothing for {what}")
     device = usable_device("bench", arguments.device)
-    return _e2e(arguments, device, names) if what == "e2e" else _ops(arguments, device, names, what == "moe")
+    return _e2e(arguments, device, what, names) if what in ARMS else _ops(arguments, device, names, what == "moe")
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: bool) -> int:
@@ -164,20 +169,20 @@ def _where(facts: dict[str, Any]) -> str:
     return f"{facts['device']} ({facts['vendor']} {facts['arch']}), {copied}; {versions}; commit {facts['commit']}"
 
 
-def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+def _e2e(arguments: argparse.Namespace, device: Any, what: str, names: list[str]) -> int:
     from ..bench import e2e, report, timing, training
 
     if names:
-        raise UsageError(f"bench: e2e takes no op, got {names[0]!r}; --model chooses what is trained")
-    sizes = ("model", "batch", "seq", "steps", "rounds", "checkpointing", "dtype", "hidden", "text")
-    options = {name: getattr(arguments, name) for name in sizes} | {"arms": tuple(arguments.arms)}
+        raise UsageError(f"bench: {what} takes no op, got {names[0]!r}; --model chooses what is trained")
+    sizes = ("model", "batch", "seq", "steps", "rounds", "checkpointing", "dtype", "hidden", "text", "lora")
+    options = {name: getattr(arguments, name) for name in sizes} | {"arms": tuple(arguments.arms or ARMS[what])}
     shape = training.MODELS.get(arguments.model)  # Schedule refuses a model that is not there
     options["layers"] = arguments.layers or (shape.trained if shape else 1)
     with user_errors("bench"):
         schedule = e2e.Schedule(**options)
     if device.type == "cpu" and not arguments.hidden:
         few = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
-        raise UsageError(f"bench: a model of this size is hopeless on a CPU; a small one: liger-hw bench e2e {few}")
+        raise UsageError(f"bench: a model of this size is hopeless on a CPU; a small one: liger-hw bench {what} {few}")
     facts = report.machine(device)
 
     def keep(results: dict[str, Any]) -> None:

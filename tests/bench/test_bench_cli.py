@@ -103,6 +103,8 @@ def test_a_budget_ends_early_and_says_so(capsys):
         (("rms_norm", "--budget", "nan"), "'nan' is not a positive number of seconds"),
         (("e2e", "--model", "gpt5"), "unknown model 'gpt5'"),
         (("e2e", "rms_norm"), "e2e takes no op"),
+        (("float8", "rms_norm"), "float8 takes no op"),
+        (("float8", "--device", "cpu"), "a small one: liger-hw bench float8 --hidden 64"),
         (("moe", "rms_norm"), "moe takes no op"),
         (("moe", "--sizes", "8x8"), "no op takes size"),
         (("--model", "llama3"), "--model is an option of `liger-hw bench e2e`, and changes nothing for ops"),

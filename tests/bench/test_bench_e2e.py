@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -63,6 +65,29 @@ def test_arms_see_the_same_data_and_start_from_the_same_weights():
     assert "liger_hw" in e2e.as_text(results)
     assert "%" not in e2e.as_text(results), "a CPU's speed is no gain: torch's reference path runs there"
     assert "%" in e2e.as_text({**results, "device": "cuda"})
+
+
+def test_float8_beside_other_libraries(monkeypatch):
+    """Linears are FP8's in their arm and nobody's afterwards; a package that is not there is said."""
+    for package in ("torchao.float8", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    arms = ("liger_hw", "float8", "float8-tensorwise", "torchao", "te", "hf")
+    results = e2e.measure(toy(model="llama3", arms=arms, hidden=64, steps=4), CPU)
+    assert [run["status"] for run in results["runs"]] == ["ok", "ok", "ok", "absent", "absent", "ok"], results["runs"]
+    losses = {run["arm"]: run["losses"] for run in results["runs"] if run["status"] == "ok"}
+    assert losses["float8"] != losses["liger_hw"] and losses["float8"] != losses["float8-tensorwise"]
+    for arm in ("float8", "float8-tensorwise"):
+        assert all(abs(a - b) < 0.05 for a, b in zip(losses[arm], losses["liger_hw"]))
+    assert all(abs(a - b) < 1e-4 for a, b in zip(losses["hf"], losses["liger_hw"]))
+
+
+def test_adapters_alone_train():
+    pytest.importorskip("peft")
+    results = e2e.measure(toy(arms=("liger_hw", "float8", "float8-kept"), hidden=64, lora=True), CPU)
+    assert [run["status"] for run in results["runs"]] == ["ok"] * 3, results["runs"]
+    assert ", LoRA" in e2e.as_text(results)
+    model = training.build(toy(lora=True), CPU)
+    assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
 
 
 def test_an_arm_that_fails_is_said_and_the_others_go_on(monkeypatch):
