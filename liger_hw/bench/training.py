@@ -320,7 +320,7 @@ def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
 
 
 def float8_linears(arm: str, model: Any, smallest: int = 512) -> None:
-    """Change a model's linears to those of an arm of `FLOAT8_ARMS`. smallest: as for `liger_hw.float8`.
+    """Change a model's linears as an arm of `FLOAT8_ARMS` does. smallest: as for `liger_hw.float8`.
 
     Raises `ImportError` where the arm's package is not installed.
     """

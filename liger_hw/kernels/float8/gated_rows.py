@@ -66,7 +66,7 @@ class Gate(NamedTuple):
 
 def gated_tunable(op: str) -> Tunable:
     """The tunable `<op>.fwd`."""
-    return whole_rows_tunable(op, _gated_rows_kernel)
+    return whole_rows_tunable(op, _gated_rows_kernel, 2)
 
 
 def gated_rows(

@@ -87,7 +87,7 @@ def _normed_rows_kernel(
 
 def normed_tunable(op: str) -> Tunable:
     """The tunable `<op>.fwd`."""
-    return whole_rows_tunable(op, _normed_rows_kernel)
+    return whole_rows_tunable(op, _normed_rows_kernel, 1)
 
 
 def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, subtract_mean=False):

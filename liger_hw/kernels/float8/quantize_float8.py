@@ -162,7 +162,7 @@ def _float8_transposed_kernel(
 
 
 def _tile_heuristic(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"ROWS": 128, "BLOCK_SIZE": 64}, target.warps(128 * 64, 64, 8))
+    return LaunchConfig({"ROWS": 64, "BLOCK_SIZE": 128}, target.warps(64 * 128, 64, 8))
 
 
 def _tile_safe(target: Target, key: Key) -> LaunchConfig:
@@ -323,7 +323,7 @@ def liger_quantize_float8(
     X: [n_rows, n_cols] in fp32, fp16 or bf16. scaling: `row`, a scale for each row from one read of X, or `tensor`, one
     for all from two reads. format: `e4m3` or `e5m2`, in the dtype that X's device has for it.
     transposed: also return data transposed, [n_cols rounded up to 16, n_rows rounded up to 16], as products that sum
-    over rows want it; it has the same scales.
+    over rows want it; it has the same scales, and is made of the FP8 bytes. For a scale for each column give X.t().
     Returns `Float8Rows(data, scale)`. A row with an infinity or NaN has the scale NaN.
     Raises `ValueError` for other arguments, and where the device has no FP8.
     """

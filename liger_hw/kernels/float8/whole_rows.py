@@ -42,23 +42,25 @@ def _key(n_rows: int, n_cols: int, n_out: int, itemsize: int) -> Key:
     return row_key(n_rows, aligned(n_cols), itemsize)
 
 
-def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    few = 1 << key[1] <= target.multiprocessors
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, row_warps(target, few, key[0]))
-
-
 def _misfit(config: LaunchConfig, key: Key) -> str | None:
     block = config.blocks["BLOCK_SIZE"]
     return None if block >= key[0] else f"BLOCK_SIZE={block} holds no row of {key[0]} columns"
 
 
-def whole_rows_tunable(op: str, kernel: Any) -> Tunable:
-    """The tunable `<op>.fwd`."""
+def whole_rows_tunable(op: str, kernel: Any, n_inputs: int) -> Tunable:
+    """The tunable `<op>.fwd`. n_inputs: tensors whose rows a program holds; a thread has 32 numbers of them, or fewer
+    where rows do not fill the device."""
+
+    def heuristic(target: Target, key: Key) -> LaunchConfig:
+        few = 1 << key[1] <= target.multiprocessors
+        warps = row_warps(target, few, key[0]) if few else target.warps(n_inputs * key[0], 32, 32)
+        return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps)
+
     return row_tunable(
         *(op, "fwd", kernel),
         key=_key,
         dims=("n_rows", "n_cols", "n_out"),
-        heuristic=_heuristic,
+        heuristic=heuristic,
         safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 64)),
         space=lambda target, key: [
             LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps, 1, 0, hint)
