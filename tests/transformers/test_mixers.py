@@ -43,7 +43,7 @@ def _mixer(model):
 
 
 def _trained(model, **inputs):
-    ids = torch.randint(4, VOCAB, (2, 70), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(4, VOCAB, (2, 70), generator=torch.Generator().manual_seed(1)).to(model.device)
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
     loss.backward()
@@ -70,7 +70,21 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_a_mixer_trains_as_before(family, calls):
-    model, mask = _model(family), torch.ones(2, 70, dtype=torch.long)
+    _assert_trains_as_before(_model(family), calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_mixer_trains_as_before_on_the_device(family, gpu, calls, monkeypatch):
+    """With the scan in plain torch: flash-linear-attention's refuses some releases of Triton in backward."""
+    modeling = _modeling(family)
+    for name in {"torch_chunk_gated_delta_rule", "causal_conv1d_fn"} & vars(modeling).keys():
+        monkeypatch.setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
+    _assert_trains_as_before(_model(family).to(gpu), calls)
+
+
+def _assert_trains_as_before(model, calls):
+    mask = torch.ones(2, 70, dtype=torch.long, device=model.device)
     mask[1, 50:] = 0
     expected = [_trained(model), _trained(model, attention_mask=mask)]
     assert not calls
