@@ -154,6 +154,8 @@ def test_triton_is_hashed_where_it_asks_for_the_hash():
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "glm4", "nemotron")
 
 
+@pytest.mark.daily(batch="1", kind=("llama", "gemma2", "olmo2", "phi3"))
+@pytest.mark.daily(batch="2", kind=("qwen3", "glm4", "nemotron"))
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_launches_what_is_compiled_ahead(kind, batch, compiled, on_sm90, monkeypatch):

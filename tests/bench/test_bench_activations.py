@@ -99,6 +99,7 @@ def test_long_context(script, tmp_path, monkeypatch):
         torch.testing.assert_close(y, torch.cat([*parts], 2).transpose(1, 2))
 
 
+@pytest.mark.full  # three processes import torch
 def test_long_context_of_two_processes(script, tmp_path, monkeypatch):
     """Half the tokens and half of each parameter in each: the losses of one process, step after step."""
     long, outs = script("long_context"), [tmp_path / "one.json", tmp_path / "two.json"]

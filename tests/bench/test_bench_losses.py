@@ -30,6 +30,7 @@ def script(monkeypatch):
     return lambda name: __import__(name)
 
 
+@pytest.mark.daily(name=("dpo", "grpo", "jsd_distillation", "kto"))
 @pytest.mark.parametrize("name", sorted(chunked_losses.OPS))
 def test_a_chunked_loss_is_a_case(name):
     case = Case(chunked_losses.OPS[name], "small", (2, 3, 8, 11), torch.float32)
@@ -149,6 +150,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full  # three processes import torch
 def test_a_first_call_is_timed_in_a_process_of_its_own(tmp_path):
     out = tmp_path / "first.json"
     tiny = ("--device", "cpu", "--ops", "orpo", "--sizes", "2x3x8x11", "--against", "torch", "--together")

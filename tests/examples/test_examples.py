@@ -46,7 +46,7 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-# Lane trl runs them all, twice each; the notebook is what `make test` starts.
+# Lane trl runs them all, twice each.
 @pytest.mark.full
 @pytest.mark.parametrize("name", NEEDS)
 def test_it_runs_offline_and_trains_as_unpatched(name, tmp_path):
@@ -62,6 +62,7 @@ def test_it_runs_offline_and_trains_as_unpatched(name, tmp_path):
     assert max(abs(one - other) for one, other in zip(patched, unpatched)) < 1e-3
 
 
+@pytest.mark.full  # test_demo.py trains before and after a patch
 def test_the_notebook_runs(tmp_path):
     cells = json.loads((FOLDER / "compare.ipynb").read_text())["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")

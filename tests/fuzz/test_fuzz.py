@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz import __main__ as fuzz
 
 
-@pytest.mark.daily(area=("api", "store"))
+@pytest.mark.daily(area="store")
 @pytest.mark.parametrize("area", fuzz.AREAS)
 def test_an_area_finds_nothing_in_its_first_attempts(area):
     assert fuzz.run(area, seed=0, seconds=2.0)["findings"] == []

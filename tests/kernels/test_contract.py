@@ -244,8 +244,8 @@ def test_every_output_of_an_operator_is_written(lane, case, seed):
 _NO_SCHEMA = tuple(name for name in DEFAULT_TEST_UTILS if name != "test_schema")
 
 
-# An op's other option sets are arguments of the same operators.
-@pytest.mark.daily(options="default")
+# An op's other option sets are arguments of the same operators, which one declaration registers for every op.
+@pytest.mark.daily(op=ONE_OF_A_FAMILY, options="default")
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.unpoisoned
 def test_operators(lane, case, seed):
@@ -261,8 +261,8 @@ def test_operators(lane, case, seed):
         torch.library.opcheck(func, args, test_utils=_NO_SCHEMA if has_float8 else DEFAULT_TEST_UTILS)
 
 
-# test_numerics.py compares the gradients of every option set with the reference's in fp64.
-@pytest.mark.daily(options="default")
+# test_numerics.py compares the gradients of every op and option set with the reference's in fp64.
+@pytest.mark.daily(op=ONE_OF_A_FAMILY, options="default")
 @pytest.mark.cpu
 def test_gradcheck(case, seed):
     """The backward formulas in fp64 against finite differences."""

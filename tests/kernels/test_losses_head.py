@@ -378,7 +378,7 @@ def test_a_launch_of_the_targets_that_fails_is_repeated_alone(lane, generator, m
         registry.release(set(registry.quarantined()) - set(known))
 
 
-@pytest.mark.daily(head="trained")  # what flat heads ask is less
+@pytest.mark.daily(head="trained", count="8", vocab="2047")  # what flat heads and other splits ask is less
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("head", ["flat", "trained"])
 @pytest.mark.parametrize("count, vocab", [(3, 2048), (8, 2048), (8, 2047)])
@@ -422,6 +422,7 @@ def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count, vocab):
     assert count == 3 or plain > 1.5 * base, f"{plain} without targets, {base} of one GEMM"
 
 
+@pytest.mark.daily(vocab="2047")
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("vocab", [2047, 50257])
 def test_two_products_cost_the_states_gradient_little(lane, generator, vocab, monkeypatch):

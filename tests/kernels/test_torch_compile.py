@@ -37,6 +37,8 @@ def test_one_graph(lane, case, seed):
     _close(run(_compiled(op, _backend(lane)), sample, seed), run(op.function, sample, seed))
 
 
+# Sizes are symbols in the checks and the operator, which runtime/ makes alike for all ops.
+@pytest.mark.daily(op=ONE_OF_A_FAMILY)
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.unpoisoned
 def test_no_recompilation(lane, op, seed):
@@ -68,7 +70,7 @@ def test_no_recompilation(lane, op, seed):
 
 
 # Dynamo's symbols go through the checks and the operator, which runtime/ makes alike for all ops.
-@pytest.mark.daily(op=ONE_OF_A_FAMILY)
+@pytest.mark.daily(op=("cross_entropy", "softmax"))
 @pytest.mark.lanes("cpu")
 def test_a_number_that_changes(lane, op, seed):
     """A schedule of a temperature, say: from its second value on Dynamo has a symbol for it."""

@@ -28,6 +28,12 @@ UNNAMED = (
     *("apertus", "arcee", "bamba", "bert", "cohere", "deepseek_v32", "diffllama", "gpt2", "helium", "jamba", "lfm2"),
     *("modernbert-decoder", "moshi", "nanochat", "olmo", "stablelm", "xglm", "zaya"),
 )
+# One of each kind of norm, MLP, rotary function, head and model around a model.
+DAILY = (
+    *("apertus", "bert", "cohere", "gpt2", "jamba", "lfm2", "nanochat"),
+    *("llama", "gemma2", "gemma3", "glm4", "granite", "mixtral", "olmo2", "phi3", "qwen2_vl", "qwen3", "nemotron"),
+    *("deepseek_v3", "gpt_oss", "llama4", "llava", "pixtral", "qwen3_next"),
+)
 
 
 def _needs(name, class_name):
@@ -36,6 +42,7 @@ def _needs(name, class_name):
         pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
 
 
+@pytest.mark.daily(name=DAILY)
 @pytest.mark.parametrize("name", SPECS)
 def test_named_family(name):
     spec = SPECS[name]
@@ -50,6 +57,7 @@ def test_named_family(name):
     assert name not in ROPE or any(kernel in row.calls for kernel in ROTARY), row.left
 
 
+@pytest.mark.daily(name=DAILY)
 @pytest.mark.parametrize("name", UNNAMED)
 def test_unnamed_family(name):
     class_name = verify.causal_lms().get(name, "")

@@ -36,6 +36,8 @@ def _same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
+@pytest.mark.daily(recipe="rowwise", patched=("before", "after"))
+@pytest.mark.daily(recipe="tensorwise", patched="")
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("patched", ["", "before", "after"])
 def test_trains_and_undo_is_exact(recipe, patched):
@@ -395,6 +397,7 @@ def test_nothing_to_keep_is_refused():
     assert not any(type(m) is Float8Linear for m in model.modules())
 
 
+@pytest.mark.daily(recipe="rowwise")
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_torch_compile(recipe):
     """The whole layer in one graph, forward and backward."""

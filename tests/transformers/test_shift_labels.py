@@ -24,6 +24,12 @@ SEQ2SEQ = [
 ] + ["MvpForCausalLM", "MvpForConditionalGeneration", "M2M100ForConditionalGeneration", "T5ForConditionalGeneration"]
 SEQ2SEQ += ["LongT5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration"]
 SEQ2SEQ = [name.replace("MarianForConditionalGeneration", "MarianMTModel") for name in SEQ2SEQ]
+DAILY = (
+    *("LlamaForCausalLM", "GptOssForCausalLM", "Gemma3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    *("BartForCausalLM", "BartForConditionalGeneration", "MarianMTModel", "MvpForConditionalGeneration"),
+    *("M2M100ForConditionalGeneration", "T5ForConditionalGeneration", "PegasusForCausalLM"),
+)
+"""One of each way that a family's forward takes or passes on `shift_labels`."""
 PARTS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared", "experts")
 LOSS_ALONE = {**dict.fromkeys(PARTS, False), "activations": "keep"}
 
@@ -37,6 +43,7 @@ def trained(model, ids, labels):
     return loss.detach(), sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.daily(class_name=DAILY)
 @pytest.mark.parametrize("class_name", [*NAMED, *SEQ2SEQ])
 def test_both_labels_train_as_they_do_unpatched(class_name):
     if not hasattr(transformers, class_name):

@@ -204,6 +204,8 @@ def mixtral(scope, **options):
 
 
 @needs_a_choice
+@pytest.mark.daily(name=("grouped_mm", "batched_mm"), how="method")
+@pytest.mark.daily(name="eager", how=("config", "dictionary"), scope="model")
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("how", ["method", "config", "dictionary"])
 def test_an_implementation_that_is_named_after_the_patch_runs(name, how, scope, moe_calls, implementations):
