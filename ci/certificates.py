@@ -13,6 +13,7 @@ Ends with 1 when a kernel does not compile or may not be launched, with 3 when s
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -30,20 +31,26 @@ KEPT = ("registers", "spills", "scratch", "shared", "threads", "occupancy")
 """Of a kernel's resources."""
 
 
-def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
-    """Each distinct kernel that the ops launch on an architecture: `id`, `about` it, and the compiler's `job`."""
+@functools.cache
+def source_of_kernel(tunable: str) -> str:
+    """Hash of a kernel's code."""
     from kernel_digests import digest
 
+    from liger_hw import registry
+
+    return digest(registry.get_tunable(tunable).kernels)
+
+
+def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
+    """Each distinct kernel that the ops launch on an architecture: `id`, `about` it, and the compiler's `job`."""
     from liger_hw import registry
     from liger_hw.autotune import compile as aot
     from liger_hw.backends import known_target
 
-    # of every op: one may launch another's kernels
-    digests = {name: digest(tunable.kernels) for name, tunable in registry.tunables().items()}
     found: dict[str, dict[str, Any]] = {}
     for op in ops:
         for case, launch in aot.trace_cases(registry.get_op(op), known_target(arch), depth):
-            source = digests[launch.tunable]
+            source = source_of_kernel(launch.tunable)
             op_name = launch.tunable.split(".")[0]  # two ops that launch one kernel each have it proven
             what = op_name, arch, source, launch.kernel, launch.args, sorted(launch.options)
             about = {

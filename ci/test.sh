@@ -3,7 +3,8 @@
 #     cpu interpret aot gpu multigpu   the tests of that marker
 #     trl                              other people's trainers, with the trl of $TRL; ci/cpu.sh installs it
 #     distributed                      tests/distributed with two gloo ranks; ci/distributed.sh installs the engines
-#     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt
+#     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt; without
+#                                      `full` those in which that release has code of its own
 #     models                           every causal LM patched against unpatched; lines of figures in $OUT
 #     fuzz                             tests/fuzz for FUZZ_SECONDS (1200) with FUZZ_SEED (drawn and printed)
 #     check kernels                    `make check`: a quick set of lane cpu, and the default options of every op interpreted
@@ -26,6 +27,11 @@ check=(
     tests/kernels/test_references.py tests/kernels/test_numerics.py tests/chunked_loss/test_numbers.py
     tests/autotune/test_store.py tests/autotune/test_layers.py tests/transformers/test_probing.py tests/ci
 )
+# What does the same under every transformers: logits and losses, switches of ours, layers of torch's.
+alike=(
+    caller_thread.py default_activations.py deferred_logits.py float8.py logits_sweep.py mixers.py output_logits.py
+    patch_compile.py shift_labels.py switches.py
+)
 kernels=(tests/kernels/test_numerics.py -k "test_options and default")
 
 # One thread a test process: the tests are small and the workers already fill the cores.
@@ -42,12 +48,13 @@ on_gpu() {
 }
 
 for lane in "${lanes[@]}"; do
-    command=("$python" -m pytest -q -n "$workers")
+    command=("$python" -m pytest -q -n "$workers" --dist worksteal) # a file's tests in one process, but for the last ones
     case $lane in
         transformers4)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/transformers4
             [ -d "$overlay" ] || { echo "ci/test.sh: lane transformers4 needs $overlay; run make install" >&2; exit 2; }
             command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m "cpu$chosen" tests/transformers tests/cli/test_demo.py tests/cli/test_models.py)
+            [ -z "$chosen" ] || command+=("${alike[@]/#/--ignore=tests/transformers/test_}")
             ;;
         trl)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/trl-${TRL:-}

@@ -3,9 +3,9 @@
 The real launchers are traced (liger_hw/autotune/compile.py) and everything that Triton would compile is compiled: at
 the first workload with the heuristic's configurations (depth `quick`; every option set and fp32 on the architectures
 of DEEP), and from every shipped table what takes most of the device. A launch must compile, be legal on the
-target, and hold its registers: a spill needs a reason in SPILLS. Of the architectures that are not in COMPILED_DAILY
-`make test` compiles some ops, and every option set for one architecture; `make test LANES=full` all. Every workload
-with every option set on every architecture is `liger-hw compile --target all`.
+target, and hold its registers: a spill needs a reason in SPILLS. `make test` compiles every op for the architectures of
+DEEP and one of Intel's, and an op of each family of kernels for the others, for option sets, small sizes and shipped
+tables; `make test LANES=full` all. Every workload with every option set on every architecture is `ci/evidence.sh`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ RELATIVES = {"sm86": "sm80", "sm89": "sm80", "gfx1151": "gfx1100"}
 """Architecture -> one that the compilers make the same code for: its limits are checked on the other's binaries."""
 ARCHS = tuple(a for vendor in ("cuda", "rocm") for a in backend(vendor).known_archs() if a not in RELATIVES)
 DEEP = ("sm90", "gfx942")
-COMPILED_DAILY = (*DEEP, *sorted(set(RELATIVES.values())))
-"""Every op for the measured families and for those that RELATIVES take their binaries from. Of the other architectures
-`make test` compiles an op of each family of kernels and every shipped table."""
 
 # (tunable, architectures) -> most registers it may spill, why that is so, and with which releases of Triton if not
 # with all
@@ -91,14 +88,14 @@ def _allowed_spills(tunable: str, arch: str) -> int:
     return max(found, default=0)
 
 
-@pytest.mark.daily(arch=COMPILED_DAILY)
+@pytest.mark.daily(arch=DEEP)
 @pytest.mark.daily(op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(op, arch, workers, record_property):
     _compiles(op, arch, "quick", workers, record_property)
 
 
-@pytest.mark.daily(arch="sm90")
+@pytest.mark.daily(arch="sm90", op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("arch", DEEP)
 def test_every_option_compiles(op, arch, workers, record_property):
     """Every option set, and fp32."""
@@ -133,7 +130,7 @@ def _compiles(op, arch, depth, workers, record_property):
 
 
 # More releases of the compiler crash for sm89.
-@pytest.mark.daily(arch="sm89")
+@pytest.mark.daily(arch="sm89", op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("arch", ["sm89", "sm90"])
 def test_small_sizes_compile(op, arch, workers):
     """Tiles of one element or one warp take other paths through the compiler than a workload's: one crashed it on the
@@ -184,8 +181,9 @@ def test_every_shipped_entry_is_legal(table):
                 assert not tunable.illegal(_target_of(table), key, entry.config), f"{table}: {tunable.name} {key}"
 
 
-@pytest.mark.daily(table=tuple(table for table in TABLES if table.split("/")[1].split("-")[0] in DEEP))
-@pytest.mark.daily(name=ONE_OF_A_FAMILY)
+@pytest.mark.daily(
+    table=tuple(table for table in TABLES if table.split("/")[1].split("-")[0] in DEEP), name=ONE_OF_A_FAMILY
+)
 @pytest.mark.parametrize(("table", "name"), PAIRS)
 def test_shipped_tables(table, name, workers, record_property):
     """The entry of each tunable that asks most of the device, and the last by key, are compiled at the sizes they were
@@ -377,7 +375,6 @@ def test_launches_alike_are_compiled_once(workers):
 
 
 @pytest.mark.daily(arch="pvc")
-@pytest.mark.daily(op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("arch", backend("xpu").known_archs())
 def test_intel_down_to_ttir(op, arch, workers, record_property):
     """The stock Triton has no compiler for it: every kernel, with the configurations of each Intel architecture, is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import liger_hw.transformers as patches  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
+PACKAGE = str(Path(liger_hw.__file__).parent)
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
@@ -63,7 +65,7 @@ def threads(monkeypatch):
     start, note_launch = threading.Thread.start, compile_ahead.FirstForward._note_launch
 
     def noted_start(self):
-        if any("liger_hw" in frame.filename for frame in traceback.extract_stack() if "tests" not in frame.filename):
+        if any(frame.filename.startswith(PACKAGE) for frame in traceback.extract_stack()):
             started.append(self)
         start(self)
 
