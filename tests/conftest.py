@@ -7,8 +7,8 @@ option set. Any other test without a lane marker is a cpu test. A lane this proc
 would take. `pytest -m interpret` starts the interpreter by itself;
 elsewhere a process interprets kernels when it was started with LIGER_HW_INTERPRET=1.
 
-What repeats a proof with further ops, families, options, dtypes or architectures is marked `full` beside its lane, and `make test`
-leaves it out (ci/test.sh). `@pytest.mark.full` marks a test or one of its parameters.
+What repeats a proof with further ops, families, options, dtypes or architectures is marked `full` beside its lane, and
+`make test` leaves it out (ci/test.sh). `@pytest.mark.full` marks a test or one of its parameters.
 `@pytest.mark.daily(*lanes, **values)` marks every set of parameters but those with these values, in these lanes
 (default: all that need no GPU); of several such marks on one test each adds what it names. A value is the text of a
 parameter, or a tuple of texts; of a `case` they are `op` and `options`, which is "default" or "other".
