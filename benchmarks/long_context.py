@@ -41,15 +41,13 @@ import liger_hw
 from liger_hw.autotune import models
 from liger_hw.backends import with_index
 from liger_hw.bench import e2e, report, training
-from liger_hw.recompute import estimate, offload
+from liger_hw.recompute import offload
 from liger_hw.recompute.levels import in_words, level_of_each, parse_size
 from liger_hw.recompute.planner import Assumptions, Planner, Prediction, usable
 
 GIB, DOCUMENT = 1 << 30, 16384
 ARMS = ("liger_hw", "hf", "checkpointing", "liger")
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
-RATE = estimate.PEAK_TFLOPS["h200"] * 1e12 * estimate.GEMM_SHARE
-"""FLOPs a second of matrix products, by which the plan's time becomes seconds."""
 
 
 def main() -> int:
@@ -90,6 +88,8 @@ def main() -> int:
         tokens, layers, attention, level = (*word.split(":"), "", "", "")[:4]
         layers = int(layers or training.MODELS[options.model].layers)
         if layers != layers_built:
+            for parameter in model.parameters() if model is not None else ():
+                (parameter._post_accumulate_grad_hooks or {}).clear()  # a cycle that Python cannot collect
             model = None
             training.release(device)
             model, layers_built = build(options, layers, device), layers
@@ -235,7 +235,7 @@ def run(
     """What the plan says of one step, and what it took, after a short one that compiles."""
     planner = planner_of(model, tokens, attention, options)
     prediction = planned(planner, level, options, device)
-    seconds = planner.step_time(prediction.levels) / RATE
+    seconds = prediction.seconds
     row: dict[str, Any] = {}
     if options.arm == "liger_hw":
         row = {"levels": in_words(prediction.levels), "planned_gib": round(prediction.peak / GIB, 2)}

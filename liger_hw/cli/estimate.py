@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ..recompute.estimate import ENGINES, PEAK_TFLOPS, Estimate
+from ..recompute.estimate import PEAK_TFLOPS, Estimate
+from ..recompute.planner import ENGINES
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
 from .arguments import A_MODEL, positive, tokens

@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
     add("--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)")
     add("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit")
-    add("--shards", type=positive, default=1, help="devices that share parameters and states, FSDP (default 1)")
+    add("--shards", type=positive, default=1, help="devices that share the model's state (default 1)")
+    add("--engine", default="fsdp2", help="what shares it: fsdp2 (default), zero1, zero2, zero3")
     add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)")
     gpus = "devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)"
     add("--gpus", type=positive, default=1, help=gpus)
@@ -101,6 +102,7 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
         optimizer=arguments.optimizer,
         trainable=arguments.trainable,
         shards=max(arguments.shards, arguments.gpus),
+        engine=arguments.engine,
         sequence=arguments.gpus,
         float8=arguments.float8,
     )
@@ -153,6 +155,7 @@ def _as_json(name: str, answer: "Prediction | str") -> dict[str, Any]:
         "peak_bytes": answer.peak,
         "host_bytes": answer.host,
         "speed": round(answer.speed, 4),
+        "h200_seconds": round(answer.seconds, 4),
     }
 
 
@@ -161,12 +164,12 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
 
     model = planner.model
     print(f"{model.name}, {model.layers} layers, batch {planner.batch} x {planner.seq}")
-    lines = [("activations=", "levels, first layer first", "peak GiB", "speed", "host GiB")]
+    lines = [("activations=", "levels, first layer first", "peak GiB", "speed", "H200 s", "host GiB")]
     notes = [f"{name}: {answer}" for name, answer in rows if isinstance(answer, str)]
     for name, answer in rows:
         if not isinstance(answer, str):
-            cells = f"{answer.peak / 2**30:.1f}", f"{100 * answer.speed:.1f}%", f"{answer.host / 2**30:.1f}"
-            lines.append((name, in_words(answer.levels), *cells))
+            cells = f"{100 * answer.speed:.1f}%", f"{answer.seconds:.2f}", f"{answer.host / 2**30:.1f}"
+            lines.append((name, in_words(answer.levels), f"{answer.peak / 2**30:.1f}", *cells))
     print(table(lines))
     kinds = {"masked": "attention with a mask (a sliding window)", "eager": "eager attention (its scores in memory)"}
     attention = kinds.get(planner.attention, "flash attention")
@@ -177,15 +180,15 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         )
     if planner.assumptions.shards > 1:
         notes.append(
-            f"--shards {planner.assumptions.shards} divides parameters, gradients and optimizer states evenly, as "
-            "FSDP or ZeRO-3 do; two layers, embedding and head are counted whole beside them, as gathered. Not in it: "
-            "buffers of communication, activations split over devices by tensor or pipeline parallelism. --gpus counts "
-            "Ulysses, as benchmarks/long_context.py has it; torch's context_parallel (cp_size) took 1.7 times as much."
+            f"{planner.assumptions.engine} divides the model's state; what it gathers and its buffers are counted. "
+            "Trainer's bf16 under FSDP2 has parameters and states in fp32: --dtype float32 --autocast bfloat16. Not in "
+            "it: activations split over devices by tensor or pipeline parallelism. --gpus counts Ulysses, as "
+            "benchmarks/long_context.py has it; torch's context_parallel (cp_size) took 1.7 times as much."
         )
     if planner.assumptions.float8:
         notes.append(f"--float8: a step at `keep` is predicted to be {planner.float8_gain():.2f}x as fast as in bf16.")
     parts = planner.layer.growing | {"two layer inputs at `offload`": 2 * planner.layer.kept["full"]}
     words = ", ".join(f"{name} {size / planner.tokens / 1024:.1f}" for name, size in parts.items())
     notes.append(f"What grows at `tiled` and `offload`, in KiB a token, while a layer goes back: {words}.")
-    meaning = "Speed is against `keep`; `default` is a patch without activations=."
+    meaning = "Speed is against `keep`; seconds are a step's on an H200; `default` is a patch without activations=."
     print(fold("\n".join([*notes, f"Assumed: {planner.assumptions}; {attention}. {meaning}"])))

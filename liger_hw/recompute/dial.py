@@ -2,7 +2,7 @@
 
 A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` the forward of the layers' class, and
 nothing else. With "fit" or a size the levels are planned at the first forward that trains, when batch, sequence length
-and dtype are known, and again when a larger batch comes. After the first two optimizer steps the log says how far the
+and dtype are known, and again when a larger batch comes. After the second optimizer step the log says how far the
 prediction was from the measured peak.
 
 `put_default` is for a patch with the fused loss that names no levels: the last layer is at `cheap`. The peak of a step
@@ -197,7 +197,7 @@ class Choice:
 
 
 class _Check:
-    """Compares a prediction with the allocator's peak after the first optimizer step and after the second."""
+    """Compares a prediction with the allocator's peak after the second optimizer step, which finds its states."""
 
     def __init__(self, prediction: Prediction, device: torch.device) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -208,16 +208,16 @@ class _Check:
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
+        if self.steps < 2:
+            return
+        self.end()
         measured = torch.get_device_module(self.device).max_memory_allocated(self.device)
-        predicted = self.prediction.first_peak if self.steps == 1 else self.prediction.peak
+        predicted = self.prediction.peak
         if measured <= self._before:
             note = "; the process had used more before, so this says nothing"
         else:
             note = f", predicted {predicted / 2**30:.1f} ({100 * (predicted / measured - 1):+.1f}%)"
-        which = "first optimizer step" if self.steps == 1 else "second"
-        log.info("liger_hw: peak memory after the %s: %.1f GiB%s", which, measured / 2**30, note)
-        if self.steps == 2:
-            self.end()
+        log.info("liger_hw: peak memory after the second optimizer step: %.1f GiB%s", measured / 2**30, note)
 
     def end(self) -> None:
         if self._hook is not None:

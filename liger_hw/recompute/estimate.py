@@ -1,8 +1,8 @@
 """What a training step of a model takes in seconds and bytes: as Hugging Face ships it, with Liger, and with liger_hw.
 
-Memory is the planner's (`planner.py`). Time is a sum: matrix products at a share of the device's bf16 rate, attention
-as the planner counts it, and the bytes that everything else moves, at a large copy's rate. Six models timed on one H200
-gave the shares in `ARMS`; a test holds the estimate to 10% of each of them, and of two that were timed later.
+Memory and time of liger_hw are the planner's (`planner.py`), at a share of the device's rates that an H200 reaches.
+`ARMS` says what the other ways of training cost beside it; six models timed on one H200 gave those figures. A test
+holds the estimate to 10% of each of them, of two that were timed later, and of a whole model on several devices.
 """
 
 from __future__ import annotations
@@ -11,36 +11,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .levels import DEFAULT, level_of_each
-from .planner import ATTENTION, ATTENTION_MASKED, Assumptions, Planner
+from .planner import BANDWIDTH, GEMM_RATE, Assumptions, Planner
 
 if TYPE_CHECKING:
     from ..autotune.models import Model
 
-GEMM_SHARE = 0.73
-"""Of the data sheet's dense bf16 rate: what the products of a step reach on an H200, 720 TFLOP/s."""
-COPY_SHARE = 0.885
-"""Of the data sheet's bandwidth: what a large copy reaches on an H200, 4.25 TB/s."""
-EAGER_BYTES = 150.0
-"""Bytes that eager attention with softcapped scores moves for each score, forward and backward."""
-UPDATE_BYTES = 14
-"""Bytes that a fused AdamW moves for each bf16 parameter: four are read, three written."""
-SHARDED_MORE = 5
-"""Bytes that an engine shards of each parameter beside bf16 weights, gradients and states, since it keeps fp32 ones."""
+GEMM_SHARE = GEMM_RATE / 989e12
+"""Of the data sheet's dense bf16 rate: what the products of a step reach on an H200."""
+COPY_SHARE = BANDWIDTH / 4.8e12
+"""Of the data sheet's bandwidth: what a large copy reaches on an H200."""
 LORA_SHARE = 0.01
 """Share of the parameters that train under LoRA."""
-ENGINES = {"fsdp2": (0.87, 0), "zero3": (0.69, 6 << 30)}
-"""Engine -> share of one device's speed that a device reaches over NVLink, and bytes of its buffers.
-
-Llama-3-8B whole in Trainer, on two and four H200s.
-"""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What one way of training costs beside the matrix products.
+    """What one way of training costs.
 
     small: bytes that norms, gates and rotary embeddings move, over what fused kernels must move
-    logit: bytes moved for each logit; experts: time of a layer's expert products over the time of dense ones
+    logit: bytes moved for each logit, beside those that the planner counts; chunk: for each element of the head's
+    weight in each of Liger's chunks; experts: time of a layer's expert products over the time of dense ones
     kept_logit: bytes at the peak for each logit beside those that the planner counts
     fused_loss, level: as the planner takes them
     """
@@ -48,6 +38,7 @@ class Arm:
     name: str
     small: float
     logit: float
+    chunk: float
     experts: float
     kept_logit: int
     fused_loss: bool
@@ -55,9 +46,9 @@ class Arm:
 
 
 ARMS = (
-    Arm("Hugging Face", 7.2, 50.0, 1.33, 3, False),
-    Arm("+ Liger 0.8.5", 2.6, 100.0, 2.04, 0, True),
-    Arm("+ liger_hw", 2.6, 6.0, 1.18, 0, True, DEFAULT),
+    Arm("Hugging Face", 5.7, 60.0, 0.0, 1.33, 3, False),
+    Arm("+ Liger 0.8.5", 1.5, 0.0, 5.2, 2.0, 0, True),
+    Arm("+ liger_hw", 1.0, 0.0, 0.0, 1.18, 0, True, DEFAULT),
 )
 
 PEAK_TFLOPS = {
@@ -97,33 +88,40 @@ def estimates(
 ) -> list[Estimate]:
     """One estimate an arm of `ARMS`. tflops: the device's dense bf16 rate; bandwidth: GB/s; both of its data sheet.
 
-    lora: adapters on every linear layer; gpus: devices over which the engine of `ENGINES` shards parameters, gradients
-    and states
+    lora: adapters on every linear layer; gpus: devices over which the engine of `planner.ENGINES` divides the state
     Raises `ValueError` for what the planner does not model.
     """
-    share, buffers = ENGINES[engine] if gpus > 1 else (1.0, 0)
-    rates = (tflops * 1e12 * GEMM_SHARE, bandwidth * 1e9 * COPY_SHARE)
+    flops, rate = tflops * 1e12 * GEMM_SHARE, bandwidth * 1e9 * COPY_SHARE
+    in_fp32 = gpus > 1 and engine == "fsdp2" and not lora  # accelerate has what trains so
+    assumptions = Assumptions(
+        4 if in_fp32 else 2,
+        trainable=LORA_SHARE if lora else 1.0,
+        shards=gpus,
+        engine=engine,
+        flops_per_byte=flops / rate,
+    )
     rows = []
     for arm in ARMS:
-        planner = _planner(arm, model, batch, seq, lora, gpus)
-        peak = (
-            planner.predict(level_of_each(arm.level, model.layers)).peak + planner.tokens * model.vocab * arm.kept_logit
-        )
-        if gpus > 1:
-            peak += buffers + _parameters(planner) * (2 if lora else SHARDED_MORE) // gpus
-        seconds = _seconds(arm, planner, bool(model.experts), lora, gpus, *rates)
-        rows.append(Estimate(arm.name, share * planner.tokens / seconds, int(peak)))
+        planner = _planner(arm, model, batch, seq, replace(assumptions, fused_loss=arm.fused_loss))
+        levels = level_of_each(arm.level, model.layers)
+        logits = planner.tokens * model.vocab
+        peak = planner.predict(levels).peak + logits * arm.kept_logit
+        moved = arm.logit * logits + arm.chunk * planner.head_parameters * _chunks(planner)
+        products = (4 + 2 * assumptions.trainable) * planner.tokens * 3 * model.hidden * planner.model.intermediate
+        slower = (arm.experts - 1) * products if model.experts else 0.0
+        slower = model.layers * (slower + (arm.small - 1) * 3 * planner.layer.small)
+        seconds = (planner.step_time(levels) + slower) / flops + moved / rate
+        rows.append(Estimate(arm.name, planner.tokens / seconds, int(peak)))
     return rows
 
 
-def _planner(arm: Arm, model: "Model", batch: int, seq: int, lora: bool, gpus: int) -> Planner:
+def _planner(arm: Arm, model: "Model", batch: int, seq: int, assumptions: Assumptions) -> Planner:
     dense, width, others = model, model.expert_width or model.intermediate, 0
     if model.experts:  # a layer as wide as the experts of one token, and the parameters of the others beside it
         top_k = max(1, model.top_k)
         others = (model.experts - top_k) * 3 * model.hidden * width
         dense = replace(model, experts=0, intermediate=top_k * width)
-    trainable = LORA_SHARE if lora else 1.0
-    planner = Planner(dense, batch, seq, Assumptions(fused_loss=arm.fused_loss, trainable=trainable, shards=gpus))
+    planner = Planner(dense, batch, seq, assumptions)
     kept = dict(planner.layer.kept)
     if not arm.fused_loss:
         kept["keep"] += _more_kept(planner)
@@ -131,9 +129,10 @@ def _planner(arm: Arm, model: "Model", batch: int, seq: int, lora: bool, gpus: i
     return planner
 
 
-def _parameters(planner: Planner) -> int:
-    m = planner.model
-    return m.layers * planner.layer.parameters + planner.head_parameters * (1 if m.tied else 2)
+def _chunks(planner: Planner) -> int:
+    """Into how many chunks of rows Liger's fused loss divides the logits: the rows of one are a power of two."""
+    rows = -(-planner.tokens // -(-planner.model.vocab // planner.model.hidden))
+    return -(-planner.tokens // (1 << (rows - 1).bit_length()))
 
 
 def _more_kept(planner: Planner) -> int:
@@ -144,22 +143,3 @@ def _more_kept(planner: Planner) -> int:
     m, tokens = planner.model, planner.tokens
     normed = m.hidden * (4 if m.sandwich else 2) + ((m.heads + m.kv_heads) * m.head_dim if m.qk_norm else 0)
     return tokens * (2 * m.intermediate + 6 * normed)
-
-
-def _seconds(arm: Arm, planner: Planner, experts: bool, lora: bool, gpus: int, flops: float, rate: float) -> float:
-    """Of one step. flops: of matrix products, a second; rate: bytes moved a second."""
-    m, tokens, passes = planner.model, planner.tokens, 2 if lora else 3  # without the gradients of weights
-    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
-    products = passes * 2 * tokens * m.hidden * (2 * q + 2 * kv)
-    wide = passes * 2 * tokens * 3 * m.hidden * m.intermediate * (arm.experts if experts else 1.0)
-    norms = m.hidden * (14 if m.sandwich else 10) + 3 * m.intermediate + 2 * (q + kv) * (2 if m.qk_norm else 1)
-    small = tokens * 2 * 3 * norms * arm.small
-    if planner.attention == "eager":
-        scores, causal = planner.batch * m.heads * planner.seq**2 * EAGER_BYTES, 0.0
-    else:
-        forward, backward = ATTENTION_MASKED if planner.attention == "masked" else ATTENTION
-        scores, causal = 0.0, 2 * tokens * planner.seq * q * (1 / forward + 2.5 / backward)
-    layer = (products + wide + causal) / flops + (small + scores) / rate
-    head = passes * 2 * tokens * planner.head_parameters / flops + tokens * m.vocab * arm.logit / rate
-    update = _parameters(planner) * (LORA_SHARE if lora else 1) / gpus * UPDATE_BYTES / rate
-    return m.layers * layer + head + update

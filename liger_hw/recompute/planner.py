@@ -2,7 +2,7 @@
 
 Everything is counted from the model's shape: what each layer's backward needs, parameters, gradients, optimizer state,
 the loss head's chunks, and what is alive at the worst moment of the step. Time is counted in FLOPs and bytes moved,
-weighed by one ratio that accelerators share roughly, so it is good for comparing mixes, not for seconds.
+weighed by ratios that accelerators share roughly; seconds are an H200's.
 `Assumptions` says what is taken for granted. docs/activations.md compares predictions with measurements.
 """
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from ..autotune.models import Model
 
-FLOPS_PER_BYTE = 160
-"""bf16 GEMM rate over memory bandwidth, as an accelerator reaches them."""
-ATTENTION, ATTENTION_MASKED = (0.75, 0.6), (0.2, 0.22)
+GEMM_RATE, BANDWIDTH = 660e12, 4.25e12
+"""bf16 FLOPs a second that the matrix products of a step reach on an H200, and bytes a second of a large copy."""
+FLOPS_PER_BYTE = GEMM_RATE / BANDWIDTH
+ATTENTION, ATTENTION_MASKED = (0.84, 0.79), (0.218, 0.24)
 """Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
 FLOAT8 = 0.63
 """Time of linears in FP8, with all quantisation, over that in bf16: Llama-3-8B's at 8192 tokens on an H100."""
@@ -29,8 +30,12 @@ EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over what the bytes it moves would take."""
 EAGER_MARGIN = 0.02
 """Share of a budget left free where attention is eager: its temporaries are large, and differ between versions."""
-FLOPS_PER_HOST_BYTE = 160 * FLOPS_PER_BYTE
-"""bf16 GEMM rate over the rate of copies to and from pinned host memory: 25 GB/s beside 640 TFLOP/s."""
+A_HOST_BYTE = 170
+"""Time to copy a byte to or from pinned host memory, at 25 GB/s, over that of a byte on the device."""
+A_LINK_BYTE = 28
+"""The same of an exchange between devices over NVLink: 150 GB/s, with the copies around it."""
+TILE_ROWS = 8192
+"""As kernels/pointwise/tiled_mlp.py has them."""
 STEP = 1024
 """Tokens between the lengths that `longest` considers."""
 WORKSPACE = 100 << 20
@@ -38,6 +43,38 @@ WORKSPACE = 100 << 20
 ATTENTIONS = ("eager", "masked", "flash")
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
 """Optimizer state, in units of the trainable parameters' bytes."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine divides among its devices beside the optimizer's states, and what it needs beside the parts.
+
+    parameters, gradients: whether they are divided; master: whether bf16 parameters have an fp32 copy, divided, in
+    whose dtype the states are; kept: whether the gradients' memory exists all the time; buffers: bytes of communication
+    live: most parameters that are gathered at a time; without it embedding and head are, and one decoder layer
+    passes, link: how often a step sends each parameter, and at how many bytes a second the step waits for that
+    recipes: whether levels cheap and mlp save anything; ZeRO-3's hooks pass detached tensors on
+    """
+
+    parameters: bool = True
+    gradients: bool = True
+    master: bool = False
+    kept: bool = False
+    buffers: int = 0
+    live: int = 0
+    passes: int = 3
+    link: float = 1.0
+    recipes: bool = True
+
+
+_BUCKET = 5 * 10**8 * 2
+ENGINES = {
+    "fsdp2": Engine(link=228e9),
+    "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=128e9),
+    "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=128e9),
+    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=128e9, recipes=False),
+}
+"""FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults. FSDP2 and ZeRO-3 were measured."""
 
 MOST_LAYERS = 1024
 """The planner predicts every mix of levels, each layer by layer."""
@@ -48,9 +85,9 @@ class Assumptions:
     """What a prediction takes for granted.
 
     dtype: of the parameters; compute: itemsize of activations (autocast's); optimizer: a name of `STATE_BYTES`
-    trainable: share of the layers' parameters that train (1 without LoRA); shards: devices that share parameters,
-    gradients and optimizer state (FSDP, ZeRO-3); sequence: devices that share a sequence (Ulysses, context parallel),
-    of which each has the same part of the tokens, and of attention's work; fused_loss: the logits never exist
+    trainable: share of the layers' parameters that train (1 without LoRA); fused_loss: the logits never exist
+    shards: devices over which `engine`, one of `ENGINES`, divides the model's state; it computes in `compute`
+    sequence: devices that share a sequence (Ulysses, context parallel), with equal parts of its tokens and attention
     in_backward: each parameter is updated as soon as its gradient is complete, which is freed then
     attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what
     transformers does with a model that names none: eager for softcapped scores, masked for a window that the sequence
@@ -62,17 +99,21 @@ class Assumptions:
     optimizer: str = "adamw"
     trainable: float = 1.0
     shards: int = 1
+    engine: str = "fsdp2"
     sequence: int = 1
     fused_loss: bool = True
     in_backward: bool = False
     attention: str = ""
     float8: bool = False
+    flops_per_byte: float = FLOPS_PER_BYTE
 
     def __post_init__(self) -> None:
         if self.attention not in ("", *ATTENTIONS):
             raise ValueError(f"unknown attention {self.attention!r}; known: {', '.join(ATTENTIONS)}")
         if self.optimizer not in STATE_BYTES:
             raise ValueError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_BYTES)}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
 
     def __str__(self) -> str:
         half = {2: "bf16/fp16", 4: "fp32"}
@@ -84,7 +125,7 @@ class Assumptions:
         ]
         parts += ["linears in FP8"] if self.float8 else []
         parts += [f"{self.trainable:.1%} of the parameters train"] if self.trainable < 1 else []
-        parts += [f"sharded over {self.shards} devices"] if self.shards > 1 else []
+        parts += [f"sharded over {self.shards} devices by {self.engine}"] if self.shards > 1 else []
         parts += [f"each sequence split over {self.sequence} devices"] if self.sequence > 1 else []
         return ", ".join(parts)
 
@@ -94,7 +135,8 @@ class Layer:
     """One decoder layer at one batch, by level.
 
     kept: bytes that are kept for its backward; transient: bytes beside them while its backward runs
-    extra: time of what is recomputed; time: of forward and backward at `keep`. Both in FLOPs of a GEMM
+    extra: time of what is recomputed; time: of forward and backward at `keep`; small: of forward's norms, gate and
+    rotary embeddings. All in FLOPs of a GEMM
     growing: what grows with the sequence while a layer at `tiled` or `offload` goes back, in bytes
     """
 
@@ -102,21 +144,22 @@ class Layer:
     transient: dict[str, int]
     extra: dict[str, float]
     time: float
+    small: float
     parameters: int
     growing: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with `levels`: peak bytes, peak of the first step (no optimizer state before it), speed against keep.
+    """A step with `levels`, when the optimizer's states exist: peak bytes, speed against keep, seconds on an H200.
 
     host: bytes of pinned host memory
     """
 
     levels: tuple[str, ...]
     peak: int
-    first_peak: int
     speed: float
+    seconds: float
     host: int = 0
 
     def __str__(self) -> str:
@@ -138,6 +181,7 @@ class Planner:
                 f"{model.name}: the planner does not know layers with experts; name a level (cheap, mlp, full) instead"
             )
         self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions
+        self.engine = ENGINES[assumptions.engine] if assumptions.shards > 1 else Engine()
         self.tokens = -(-batch * seq // assumptions.sequence)
         self.layer = self._layer()
 
@@ -146,9 +190,9 @@ class Planner:
     def _layer(self) -> Layer:
         m, assumed, tokens = self.model, self.assumptions, self.tokens
         unit = tokens * assumed.compute_bytes
-        stream = tokens * max(assumed.dtype_bytes, assumed.compute_bytes)  # the residual stream is fp32 under autocast
+        autocast = assumed.dtype_bytes > assumed.compute_bytes and assumed.shards == 1  # an engine gathers in bf16
+        stream = tokens * (assumed.dtype_bytes if autocast else assumed.compute_bytes)  # fp32 under autocast
         q, kv, wide = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.intermediate
-        autocast = assumed.dtype_bytes > assumed.compute_bytes
         capped = assumed.compute_bytes if m.softcap else 0
         linear = m.hidden * (2 * q + 2 * kv) + 3 * m.hidden * wide
         norms = 2 * m.hidden * (2 if m.sandwich else 1) + (2 * m.head_dim if m.qk_norm else 0)
@@ -180,6 +224,9 @@ class Planner:
         cheap = keep - normed - gated - rotated + (unit * kv if copied else 0)
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide}
         kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
+
+        if not self.engine.recipes:
+            kept["cheap"] = kept["mlp"] = keep
 
         without_mlp = keep - kept["full"] - gated - 2 * unit * wide
         growing = self._growing(without_mlp, unit, stream)
@@ -221,8 +268,6 @@ class Planner:
 
     def _tiled(self, without_mlp: int, unit: int, stream: int, growing: dict[str, int]) -> int:
         """Bytes beside a layer's input while it goes back with its MLP in tiles: at a tile, or in attention."""
-        from ..kernels.pointwise.tiled_mlp import TILE_ROWS
-
         m, assumed = self.model, self.assumptions
         weights = int(assumed.trainable * 3 * m.hidden * m.intermediate)
         rows = min(TILE_ROWS, self.tokens)
@@ -247,36 +292,40 @@ class Planner:
         kinds = 2 if self.model.window and self.model.sandwich else 1
         return kinds * self.batch * self.seq**2 * self.assumptions.compute_bytes if self.attention == "eager" else 0
 
-    def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float]:
-        m, tokens, size = self.model, self.tokens, self.assumptions.compute_bytes
-
-        def moved(columns: int) -> float:
-            return tokens * columns * size * FLOPS_PER_BYTE
-
-        rate = FLOAT8 if self.assumptions.float8 else 1.0
+    def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float, float]:
+        m, tokens, assumed = self.model, self.tokens, self.assumptions
+        unit, rate, devices = tokens * assumed.compute_bytes, FLOAT8 if assumed.float8 else 1.0, assumed.sequence
         gemm = 2 * tokens * linear * rate
         forward_scores, backward_scores = self._attention_times(q)
-        norm, gate, rotation = moved(4 * m.hidden), moved(3 * m.intermediate), moved(2 * (q + kv))
-        small = norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + moved(6 * m.hidden)
-        forward = gemm + forward_scores + small
-        backward = 2 * gemm * (1 + self.assumptions.trainable) / 2 + backward_scores + 2 * small
-        cheap = norm + gate + (2 * rotation if m.qk_norm else 0)
+        norm, gate, rotation = 4 * m.hidden, 3 * m.intermediate, 2 * (q + kv)  # in columns that are moved
+        small = norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + 6 * m.hidden
+        cheap = unit * (norm + gate + (2 * rotation if m.qk_norm else 0))
+        exchange = unit * (2 * q + 2 * kv) * (devices - 1) / devices * A_LINK_BYTE  # Ulysses: q, k, v and the output
+        weights = 3 * m.hidden * m.intermediate * assumed.trainable
+        tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS else 0
+        sums = tiles * weights * 8  # of gradients in fp32, which each tile reads and writes
+        copy = unit * m.hidden * A_HOST_BYTE
+        small, cheap, exchange, sums, copy = (
+            moved * assumed.flops_per_byte for moved in (unit * small, cheap, exchange, sums, copy)
+        )
+        forward = gemm + forward_scores + small + exchange
+        backward = gemm * (1 + assumed.trainable) + backward_scores + 2 * small + exchange
         full = forward - 2 * tokens * m.hidden * m.intermediate * rate  # checkpointing stops before the last product
-        copy = tokens * m.hidden * size * FLOPS_PER_HOST_BYTE
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
         extra = {
             "keep": 0.0,
             "cheap": cheap,
             "mlp": cheap + 4 * tokens * m.hidden * m.intermediate * rate,
             "full": full,
-            "tiled": forward,
-            "offload": forward + exposed,
+            "tiled": forward + sums,
+            "offload": forward + sums + exposed,
         }
-        return extra, forward + backward
+        return extra, forward + backward, small
 
     def _attention_times(self, q: int) -> tuple[float, float]:
         """Forward and backward of what is between the projections."""
-        products = 2 * self.tokens * self.seq * q  # causal: half of 4
+        padded = 1 << (self.model.head_dim - 1).bit_length()  # to which the kernels round a head
+        products = 2 * self.tokens * self.seq * q * padded / self.model.head_dim  # causal: half of 4
         if self.attention != "eager":
             rates = ATTENTION_MASKED if self.attention == "masked" else ATTENTION
             return products / rates[0], 2.5 * products / rates[1]
@@ -284,7 +333,7 @@ class Planner:
         c, capped = self.assumptions.compute_bytes, self.model.softcap
         casts = 2 * (4 + c) if c < 4 else 0
         there, back = 6 * c + 6 * c * capped + casts + 8, 6 * c + 7 * c * capped + casts + 24
-        moved = self._scores * FLOPS_PER_BYTE
+        moved = self._scores * self.assumptions.flops_per_byte
         return 2 * products + EAGER[0] * there * moved, 4 * products + EAGER[1] * back * moved
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -298,33 +347,41 @@ class Planner:
         levels = tuple(levels)
         if len(levels) != self.model.layers:
             raise ValueError(f"{self.model.name} has {self.model.layers} layers, got {len(levels)} levels")
-        assumed, layer = self.assumptions, self.layer
-        size = assumed.dtype_bytes / assumed.shards
-        heads = self.head_parameters * (1 if self.model.tied else 2)
-        weights = (len(levels) * layer.parameters + heads) * size
-        gathered = self._gathered(heads)
-        state = weights * assumed.trainable * STATE_BYTES[assumed.optimizer]
-        first = self._peak(levels, weights + gathered)
-        after_step = weights * (1 + assumed.trainable * (not assumed.in_backward)) + state
-        peak = max(self._peak(levels, weights + gathered + state), after_step)
-        speed = self.step_time(("keep",) * len(levels)) / self.step_time(levels)
+        assumed, layer, engine = self.assumptions, self.layer, self.engine
+        trained, size, parameters = assumed.trainable, assumed.dtype_bytes, self.parameters
+        master = 4 if engine.master and size < 4 else 0
+        weights = parameters * (size / self._parts(engine.parameters) + trained * master / assumed.shards)
+        state = parameters * trained * STATE_BYTES[assumed.optimizer] * (master or size) / assumed.shards
+        gradients = 0 if assumed.in_backward else parameters * trained * size / self._parts(engine.gradients)
+        resident = weights + engine.buffers + (gradients if engine.kept else 0)
+        peak = max(self._peak(levels, resident + state), weights + gradients + state)
+        time = self.step_time(levels)
+        speed = self.step_time(("keep",) * len(levels)) / time
         host = levels.count("offload") * layer.kept["full"]
-        first = int(max(first, after_step)) + WORKSPACE
-        return Prediction(levels, int(peak) + WORKSPACE, first, speed, host)
+        return Prediction(levels, int(peak) + WORKSPACE, speed, time / GEMM_RATE, host)
 
-    def _gathered(self, heads: int) -> int:
-        """Bytes of whole parameters where they are sharded: embedding and head, and two layers with one's gradients."""
-        if self.assumptions.shards == 1:
-            return 0
-        layers = self.layer.parameters * (2 + self.assumptions.trainable)
-        return int((heads + layers) * self.assumptions.compute_bytes)
+    @property
+    def parameters(self) -> int:
+        return self.model.layers * self.layer.parameters + self.head_parameters * (1 if self.model.tied else 2)
+
+    def _parts(self, divided: bool) -> int:
+        return self.assumptions.shards if divided else 1
 
     def _peak(self, levels: tuple[str, ...], resident: float) -> float:
         """The most that is alive at a time from the loss to the end of backward."""
-        assumed, layer, m = self.assumptions, self.layer, self.model
-        size = 0 if assumed.in_backward else assumed.dtype_bytes / assumed.shards * assumed.trainable
+        assumed, layer, m, engine = self.assumptions, self.layer, self.model, self.engine
+        size = assumed.dtype_bytes / self._parts(engine.gradients) * assumed.trainable
+        size = 0 if assumed.in_backward or engine.kept else size
         stream = self.tokens * m.hidden * assumed.compute_bytes
-        head_grad = self.head_parameters * (size if assumed.trainable == 1 else 0)
+        head = self.head_parameters * (assumed.trainable == 1)
+        head_grad, last_grad, gathered = head * size, 0 if m.tied else head * size, 0
+        if assumed.shards > 1 and engine.live:
+            resident += min(engine.live, self.parameters) * assumed.compute_bytes
+        elif assumed.shards > 1 and engine.parameters:  # the root's parameters and gradients are whole until the end
+            whole = self.parameters - m.layers * layer.parameters
+            resident += whole * assumed.compute_bytes
+            head_grad, last_grad = head * assumed.compute_bytes, whole * assumed.compute_bytes * (head > 0)
+            gathered = layer.parameters * assumed.compute_bytes
         alive = (
             resident + sum(layer.kept[level] for level in levels) + (self._masks if {*CHECKPOINTED} & {*levels} else 0)
         )
@@ -332,9 +389,9 @@ class Planner:
         alive += head_grad
         for index, level in reversed([*enumerate(levels)]):
             on_its_way = stream if level == "offload" and not index else 0  # nothing is fetched behind the first layer
-            most = max(most, alive + layer.transient[level] - on_its_way)
+            most = max(most, alive + layer.transient[level] + gathered - on_its_way)
             alive += layer.parameters * size - layer.kept[level]
-        return max(most, alive + (0 if m.tied else head_grad))
+        return max(most, alive + last_grad)
 
     def _head(self) -> int:
         """Bytes the loss takes beside its gradient's: a chunk of logits, or all of them with softmax's copies."""
@@ -351,13 +408,18 @@ class Planner:
     def _rest(self) -> float:
         """Time outside the decoder layers: the loss head and the optimizer."""
         assumed = self.assumptions
-        parameters = self.model.layers * self.layer.parameters + 2 * self.head_parameters
-        update = parameters * assumed.trainable * assumed.dtype_bytes * (3 + 2 * STATE_BYTES[assumed.optimizer])
-        return 6 * self.tokens * self.head_parameters + update / assumed.shards * FLOPS_PER_BYTE
+        update = self.parameters * assumed.trainable * assumed.dtype_bytes * (3 + 2 * STATE_BYTES[assumed.optimizer])
+        sent = self.parameters * assumed.compute_bytes * self.engine.passes * (assumed.shards - 1) / assumed.shards
+        logits = 2 * self.tokens * self.model.vocab * assumed.compute_bytes  # read, and their gradient written
+        moved = update / assumed.shards + logits + sent * BANDWIDTH / self.engine.link
+        passes = 2 + 4 * (assumed.trainable + 1) / 2
+        return passes * self.tokens * self.head_parameters + moved * assumed.flops_per_byte
 
     def step_time(self, levels: Sequence[str]) -> float:
         """Time of a step with these levels, in FLOPs of a GEMM."""
-        return sum(self.layer.time + self.layer.extra[level] for level in levels) + self._rest()
+        first = self.layer.kept["full"] * ("offload" in levels) * A_HOST_BYTE  # it comes back while all else waits
+        first *= self.assumptions.flops_per_byte
+        return sum(self.layer.time + self.layer.extra[level] for level in levels) + first + self._rest()
 
     def float8_gain(self) -> float:
         """How much faster a step at `keep` is in FP8 than without it."""
@@ -435,24 +497,18 @@ def of_module(
 ) -> Planner:
     """A Planner for a live transformers model: its shape from the config, dtype and what trains from `source`.
 
-    Raises `ValueError` for a model without a config, and for one whose parameters are sharded by another engine than
-    FSDP2: what is gathered when, and in which dtype, is the engine's matter, and not modelled.
+    Raises `ValueError` for a model without a config, and for one that FSDP1 or tensor parallelism shards.
     """
     from ..autotune import models
-    from ..distributed.owners import FSDP2, is_dtensor, sharded_by
 
     if config is None:
         raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")
-    if (owner := sharded_by(source)) not in ("", FSDP2):
-        raise ValueError(
-            f"activations: 'fit' and sizes count a whole model's bytes, and this one is sharded ({owner}); name a "
-            "level (cheap, mlp, full), or one for each layer"
-        )
     shape = models.from_config(config.to_dict(), type(source).__name__)
     parameters = list(source.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad) / max(1, sum(p.numel() for p in parameters))
-    size = max(parameters, key=lambda p: p.numel()).element_size()
-    shards = max((p.device_mesh.size() for p in parameters if is_dtensor(p)), default=1)
+    engine, shards = _sharding(source, parameters)
+    count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # of which ZeRO-3 leaves a part
+    trained = sum(n for n, p in zip(count, parameters) if p.requires_grad) / max(1, sum(count))
+    size = parameters[count.index(max(count))].element_size()
     windowed = bool(shape.window) and seq >= shape.window
     implementation = str(getattr(config.get_text_config(), "_attn_implementation", None) or "")
     attention = "eager" if implementation == "eager" else ""
@@ -460,6 +516,28 @@ def of_module(
         attention = "masked" if windowed else "flash"  # transformers passes no softcap to it
     elif "flash" in implementation or "flex" in implementation:
         attention = "flash"
-    sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards}
+    sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}
     float8 = any(hasattr(module, "float8") for module in source.modules())
     return Planner(shape, batch, seq, Assumptions(**sizes, trainable=trained, attention=attention, float8=float8))
+
+
+def _sharding(source: "torch.nn.Module", parameters: "list[torch.nn.Parameter]") -> tuple[str, int]:
+    """The engine, of `ENGINES`, that divides a live model's state, and over how many devices."""
+    from ..distributed.owners import FSDP2, ZERO3, is_dtensor, sharded_by
+
+    owner = sharded_by(source)
+    if owner == FSDP2:
+        one = next(p for p in parameters if is_dtensor(p))
+        parts = [one.device_mesh.size(i) for i, placement in enumerate(one.placements) if placement.is_shard()]
+        return "fsdp2", math.prod(parts)
+    if owner == ZERO3:
+        return "zero3", next(p.ds_process_group.size() for p in parameters if hasattr(p, "ds_process_group"))
+    if owner:
+        raise ValueError(
+            f"activations: 'fit' and sizes count the bytes of FSDP2 and ZeRO, and this model is sharded by {owner}; "
+            "name a level (cheap, mlp, full), or one for each layer"
+        )
+    for p in parameters:
+        if (optimizer := getattr(p, "_zero_optimizer", None)) is not None:  # DeepSpeed's, at stage 1 or 2
+            return "zero2" if optimizer.partition_gradients else "zero1", p._dp_group.size()
+    return "fsdp2", 1
