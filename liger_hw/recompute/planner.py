@@ -31,7 +31,7 @@ EAGER = (1.6, 0.82)
 EAGER_MARGIN = 0.02
 """Share of a budget left free where attention is eager: its temporaries are large, and differ between versions."""
 A_HOST_BYTE = 170
-"""Time to copy a byte to or from pinned host memory, at 25 GB/s, over that of a byte on the device."""
+"""Time to copy a byte to or from pinned host memory, at 25 GB/s, over the time to copy a byte on the device."""
 A_LINK_BYTE = 28
 """The same of an exchange between devices over NVLink: 150 GB/s, with the copies around it."""
 TILE_ROWS = 8192
