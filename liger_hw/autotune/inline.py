@@ -91,6 +91,8 @@ def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
 def _tuner(target: Target, device: Any) -> Tuner:
     def save(name: tuple[str, str, Key], entry: Entry) -> bool:
         """Into the cache and into the table in use, as it serves this process where the cache cannot be written."""
+        if entry.kind in store.CANDIDATES:  # a search of seconds is not resumed
+            return True
         store.add(target, [(name, entry)])
         entries = registry.table(target).setdefault(name, [])
         entries.insert(sum(one.layer == "lock" for one in entries), replace(entry, layer="user"))

@@ -6,10 +6,11 @@ process noted for later ones. The kind in a line's provenance says which it is:
 
     measured, static, modelled   a configuration that answers
     heuristic                    a search found nothing that beats the heuristic
+    timed, refused               a candidate of a search that has not ended: its time, or why it cannot be used
     failed                       a configuration that failed at launch
     missed                       a key for which no line answered, with what the heuristic chose
 
-Of two lines about the same thing the later one counts.
+Of two lines about the same thing the later one counts, and the end of a search takes the lines of its candidates away.
 A writer holds a lock in the same folder, reads the file and puts a whole one in its place: a reader sees the old file
 or the new one, and two writers lose nothing. What cannot be read is ignored with one warning.
 
@@ -43,11 +44,13 @@ ANSWERS = ("measured", "static", "modelled")
 """Kinds of lines that answer."""
 ENDS = ("measured", "heuristic")
 """Kinds of lines that end a search."""
+CANDIDATES = ("timed", "refused")
+"""Kinds of lines about a candidate of a search that has not ended."""
 KINDS = {
     "entries": ANSWERS,
     "misses": ("missed",),
     "quarantine": ("failed",),
-    "journal": ("heuristic",),
+    "journal": ("heuristic", *CANDIDATES),
 }
 """What `liger-hw cache clear` removes, by the name of its option."""
 
@@ -223,19 +226,29 @@ def _kind(record: Any) -> str:
 def _merged(records: list[Any]) -> list[Any]:
     """Lines without those that later ones replace. A line that this version cannot read stays as it is."""
     kept: dict[tuple, Any] = {}
+    answered, ended = set(), set()
     for record in records:
-        kind, config = _kind(record), None
-        part = "answer" if kind in (*ANSWERS, *ENDS) else kind
+        kind, part, config = _kind(record), "answer", None
         about = json.dumps(record, sort_keys=True)
-        if kind == "failed":
-            config = json.dumps(record.get("config"), sort_keys=True)
+        if kind in ("failed", *CANDIDATES):
+            part, config = (
+                "failed" if kind == "failed" else "candidate",
+                json.dumps(record.get("config"), sort_keys=True),
+            )
+        elif kind == "missed":
+            part = kind
         if kind:
             triton = minor(record["provenance"].get("triton"))
             about = json.dumps([*map(record.get, ("op", "variant", "key")), record.get("version", 1), triton])
         kept.pop((about, part, config), None)
         kept[about, part, config] = record
+        answered |= {about} if part == "answer" else set()
+        ended |= {about} if kind in ENDS else set()
+    gone = {(about, "missed", None) for about in answered}
     return [
-        record for (about, part, _), record in kept.items() if part != "missed" or (about, "answer", None) not in kept
+        record
+        for place, record in kept.items()
+        if place not in gone and not (place[1] == "candidate" and place[0] in ended)
     ]
 
 

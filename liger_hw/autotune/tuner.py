@@ -9,8 +9,8 @@ For each job (one tunable at one key):
     5 the whole op with the winner is compared with the reference
     6 the winner and the heuristic are timed at other sizes of the same key: an entry answers for all of them, so it is
       stored only when it beats the heuristic there too
-The end of each search is a line of the device's table (`store.py`), so that a run which was stopped goes on with the
-job that it was at. A candidate that kills or hangs its worker is set aside and the search goes on without it.
+Every measurement is a line of the device's table as it is taken (`store.py`), so that a run which was stopped can go
+on. A candidate that kills or hangs its worker is noted and the search goes on without it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Tuner:
     """Runs jobs on one device: compiles ahead, searches each, learns from neighbours, stays within the budget.
 
     measurer: `measure.LocalMeasurer`, `workers.RemoteMeasurer` or a fake; pool: `workers.CompilePool`, None without one
-    save: called with (name, entry) for the line that ends a job; whether it was stored
-    known: lines of earlier runs, whose jobs are not measured again
+    save: called with (name, entry) for every line of the device's table, from each measurement to the winner; whether
+    it was stored
+    known: lines of earlier runs, which are not measured again
     progress: called with a job and what is being done
     """
 
@@ -113,11 +114,14 @@ class Tuner:
         except (WorkerDied, *REFUSED) as error:
             return Result(job, error=str(error))
 
-    def _end(self, job: Job) -> Entry | None:
-        """The line with which an earlier run ended the search for a job, of the kernel as it is."""
+    def lines(self, job: Job, *kinds: str) -> list[Entry]:
+        """What earlier runs stored about a job, for the kernel as it is."""
         version = registry.get_tunable(job.name).version
-        ends = (one for one in self.known.get(job.entry_name, ()) if one.kind in store.ENDS)
-        return next((one for one in ends if one.version == version), None)
+        return [one for one in self.known.get(job.entry_name, ()) if one.kind in kinds and one.version == version]
+
+    def _end(self, job: Job) -> Entry | None:
+        """The line with which an earlier run ended the search for a job."""
+        return next(iter(self.lines(job, *store.ENDS)), None)
 
     def _resumed(self, job: Job, end: Entry) -> Result:
         """The result of an earlier run."""
@@ -201,6 +205,8 @@ class Search:
         self.ids: dict[LaunchConfig, int] = {}
         self.sizes = job.sizes
         self.deaths = 0
+        self._refused = {one.config: one.provenance["reason"] for one in tuner.lines(job, "refused")}
+        self._timed = {one.config: one.provenance["us"] for one in tuner.lines(job, "timed")}
 
     def run(self) -> Result:
         everything, first = self.tuner.shortlist(self.job, self.tunable)
@@ -338,6 +344,8 @@ class Search:
         self.failed[config] = reason
         self.coarse.pop(config, None)
         self.ids.pop(config, None)
+        if self.sizes == self.job.sizes:
+            self.tuner.write(self.job, config, "refused", reason=reason)
 
     def _coarse_all(self, configs: list[LaunchConfig]) -> None:
         names = {c: self.tuner.submit(self.job, c) for c in configs} if self.tuner.pool else {}
@@ -345,7 +353,11 @@ class Search:
             if number and self.tuner.clock() > self.until:
                 return
             self.tuner.progress(self.job, f"{number + 1}/{len(configs)} candidates, {len(self.failed)} failed")
-            if config in names and (reason := self._uncompilable(config, names[config])):
+            if config in self._refused:
+                self.failed[config] = self._refused[config]
+            elif config in self._timed:
+                self.coarse[config] = self._timed[config]
+            elif config in names and (reason := self._uncompilable(config, names[config])):
                 self._fail(config, reason)
             elif samples := self._time_all([config], self.effort.coarse_rounds).get(config):
                 self.coarse[config] = min(samples)
@@ -409,6 +421,9 @@ class Search:
                 for config in ready:
                     self._fail(config, str(error))
                 return {}
+            if self.sizes == self.job.sizes:
+                for arm, samples in zip(arms, raw):
+                    self.tuner.write(self.job, config_of[arm], "timed", us=round(min(samples), 4))
             return dict(zip(arms, raw))
 
     def _find_culprit(self, configs: list[LaunchConfig], death: WorkerDied) -> None:

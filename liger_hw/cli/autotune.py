@@ -8,7 +8,7 @@
     liger-hw autotune --list                                             names of architectures and devices
 
 Winners go to the user cache (docs/registry.md); `liger-hw cache export` turns them into a table that can be shipped.
-Interrupt it at any time: what a search found is kept as it ends, and `--resume` goes on with the others.
+Interrupt it at any time: every measurement is kept, and `--resume` goes on from there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
     most = "most candidates of a kernel's first shape (default 96, for a vendor without its GPU 24)"
     add("--candidates", type=positive, help=most)
-    add("--resume", action="store_true", help="go on from an interrupted run: leave out the searches that it ended")
+    add("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
     add("--dry-run", action="store_true", help="print what would be tuned, for any architecture without the device too")
     add("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
 

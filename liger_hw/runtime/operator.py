@@ -361,7 +361,8 @@ class Function(torch.autograd.Function):
             _refuse_transforms(_called(cls.__name__))
         if kwargs:
             return super().apply(*args, **kwargs)
-        if not _USUAL.issuperset(map(type, args)) and any(map(is_dtensor, args)):
+        unusual = [a for a in args if type(a) not in _USUAL]
+        if unusual and any(isinstance(a, torch.Tensor) and is_dtensor(a) for a in unusual):
             return apply_sharded(cls, args)
         if before_apply is not None:
             before_apply(cls, args)

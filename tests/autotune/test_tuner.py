@@ -151,7 +151,7 @@ def test_a_deadly_candidate_costs_itself_only(how):
 
     (result,), kept, measurer = tune(measure)
     assert result.stored and kept["rms_norm", "bwd", KEY].config == BEST
-    assert result.failed == 1
+    assert [entry.config for entry in kept.of_kind("refused")] == [deadly]
     assert measurer.opened == (
         2 if how in ("error in prepare", "rejected here") else 3 if "prepare" in how else measurer.opened
     )
@@ -227,14 +227,16 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_resumes_where_it_was(clean_registry):
-    """The cache holds what each search found as it ends, and the second run repeats none of them."""
-    jobs = [JOB, Job("rms_norm", "bwd", (4096, 14, 2), (16384, 4096), "bfloat16")]
+    """Whatever the moment, the cache holds every measurement, and the second run takes none of them again."""
 
     class Fragile(FakeMeasurer):
-        def open(self, job, sizes):
-            if job is jobs[1]:
+        left = 40
+
+        def time(self, ids, rounds):
+            self.left -= 1
+            if self.left < 0:
                 raise Killed
-            return super().open(job, sizes)
+            return super().time(ids, rounds)
 
     def again(measurer):
         tuner = Tuner(
@@ -244,19 +246,23 @@ def test_a_killed_run_resumes_where_it_was(clean_registry):
             save=lambda name, entry: store.add(H200, [(name, entry)]),
             known=store.lines_of(H200),
         )
-        return tuner.run(jobs)
+        return tuner.run([JOB])[0]
 
     with pytest.raises(Killed):
         again(Fragile(START, cost))
-    ((name, entry),) = store.lines_of(H200)
-    assert name == JOB.entry_name and entry.kind == "measured" and entry.config == BEST
+    assert [entry.kind for _, entry in store.lines_of(H200)] == ["timed"] * 40
     second = FakeMeasurer(START, cost)
-    first, other = again(second)
-    assert first.note == "measured by an earlier run" and first.stored and first.config == BEST.to_json()
-    assert first.gain == pytest.approx(1 - 10 / cost(START), abs=1e-3)
-    assert second.opened and other.stored and other.config == BEST.to_json()
+    result = again(second)
+    assert result.stored and result.config == BEST.to_json()
+    _, _, whole = tune()
+    assert second.timed <= whole.timed - 40 + 2
+    ((_, entry),) = store.lines_of(H200)
+    assert entry.kind == "measured" and entry.config == BEST, "the measurements went with the end of the search"
+    # a third run has nothing left to do
     third = FakeMeasurer(START, cost)
-    assert all(result.note == "measured by an earlier run" for result in again(third)) and third.opened == 0
+    result = again(third)
+    assert third.opened == 0 and result.note == "measured by an earlier run" and result.config == BEST.to_json()
+    assert result.stored and result.gain == pytest.approx(1 - 10 / cost(START), abs=1e-3)
 
 
 def test_a_search_that_the_heuristic_won_is_not_repeated():
