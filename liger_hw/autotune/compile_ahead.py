@@ -1,4 +1,4 @@
-"""The kernels of a model's first step, compiled several at once.
+"""The kernels of a model's first step, or of an op's first call, compiled several at once.
 
 Left alone, a first step compiles one kernel after the other, when each is first launched: with empty caches that takes
 seconds. So during the first training forward of a patched model every new call of an op is run on fake tensors before
@@ -32,7 +32,8 @@ from .record import tensors_in
 
 log = logging.getLogger("liger_hw")
 _seen: dict[int, Any] = {}
-"""Configurations of models whose first forward has begun, by id; kept, so that no other object takes the id."""
+"""Configurations of models whose first forward has begun, and Functions whose first call has, by id; kept, so that no
+other object takes the id."""
 
 
 def is_wanted(device: torch.device) -> bool:
@@ -59,6 +60,15 @@ def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstFo
     finally:
         _operator.before_apply = None
         first.pool.shutdown(wait=False)
+
+
+def before_first_call(function: Any, args: tuple) -> None:
+    """Compile ahead what the first call of a Function launches, outside a model's first forward; args[0] is a
+    tensor."""
+    if id(function) not in _seen and is_wanted(args[0].device):
+        with during_first_forward(function, args[0].device) as first:
+            if first is not None:
+                first.note_call(function, args)
 
 
 class FirstForward:

@@ -10,6 +10,7 @@ Op files take everything they use of `runtime` from here: `launch` and the check
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from itertools import islice
 from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple, NoReturn, get_type_hints
@@ -19,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import env, registry
+from .. import autotune, env, registry
 from ..private import has_transforms, is_profiling, keeps_graph, n_dispatch_modes, unwrap_if_dead
 from ..recompute.recipes import offer, offer_all
 from .checks import (  # noqa: F401  op files take these from here
@@ -354,6 +355,8 @@ class Function(torch.autograd.Function):
     """
 
     sharding: ClassVar[RowsRule | RotaryRule | LossRule | None] = None
+    compiles_ahead: ClassVar[bool] = False
+    """Whether the kernels of the first call are compiled in parallel."""
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -366,6 +369,8 @@ class Function(torch.autograd.Function):
             return apply_sharded(cls, args)
         if before_apply is not None:
             before_apply(cls, args)
+        elif cls.compiles_ahead:
+            importlib.import_module(autotune.compiles_ahead).before_first_call(cls, args)
         plain = [a if type(a) in NO_TENSORS or not isinstance(a, torch.Tensor) else unwrap_if_dead(a) for a in args]
         return super(torch.autograd.Function, cls).apply(*plain)
 

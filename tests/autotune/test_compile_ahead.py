@@ -141,6 +141,21 @@ def test_one_forward_of_a_configuration_compiles_ahead(monkeypatch, compiled):
         assert again is None and operator.before_apply is None
 
 
+def test_the_first_call_of_an_op_of_many_kernels_compiles_ahead(monkeypatch, compiled, on_sm90):
+    """Outside a model's first forward too, once: all that forward and backward launch."""
+    op, foreseen = registry.get_op("fused_moe"), {}
+    sample = op.sample((19, 32, 16, 5, 3), torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(compile_ahead, "_seen", {})
+    monkeypatch.setattr(compile_ahead, "is_wanted", lambda device: True)
+    monkeypatch.setattr(compile_ahead.FirstForward, "_note_launch", lambda first, *launch: noted(foreseen)(*launch))
+    op.function(*sample.args)
+    without_biases = {tunable.name for tunable in op.tunables} - {"fused_moe.bias"}
+    assert {name for name, *_ in foreseen} == without_biases and operator.before_apply is None
+    foreseen.clear()
+    op.function(*sample.args)
+    assert not foreseen
+
+
 def test_triton_is_hashed_where_it_asks_for_the_hash():
     pytest.importorskip("triton")
     modules = [importlib.import_module(name) for name in ("triton.runtime.cache", "triton.compiler.compiler")]

@@ -251,6 +251,8 @@ fused_moe_bwd = define(
 class FusedMoEFunction(Function):
     """Autograd for the experts of a layer: saves the inputs, the routing and the pre-activations."""
 
+    compiles_ahead = True  # 16 kernels, forward and backward
+
     @staticmethod
     def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
         ctx.how = how
