@@ -314,7 +314,7 @@ def _gib(arms: dict[str, dict[str, Any]]) -> str:
 
 def models_table() -> str:
     lines = [
-        "| layers of | Hugging Face | + Liger 0.8.5 | + liger_hw | over Hugging Face | over Liger | peak GiB | "
+        "| layers of | Hugging Face | + Liger 0.8.5 (Triton) | + liger_hw | over Hugging Face | over Liger | peak GiB | "
         "losses apart |",
         "|---" * 8 + "|",
     ]
@@ -327,7 +327,7 @@ def models_table() -> str:
 
 def speed_table() -> str:
     """What README shows of `models_table`, and Mixtral: what a training step gains and what memory it takes."""
-    lines = ["| layers of | Hugging Face | + Liger 0.8.5 | + liger_hw | gain | peak GiB |", "|---" * 6 + "|"]
+    lines = ["| layers of | Hugging Face | + Liger 0.8.5 (Triton) | + liger_hw | gain | peak GiB |", "|---" * 6 + "|"]
     for title, arms in (trained() | _with_experts()).items():
         lines.append("| " + " | ".join([title, *_speeds(arms), _over(arms, "hf", 0), _gib(arms)]) + " |")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Data-parallel training with FSDP2 (fully_shard): patch first, then shard.
 
-    torchrun --nproc-per-node 8 examples/fsdp2.py --model Qwen/Qwen3-8B --seq 4096
+    torchrun --nproc-per-node 8 examples/fsdp2.py --model Qwen/Qwen3-8B --batch 2 --seq 4096
 
 On machines without GPUs the ranks use gloo. `--unpatched` trains without liger_hw, to compare.
 """
