@@ -314,8 +314,8 @@ def _gib(arms: dict[str, dict[str, Any]]) -> str:
 
 def models_table() -> str:
     lines = [
-        "| layers of | Hugging Face | + Liger 0.8.5 (Triton) | + liger_hw | over Hugging Face | over Liger | peak GiB | "
-        "losses apart |",
+        "| layers of | Hugging Face | + Liger 0.8.5 (Triton) | + liger_hw | over Hugging Face | over Liger | "
+        "peak GiB | losses apart |",
         "|---" * 8 + "|",
     ]
     for title, arms in trained().items():
