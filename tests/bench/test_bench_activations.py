@@ -13,12 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_hw.autotune import models
-from liger_hw.recompute.planner import Planner
-
 pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
-GIB = 1 << 30
 
 
 @pytest.fixture
@@ -50,30 +46,6 @@ def test_arms_of_a_toy(script, monkeypatch):
     assert found["mlp"]["levels"] == "mlp x2, cheap x1" and found["mlp"]["tokens_per_second"] > 0
     text = activations.as_text(list(found.values()))
     assert "tried to allocate" in text and "full x2, cheap x1" in text
-
-
-def test_rivals_fit_and_are_of_other_levels(script):
-    activations = script("activations")
-    planner = Planner(models.find("llama-3-8b"), 4, 4096)
-    found = activations.budgets(planner, [60, 75, 200], 2)
-    assert list(found) == ["60GiB", "75GiB", "75GiB, rival 1", "75GiB, rival 2", "200GiB"]
-    assert isinstance(found["60GiB"], activations.NothingFits), "nor would anything be left to compare where all fits"
-    chosen = planner.best(75 * GIB)
-    for number in (1, 2):
-        rival = planner.predict(found[f"75GiB, rival {number}"])
-        assert rival.peak <= 75 * GIB and rival.speed <= chosen.speed + 0.005
-        assert not set(rival.levels) <= set(chosen.levels)
-
-
-class Device:
-    """Runs what is at most so long; remembers what it was asked."""
-
-    def __init__(self, most):
-        self.most, self.asked = most, []
-
-    def __call__(self, level, seq):
-        self.asked.append(seq)
-        return (2.0, 100.0) if seq <= self.most else None
 
 
 def test_long_context(script, tmp_path, monkeypatch):
@@ -112,68 +84,3 @@ def test_long_context_of_two_processes(script, tmp_path, monkeypatch):
     assert (one["ranks"], two["ranks"]) == (1, 2)
     losses = [[row["loss"] for row in results["runs"]] for results in (one, two)]
     assert losses[1] == pytest.approx(losses[0], abs=0.005) and losses[0][2] < losses[0][0] - 0.3
-
-
-@pytest.mark.parametrize("most, tries, outcomes", [
-    (10**9, 3, ["ran", "ran"]),
-    (0, 3, ["out of memory"] * 3),
-    (0, 2, ["out of memory"] * 2),
-    ("first", 3, ["ran", "out of memory"]),
-    ("less", 3, ["out of memory", "ran"]),
-])  # fmt: skip
-def test_the_search(script, most, tries, outcomes):
-    longest = script("longest_sequence")
-    memory = 139 * GIB
-    model = models.find("mistral-7b")
-
-    def at(seq):
-        return Planner(model, 1, seq)
-
-    free = Device(10**9)
-    lengths = [one["seq"] for one in longest.search("mlp", at, free, memory, 3, longest.Clock(1e9))["tries"]]
-    device = Device({"first": lengths[0], "less": lengths[0] - 1}.get(most, most))
-    row = longest.search("mlp", at, device, memory, tries, longest.Clock(1e9))
-    assert [one["outcome"] for one in row["tries"]] == outcomes
-    assert row["longest"] == max((s for s in device.asked if s <= device.most), default=0)
-    assert lengths[1] > lengths[0] and all(seq % longest.STEP == 0 for seq in lengths)
-    peak = at(lengths[0]).predict(("mlp",) * 31 + ("cheap",)).peak
-    more = at(lengths[0] + longest.STEP).predict(("mlp",) * 31 + ("cheap",)).peak
-    assert peak <= longest.FIRST * memory < more
-    assert "out of memory" in longest.as_text([row]) or "ran" in outcomes
-
-
-def test_given_lengths_are_tried_as_they_are_and_a_failure_says_its_numbers(script):
-    longest = script("longest_sequence")
-    device = Device(6000)
-    message = (
-        "CUDA out of memory. Tried to allocate 6.15 GiB. GPU 0 has a total capacity of 139.80 GiB of which 5.02 GiB is "
-        "free. Including non-PyTorch memory, this process has 134.78 GiB memory in use. Of the allocated memory "
-        "127.3 GiB is "
-        "allocated by PyTorch, and 6.9 GiB is reserved by PyTorch but unallocated. If reserved but unallocated "
-        "memory is "
-        "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
-    )
-    device.failure = longest.numbers(message)
-    row = longest.search(
-        "full",
-        lambda seq: Planner(models.find("mistral-7b"), 1, seq),
-        device,
-        139 * GIB,
-        1,
-        longest.Clock(1e9),
-        [5000, 7000, 3000],
-    )
-    assert device.asked == [5000, 7000, 3000] and row["longest"] == 5000
-    assert [one["outcome"] for one in row["tries"]] == ["ran", "out of memory", "ran"]
-    said = row["tries"][1]["failure"]
-    assert "failure" not in row["tries"][0] and "allocate 6.15 GiB" in said and "6.9 GiB is reserved" in said
-    assert "try setting" not in said
-
-
-def test_a_try_that_takes_too_long_is_said(script):
-    longest = script("longest_sequence")
-    device = Device(10**9)
-    row = longest.search(
-        "full", lambda seq: Planner(models.find("mistral-7b"), 1, seq), device, 139 * GIB, 3, longest.Clock(5)
-    )
-    assert not device.asked and row["longest"] == 0 and row["tries"][0]["outcome"].startswith("not tried: about")

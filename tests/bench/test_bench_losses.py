@@ -4,7 +4,6 @@ the scripts that draw tokens x vocabulary, search the largest head and time a fi
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -107,59 +106,6 @@ def test_errors_are_taken_on_fewer_rows_where_the_reference_runs_out_of_memory()
 # -- the scripts -----------------------------------------------------------------------------------------------------
 
 
-def test_the_search_for_the_largest_size_ends_at_the_limit(script):
-    search = script("largest_head").search
-
-    def fits(size):
-        return {"seconds": 1e-3, "size": size} if size <= 70_000 else None
-
-    found = search(fits, 1024, 6.0, float("inf"))
-    assert found["exact"] and 70_000 * 15 / 16 <= found["found"]["size"] <= 70_000 < found["did_not_fit"]
-
-
-def test_the_search_ends_where_a_call_would_take_too_long(script):
-    found = script("largest_head").search(lambda size: {"seconds": size / 1e4, "size": size}, 1000, 6.0, float("inf"))
-    assert found == {"found": {"seconds": 1.6, "size": 16000}, "exact": False, "did_not_fit": None}
-
-
-def test_the_search_keeps_what_it_found_before_an_arm_broke(script):
-    def fits(size):
-        if size > 5000:
-            raise RuntimeError("an illegal memory access")
-        return {"seconds": 1e-3, "size": size}
-
-    found = script("largest_head").search(fits, 1024, 6.0, float("inf"))
-    assert found["found"]["size"] == 4096 and not found["exact"] and "illegal memory access" in found["ended_by"]
-
-
-def test_an_attempt_says_where_memory_ends(script):
-    module = script("largest_head")
-
-    def loss(x, weight, target):
-        if x.shape[0] > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return (x @ weight.t()).logsumexp(-1).mean()
-
-    assert module.attempt(loss, 64, 32, 8, "cpu", 1.0)["tokens"] == 64
-    assert module.attempt(loss, 128, 32, 8, "cpu", 1.0) is None
-
-
-def run(*words: str) -> str:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=BENCHMARKS.parent)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.full  # three processes import torch
-def test_a_first_call_is_timed_in_a_process_of_its_own(tmp_path):
-    out = tmp_path / "first.json"
-    tiny = ("--device", "cpu", "--ops", "orpo", "--sizes", "2x3x8x11", "--against", "torch", "--together")
-    run(str(BENCHMARKS / "first_call.py"), *tiny, "--out", str(out))
-    runs = json.loads(out.read_text())["runs"]
-    assert [(one["arm"], one["op"]) for one in runs] == [("liger_hw", "orpo"), ("torch", "orpo")]
-    assert all(one["first_s"] > 0 and one["second_s"] > 0 for one in runs)
-
-
 def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     out, png = tmp_path / "sweep.json", tmp_path / "sweep.png"
@@ -172,21 +118,6 @@ def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script, mo
     points = json.loads(out.read_text())["points"]
     assert [(p["vocab"], p["tokens"]) for p in points] == [(50, 1), (50, 9), (77, 1), (77, 9)]
     assert module.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
-
-
-def test_the_sweep_replays_short_calls_and_runs_slow_ones(monkeypatch, script):
-    module = script("head_sweep")
-    monkeypatch.setattr(module, "SETTLE_MS", 0.0)
-    with Meter("cpu", FakeDevice()) as meter:
-        meter._filler = (torch.ones(4), torch.ones(4))
-        monkeypatch.setattr(module, "SLOW", 1e9)  # a busy machine's calls are slow
-        found = module.point(9, torch.randn(50, 8), torch.randn(16, 8), meter)
-        assert (found["tokens"], found["vocab"]) == (9, 50) and found["share"] == found["floor_ms"] / found["ms"]
-        assert meter.module.captured == 2 and meter.module.replayed >= 4 * 3
-        meter.forget()
-        monkeypatch.setattr(module, "SLOW", 0.0)
-        module.point(9, torch.randn(50, 8), torch.randn(16, 8), meter)
-        assert meter.module.captured == 2
 
 
 def test_the_floor_of_an_odd_vocabulary_is_an_even_ones():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import published
 import pytest
-import size_plots
 import torch
 
 from liger_hw.bench import plots, report
@@ -86,33 +84,3 @@ def test_plots(tmp_path):
     assert [path.name for path in written] == ["rms_norm-full.png"]
     assert all(path.stat().st_size > 5000 for path in written)
     assert plots.plots([row("liger_hw", None)], tmp_path) == []
-
-
-def test_the_best_peer_at_each_shape():
-    more = {"sizes": [16, 16], "copy_gb_s": 1024.0}
-    rows = [
-        row("liger_hw", 0.8),
-        row("torch", 2.0),
-        row("liger", 1.0),
-        row("liger_hw", 0.9, **more),
-        row("torch", 0.6, **more),
-    ]
-    first, second = published.against_best([*rows, row("quack", None), row("liger_hw", 1.0, op="dyt")])
-    assert (first["peer"], first["speed"], first["ours"]) == ("liger", 1.25, 0.8)
-    assert second["peer"] == "torch" and second["speed"] == pytest.approx(2 / 3)
-    assert second["mib"] == pytest.approx(0.5 * 1024e6 / 2**20)
-
-
-def test_plots_over_sizes(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [
-        row(arm, ms * n, sizes=[n, 16], floor_ms=0.5 * n, copy_gb_s=4000.0, op=op)
-        for op in ("rms_norm", "dyt")
-        for n in (1, 4, 9)
-        for arm, ms in (("liger_hw", 0.8), ("liger", 1.0), ("compile", 0.7))
-    ]
-    size_plots.share_by_size(rows, tmp_path / "share.png")
-    size_plots.share_by_width(rows, tmp_path / "width.png")
-    size_plots.speed_by_size(rows, tmp_path / "speed.png")
-    size_plots.bars(rows, tmp_path / "bars.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 8000 for name in ("share", "width", "speed", "bars"))

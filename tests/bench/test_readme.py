@@ -38,11 +38,6 @@ def test_an_old_table_is_found_and_made_anew(readme, tmp_path, monkeypatch, caps
     assert readme.main([]) == 0 and ops.read_text() == current
 
 
-def test_a_missing_mark_is_named(readme):
-    with pytest.raises(ValueError, match="no mark '<!-- benchmarks/readme.py: ops -->'"):
-        readme.filled("# a page without marks", "docs/benchmarks/ops.md")
-
-
 def row(arm, ms, errors=(1.5e-5, 2.84e-3), **more):
     place = {"op": "grpo", "sizes": [8, 1024, 4096, 131072], "dtype": "bfloat16", "mode": "full", "arm": arm}
     place |= {"ms": {"median": ms}, "floor_ms": 36.0, "method": "graph", "peak_mib": 2124.4}
@@ -110,49 +105,3 @@ def test_many_shapes_say_where_a_peer_wins(readme, tmp_path, monkeypatch):
     assert "| dyt | 2 | 0.90 | 0.90 | 1.20 | 1 | 1 | 50% |" in readme.shapes_table()
     assert "In all: 2 shapes, 1 behind a peer by more than 1%." in readme.shapes_table()
     assert readme.behind_table().splitlines()[2:] == ["| dyt | 1x16 | 1000.0 | 900.0 | compile | 0.90 | - |"]
-
-
-def test_what_the_newest_run_has_not_is_marked(readme, tmp_path, monkeypatch):
-    full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
-    old = [one | full for one in many("dyt", [8, 16], liger_hw=1.5, liger=2.0)]
-    readme.report.save(tmp_path / readme.published.ALL_LOSSES, {"rows": old})
-    readme.report.save(
-        tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]}
-    )
-    monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
-    monkeypatch.setattr(readme, "SHOWN", {"dyt": ("8x16",)})
-    assert readme.ops_table().splitlines()[2] == "| dyt | 8x16 | 0.5 | **1** (50%) | 2† | - | - | 2e-3 / 2e-3 | 4 / 4 |"
-
-
-def test_kernels_stand_beside_the_aim_of_their_op(readme, tmp_path, monkeypatch):
-    full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
-    readme.report.save(
-        tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]}
-    )
-    config = {"blocks": {"BLOCK_SIZE": 64}, "num_warps": 4, "ctas_per_mp": 2}
-    kernel = {
-        "variant": "bwd",
-        "us": 7.25,
-        "share": 0.9,
-        "registers": 40,
-        "spills": 0,
-        "warps_held": 48,
-        "config": config,
-    }
-    rows = [{"op": "dyt", "sizes": [8, 16], "aim": 0.85, "kernels": [kernel, kernel | {"variant": "dw"}]}]
-    readme.report.save(tmp_path / "limits-h200.json", {"rows": rows})
-    monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
-    first, second = readme.limits_table().splitlines()[2:]
-    assert first.startswith(
-        "| dyt | 8x16 | 85% | **50%** | bwd | 7.2 | 90% | 40 | 0 | 48 | BLOCK_SIZE 64; 4 warps, 2 a "
-    )
-    assert second.startswith("|  |  |  |  | dw | 7.2 |")
-
-
-def test_a_plot_is_shown_where_it_was_drawn(readme, tmp_path, monkeypatch):
-    monkeypatch.setattr(readme.published, "ROOT", tmp_path)
-    assert readme.published.drawn("speed", "ops.png") == []
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "ops.png").touch()
-    assert readme.published.drawn("speed", "ops.png") == ["", "![speed](ops.png)"]
-    assert readme.published.drawn("speed", "ops.png", seen_from="docs/benchmarks") == ["", "![speed](../ops.png)"]

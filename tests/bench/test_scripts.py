@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -49,23 +48,6 @@ def test_every_script_says_how_it_is_used():
 def test_shell_scripts_are_well_formed(path):
     done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.full  # three processes import torch
-def test_two_checkouts_are_compared_in_turns(tmp_path):
-    """compare_commits.py with this checkout as both, on the CPU: a case, and one that no checkout has."""
-    cases, out = tmp_path / "cases.json", tmp_path / "out.json"
-    cases.write_text(json.dumps([["rms_norm", [8, 64], "float32", {}], ["no_op", [8], "float32", {}]]))
-    checkout = str(BENCHMARKS.parent)
-    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "compare_commits.py"), "--old", checkout]
-    command += ["--new", checkout, "--cases", str(cases), "--out", str(out), "--device", "cpu", "--warm", "0"]
-    done = subprocess.run([*command, "--host"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    timed, failed = json.loads(out.read_text())
-    assert timed["op"] == "rms_norm" and timed["sizes"] == [8, 64]
-    assert timed["ratio"] == timed["new"] / timed["old"] > 0
-    assert set(failed["error"]) == {"old", "new"} and "no_op" in failed["error"]["new"]
-    assert "1 cases, geometric mean" in done.stdout and "FAILED no_op" in done.stdout
 
 
 def test_host_times_are_compared_by_the_undisturbed_samples():

@@ -178,26 +178,3 @@ def test_the_releases_of_triton_around_the_pinned_one_are_a_lane():
 
 def test_the_workflows_are_current(workflows):
     assert workflows.main(["--check"]) == 0
-
-
-def test_a_stale_workflow_is_found(workflows, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(workflows, "FOLDER", tmp_path)
-    assert workflows.main([]) == 0 and workflows.main(["--check"]) == 0
-    (tmp_path / "hosted.yml").write_text("name: other\n")
-    (tmp_path / "left-over.yml").write_text("name: other\n")
-    assert workflows.main(["--check"]) == 1
-    assert "hosted.yml" in (said := capsys.readouterr().out) and "left-over.yml" in said
-
-
-@pytest.mark.parametrize(
-    "lane, message",
-    [
-        ({"script": "cpu.sh", "python": "3.11", "tritn": "3"}, "unknown fields"),
-        ({"script": "tpu.sh", "python": "3.11"}, "there is no ci/tpu.sh"),
-    ],
-)
-def test_a_wrong_lane_is_refused(workflows, lane, message):
-    with pytest.raises(ValueError, match=message):
-        workflows.workflow("hosted", [lane])
-    with pytest.raises(ValueError, match="two lanes"):
-        workflows.workflow("hosted", [{"script": "cpu.sh", "python": "3.11"}] * 2)

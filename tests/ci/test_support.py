@@ -133,18 +133,6 @@ def test_what_was_not_compiled_as_it_is(support, monkeypatch, tmp_path):
     assert stale("dyt") == ["dyt"]
 
 
-def test_a_release_that_went_deeper_has_its_own_table(support):
-    quick, full = _kept("quick", sm80=1), _kept("full", sm80=1)
-    assert support._goes_deeper(full, quick) and not support._goes_deeper(quick, full)
-    assert not support._goes_deeper(quick, quick)
-
-
-def test_depths_are_those_of_the_compiler(support):
-    from liger_hw.autotune.compile import DEPTHS
-
-    assert support.DEPTHS == DEPTHS
-
-
 def test_what_is_unproven_is_listed(support):
     """For each architecture what was not shown of it, with a command that shows it; nothing of what was."""
     built = compiled(
@@ -230,17 +218,3 @@ def test_changed_kernels_make_an_op_stale(support, monkeypatch, tmp_path):
     assert support.stale() == []
     monkeypatch.setattr(registry.get_op("dyt").tunables[0], "kernels", registry.get_op("swiglu").tunables[0].kernels)
     assert support.stale() == ["dyt"]
-
-
-def test_signs_are_of_the_pinned_triton(support):
-    """Releases are ordered by number, and what another one fails at is said apart."""
-    names = [path.stem for path in support._compiled()]
-    assert f"compiled-{support._pinned()}" in names
-    assert names == sorted(names, key=lambda name: tuple(map(int, name.split("-")[1].split("."))))
-
-
-def test_other_files_are_refused(support):
-    with pytest.raises(ValueError, match="no certificates"):
-        support.condense_compiled({"kind": "bench"})
-    with pytest.raises(ValueError, match="no test"):
-        support.condense_interpreted(xml.fromstring("<testsuites><testsuite timestamp='2026'/></testsuites>"))

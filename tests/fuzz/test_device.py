@@ -3,10 +3,8 @@ pieces are one record. `bash benchmarks/faults.sh` runs it there."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
-import json
 import math
 import shutil
 import subprocess
@@ -18,7 +16,7 @@ import torch
 from liger_hw import registry
 from liger_hw.autotune import compile as ahead
 from liger_hw.backends import known_target
-from tests.fuzz import soak, sweep
+from tests.fuzz import sweep
 
 
 @pytest.mark.lanes("cpu")
@@ -76,36 +74,3 @@ def test_memory_for_the_checker_ends_at_16_bytes_and_is_nan(tmp_path):
     subprocess.run([sys.executable, "-c", _ALLOCATE, str(library)], check=True)
     with pytest.raises(RuntimeError, match="has not loaded libnothing"):
         sweep.loaded_library("libnothing.so")
-
-
-def _piece(number: int, calls: int, rows: int, host_mib: float, **more) -> dict:
-    points = [{"host_mib": host_mib - 1, "allocated_mib": 8.0}, {"host_mib": host_mib, "allocated_mib": 8.0}]
-    grown = {"host_growth_mib": 1.0, "host_growth_of_second_half_mib": 1.0, "device_growth_mib": 0.0}
-    return {
-        **{"piece": number, "finished": True, "held": True, "points": points, "seconds": 480, "calls": calls},
-        **{"rows": {"rms_norm": hex(rows)}, **grown, **more},
-    }
-
-
-def test_pieces_of_a_soak_are_one_record():
-    found = soak.record([_piece(0, 10, 0b0111, 900.0), _piece(1, 20, 0b1110, 901.5)])
-    assert found["held"] and (found["seconds"], found["calls"], found["shapes"]) == (960, 30, 4)
-    assert found["host_growth_across_pieces_mib"] == 1.5
-    assert not soak.record([_piece(0, 10, 1, 900.0), _piece(1, 10, 1, 900.0 + soak.HOST_MIB)])["held"]
-    assert not soak.record([_piece(0, 10, 1, 900.0, held=False), _piece(1, 10, 1, 900.0)])["held"]
-
-
-def test_a_piece_that_was_cut_is_done_again(tmp_path, monkeypatch):
-    state = tmp_path / "soak.json"
-    done, cut = _piece(0, 10, 1, 900.0), _piece(1, 5, 2, 900.0, finished=False, held=False)
-    state.write_text(json.dumps({"pieces": [done, cut]}))
-    asked = []
-
-    def run_piece(number, seconds, dry, keep):
-        asked.append(number)
-        return _piece(number, 20, 4, 900.0)
-
-    monkeypatch.setattr(soak, "run_piece", run_piece)
-    found = soak.soak(argparse.Namespace(state=str(state), seconds=480.0, dry=False), lambda found: None)
-    assert asked == [1] and found["held"] and found["calls"] == 30
-    assert json.loads(state.read_text()) == found

@@ -325,6 +325,14 @@ def _softmax(x):
     return x.softmax(-1)
 
 
+def _changed_between_copies(x: torch.Tensor) -> torch.Tensor:
+    before = x[:, :-1].reshape(-1, VOCAB)
+    x[..., 4] = -10.0
+    between = x[:, :-1].reshape(-1, VOCAB)
+    x[..., 5] = -10.0
+    return sum(F.cross_entropy(rows, IDS[:, 1:].flatten()) for rows in (before, between, x[:, 1:].flatten(0, 1)))
+
+
 def _changed_in_place(x: torch.Tensor) -> list[torch.Tensor]:
     rows = x.view(-1, VOCAB)  # made before the change, sees it all the same
     copied, scaled = x.clone(), x * 2.0  # and these do not
@@ -332,7 +340,7 @@ def _changed_in_place(x: torch.Tensor) -> list[torch.Tensor]:
     return [x.view(-1, VOCAB), rows, copied.view(-1, VOCAB), scaled.view(-1, VOCAB)]
 
 
-MASK = IDS % 4 == 0
+MASK, ROW = IDS % 4 == 0, torch.linspace(-1, 2, VOCAB, dtype=torch.float64)
 PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "themselves": lambda x: x,
     "a Function": Squared.apply,
@@ -340,6 +348,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a Function and more": lambda x: Squared.apply(x).mean() + x.mean() + x[:, 1:].exp().mean(),
     "script": lambda x: torch.jit.script(_softmax)(x),
     "compile": lambda x: torch.compile(_softmax, backend="eager")(x),
+    "copies before and between changes in place": _changed_between_copies,
     "views and copies around a change in place": lambda x: torch.stack(_changed_in_place(x)),
     "einsum": lambda x: torch.einsum("bsv,bsv->b", x, x),
     "matmul": lambda x: x @ x.transpose(-1, -2),
@@ -371,6 +380,13 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a view changed in place": lambda x: _in_place(x, lambda y: y.view(-1, VOCAB)[0].zero_()),
     "nll of a temperature": lambda x: F.cross_entropy((x / 2).view(-1, VOCAB), IDS.flatten(), reduction="none"),
     "softcap": lambda x: F.cross_entropy((torch.tanh(x / 5) * 5).view(-1, VOCAB), IDS.flatten()),
+    "a row for each position": lambda x: F.cross_entropy((x + torch.eye(SEQ, VOCAB)).view(-1, VOCAB), IDS.flatten()),
+    "a row after a softcap": lambda x: F.cross_entropy((torch.tanh(x) + ROW).view(-1, VOCAB), IDS.flatten()),
+    "a row times a number": lambda x: F.cross_entropy(x.add(ROW, alpha=2).view(-1, VOCAB), IDS.flatten()),
+    "more dimensions added": lambda x: x + ROW.view(1, 1, 1, -1),
+    "two softcaps": lambda x: F.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, VOCAB), IDS.flatten()),
+    "scaled by a tensor": lambda x: F.cross_entropy((x * torch.tensor(0.5)).view(-1, VOCAB), IDS.flatten()),
+    "one row and one class": lambda x: F.cross_entropy(x[0, 0], IDS[0, 0]),
     "of classes in the middle": lambda x: F.cross_entropy(x.transpose(1, 2), IDS),
     "of float": lambda x: F.cross_entropy(x.float().view(-1, VOCAB), IDS.flatten()),
     "a module": lambda x: torch.nn.CrossEntropyLoss(label_smoothing=0.2)(x.view(-1, VOCAB), IDS.flatten()),

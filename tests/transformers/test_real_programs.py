@@ -42,84 +42,6 @@ def grads_of(model, loss):
 # -- deferred logits beyond torch's functions ------------------------------------------------------------------------
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits):
-        ctx.save_for_backward(logits)
-        return (logits * logits).mean()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (logits,) = ctx.saved_tensors
-        return grad * 2 * logits / logits.numel()
-
-
-def through_a_function(logits, labels, **_):
-    return Squared.apply(logits.float())
-
-
-def through_a_reentrant_checkpoint(logits, labels, vocab_size, **_):
-    return checkpoint(lambda x: F.cross_entropy(x.view(-1, vocab_size), labels.view(-1)), logits, use_reentrant=True)
-
-
-def through_a_checkpoint(logits, labels, vocab_size, **_):
-    return checkpoint(lambda x: (x * (labels > 9).unsqueeze(-1)).square().mean(), logits * 1.0, use_reentrant=False)
-
-
-def wants_a_tensor(logits, labels, **_):
-    if not isinstance(logits, torch.Tensor):
-        raise TypeError("logits must be a tensor")
-    return logits.square().mean()
-
-
-@torch.jit.script
-def scripted(logits: torch.Tensor):
-    return logits.square().mean()
-
-
-def through_a_scripted_function(logits, labels, **_):
-    return scripted(logits.float())
-
-
-LOSSES = (
-    through_a_scripted_function,
-    through_a_function,
-    through_a_reentrant_checkpoint,
-    through_a_checkpoint,
-    wants_a_tensor,
-)
-
-
-@pytest.mark.parametrize("custom", LOSSES, ids=lambda f: f.__name__)
-def test_a_loss_that_is_no_torch_function_keeps_its_gradient(mistral, batch, caplog, custom):
-    model, reference = mistral.model(num_hidden_layers=1), mistral.model(num_hidden_layers=1)
-    for each in (model, reference):
-        each.loss_function = custom
-    expected = grads_of(reference, reference(**batch).loss)
-    mistral.apply(model=model)
-    with caplog.at_level(logging.WARNING, "liger_hw"):
-        found = grads_of(model, model(**batch).loss)
-        grads_of(model, model(**batch).loss)
-    assert_same_gradients(found, expected)
-    assert "does not run on deferred logits" not in caplog.text, "a program's own loss runs once, on a tensor"
-
-
-def test_logits_are_there_for_whoever_reads_them(mistral, batch, calls):
-    """Trainer subclasses compute a loss of their own from `outputs.logits`, with the labels among the inputs."""
-    model, reference = mistral.model(num_hidden_layers=1), mistral.model(num_hidden_layers=1)
-    mistral.apply(model=model)
-
-    def loss(outputs):
-        rows, target = outputs.logits[:, :-1].float(), batch["labels"][:, 1:]
-        return F.cross_entropy(rows.reshape(-1, rows.size(-1)), target.reshape(-1), label_smoothing=0.1)
-
-    expected = grads_of(reference, loss(reference(**batch)))
-    assert_same_gradients(grads_of(model, loss(model(**batch))), expected)
-    assert calls["fused"] == 2, "this loss is fused too"
-    penalty = grads_of(model, model(**batch).logits.logsumexp(-1).square().mean())
-    assert_same_gradients(penalty, grads_of(reference, reference(**batch).logits.logsumexp(-1).square().mean()))
-
-
 def test_an_error_that_is_not_of_deferred_logits_is_raised_at_once(mistral, batch):
     model, runs = mistral.model(num_hidden_layers=1), []
 
@@ -132,16 +54,6 @@ def test_an_error_that_is_not_of_deferred_logits_is_raised_at_once(mistral, batc
     with pytest.raises(RuntimeError, match="out of memory"):
         model(**batch)
     assert len(runs) == 1
-
-
-def test_logits_that_were_read_can_be_sliced_after_backward(mistral, batch):
-    model = mistral.model(num_hidden_layers=1)
-    expected = model(**batch).logits.detach()
-    mistral.apply(model=model)
-    outputs = model(**batch)
-    outputs.logits.argmax(-1)
-    outputs.loss.backward()
-    torch.testing.assert_close(outputs.logits[:, -1].float() * 2 + 0, expected[:, -1] * 2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -186,20 +98,6 @@ def test_logits_read_after_what_they_are_computed_from_has_changed(mistral, batc
     with pytest.raises(RuntimeError, match="have changed since; read outputs.logits before that.*skip_logits=False"):
         outputs.logits.argmax(-1)
     torch.testing.assert_close(read.logits + 0, expected)
-
-
-def test_logits_that_outlive_a_forward(mistral, batch):
-    model = mistral.model(num_hidden_layers=1)
-    expected = model(**batch).logits
-    mistral.apply(model=model)
-    outputs = model(**batch)
-    with torch.no_grad():
-        assert outputs.logits.argmax(-1).shape == batch["input_ids"].shape
-    torch.testing.assert_close(outputs.logits + 0, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(copy.deepcopy(model(**batch, skip_logits=False).logits.detach()), expected.detach())
-    later = model(**batch)
-    later.loss.backward()
-    torch.testing.assert_close(later.logits.detach(), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 # -- models around models, odd forwards ------------------------------------------------------------------------------
