@@ -225,49 +225,6 @@ def test_with_gradient_checkpointing(reentrant, ledger):
     assert ledger.computed
 
 
-@pytest.mark.parametrize("on", ["model", "class"])
-def test_checkpointing_stays_on(on):
-    """Of a class that somebody makes of the layer's as well, as FSDP2 does, and which stays when the patch is gone."""
-    model, ran = tiny(), []
-    layers = model.model.layers
-    for layer in layers:
-        layer.input_layernorm.register_forward_pre_hook(lambda *_: ran.append(1))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    expected = step(model, use_cache=False)
-    assert len(ran) == 2 * len(layers), "forward, and again in backward"
-    own = type(layers[0])
-    options = {"model": model} if on == "model" else {}
-    report = liger_hw.transformers.apply_liger_kernel_to_mistral(activations="cheap", **options)
-    with report:
-        assert "left alone" not in repr(report)
-        ran.clear()
-        assert len(step(model, use_cache=False)) == len(expected) and len(ran) == 2 * len(layers)
-        made = type("Made", (own,), {})
-        for layer in layers:
-            layer.__class__ = made
-        ran.clear()
-        step(model, use_cache=False)
-        assert len(ran) == 2 * len(layers)
-    with liger_hw.activations("cheap", model):
-        ran.clear()
-        assert identical(step(model, use_cache=False), expected) and len(ran) == 2 * len(layers)
-
-
-def test_a_part_that_is_compiled_alone_is_compiled_once():
-    """As flex attention is: that one layer's runs in a scope is no reason to compile it again."""
-    from torch._dynamo.utils import counters
-
-    model = tiny()
-    torch._dynamo.reset()
-    counters.clear()
-    with liger_hw.transformers.apply_liger_kernel_to_mistral(model=model, activations={-1: "cheap"}):
-        for layer in model.model.layers:
-            layer.self_attn.compile(backend="aot_eager", fullgraph=True)
-        assert step(model, use_cache=False)
-    assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()
-
-
 @pytest.mark.filterwarnings("error:Accessing the data pointer of FakeTensor")
 def test_fake_tensors(ledger):
     """A step that is traced by make_fx, or whose sizes are tried out, computes the same again."""

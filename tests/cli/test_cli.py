@@ -48,12 +48,6 @@ def test_an_unknown_command_is_answered_with_a_hint(capsys, typed, hint):
     assert code == 2 and out == "" and hint in err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(capsys, command):
-    code, out, _ = said(capsys, command, "--help")
-    assert code == 0 and f"liger-hw {command}" in out
-
-
 def _arguments(parser: argparse.ArgumentParser):
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -237,11 +231,6 @@ def test_two_tritons_are_warned_of(installed):
 
 def test_a_broken_triton_is_warned_of(installed):
     assert "fails" in installed({"triton": "3.7.1"}, imports=None)["warning"]
-
-
-def test_no_triton_is_a_fact_and_no_warning(installed):
-    facts = installed({}, imports=None)
-    assert facts["version"] is None and facts["warning"] is None
 
 
 def test_info_runs_without_triton_and_transformers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -48,19 +47,6 @@ def test_nothing_is_wider_than_the_terminal(capsys, monkeypatch, columns, words)
     assert code in (0, 1, 2) and out + err and not wide
 
 
-def test_a_changing_line_fits_the_terminal(capsys, monkeypatch):
-    """Of a line that the terminal breaks in two, the next one would be drawn over the second half only."""
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    text.StatusLine().update("word " * 30)
-    assert len(capsys.readouterr().err.removeprefix("\r\x1b[K")) < 60
-
-
-def test_explain_takes_nothing_where_the_reference_runs(capsys):
-    _, out, _ = said(capsys, "explain", "rms_norm", "--shape", "8192x4096", "--device", "cpu")
-    assert "none is launched" in out and ": would be taken" in out and ": taken" not in out
-
-
 @pytest.mark.parametrize("columns", [60, 80, 100])
 def test_no_help_is_wider_than_the_terminal(capsys, monkeypatch, columns):
     from liger_hw.cli import COMMANDS
@@ -72,14 +58,6 @@ def test_no_help_is_wider_than_the_terminal(capsys, monkeypatch, columns):
         assert not [line for line in out.splitlines() if line.endswith("-")], f"{words}: a name is cut at a hyphen"
 
 
-def test_a_narrow_table_folds_sentences_before_it_cuts_names(monkeypatch):
-    rows = [("kernel", "what happens"), ("fused_linear", "words " * 8), ("a heading as wide as it likes",)]
-    monkeypatch.setenv("COLUMNS", "40")
-    shown = text.table(rows).splitlines()
-    assert "fused_linear" in text.table(rows) and max(map(len, shown)) <= 40
-    assert shown[-1] == "a heading as wide as it likes"
-
-
 def test_a_table_is_folded_and_loses_nothing(monkeypatch):
     rows = [("name", "what it says"), ("a" * 30, "word " * 20), ("b", "")]
     monkeypatch.setenv("COLUMNS", "50")
@@ -87,13 +65,6 @@ def test_a_table_is_folded_and_loses_nothing(monkeypatch):
     assert max(map(len, shown.splitlines())) <= 50 and shown.count("word") == 20 and shown.count("a" * 5) >= 4
     monkeypatch.delenv("COLUMNS")
     assert len(text.table(rows).splitlines()) == 4, "what goes to a file is not folded"
-
-
-def test_a_long_cell_is_said_once():
-    state = 'at cheap by default; activations="keep" keeps all'
-    rows, notes = text.with_notes([("part", state), ("other", "left alone: " + "why " * 20), ("third", "w" * 60)], (1,))
-    assert [row[1] for row in rows] == ["at cheap by default (1)", "left alone (2)", "w" * 60]
-    assert notes == [f"(1) {state}", "(2) left alone: " + "why " * 20]
 
 
 def test_progress_says_how_much_is_left(capsys, monkeypatch):
@@ -151,12 +122,6 @@ def test_a_lock_files_check_takes_nothing_of_what_a_lock_file_is_made_from(capsy
     assert said(capsys, *words, "-o", file)[0] == 0
     code, out, err = said(capsys, "lock", "--check", file, "--device", "sm90", *more)
     assert (code, out) == (2, "") and err.endswith(f"and takes no {more[0]}\n")
-
-
-@pytest.mark.parametrize("what", ["moe", "e2e"])
-def test_a_bench_that_takes_no_op_says_so(capsys, what):
-    code, out, err = said(capsys, "bench", what, "rms_norm", "--device", "cpu")
-    assert (code, out) == (2, "") and f"{what} takes no op, got 'rms_norm'" in err
 
 
 def test_a_bench_shows_what_it_measured_where_its_files_cannot_be_written(capsys, tmp_path):
@@ -296,17 +261,6 @@ def test_check_offline_names_the_type_to_ask_for(capsys, monkeypatch):
         assert code == 2 and "cannot be reached" in err and err.endswith(f"liger-hw check {kind}\n")
 
 
-def test_a_clock_waits_for_the_device_that_it_times():
-    """Which need not be the current one."""
-    import torch
-
-    from liger_hw.autotune.clock import Clock
-
-    waited = []
-    Clock(torch.device("cpu", 0), SimpleNamespace(synchronize=waited.append)).synchronize()
-    assert waited == [torch.device("cpu", 0)]
-
-
 def test_doctor_finds_a_wrong_op_and_is_well_without(capsys, monkeypatch):
     from liger_hw import registry
 
@@ -382,15 +336,6 @@ def test_autotune_does_not_begin_where_nothing_can_be_kept(capsys, clean_registr
 def test_autotune_answers_a_misspelt_device(capsys, typed, hint):
     code, _, err = said(capsys, "autotune", "--device", typed, "--ops", "rms_norm")
     assert code == 2 and f"{typed!r} is no known device or architecture" in err and hint in err
-
-
-def test_the_list_names_every_architecture_and_device(capsys):
-    from liger_hw.backends import VENDORS, backend
-
-    _, out, _ = said(capsys, "autotune", "--list")
-    words = out.split()
-    for vendor in VENDORS[:-1]:
-        assert {*backend(vendor).known_archs(), *backend(vendor).known_devices()} <= set(words)
 
 
 def test_bench_runs_at_small_sizes_on_a_cpu_and_e2e_says_what_it_needs(capsys):

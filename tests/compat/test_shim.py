@@ -525,22 +525,6 @@ def test_routing_metadata(tokens, experts, top_k):
     assert list(zip(tile_row, tile_expert)) == tiles
 
 
-def test_base_classes_of_chunked_losses():
-    """Each in its own module and, as in Liger, in those of the losses made of it; test_loss_bases.py runs them."""
-    passes("""
-from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearPreferenceBase as OfDPO
-from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
-from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
-from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
-from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearPPOBase as OfGRPO
-from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearDistillationBase as OfJSD
-from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearUnpairedPreferenceBase as OfKTO
-assert OfDPO is LigerFusedLinearPreferenceBase and OfKTO is LigerFusedLinearUnpairedPreferenceBase
-assert OfGRPO is LigerFusedLinearPPOBase and OfJSD is LigerFusedLinearDistillationBase
-""")
-
-
 def test_experts():
     """`LigerExperts(config)(hidden_states, top_k_index, top_k_weights)` and the Function's five arguments."""
     passes("""

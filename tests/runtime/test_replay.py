@@ -33,6 +33,9 @@ from liger_hw.transformers import functional
 from liger_hw.transformers.tiny import tiny_model
 
 cpu = pytest.mark.cpu
+WHOLLY_RECORDED = (
+    *("rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "softmax", "dyt", "cross_entropy"),
+)
 pytestmark = pytest.mark.usefixtures("no_failed_configuration")
 
 
@@ -123,24 +126,13 @@ def test_every_op_launches_again_what_its_launchers_launched(driver, case, seed,
     for again in rounds[1:]:
         assert again == rounds[0]
     assert rounds[0]
+    if op.name in WHOLLY_RECORDED:
+        assert registry.replay_cache and {type(entry) for entry in registry.replay_cache.values()} == {tuple}
 
 
 def _without_fresh(launch: tuple, own: set) -> tuple:
     """A launch with addresses of tensors that are not the caller's all called alike."""
     return tuple(a if not isinstance(a, int) or a < 1 << 32 or a in own else "fresh" for a in launch)
-
-
-@cpu
-@pytest.mark.parametrize(
-    "name",
-    ["rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "softmax", "dyt", "cross_entropy"],
-)
-def test_foundation_ops_are_recorded(driver, name, seed):
-    op = registry.get_op(name)
-    sample = make(op, few_sizes(op), torch.float32, "cpu", seed)
-    for _ in range(2):
-        run(op.function, sample, seed)
-    assert registry.replay_cache and {type(kept) for kept in registry.replay_cache.values()} == {tuple}
 
 
 @cpu
@@ -389,20 +381,6 @@ def test_parts_of_an_operator_that_does_more_are_repeated(probe, driver, through
 
 
 @cpu
-def test_multi_token_attention_repeats_all_but_its_convolutions(driver, seed):
-    """Channels last, as in 16 bits on the device: a softmax, a fill, and their gradients, with the sum for the bias."""
-    op = registry.get_op("multi_token_attention")
-    sample = make(op, (1, 8, 8), torch.bfloat16, "cpu", seed)
-    grads = run(op.function, sample, seed).incoming
-    for _ in range(2):
-        run(op.function, sample, seed, grads)
-    assert len(registry.replay_cache) == 5 and {type(kept) for kept in registry.replay_cache.values()} == {tuple}
-    driver.seen.clear()
-    run(op.function, sample, seed, grads)
-    assert len(driver.seen) == 5
-
-
-@cpu
 def test_tuples_of_numbers_are_plain_and_lists_are_not(driver):
     x = torch.randn(3)
     assert _replay.are_plain((x, None, (1, 2), ())) and not _replay.are_plain((x, [1, 2]))
@@ -493,26 +471,6 @@ def test_a_broken_device_is_nobodys_configuration(driver, calls, clean_registry)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             norm(x, w)
         assert not registry.quarantined()
-
-
-@cpu
-def test_a_view_of_an_allocation_is_returned_in_its_shape(probe):
-    calls = []
-    call = probe(lambda x, y, z: calls.append(x) or _launched(x, y, torch.empty(x.numel())).view(x.shape))
-    x = torch.randn(3, 64)
-    with torch.no_grad():
-        assert {call(x, None, 1.0).shape for _ in range(4)} == {x.shape} and len(calls) == 2
-
-
-@cpu
-def test_an_operator_without_results_is_repeated(probe, driver):
-    calls = []
-    call = probe(lambda x, y, z: calls.append(x) or _launched(x, y, torch.empty_like(x)) is None or ())
-    x = torch.randn(3, 64)
-    with torch.no_grad():
-        for _ in range(4):
-            assert not call(x, None, 1.0)
-    assert len(calls) == 2 and len(driver.seen) == 4
 
 
 @cpu
