@@ -202,13 +202,8 @@ def hooks_of(module: nn.Module) -> set[str]:
     """
     if module._backward_hooks or module._backward_pre_hooks:
         return {OTHER}
-    owners = {_owner_of(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())}
-    return owners | {OTHER} if hooks_on_every_module() else owners
-
-
-def hooks_on_every_module() -> bool:
-    """Whether torch runs any hooks on every module, as `register_module_forward_hook` registers them."""
-    return any(private.hooks_on_every_module)
+    owners = set(map(_owner_of, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+    return owners | {OTHER} if any(private.hooks_on_every_module) else owners
 
 
 def _owner_of(hook: Any) -> str:
@@ -335,7 +330,7 @@ def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSli
     weight = layer.weight if weight is None else weight
     if type(layer).forward is not _column_parallel(layer).forward:
         return f"it is a {type(layer).__name__}, which computes its logits in its own way; {_CORRECT}"
-    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks or hooks_on_every_module():
+    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks or any(private.hooks_on_every_module):
         return _HOOKS  # Megatron's own, which gather parameters, come before the forward
     if weight is None or is_dtensor(weight) or weight.dim() != 2:
         return f"its weight is sharded by another owner (Megatron's FSDP); {_CORRECT}"

@@ -264,16 +264,12 @@ class _Recorder(Observer, TorchDispatchMode):
             tensor = shown.get(number, tensor)
             allocations.append(_allocation(tensor, arguments))
         if not results:
-            results_of = _nothing
+            results_of = lambda new: None  # noqa: E731
         elif isinstance(result, tuple) and len(places) == 1:
             results_of = lambda new: (new[places[0]],)  # noqa: E731
         else:
             results_of = itemgetter(*places)
         return arguments[0].device, tuple(allocations), tuple(self.steps), results_of
-
-
-def _nothing(new: list) -> None:
-    return None
 
 
 def _allocation(tensor: torch.Tensor, arguments: tuple) -> tuple:

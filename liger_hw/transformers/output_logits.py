@@ -87,7 +87,8 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
         logits = logits.detached_twin()
     logits.leave()
     result = OutputLogitsFunction.apply(logits, *computed_from, parent)
-    result._made_by, result._parent, result._derived = result.grad_fn, parent, []
+    with without_torch_function():
+        result._made_by, result._parent, result._derived = result.grad_fn, parent, []
     if parent is not None:
         parent._derived.append(weakref.ref(result))
     return result
