@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ..recompute.estimate import PEAK_TFLOPS, Estimate
+from ..backends import known_target
+from ..recompute.estimate import GPUS, Estimate
 from ..recompute.planner import ENGINES
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
@@ -28,8 +29,7 @@ MEASURED = "h200"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=A_MODEL)
-    known = ", ".join(PEAK_TFLOPS)
-    add("--gpu", choices=PEAK_TFLOPS, required=True, metavar="NAME", help=f"what to train on: {known}")
+    add("--gpu", choices=GPUS, required=True, metavar="NAME", help=f"what to train on: {', '.join(GPUS)}")
     add("--batch", type=positive, required=True, help="sequences a GPU takes at a time")
     add("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
     add("--layers", type=positive, help="other than the model has (default: the model's)")
@@ -43,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict, replace
 
     from ..autotune import models
-    from ..backends import known_target
     from ..recompute.estimate import estimates
 
     if arguments.engine and arguments.gpus == 1:
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             model,
             arguments.batch,
             arguments.seq,
-            PEAK_TFLOPS[arguments.gpu],
+            GPUS[arguments.gpu][0],
             known_target(arguments.gpu).bandwidth,
             lora=arguments.lora,
             gpus=arguments.gpus,
@@ -70,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = f"{arguments.gpus} x {arguments.gpu}, {arguments.engine or 'fsdp2'}" if arguments.gpus > 1 else arguments.gpu
     print(f"{model.name}, {model.layers} layers, batch {arguments.batch} x {arguments.seq}, bf16, AdamW, {gpus}")
     print(_table(rows))
+    if crowded := [row.arm.removeprefix("+ ") for row in rows if row.peak > GPUS[arguments.gpu][1] << 30]:
+        print(fold(_too_large(arguments, crowded)))
     print(fold("Not known: " + "; ".join(unknown) + "."))
     return 0
 
@@ -83,11 +84,21 @@ def _table(rows: list[Estimate]) -> str:
     return table(lines)
 
 
+def _too_large(arguments: argparse.Namespace, arms: list[str]) -> str:
+    room = GPUS[arguments.gpu][1]
+    plan = f"plan --model {arguments.model} --batch {arguments.batch} --seq {arguments.seq} --memory {room - 2}GiB"
+    plan += f" --shards {arguments.gpus} --engine {arguments.engine or 'fsdp2'}" if arguments.gpus > 1 else ""
+    plan += " --trainable 0.01" if arguments.lora else ""
+    return f"More than {arguments.gpu}'s {room} GiB: {', '.join(arms)}. `liger-hw {plan}` looks for levels that fit."
+
+
 def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
     """What the estimate leaves out or takes over from elsewhere, for this command line."""
     notes = ["the data loader, logging and checkpoints", "an attention other than transformers' default"]
     if arguments.gpu != MEASURED:
         notes.append(f"{arguments.gpu} was not timed: what an H200 reaches of its data sheet's rates stands for it")
+    if known_target(arguments.gpu).vendor != "cuda":
+        notes.append(f"whether liger_hw gains as much on {arguments.gpu}: none of its kernels has run there")
     if arguments.batch * arguments.seq < 4096:
         notes.append("the host's own time, which sets the pace of small batches")
     if arguments.lora:

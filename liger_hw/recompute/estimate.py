@@ -51,19 +51,19 @@ ARMS = (
     Arm("+ liger_hw", 1.0, 0.0, 0.0, 1.18, 0, True, DEFAULT),
 )
 
-PEAK_TFLOPS = {
-    "a100": 312,
-    "h100": 989,
-    "h200": 989,
-    "b200": 2250,
-    "rtx4090": 165,
-    "rtx5090": 209,
-    "mi300x": 1307,
-    "mi325x": 1307,
-    "mi355x": 2517,
-    "max1550": 839,
+GPUS = {
+    "a100": (312, 79),
+    "h100": (989, 79),
+    "h200": (989, 139),
+    "b200": (2250, 178),
+    "rtx4090": (165, 23),
+    "rtx5090": (209, 31),
+    "mi300x": (1307, 191),
+    "mi325x": (1307, 255),
+    "mi355x": (2517, 287),
+    "max1550": (839, 127),
 }
-"""Device -> dense bf16 TFLOP/s of its data sheet. Only `h200` was measured."""
+"""Device -> (dense bf16 TFLOP/s of its data sheet, GiB that a program has there). Only `h200` was measured."""
 
 
 @dataclass(frozen=True)

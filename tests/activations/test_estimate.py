@@ -11,11 +11,11 @@ import pytest
 from liger_hw.autotune.models import Model, find
 from liger_hw.bench.training import MODELS
 from liger_hw.cli import main
-from liger_hw.recompute.estimate import PEAK_TFLOPS, estimates
+from liger_hw.recompute.estimate import GPUS, estimates
 
 pytestmark = pytest.mark.cpu
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-H200 = (PEAK_TFLOPS["h200"], 4800)
+H200 = (GPUS["h200"][0], 4800)
 NAMES = ("mistral", "llama3", "qwen3", "gemma2", "phi3", "mixtral")
 UNSEEN = ("qwen2", "olmo2")
 """Measured as well, and not among those that the rates were fitted to."""
@@ -97,6 +97,17 @@ def test_the_command_prints_three_arms_and_what_it_does_not_know(capsys):
         assert words in " ".join(text.split())
     assert main([*command, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["estimates"]) == 3
+
+
+def test_what_does_not_fit_is_said_with_the_plan_that_looks_for_what_does(capsys):
+    command = ["estimate", "qwen3-8b", "--gpu", "h100", "--batch", "4", "--seq", "4096", "--gpus", "8"]
+    assert main(command) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    plan = re.search(r"More than h100's 79 GiB: Hugging Face, Liger 0.8.5, liger_hw. `liger-hw (plan .*?)`", text)
+    assert main(plan[1].split()) == 0 and "77GiB" in capsys.readouterr().out
+    assert main(["estimate", "qwen3-8b", "--gpu", "mi300x", "--batch", "1", "--seq", "4096"]) == 0
+    text = capsys.readouterr().out
+    assert "More than" not in text and "none of its kernels has run there" in " ".join(text.split())
 
 
 def test_an_engine_without_several_gpus_is_refused(capsys):
