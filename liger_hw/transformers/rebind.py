@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ast
 import types
-from typing import Any, Callable
+from typing import Callable
 
-from .probing.source import NoSource, tree_of
+from .probing.source import NoSource, cell_contents, tree_of
 
 PREFIX = "_liger_hw_"
 
@@ -42,10 +42,10 @@ def rebind(function: Callable, name: str, private: str) -> Callable:
     inner = getattr(function, "__wrapped__", None)
     if inner is None or function.__closure__ is None:
         raise CannotRebind(f"{function.__qualname__} does not call {name}")
-    if not any(_contents(cell) is inner for cell in function.__closure__):
+    if not any(cell_contents(cell) is inner for cell in function.__closure__):
         raise CannotRebind(f"a decorator of {function.__qualname__} hides the function that calls {name}")
     copied = rebind(inner, name, private)
-    closure = tuple(types.CellType(copied) if _contents(cell) is inner else cell for cell in function.__closure__)
+    closure = tuple(types.CellType(copied) if cell_contents(cell) is inner else cell for cell in function.__closure__)
     outer = _copy(function, code, closure)
     outer.__wrapped__ = copied
     return outer
@@ -59,13 +59,6 @@ def _copy(function: types.FunctionType, code: types.CodeType, closure: tuple | N
     copied.__doc__ = function.__doc__
     copied.__dict__.update(function.__dict__)
     return copied
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
 
 
 def _check_only_global(function: types.FunctionType, name: str) -> None:

@@ -142,7 +142,7 @@ class _Reader(ast.NodeVisitor):
         self.function, self.owner, self.facts = function, owner, facts
         self.code = function.__code__
         cells = zip(self.code.co_freevars, function.__closure__ or ())
-        self.names = {**vars(builtins), **function.__globals__, **{name: _contents(cell) for name, cell in cells}}
+        self.names = {**vars(builtins), **function.__globals__, **{name: cell_contents(cell) for name, cell in cells}}
         self.me = self.code.co_varnames[0] if owner is not None and self.code.co_argcount else None
         parameters = inspect.signature(function, follow_wrapped=False).parameters
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -394,8 +394,9 @@ def _only_raises(way: list[Any]) -> bool:
     return bool(way) and all(isinstance(line, ast.Raise) for line in way)
 
 
-def _contents(cell: types.CellType) -> Any:
+def cell_contents(cell: types.CellType) -> Any:
+    """What a variable of a closure holds, None for an empty cell."""
     try:
         return cell.cell_contents
-    except ValueError:  # an empty cell
+    except ValueError:
         return None
