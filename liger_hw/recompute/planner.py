@@ -19,19 +19,22 @@ if TYPE_CHECKING:
 
     from ..autotune.models import Model
 
-GEMM_RATE, BANDWIDTH = 660e12, 4.25e12
+GEMM_RATE, BANDWIDTH = 665e12, 4.25e12
 """bf16 FLOPs a second that the matrix products of a step reach on an H200, and bytes a second of a large copy."""
 FLOPS_PER_BYTE = GEMM_RATE / BANDWIDTH
-ATTENTION, ATTENTION_MASKED = (0.84, 0.79), (0.218, 0.24)
+ATTENTION, ATTENTION_MASKED = (0.9, 0.8), (0.216, 0.238)
 """Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
+SHORT, LONG = (660, 1000), 1 << 16
+"""Tokens by whose share in a sequence flash attention's forward and backward take longer, and from which forward takes
+a tenth longer with each doubling: fewer keys and values are read from the L2 cache."""
 FLOAT8 = 0.63
 """Time of linears in FP8, with all quantisation, over that in bf16: Llama-3-8B's at 8192 tokens on an H100."""
 EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over what the bytes it moves would take."""
 EAGER_MARGIN = 0.02
 """Share of a budget left free where attention is eager: its temporaries are large, and differ between versions."""
-A_HOST_BYTE = 170
-"""Time to copy a byte to or from pinned host memory, at 25 GB/s, over the time to copy a byte on the device."""
+A_HOST_BYTE = 78
+"""Time to copy a byte to or from pinned host memory, at 55 GB/s, over the time to copy a byte on the device."""
 A_LINK_BYTE = 28
 """The same of an exchange between devices over NVLink: 150 GB/s, with the copies around it."""
 TILE_ROWS = 8192
@@ -69,10 +72,10 @@ class Engine:
 
 _BUCKET = 5 * 10**8 * 2
 ENGINES = {
-    "fsdp2": Engine(link=228e9),
-    "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=128e9),
-    "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=128e9),
-    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=128e9, recipes=False),
+    "fsdp2": Engine(link=236e9),
+    "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=132e9),
+    "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=132e9),
+    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=132e9, recipes=False),
 }
 """FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults. FSDP2 and ZeRO-3 were measured."""
 
@@ -327,8 +330,11 @@ class Planner:
         padded = 1 << (self.model.head_dim - 1).bit_length()  # to which the kernels round a head
         products = 2 * self.tokens * self.seq * q * padded / self.model.head_dim  # causal: half of 4
         if self.attention != "eager":
-            rates = ATTENTION_MASKED if self.attention == "masked" else ATTENTION
-            return products / rates[0], 2.5 * products / rates[1]
+            if self.attention == "masked":
+                return products / ATTENTION_MASKED[0], 2.5 * products / ATTENTION_MASKED[1]
+            missed = 0.1 * max(0.0, math.log2(self.seq / LONG))
+            forward, backward = 1 + SHORT[0] / self.seq + missed, 1 + SHORT[1] / self.seq
+            return products / ATTENTION[0] * forward, 2.5 * products / ATTENTION[1] * backward
         # reads and writes a score: two products, scale, mask, tanh and its two factors, cast, softmax in fp32, cast
         c, capped = self.assumptions.compute_bytes, self.model.softcap
         casts = 2 * (4 + c) if c < 4 else 0
