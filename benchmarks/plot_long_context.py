@@ -37,6 +37,7 @@ def main(out: str, results: list[str]) -> None:
         memory.axhline(limit, color="gray", linewidth=0.8, linestyle=":")
         memory.annotate(name, (TOKENS[0], limit), fontsize=8, va="bottom")
     rows = [row for path in results for row in json.load(open(path))["runs"] if row["layers"] == model.layers]
+    rows = [row for row in rows if "lora" not in row]
     for (arm, name), marker in zip(ARMS.items(), "ov^*"):
         ran = [row for row in rows if row["arm"] == arm and "peak_gib" in row]
         points = [row["tokens"] for row in ran], [row["peak_gib"] for row in ran]

@@ -88,7 +88,8 @@ class Assumptions:
     """What a prediction takes for granted.
 
     dtype: of the parameters; compute: itemsize of activations (autocast's); optimizer: a name of `STATE_BYTES`
-    trainable: share of the layers' parameters that train (1 without LoRA); fused_loss: the logits never exist
+    trainable: share of the layers' parameters that train: below 1, of adapters on every linear layer (LoRA)
+    fused_loss: the logits never exist
     shards: devices over which `engine`, one of `ENGINES`, divides the model's state; it computes in `compute`
     sequence: devices that share a sequence (Ulysses, context parallel), with equal parts of its tokens and attention
     in_backward: each parameter is updated as soon as its gradient is complete, which is freed then
@@ -202,40 +203,38 @@ class Planner:
         parameters = linear + norms
 
         normed = unit * m.hidden * (5 if autocast else 2)  # under autocast q, k, v, gate and up each save their copy
-        gated = unit * wide
-        float8 = 0
+        gated, float8 = unit * wide, 0
         if assumed.float8:  # linears keep FP8 instead of their inputs, at every level
-            normed = gated = 0
-            float8 = tokens * (2 * m.hidden + q + wide)
-        rotated = unit * (q + kv) if m.qk_norm else 0
+            normed, gated, float8 = 0, 0, tokens * (2 * m.hidden + q + wide)
+        rotated = unit * (q + kv) if m.qk_norm else 0  # what the norms of q and k took
         residuals = stream * 2 * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
-        keep = residuals + normed + gated + 2 * unit * wide + float8
-        keep += rotated  # what the norms of q and k took
-        if self.attention == "eager":  # k and v for every head, scores as tanh, softmax in fp32 and its cast
-            keep += unit * 4 * q + self._scores * (
-                4 + (assumed.compute_bytes if assumed.compute_bytes < 4 else 0) + capped
-            )
-        elif self.attention == "masked":  # memory-efficient: k and v for every head, its output in two layouts
-            keep += unit * 5 * q
-        else:
-            keep += unit * (2 * q + 2 * kv)  # q, k, v and the output
-        keep += tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
-        keep += (
-            linear * assumed.compute_bytes if autocast and not assumed.float8 else 0
-        )  # autocast's copies of the weights
+        scores = 4 + capped + (assumed.compute_bytes if assumed.compute_bytes < 4 else 0)  # softmax in fp32, its cast
+        attention = {
+            "eager": unit * 4 * q + self._scores * scores,  # k and v for every head, scores as tanh
+            "masked": unit * 5 * q,  # memory-efficient: k and v for every head, its output in two layouts
+            "flash": unit * (2 * q + 2 * kv),  # q, k, v and the output
+        }
+        statistics = tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
+        keep = residuals + normed + gated + 2 * unit * wide + float8 + rotated + attention[self.attention] + statistics
+        if autocast and not assumed.float8:
+            keep += linear * assumed.compute_bytes  # autocast's copies of the weights
         copied = m.qk_norm and kv < q and self.attention != "flash"  # k for every head has no recipe
+        if adapted := assumed.trainable < 1:  # each adapter's inner output is kept
+            columns = 2 * (m.hidden + q) + 2 * (m.hidden + kv) + 3 * (m.hidden + wide)
+            keep += int(unit * 7 * assumed.trainable * linear / columns)
         cheap = keep - normed - gated - rotated + (unit * kv if copied else 0)
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide}
-        kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
-
         if not self.engine.recipes:
             kept["cheap"] = kept["mlp"] = keep
+        kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
 
         without_mlp = keep - kept["full"] - gated - 2 * unit * wide
         growing = self._growing(without_mlp, unit, stream)
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
-        gradients = unit * wide + stream * m.hidden + int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
+        # and, where adapters train, what they add to the gate's or the up projection's output
+        gradients = unit * (wide + adapted * (wide + m.hidden)) + stream * m.hidden
+        gradients += int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
         transient = {
             "keep": gradients,
             "cheap": gradients + unit * wide,
@@ -248,7 +247,7 @@ class Planner:
         if self.attention == "eager":
             # or the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
             # beside them the layer's input, q and k, and gradients of the stream, of v and of the later weights
-            scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + tokens * 4 * (2 + m.heads)
+            scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + statistics
             scores += int(assumed.trainable * m.hidden * (3 * wide + q) * assumed.dtype_bytes)
             for level in kept:
                 again = unit * m.hidden + rotated if level not in ("cheap", "mlp") else 0  # the norm's output
@@ -297,28 +296,32 @@ class Planner:
 
     def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float, float]:
         m, tokens, assumed = self.model, self.tokens, self.assumptions
-        unit, rate, devices = tokens * assumed.compute_bytes, FLOAT8 if assumed.float8 else 1.0, assumed.sequence
+        wide, rate, devices = m.intermediate, FLOAT8 if assumed.float8 else 1.0, assumed.sequence
+
+        def moved(columns: float) -> float:
+            return tokens * columns * assumed.compute_bytes * assumed.flops_per_byte
+
         gemm = 2 * tokens * linear * rate
         forward_scores, backward_scores = self._attention_times(q)
-        norm, gate, rotation = 4 * m.hidden, 3 * m.intermediate, 2 * (q + kv)  # in columns that are moved
-        small = norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + 6 * m.hidden
-        cheap = unit * (norm + gate + (2 * rotation if m.qk_norm else 0))
-        exchange = unit * (2 * q + 2 * kv) * (devices - 1) / devices * A_LINK_BYTE  # Ulysses: q, k, v and the output
-        weights = 3 * m.hidden * m.intermediate * assumed.trainable
+        norm, gate, rotation = 4 * m.hidden, 3 * wide, 2 * (q + kv)
+        small = moved(norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + 6 * m.hidden)
+        cheap = moved(norm + gate + (2 * rotation if m.qk_norm else 0))
+        exchange = moved((2 * q + 2 * kv) * A_LINK_BYTE * (devices - 1) / devices)  # Ulysses: q, k, v and the output
+        copy = moved(m.hidden * A_HOST_BYTE)
         tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS else 0
-        sums = tiles * weights * 8  # of gradients in fp32, which each tile reads and writes
-        copy = unit * m.hidden * A_HOST_BYTE
-        small, cheap, exchange, sums, copy = (
-            moved * assumed.flops_per_byte for moved in (unit * small, cheap, exchange, sums, copy)
-        )
-        forward = gemm + forward_scores + small + exchange
+        weights = 3 * m.hidden * wide * assumed.trainable
+        sums = tiles * weights * 8 * assumed.flops_per_byte  # gradients in fp32, which each tile reads and writes
+        # an adapter reads its input, and writes, scales and adds its output; likewise in backward
+        adapted, ins, outs = assumed.trainable < 1, 5 * m.hidden + q + wide, 2 * (m.hidden + kv + wide) + q
+        forward = gemm + forward_scores + small + exchange + adapted * moved(ins + 6 * outs)
         backward = gemm * (1 + assumed.trainable) + backward_scores + 2 * small + exchange
-        full = forward - 2 * tokens * m.hidden * m.intermediate * rate  # checkpointing stops before the last product
+        backward += adapted * moved(5 * ins + 4 * outs)
+        full = forward - 2 * tokens * m.hidden * wide * rate  # checkpointing stops before the last product
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
         extra = {
             "keep": 0.0,
             "cheap": cheap,
-            "mlp": cheap + 4 * tokens * m.hidden * m.intermediate * rate,
+            "mlp": cheap + 4 * tokens * m.hidden * wide * rate + adapted * moved(12 * wide),
             "full": full,
             "tiled": forward + sums,
             "offload": forward + sums + exposed,

@@ -68,19 +68,20 @@ def test_steps_of_long_sequences():
     """Llama-3-8B from 16K tokens to 512K on one H200 and of a million on four: peak memory within 1%, seconds 3%."""
     rows = json.loads((RESULTS / "long-context-h200.json").read_text())["runs"]
     rows = [row for row in rows if row["arm"] == "liger_hw"]
-    assert len(rows) >= 10 and {row["gpus"] for row in rows} == {1, 4}
+    assert len(rows) >= 11 and {row["gpus"] for row in rows} == {1, 4} and any("trainable" in row for row in rows)
     for row in rows:
         shards = {"shards": row["gpus"], "sequence": row["gpus"]}
-        assumptions = Assumptions(in_backward=True, optimizer=row.get("optimizer", "adamw"), **shards)
+        others = {"optimizer": row.get("optimizer", "adamw"), "trainable": row.get("trainable", 1.0)}
+        assumptions = Assumptions(in_backward=True, **others, **shards)
         batch = row["tokens"] // 16384 if row["attention"] == "documents" else 1
         model = replace(models.find("llama-3-8b"), layers=row["layers"])
         one = Planner(model, batch, row["tokens"] // batch, assumptions).predict(levels_of(row["levels"]))
-        if row["layers"] == 2:  # the 32 layers before it, and their states, were still there; 8% slower by 1M keys
+        if row["layers"] == 2:  # the 32 layers before it, and their states, were still there
             before = Planner(models.find("llama-3-8b"), 1, 1, assumptions).parameters * (2 + 4) / 4
             assert (one.peak + before) / GIB == pytest.approx(row["peak_gib"], rel=0.02)
-            continue
-        assert one.peak / GIB == pytest.approx(row["peak_gib"], rel=0.01), row
-        if row["tokens"] != 1 << 19:  # 3.1% short: not all copies to the host were hidden
+        else:
+            assert one.peak / GIB == pytest.approx(row["peak_gib"], rel=0.01), row
+        if row["tokens"] != 1 << 19:  # 3.5% short: an older commit, whose forward did not hide all copies to the host
             assert one.seconds == pytest.approx(row["seconds"], rel=0.03), row
 
 
