@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import types
@@ -159,7 +160,7 @@ class Choice:
             recipes.Scope(recipes.CHEAP)  # raises, saying why
         self.prediction: Prediction | None = None
         self.planned_for: tuple[int, int] | None = None
-        self._check: _Check | None = None
+        self._comparison: Any = None
 
     def level(self, index: int, source: torch.nn.Module, config: Any, args: tuple, kwargs: dict) -> str:
         """The level of layer `index`, called with these arguments. `source`: a module whose parameters are typical."""
@@ -188,41 +189,31 @@ class Choice:
         log.info(words, self.setting, *shape, self.prediction, planner.assumptions)
         self.end()
         if device.type != "cpu":
-            self._check = _Check(self.prediction, device)
+            self._comparison = compare(self.prediction, device)
 
     def end(self) -> None:
         """Compare nothing more with the prediction."""
-        if self._check is not None:
-            self._check.end()
+        if self._comparison is not None:
+            self._comparison.remove()
 
 
-class _Check:
-    """Compares a prediction with the allocator's peak after the second optimizer step, which finds its states."""
+def compare(prediction: Prediction, device: torch.device) -> Any:
+    """The handle of a hook: after the second optimizer step, which finds its states, the log has the allocator's peak."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def __init__(self, prediction: Prediction, device: torch.device) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+    peak, steps = torch.get_device_module(device).max_memory_allocated, itertools.count(1)
+    before = peak(device)
 
-        self.prediction, self.device, self.steps = prediction, device, 0
-        self._before = torch.get_device_module(device).max_memory_allocated(device)
-        self._hook = register_optimizer_step_post_hook(self._after_step)
-
-    def _after_step(self, *_: Any) -> None:
-        self.steps += 1
-        if self.steps < 2:
+    def after_step(*_: Any) -> None:
+        if next(steps) != 2:
             return
-        self.end()
-        measured = torch.get_device_module(self.device).max_memory_allocated(self.device)
-        predicted = self.prediction.peak
-        if measured <= self._before:
+        measured, predicted = peak(device), prediction.peak
+        note = f", predicted {predicted / 2**30:.1f} ({100 * (predicted / measured - 1):+.1f}%)"
+        if measured <= before:
             note = "; the process had used more before, so this says nothing"
-        else:
-            note = f", predicted {predicted / 2**30:.1f} ({100 * (predicted / measured - 1):+.1f}%)"
         log.info("liger_hw: peak memory after the second optimizer step: %.1f GiB%s", measured / 2**30, note)
 
-    def end(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    return register_optimizer_step_post_hook(after_step)
 
 
 # -- one model, or a class -------------------------------------------------------------------------------------------

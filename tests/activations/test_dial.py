@@ -362,7 +362,7 @@ def test_the_prediction_is_compared_with_the_allocator(monkeypatch, caplog):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     prediction = dials.Prediction(("keep",), peak=2 << 30, speed=1.0, seconds=1.0)
-    check = dials._Check(prediction, torch.device("cpu"))
+    handle = dials.compare(prediction, torch.device("cpu"))
     weight.grad = torch.ones(2)
     with caplog.at_level("INFO", "liger_hw"):
         device.peak = 1 << 30
@@ -373,4 +373,4 @@ def test_the_prediction_is_compared_with_the_allocator(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         "liger_hw: peak memory after the second optimizer step: 4.0 GiB, predicted 2.0 (-50.0%)"
     ]
-    assert check._hook is None
+    handle.remove()
