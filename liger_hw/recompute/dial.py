@@ -198,7 +198,7 @@ class Choice:
 
 
 def compare(prediction: Prediction, device: torch.device) -> Any:
-    """The handle of a hook: after the second optimizer step, which finds its states, the log has the allocator's peak."""
+    """A hook that logs the allocator's peak after the second optimizer step, which is the first to find its states."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     peak, steps = torch.get_device_module(device).max_memory_allocated, itertools.count(1)
