@@ -161,6 +161,7 @@ def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
     assert "plan" not in vars(tunable)
 
 
+@pytest.mark.full  # it measures a whole mixture of experts
 def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
     """fused_moe's products by torch._grouped_mm (here torch's own loop), where the heuristic has it and where not."""
     from liger_hw.kernels.moe import products

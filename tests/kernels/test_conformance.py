@@ -16,10 +16,7 @@ pytestmark = pytest.mark.interpret
 TARGETS = ("gfx942", "gfx1201", "sm90", "pvc")
 
 
-# Options and targets are independent: every option set on one target, and the default options on one of the other width
-# of warps for an op of each family.
-@pytest.mark.daily(options="default", arch="gfx942", op=ONE_OF_A_FAMILY)
-@pytest.mark.daily(arch="sm90")
+@pytest.mark.daily(options="default", arch="sm90", op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_heuristic(case, arch, seed, clean_registry, record_property):
     op, options = case
@@ -38,6 +35,7 @@ TABLES = {name: table for name, table in shipped_tables().items() if name.split(
 PAIRS = sorted({(table, name) for table, entries in TABLES.items() for (name, _, _), _ in entries})
 
 
+@pytest.mark.daily(name=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize(("table", "name"), PAIRS)
 def test_shipped_tables(table, name, seed, clean_registry):
     """The smallest, middle and largest tiles of a shipped table, at a small shape: the key each was tuned for does not

@@ -49,16 +49,14 @@ LAYOUTS = {"padded": _padded, "every_other": _every_other, "transposed": _transp
 
 
 # Rows apart keep their stride, what is transposed is copied; the others take one of these two ways.
-@pytest.mark.daily("interpret", layout=("padded", "transposed"))
-@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, layout=("padded", "transposed", "misaligned"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_inputs(lane, op, layout, seed):
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     verify(op, changed(sample, lambda t: LAYOUTS[layout](t) if t.dim() else t), seed)
 
 
-@pytest.mark.daily("interpret", layout=("padded", "expanded"))
-@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, layout=("padded", "transposed", "expanded"))
 @pytest.mark.parametrize("layout", [*LAYOUTS, "expanded"])
 def test_strided_gradients(lane, op, layout, seed):
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
@@ -68,6 +66,7 @@ def test_strided_gradients(lane, op, layout, seed):
     check(op, sample, run(op.function, sample, grads=grads))
 
 
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
 def test_gradient_of_a_sum(lane, op, seed):
     """`out.sum().backward()` gives a gradient of stride zero; it means the same as ones."""
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
@@ -85,6 +84,7 @@ def test_empty_batch(lane, case, seed):
     verify(op, make(op, sizes, torch.float32, lane.device, seed, options), seed)
 
 
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
 def test_one_tensor_in_two_places(lane, op, seed):
     """f(x, x): the gradient is the sum of both."""
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
@@ -98,8 +98,8 @@ def test_one_tensor_in_two_places(lane, op, seed):
     verify(op, dataclasses.replace(sample, args=tuple(args)), seed)
 
 
-# Of other option sets test_nothing_is_overwritten shows as much.
-@pytest.mark.daily("interpret", options="default")
+# test_nothing_is_overwritten shows as much.
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default")
 def test_input_used_elsewhere(lane, case, seed):
     """x, f(x) and their gradients are used beside the op, before and after: nothing may change under the others'
     feet."""
@@ -116,6 +116,7 @@ def test_input_used_elsewhere(lane, case, seed):
         torch.testing.assert_close(found, 2 * (0 if expected is None else expected) + 3 + 2 * t.detach())
 
 
+@pytest.mark.daily("interpret", options="default", dtype="float32")
 def test_nothing_is_overwritten(lane, dtype, case, seed):
     """Inputs, outputs and incoming gradients keep their bits, and a second backward (retain_graph) gives the same."""
     op, options = case
@@ -143,7 +144,7 @@ def test_nothing_is_overwritten(lane, dtype, case, seed):
 
 
 # The interpreter runs one program after another: there it shows only that the default dtype is not asked for.
-@pytest.mark.daily("interpret", options="default", dtype="float32")
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default", dtype="float32")
 def test_two_runs_agree(lane, dtype, case, seed):
     """Bit for bit: no atomics, no order that depends on timing, no number in torch's default dtype."""
     op, options = case
@@ -160,7 +161,7 @@ def test_two_runs_agree(lane, dtype, case, seed):
 
 
 # Whether a gradient is written is a flag of the kernels on its own, whatever the options.
-@pytest.mark.daily("interpret", options="default")
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default")
 def test_each_gradient_alone(lane, case, seed):
     """An input that alone requires grad gets the same gradient as among the others."""
     op, options = case
@@ -184,7 +185,7 @@ def check_same(found: Result, t: torch.Tensor, expected: torch.Tensor | None) ->
 
 
 # The forward of every option set is held against fp64 in test_numerics.py.
-@pytest.mark.daily("interpret", options="default")
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default")
 def test_without_gradients(lane, case, seed):
     """Under no_grad, and with inputs that need none, the outputs are the same bits."""
     op, options = case
@@ -232,6 +233,7 @@ class _Written(TorchDispatchMode):
         return outputs
 
 
+@pytest.mark.daily("interpret", options="default")
 def test_every_output_of_an_operator_is_written(lane, case, seed):
     """What only a backward reads too, and of rows that do not count: opcheck and torch.compile compare those bits.
     Memory that nobody wrote is nan here."""

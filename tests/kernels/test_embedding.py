@@ -119,7 +119,7 @@ SORTED = {  # rows of the table, indices
 
 
 # Indices of 32 bits are loaded by the same kernel; test_batches takes both.
-@pytest.mark.daily("interpret", dtype="int64")
+@pytest.mark.daily("interpret", dtype="int64", given=tuple(list(SORTED)[:5]))
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("given", SORTED)

@@ -64,6 +64,7 @@ OPTIONS = {
 BIASED = ("the rest kept in part", "no slab")
 
 
+@pytest.mark.daily("interpret", options=("entropy", "bias"))
 @pytest.mark.parametrize(
     "name, options", [(name, kind) for name in CASES for kind in OPTIONS if kind != "bias" or name in BIASED]
 )

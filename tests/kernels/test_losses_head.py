@@ -470,6 +470,7 @@ def test_a_target_alone_is_rounded_once(lane, generator, column):
     assert (found == exact.to(dtype)).float().mean() > 0.999
 
 
+@pytest.mark.daily("interpret", name="fused_linear_cross_entropy")
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_log_probs"])
 def test_losses_accumulate_their_targets_separately(lane, small_chunks, name, seed, monkeypatch):

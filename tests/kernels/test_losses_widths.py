@@ -93,6 +93,7 @@ def _check(case, cols, dtype, device, generator):
     torch.testing.assert_close(grad.double(), true, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.daily("interpret", cols=("7", "37"))
 @WIDTHS
 @pytest.mark.parametrize("case", CASES)
 def test_every_remainder(lane, generator, case, cols):

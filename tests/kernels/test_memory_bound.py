@@ -39,6 +39,7 @@ def test_sparsemax_of_hard_rows(lane, tiles):
     assert y[4, :20].eq(0).all() and y[5, 7] == 1
 
 
+@pytest.mark.daily("interpret", tiles="False")
 @pytest.mark.parametrize("tiles", [False, True], ids=["whole rows", "column tiles"])
 @pytest.mark.lanes("interpret", "gpu")
 def test_sparsemax_of_ties(lane, tiles, generator):
@@ -146,6 +147,7 @@ def test_a_channel_longer_than_32_bits_is_refused():
         group_norm._fwd(x, None, None, 1, 1e-6)
 
 
+@pytest.mark.daily("interpret", n_cols="1025", dtype="float32")
 @pytest.mark.parametrize("n_cols", [1025, 1536])
 @pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "layer_norm", "modulated_rms_norm"])
 @pytest.mark.lanes("interpret", "gpu")

@@ -15,8 +15,10 @@ MULTIPLIES = ("fused_moe",)
 an instruction, and the compiler takes a minute for the widest tile."""
 
 
-# The interpreter runs every option set in test_conformance.py, at the sizes and with the configurations of a GPU.
-@pytest.mark.daily("interpret", options="default")
+# The interpreter runs every option set in test_conformance.py too, at the sizes and with the configurations of a GPU.
+@pytest.mark.daily("interpret", options="default", dtype="float32")
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, dtype="float32")
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default")
 def test_options(lane, dtype, case, seed):
     op, options = case
     for sizes in small_sizes(op):
@@ -24,16 +26,14 @@ def test_options(lane, dtype, case, seed):
 
 
 # test_conformance.py runs the same sizes in the interpreter with every option set.
-@pytest.mark.daily("interpret", options="default", dtype="float32")
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default", dtype="float32")
 def test_wide(lane, dtype, case, seed):
     op, options = case
     verify(op, make(op, wide_sizes(op), dtype, lane.device, seed, options), seed)
 
 
-# The middle of the search space lies between two corners that are run, and the narrowest configurations are near the
-# safe ones.
-@pytest.mark.daily("interpret", pick=("safe", "widest"))
-@pytest.mark.daily("interpret", pick="narrowest", op=ONE_OF_A_FAMILY)
+# The safe configuration and the narrowest are near the heuristic's at these sizes.
+@pytest.mark.daily("interpret", pick="widest", op=ONE_OF_A_FAMILY)
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("pick", ["safe", "narrowest", "widest", "middle"])
 def test_other_configurations(lane, op, pick, seed, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import changed, few_sizes, make, run, small_sizes
+from harness import ONE_OF_A_FAMILY, changed, few_sizes, make, run, small_sizes
 
 from liger_hw import registry
 from liger_hw.kernels.rows.row import row_vector
@@ -50,7 +50,7 @@ def _same_bits(op, sizes, dtype, device, seed, options):
 
 
 @pytest.mark.parametrize("rows", ["few", "small"])
-@pytest.mark.daily("interpret", options="default", dtype="float32", rows="few")
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default", dtype="float32", rows="few")
 @pytest.mark.lanes("interpret", "gpu")
 def test_nothing_outside_a_tensor_is_used(lane, case, dtype, rows, seed, poisoned_allocations):
     op, options = case
