@@ -68,7 +68,7 @@ def patch(
     geglu: bool = True,
     relu_squared: bool = True,
     experts: bool = True,
-    short_conv: bool = False,
+    short_conv: bool = True,
     cross_entropy: bool = False,
     fused_linear_cross_entropy: bool = True,
     activations: Levels | None = None,
@@ -80,8 +80,7 @@ def patch(
     (experts: after it)
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, short_conv: which parts may be patched. Each is
     recognised by running it and the kernels' references on small random inputs. What agrees with no kernel keeps its
-    own code, and the report says why. short_conv: what comes before the scan of linear attention, LFM2's convolution;
-    off by default until a whole training step has run on a GPU
+    own code, and the report says why. short_conv: what comes before the scan of linear attention, LFM2's convolution
     cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
     logits while training with labels. These two need a transformers causal LM.
     activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see

@@ -51,9 +51,10 @@ _PARTS = {
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
     """Patch one live model with the parts whose option is true; see `_apply`."""
     report = PatchReport(name, f"one {type(model).__name__}")
+    _apply(_ModelPatcher(model, report), options, activations, model, ())
     if misfits := slow_recurrence(model):
         log.warning(misfits)
-    return _apply(_ModelPatcher(model, report), options, activations, model, ())
+    return report
 
 
 def patch_classes(

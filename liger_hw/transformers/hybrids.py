@@ -9,6 +9,8 @@ import sys
 from torch import nn
 
 from ..text import first_line
+from .probing.mixers import CONV, DELTA
+from .report import patched_parts
 
 PACKAGES = {
     "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
@@ -26,7 +28,9 @@ def slow_recurrence(model: nn.Module) -> str:
     """One line on the packages that this model's modules would call and cannot, or ""."""
     modules = {type(module).__module__ for module in model.modules()}
     modeling = [sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models.")]
-    needed = {package for name, package in PACKAGES.items() if any(hasattr(module, name) for module in modeling)}
+    patched = {CONV, DELTA} & patched_parts(model).keys()
+    names = [name for name in PACKAGES if not (patched and name == "causal_conv1d_fn")]
+    needed = {PACKAGES[name] for name in names if any(hasattr(module, name) for module in modeling)}
     misfits = [f"{distribution} {why}" for package, distribution in sorted(needed) if (why := _why_unusable(package))]
     if not misfits:
         return ""

@@ -28,10 +28,13 @@ def _lfm2():
         return transformers.Lfm2ForCausalLM(config)
 
 
-def test_missing_packages_are_named(caplog, monkeypatch):
+def test_missing_packages_are_named_unless_a_kernel_is_in_their_place(caplog, monkeypatch):
     monkeypatch.setattr(hybrids, "_why_unusable", lambda package: "is not installed")
     with caplog.at_level(logging.WARNING, "liger_hw"):
         liger_hw.patch(_lfm2())
+    assert not any("plain torch" in record.getMessage() for record in caplog.records)
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        liger_hw.patch(_lfm2(), short_conv=False)
     lines = [record.getMessage() for record in caplog.records if "plain torch" in record.getMessage()]
     assert len(lines) == 1 and "Lfm2ForCausalLM" in lines[0] and "causal-conv1d is not installed" in lines[0]
 
