@@ -350,8 +350,8 @@ class PatchReport:
             text = f"A training step holds the logits of the head{size}: {why or 'cross_entropy=True asks for them'}"
         else:
             text = "No loss was recognised"
-        left = sorted({row.part for row in self.rows if row.left_alone})
-        return f"{text}; left alone: {', '.join(left) or 'nothing that was recognised'}."
+        left = ", ".join(sorted({row.part for row in self.rows if row.left_alone}))
+        return f"{text}; {f'left alone: {left}' if left else 'nothing that was recognised is left alone'}."
 
     def _cells(self) -> list[tuple[str, ...]]:
         """A header, and one row for all places that are alike."""

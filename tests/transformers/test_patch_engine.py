@@ -348,7 +348,7 @@ def test_report_names_the_kernels_of_other_ops_that_were_launched(family, clean_
         stats.plan(torch.device("cpu"), (13,))
         launched, in_short = str(report).splitlines()[-2:]
         assert launched == "also launched: cross_entropy (stats: heuristic)"
-        words = "A training step with labels never holds the logits; left alone: nothing that was recognised."
+        words = "A training step with labels never holds the logits; nothing that was recognised is left alone."
         assert in_short == words
 
 
