@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=positive, help="other than the model has (default: the model's)")
     add("--lora", action="store_true", help="adapters on every linear layer; the rest does not train")
     add("--gpus", type=positive, default=1, help="of one host, that share the model's state (default 1)")
-    add("--engine", choices=ENGINES, help="what shards over them (default fsdp2)")
+    add("--engine", choices=ENGINES, metavar="NAME", help=f"what shards them: {', '.join(ENGINES)} (default fsdp2)")
     add("--json", action="store_true", help="print JSON")
 
 

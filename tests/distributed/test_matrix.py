@@ -158,19 +158,13 @@ def test_same_losses_and_gradients_by_our_kernels(engine, tmp_path):
 
 @pytest.mark.cpu
 @pytest.mark.full
-@pytest.mark.parametrize("engine", WITH_EXPERTS)
-def test_experts_whose_weights_are_sharded(engine, tmp_path):
+@pytest.mark.parametrize(
+    "engine, cell",
+    [(engine, "experts") for engine in WITH_EXPERTS] + [(engine, "recomputed") for engine in WITH_RECOMPUTING],
+)
+def test_sharded_experts_and_layers_that_are_recomputed(engine, cell, tmp_path):
     need(engine)
-    cells = [f"{engine}:experts"]
-    check(launch(cells, "cpu", 2, tmp_path), cells, tmp_path)
-
-
-@pytest.mark.cpu
-@pytest.mark.full
-@pytest.mark.parametrize("engine", WITH_RECOMPUTING)
-def test_layers_that_are_recomputed(engine, tmp_path):
-    need(engine)
-    cells = [f"{engine}:recomputed"]
+    cells = [f"{engine}:{cell}"]
     check(launch(cells, "cpu", 2, tmp_path), cells, tmp_path)
 
 

@@ -287,8 +287,7 @@ def test_a_cpu_runs_its_own_code(classes, monkeypatch, recomputed):
     env.clear()
 
 
-# Dynamo traces the same forward for both.
-@pytest.mark.daily(classes="False")
+@pytest.mark.full  # test_patch_compile.py compiles a patched model as it comes, with this default
 @both
 def test_torch_compile_gains_no_break(classes, caplog):
     model = tiny(num_hidden_layers=2)

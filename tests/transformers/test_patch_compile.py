@@ -95,6 +95,7 @@ class _Squared(torch.autograd.Function):
         return grad * 2 * logits / logits.numel()
 
 
+@pytest.mark.full  # a graph break and more graphs; test_logits_sweep.py has such a loss without a compiler
 def test_a_loss_by_an_autograd_function_keeps_its_gradient(mistral, batch):
     """Traced into, it would be cut off from the logits: the graph breaks and real logits are computed."""
     model, reference = mistral.model(num_hidden_layers=0), mistral.model(num_hidden_layers=0)
