@@ -92,6 +92,7 @@ MODELS = {
     "qwen3_next": Shape(  # 80B-A3B; three layers of four have linear attention
         "qwen3_next", 151936, 2048, 5120, 16, 2, 256, layers=48, trained=4, experts=512, top_k=10, expert_width=512
     ),
+    "qwen3_5": Shape("qwen3_5_text", 248320, 2560, 9216, 16, 4, 256),  # 4B; linear attention as in qwen3_next
     "gpt_oss": Shape(  # 20B; sdpa has no attention sinks, eager keeps every score
         "gpt_oss", 201088, 2880, 2880, 64, 8, 64, "flex_attention", layers=24, trained=4, experts=32, top_k=4
     ),

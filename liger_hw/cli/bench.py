@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing", choices=("uniform", "skewed"), default="uniform", help=routing)
 
     add = parser.add_argument_group("e2e, float8").add_argument
-    models = "mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), mixtral, "
-    add("--model", default="mistral", help=models + "qwen3_moe (30B-A3B), qwen3_next (80B-A3B), gpt_oss (20B)")
+    models = "mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), qwen3_5 (4B), "
+    add("--model", default="mistral", help=models + "mixtral, qwen3_moe (30B-A3B), qwen3_next (80B-A3B), gpt_oss (20B)")
     add("--layers", type=positive, help="of the model's layers (default: as README's table has it)")
     add("--batch", type=positive, default=2, help="sequences of a step (default 2)")
     add("--seq", type=tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")

@@ -22,6 +22,8 @@ def toy(**more) -> e2e.Schedule:
 
 @pytest.mark.parametrize("model", sorted(training.MODELS))
 def test_every_model_trains(model):
+    if model == "qwen3_5":
+        pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 has no Qwen3.5")
     results = e2e.measure(toy(model=model, checkpointing=True), CPU)
     (run,) = results["runs"]
     assert run["status"] == "ok" and run["steps"] == 3 and len(run["losses"]) == 3
