@@ -128,6 +128,8 @@ def _layout(value: Any) -> Any:
     """Equal for arguments that differ in their tensors' values alone."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() % 16, value.requires_grad
+    if isinstance(value, tuple):
+        return tuple(map(_layout, value))
     try:
         hash(value)
     except TypeError:
@@ -146,7 +148,7 @@ def run_on_fakes(function: Any, args: tuple) -> None:
             stack.enter_context(mode)
         # what checkpointing counts, or a level has again, are the tensors of the step alone
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
-        fakes = [_fake(value) if isinstance(value, torch.Tensor) else value for value in args]
+        fakes = [_fake(value) for value in args]
         outputs = [t for t in tensors_in(function.apply(*fakes)) if t.requires_grad]
         inputs = [t for t in tensors_in(fakes) if t.requires_grad]
         if has_graph and outputs and inputs:
@@ -157,12 +159,17 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _fake(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same layout that begins as far from a multiple of 16 bytes."""
-    offset = t.storage_offset() % 16
-    extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else offset
-    storage = torch.empty(extent, dtype=t.dtype, device=t.device)
-    return torch.as_strided(storage, t.shape, t.stride(), offset).requires_grad_(t.requires_grad)
+def _fake(value: Any) -> Any:
+    """A tensor of the same layout that begins as far from a multiple of 16 bytes; also for those in a tuple."""
+    if isinstance(value, tuple):
+        parts = tuple(map(_fake, value))
+        return type(value)(*parts) if hasattr(value, "_fields") else parts
+    if not isinstance(value, torch.Tensor):
+        return value
+    offset = value.storage_offset() % 16
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) if value.numel() else 0
+    storage = torch.empty(offset + extent, dtype=value.dtype, device=value.device)
+    return torch.as_strided(storage, value.shape, value.stride(), offset).requires_grad_(value.requires_grad)
 
 
 def _load_driver(device: torch.device) -> None:

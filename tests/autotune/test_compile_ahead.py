@@ -18,6 +18,7 @@ import torch
 from harness import noted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import liger_hw
 from liger_hw import env, registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.kernels.norms import rms_norm
@@ -127,6 +128,26 @@ def test_what_is_the_callers_stays_the_callers(compiled, on_sm90):
         first._calls.clear()
         first.note_call(rms_norm.RMSNormFunction, (x, weight, 1e-6, 0.0, rms_norm.CASTING_MODES["llama"]))
     assert {name for name, *_ in again} == {"rms_norm.fwd"}
+
+
+def test_linears_in_float8_that_are_alike_are_foreseen_once(monkeypatch, compiled, on_sm90):
+    """Each has an object of its own where it notes scales, and takes its input in FP8 as a tuple of tensors."""
+    calls, launches, run_on_fakes = [], {}, compile_ahead.run_on_fakes
+    layers = torch.nn.ModuleList(torch.nn.ModuleDict({n: torch.nn.Linear(32, 32) for n in "ab"}) for _ in range(3))
+    liger_hw.float8(layers, smallest=16)
+    first = compile_ahead.FirstForward(torch.device("cpu"))
+    first._note_launch = noted(launches)
+    monkeypatch.setattr(operator, "before_apply", first.note_call)
+    monkeypatch.setattr(compile_ahead, "run_on_fakes", lambda *call: calls.append(call) or run_on_fakes(*call))
+    x = torch.randn(16, 32, requires_grad=True)
+    for layer in layers:
+        for linear in layer.values():
+            linear(x)
+            scales = linear.float8.scales
+            assert type(scales.input) is type(scales.weight) is torch.Tensor and scales.gradient is None
+    first.pool.shutdown()
+    assert len(calls) == 1
+    assert {name for name, *_ in launches} == {"float8_linear.rows", "float8_linear.transposed"}
 
 
 def test_one_forward_of_a_configuration_compiles_ahead(monkeypatch, compiled):

@@ -143,11 +143,22 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
 
 
 class Scales:
-    """The scales in a linear's last forward and backward: NaN where a row had an infinity or NaN. A copy has none."""
+    """The scales in a linear's last forward and backward: NaN where a row had an infinity or NaN. A copy has none. Any
+    two are equal, since no launch depends on them."""
 
     input: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
+
+    def note(self, **scales: torch.Tensor) -> None:
+        """Keep scales by their names, unless they are the fakes on which kernels are foreseen."""
+        vars(self).update({name: scale for name, scale in scales.items() if type(scale) is torch.Tensor})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scales)
+
+    def __hash__(self) -> int:
+        return hash(Scales)
 
     def __getstate__(self) -> None:
         return None
@@ -177,7 +188,7 @@ class Float8LinearFunction(Function):
         ctx.save_for_backward(*saved, *((weight, largest) if needs_dx else (None, None)))
         ctx.recipe, ctx.shape, ctx.scales = recipe, x.shape, scales
         if scales is not None:
-            scales.input, scales.weight = rows.scale, weights.scale
+            scales.note(input=rows.scale, weight=weights.scale)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return no_view(y.to(dtype), (*x.shape[:-1], weight.shape[0]))
 
@@ -192,7 +203,7 @@ class Float8LinearFunction(Function):
             db = wide(dy).sum(0).to(b_dtype)
         gradients = quantized(dy, recipe.gradients, recipe.rowwise)
         if ctx.scales is not None:
-            ctx.scales.gradient = gradients.scale
+            ctx.scales.note(gradient=gradients.scale)
         if weight is not None:
             if weight.dtype.itemsize == 1:
                 turned, largest = _with_one_scale(weight, weight_scale, E4M3, recipe.rowwise)
