@@ -102,11 +102,13 @@ def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
     if arguments.batch * arguments.seq < 4096:
         notes.append("the host's own time, which sets the pace of small batches")
     if arguments.lora:
-        notes.append("the adapters' own products and the speed of LoRA, which was not timed")
+        notes.append("the speed of LoRA, which was timed for liger_hw alone, at 65,536 tokens")
     if model.vocab % 8:
         notes.append("how slow the logits' products are elsewhere, at a vocabulary that is no multiple of 8")
     if model.experts:
         notes.append("how tokens spread over experts: Mixtral-8x7B's speed, evenly routed, stands for all")
     if arguments.gpus > 1:
-        notes.append(f"a link other than NVLink, and more GPUs than the four that were timed ({arguments.gpus} here)")
+        notes.append("a link other than NVLink" + ", and more GPUs than the four timed" * (arguments.gpus > 4))
+    if (arguments.engine or "").startswith(("zero1", "zero2")):
+        notes.append(f"{arguments.engine}, which was not measured: its memory is counted by DeepSpeed's code")
     return notes

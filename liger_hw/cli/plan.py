@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)")
     add("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit")
     add("--shards", type=positive, default=1, help="devices that share the model's state (default 1)")
-    add("--engine", default="fsdp2", help="what shares it: fsdp2 (default), zero1, zero2, zero3")
+    add("--engine", help="what shares it: fsdp2 (default), zero1, zero2, zero3")
     add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)")
     gpus = "devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)"
     add("--gpus", type=positive, default=1, help=gpus)
@@ -93,6 +93,8 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
     from ..autotune import models
     from ..recompute.planner import Assumptions, Planner, longest
 
+    if arguments.engine and (arguments.shards == 1 or arguments.gpus > 1):
+        raise ValueError(f"--engine {arguments.engine} divides the state over --shards N devices; with --gpus FSDP2 does")
     model = models.find(arguments.model)
     model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
     size = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -102,7 +104,7 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
         optimizer=arguments.optimizer,
         trainable=arguments.trainable,
         shards=max(arguments.shards, arguments.gpus),
-        engine=arguments.engine,
+        engine=arguments.engine or "fsdp2",
         sequence=arguments.gpus,
         float8=arguments.float8,
     )

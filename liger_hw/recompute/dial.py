@@ -90,7 +90,8 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
     if checkpointed_already or not torch.is_grad_enabled():
         if checkpointed_already and level == "offload":
             recipes.say_once(
-                "another checkpoint is around layers at level offload: their inputs stay where it has them"
+                "activations: level offload leaves the inputs of layers on the device, where a checkpoint around them "
+                "(gradient_checkpointing) keeps them; turn that off"
             )
         with Tiles() if level in ("tiled", "offload") else contextlib.nullcontext():
             return forward(*args, **kwargs)

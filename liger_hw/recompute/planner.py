@@ -27,8 +27,8 @@ ATTENTION, ATTENTION_MASKED = (0.9, 0.8), (0.216, 0.238)
 SHORT, LONG = (660, 1000), 1 << 16
 """Tokens by whose share in a sequence flash attention's forward and backward take longer, and from which forward takes
 a tenth longer with each doubling: fewer keys and values are read from the L2 cache."""
-FLOAT8 = 0.63
-"""Time of linears in FP8, with all quantisation, over that in bf16: Llama-3-8B's at 8192 tokens on an H100."""
+FLOAT8 = 0.68
+"""Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
 EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over what the bytes it moves would take."""
 EAGER_MARGIN = 0.02
@@ -183,6 +183,11 @@ class Planner:
         if model.experts:
             raise ValueError(
                 f"{model.name}: the planner does not know layers with experts; name a level (cheap, mlp, full) instead"
+            )
+        if model.heads % assumptions.sequence:
+            raise ValueError(
+                f"{assumptions.sequence} devices cannot share the {model.heads} heads of {model.name}'s attention evenly, "
+                "as Ulysses does; take a number that divides them"
             )
         self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions
         self.engine = ENGINES[assumptions.engine] if assumptions.shards > 1 else Engine()
@@ -470,26 +475,28 @@ class Planner:
 
 
 def longest(planner_at: Callable[[int], Planner], budget: int, host: float = math.inf) -> Planner:
-    """The planner of the longest sequence, in steps of `STEP` tokens, for which `best` has a mix.
+    """The planner of the longest sequence, in steps of `STEP` tokens a device, for which `best` has a mix.
 
     planner_at: the planner of a sequence length. Raises `ValueError` where not even `STEP` tokens fit.
     """
 
-    def fits(seq: int) -> bool:
+    step = STEP * planner_at(STEP).assumptions.sequence
+
+    def fits(steps: int) -> bool:
         try:
-            planner_at(seq).best(budget, host)
+            planner_at(steps * step).best(budget, host)
         except ValueError:
             return False
         return True
 
-    planner_at(STEP).best(budget, host)  # raises, and says what is needed, where nothing fits
+    planner_at(step).best(budget, host)  # raises, and says what is needed, where nothing fits
     low, high = 1, 2
-    while high < 1 << 14 and fits(high * STEP):
+    while high < 1 << 14 and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
-    return planner_at(low * STEP)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return planner_at(low * step)
 
 
 def usable(device: "torch.device") -> int:
