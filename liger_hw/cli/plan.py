@@ -94,7 +94,7 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
     from ..recompute.planner import Assumptions, Planner, longest
 
     if arguments.engine and (arguments.shards == 1 or arguments.gpus > 1):
-        raise ValueError(f"--engine {arguments.engine} divides the state over --shards N devices; with --gpus FSDP2 does")
+        raise ValueError(f"--engine {arguments.engine} divides the state over --shards N devices; --gpus is FSDP2's")
     model = models.find(arguments.model)
     model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
     size = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -123,9 +123,10 @@ def _launch(planner: "Planner", prediction: "Prediction") -> str:
     """How to start a training of the longest sequence."""
     runs = ((level, len(list(run))) for level, run in itertools.groupby(prediction.levels))
     levels = " + ".join(f'["{level}"] * {count}' for level, count in runs)
-    count = planner.assumptions.sequence
+    assumed = planner.assumptions
+    count, mixed = assumed.sequence, "bf16" if assumed.dtype_bytes > assumed.compute_bytes else "no"
     several = (
-        f"accelerate launch --num_processes {count} --mixed_precision bf16 --use_fsdp --fsdp_version 2 "
+        f"accelerate launch --num_processes {count} --mixed_precision {mixed} --use_fsdp --fsdp_version 2 "
         "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --use_parallelism_config "
         f"--parallelism_config_cp_size {count}"
     )

@@ -184,11 +184,8 @@ class Planner:
             raise ValueError(
                 f"{model.name}: the planner does not know layers with experts; name a level (cheap, mlp, full) instead"
             )
-        if model.heads % assumptions.sequence:
-            raise ValueError(
-                f"{assumptions.sequence} devices cannot share the {model.heads} heads of {model.name}'s attention evenly, "
-                "as Ulysses does; take a number that divides them"
-            )
+        if model.heads % (devices := assumptions.sequence):
+            raise ValueError(f"{model.name}: {devices} devices cannot share its {model.heads} heads evenly (Ulysses)")
         self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions
         self.engine = ENGINES[assumptions.engine] if assumptions.shards > 1 else Engine()
         self.tokens = -(-batch * seq // assumptions.sequence)
@@ -362,11 +359,11 @@ class Planner:
         if len(levels) != self.model.layers:
             raise ValueError(f"{self.model.name} has {self.model.layers} layers, got {len(levels)} levels")
         assumed, layer, engine = self.assumptions, self.layer, self.engine
-        trained, size, parameters = assumed.trainable, assumed.dtype_bytes, self.parameters
+        trained, size, parameters, shards = assumed.trainable, assumed.dtype_bytes, self.parameters, assumed.shards
         master = 4 if engine.master and size < 4 else 0
-        weights = parameters * (size / self._parts(engine.parameters) + trained * master / assumed.shards)
-        state = parameters * trained * STATE_BYTES[assumed.optimizer] * (master or size) / assumed.shards
-        gradients = 0 if assumed.in_backward else parameters * trained * size / self._parts(engine.gradients)
+        weights = parameters * (size / (shards if engine.parameters else 1) + trained * master / shards)
+        state = parameters * trained * STATE_BYTES[assumed.optimizer] * (master or size) / shards
+        gradients = 0 if assumed.in_backward else parameters * trained * size / (shards if engine.gradients else 1)
         resident = weights + engine.buffers + (gradients if engine.kept else 0)
         peak = max(self._peak(levels, resident + state), weights + gradients + state)
         time = self.step_time(levels)
@@ -378,13 +375,10 @@ class Planner:
     def parameters(self) -> int:
         return self.model.layers * self.layer.parameters + self.head_parameters * (1 if self.model.tied else 2)
 
-    def _parts(self, divided: bool) -> int:
-        return self.assumptions.shards if divided else 1
-
     def _peak(self, levels: tuple[str, ...], resident: float) -> float:
         """The most that is alive at a time from the loss to the end of backward."""
         assumed, layer, m, engine = self.assumptions, self.layer, self.model, self.engine
-        size = assumed.dtype_bytes / self._parts(engine.gradients) * assumed.trainable
+        size = assumed.dtype_bytes / (assumed.shards if engine.gradients else 1) * assumed.trainable
         size = 0 if assumed.in_backward or engine.kept else size
         stream = self.tokens * m.hidden * assumed.compute_bytes
         head = self.head_parameters * (assumed.trainable == 1)
@@ -426,13 +420,11 @@ class Planner:
         sent = self.parameters * assumed.compute_bytes * self.engine.passes * (assumed.shards - 1) / assumed.shards
         logits = 2 * self.tokens * self.model.vocab * assumed.compute_bytes  # read, and their gradient written
         moved = update / assumed.shards + logits + sent * BANDWIDTH / self.engine.link
-        passes = 2 + 4 * (assumed.trainable + 1) / 2
-        return passes * self.tokens * self.head_parameters + moved * assumed.flops_per_byte
+        return (4 + 2 * assumed.trainable) * self.tokens * self.head_parameters + moved * assumed.flops_per_byte
 
     def step_time(self, levels: Sequence[str]) -> float:
-        """Time of a step with these levels, in FLOPs of a GEMM."""
-        first = self.layer.kept["full"] * ("offload" in levels) * A_HOST_BYTE  # it comes back while all else waits
-        first *= self.assumptions.flops_per_byte
+        """Time of a step with these levels, in FLOPs of a GEMM. All waits for the first copy from the host."""
+        first = ("offload" in levels) * self.layer.kept["full"] * A_HOST_BYTE * self.assumptions.flops_per_byte
         return sum(self.layer.time + self.layer.extra[level] for level in levels) + first + self._rest()
 
     def float8_gain(self) -> float:

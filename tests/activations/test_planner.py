@@ -395,7 +395,7 @@ def test_plan_command_of_the_longest(capsys):
     tokens = [int(re.search(r"batch 1 x (\d+)", text)[1]) for text in (alone, several)]
     assert tokens[1] > 4 * tokens[0], "parameters are shared too"
     assert main([*arguments, "--gpus", "3"]) == 2
-    assert "3 devices cannot share the 32 heads" in capsys.readouterr().err
+    assert "3 devices cannot share its 32 heads" in capsys.readouterr().err
     assert main([*arguments, "--engine", "zero3"]) == 2
     assert "--engine zero3 divides the state over --shards N devices" in capsys.readouterr().err
     assert main([*arguments[:5], "--memory", "80GiB", "140GiB"]) == 2
