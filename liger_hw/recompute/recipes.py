@@ -451,7 +451,7 @@ class Scope:
         scope, hooks = self, None
         if inside_foreign_hooks():
             scope = _STEPPED_ASIDE
-            say_once("activations: other saved-tensor hooks (checkpointing, offloading) decide what is kept inside them")
+            say_once("activations: other saved-tensor hooks (checkpointing, offloading) decide what is kept in them")
         elif self.may != KEEP or innermost_hooks() is not None:
             hooks = torch.autograd.graph.saved_tensors_hooks(pack if self.may != KEEP else pack_kept, unpack)
             hooks.__enter__()
