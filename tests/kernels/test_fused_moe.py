@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -240,6 +241,27 @@ def test_the_tuner_is_offered_both_engines():
                 assert {config.blocks["ENGINE"] for config in near} == engines, (target, tunable.name, key)
 
 
+@contextlib.contextmanager
+def _every_product(config):
+    """Force a configuration for all products, of which those of rows have no TILES."""
+    with contextlib.ExitStack() as stack:
+        for tunable in products.TUNABLES:
+            of_weights = tunable in (products.UP_WEIGHTS, products.DOWN_WEIGHTS)
+            blocks = {name: size for name, size in config.blocks.items() if of_weights or name != "TILES"}
+            stack.enter_context(override(tunable.name, replace(config, blocks=blocks)))
+        yield
+
+
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("tiles", [1, 2, 16])
+@pytest.mark.parametrize("route", ["all to one expert", "most experts without a token", "some slots of nobody"])
+def test_several_tiles_a_program(lane, generator, seed, route, tiles, clean_registry):
+    """Experts of several steps, of one and of none; a number of tiles that TILES divides, and one that it does not."""
+    config = products._tile(16, 16, 16, 1, 2, TILES=tiles)
+    with override("fused_moe.up_weights", config), override("fused_moe.down_weights", config):
+        verify(get_op("fused_moe"), sample(lane, generator, ROUTES[route]), seed)
+
+
 @pytest.mark.daily("interpret", options="1")
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("options", range(len(get_op("fused_moe").options)))
@@ -264,7 +286,7 @@ def test_the_library(lane, monkeypatch, seed, options):
         pytest.skip("this device has no grouped GEMM of its own")
     config = products.UP_WEIGHTS.heuristic(target, LARGE)
     assert config.blocks["ENGINE"] == products.LIBRARY
-    with override("fused_moe", config) if lane.device != "cpu" else pretend(known_target("sm80")):
+    with _every_product(config) if lane.device != "cpu" else pretend(known_target("sm80")):
         verify(op, make(op, (40, 64, 32, 9, 2), dtype, lane.device, seed, op.options[options]), seed)
     assert len(called) == 6
 
@@ -279,9 +301,9 @@ def test_a_library_that_fails_is_quarantined(lane, monkeypatch, generator, seed,
         raise RuntimeError("torch._grouped_mm is only supported on CUDA devices with compute capability = 9.0")
 
     monkeypatch.setattr(private, "grouped_matmul", refused)
-    by_library = products._tile(16, 16, 16, 1, 1, products.LIBRARY)
     monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == products.LIBRARY)
-    with caplog.at_level("WARNING", "liger_hw"), override("fused_moe", by_library):
+    by_library = products._tile(16, 16, 16, 1, 1, products.LIBRARY, TILES=1)
+    with caplog.at_level("WARNING", "liger_hw"), _every_product(by_library):
         for _ in range(2):
             verify(get_op("fused_moe"), sample(lane, generator, ROUTES["one token"]), seed)
     assert len(called) == len(products.TUNABLES)

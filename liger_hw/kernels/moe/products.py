@@ -178,6 +178,34 @@ def _operand(
 
 
 @triton.jit
+def _weights_step(
+    acc,
+    P_ptr,
+    Q_ptr,
+    Token_ptr,
+    start,
+    end,
+    p_cols,
+    q_cols,
+    n_p,
+    n_q,
+    P_row_stride,
+    Q_row_stride,
+    P_GATHERED: tl.constexpr,
+    Q_GATHERED: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + p^T @ q over the BLOCK_K rows from `start` on."""
+    rows = start + tl.arange(0, BLOCK_K)
+    in_rows = rows < end
+    p = _operand(P_ptr, Token_ptr, rows, p_cols, in_rows, n_p, P_row_stride, P_GATHERED, EVEN_M)
+    q = _operand(Q_ptr, Token_ptr, rows, q_cols, in_rows, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
+    return tl.dot(tl.trans(p), q, acc, input_precision="ieee")
+
+
+@triton.jit
 def _fused_moe_weights_kernel(
     P_ptr,
     Q_ptr,
@@ -197,29 +225,47 @@ def _fused_moe_weights_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """dW[expert] [n_p, n_q] = p^T @ q over the expert's rows, summed in fp32 and rounded once; zeros without rows.
 
-    The largest experts come first, so that no large one starts last.
+    The largest experts come first, so that no large one starts last. A program of few steps computes TILES tiles in one
+    loop over the steps of all of them: the loads of the next tile are on their way while one is stored.
     """
     p_tiles = tl.cdiv(n_p, BLOCK_M)
-    q_tiles = tl.cdiv(n_q, BLOCK_N)
+    q_tiles = tl.cdiv(n_q, BLOCK_N * TILES)
     expert = tl.load(Largest_ptr + tl.program_id(0) // (p_tiles * q_tiles))
     p_tile, q_tile = _swizzled(tl.program_id(0) % (p_tiles * q_tiles), p_tiles, q_tiles, GROUP)
     begin = tl.load(Offsets_ptr + expert)
     end = tl.load(Offsets_ptr + expert + 1)
     p_cols = p_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_cols = q_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        rows = start + tl.arange(0, BLOCK_K)
-        in_rows = rows < end
-        p = _operand(P_ptr, Token_ptr, rows, p_cols, in_rows, n_p, P_row_stride, P_GATHERED, EVEN_M)
-        q = _operand(Q_ptr, Token_ptr, rows, q_cols, in_rows, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
-        acc = tl.dot(tl.trans(p), q, acc, input_precision="ieee")
+    first_col = q_tile * (BLOCK_N * TILES)
     out = DW_ptr + (expert.to(tl.int64) * n_p + p_tile * BLOCK_M) * n_q
-    out += tl.arange(0, BLOCK_M)[:, None] * n_q + q_cols[None, :]
-    tl.store(out, acc.to(DW_ptr.dtype.element_ty), mask=(p_cols < n_p)[:, None] & (q_cols < n_q)[None, :])
+    out += tl.arange(0, BLOCK_M)[:, None] * n_q
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if TILES == 1:
+        q_cols = first_col + tl.arange(0, BLOCK_N)
+        for start in range(begin, end, BLOCK_K):
+            acc = _weights_step(
+                *(acc, P_ptr, Q_ptr, Token_ptr, start, end, p_cols, q_cols, n_p, n_q, P_row_stride, Q_row_stride),
+                *(P_GATHERED, Q_GATHERED, EVEN_M, EVEN_N, BLOCK_K),
+            )
+        mask = (p_cols < n_p)[:, None] & (q_cols < n_q)[None, :]
+        tl.store(out + q_cols[None, :], acc.to(DW_ptr.dtype.element_ty), mask=mask)
+    else:
+        n_steps = tl.maximum(tl.cdiv(end - begin, BLOCK_K), 1)
+        n_tiles = tl.minimum(TILES, tl.cdiv(n_q - first_col, BLOCK_N))
+        for turn in range(0, n_tiles * n_steps):
+            start = begin + turn % n_steps * BLOCK_K
+            q_cols = first_col + turn // n_steps * BLOCK_N + tl.arange(0, BLOCK_N)
+            acc = _weights_step(
+                *(acc, P_ptr, Q_ptr, Token_ptr, start, end, p_cols, q_cols, n_p, n_q, P_row_stride, Q_row_stride),
+                *(P_GATHERED, Q_GATHERED, EVEN_M, EVEN_N, BLOCK_K),
+            )
+            if turn % n_steps == n_steps - 1:
+                mask = (p_cols < n_p)[:, None] & (q_cols < n_q)[None, :]
+                tl.store(out + q_cols[None, :], acc.to(DW_ptr.dtype.element_ty), mask=mask)
+                acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -234,8 +280,10 @@ def product_key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: i
     return hidden, inner, n_experts, (max(1, rows) - 1).bit_length(), itemsize
 
 
-def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int, engine: int = KERNELS) -> LaunchConfig:
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": 8, "ENGINE": engine}
+def _tile(
+    block_m: int, block_n: int, block_k: int, warps: int, stages: int, engine: int = KERNELS, **more: int
+) -> LaunchConfig:
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": 8, "ENGINE": engine, **more}
     return LaunchConfig(blocks, warps, stages)
 
 
@@ -244,8 +292,8 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
     return (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * itemsize * config.num_stages
 
 
-_LIBRARY_ROWS = 6
-"""The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
+_LIBRARY_ROWS = {_fused_moe_rows_kernel: 6, _fused_moe_weights_kernel: 7}
+"""The library is chosen from more than 2^5 or 2^6 rows an expert (mean); below, moving weights is what takes time."""
 _LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 768}
 """The least columns of a product for which the library is chosen: the more there are, the smaller is the share of
 copying the gathered rows, which the kernels do not do. Gradients of weights gain more from it, and so need fewer."""
@@ -266,9 +314,14 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
     """
     of_weights = kernel is _fused_moe_weights_kernel
     meets = meets or columns
+    single = {"TILES": 1} if of_weights else {}
+
+    def is_short(key: Key) -> bool:
+        """Whether gradients of weights have so few steps that a program computes several tiles."""
+        return of_weights and key[3] < _LIBRARY_ROWS[kernel]
 
     def engine(target: Target, key: Key) -> int:
-        if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS or not asks_library:
+        if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS[kernel] or not asks_library:
             return KERNELS
         return LIBRARY if meets(*key[:2]) >= _LIBRARY_COLUMNS[kernel] else KERNELS
 
@@ -276,20 +329,24 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
         """The largest tiles of which three fit shared memory, no taller than an expert's rows, no wider than columns.
 
         Tiles below 64 * 128 have as many warps as those: what they wait for is memory. Products of small experts
-        have few steps: rows take a stage more, and gradients of weights half the warps where registers allow it.
+        have few steps: rows take a stage more, and gradients of weights half the warps where registers allow it. There
+        gradients over few rows are computed 16 tiles a program.
         """
         if key[4] > 2:
-            return _tile(64, 32, 32, target.warps(64 * 32, 16, 8), 2)
+            return _tile(64, 32, 32, target.warps(64 * 32, 16, 8), 2, **single)
         is_small = key[0] * key[1] < _SMALL_EXPERT
         rows = 128 if of_weights else max(16, min(128, 1 << key[3]))
         widest = max(32, next_power_of_2(columns(*key[:2])))
+        if is_short(key) and _reads_shared(target):
+            depth, stages = (64, 3) if key[3] > 5 else (32, 4)
+            return _tile(rows, min(128, widest), depth, target.warps(rows * 128, 128, 8), stages, TILES=16)
         for cols, depth, stages in ((256, 64, 4), (256, 64, 3), (128, 64, 3), (128, 64, 2), (128, 32, 2)):
             if cols == 256 and (of_weights or rows < 128 or (stages == 4 and not is_small)):
                 continue
             cols = min(cols, widest)
             per_thread = 128 if of_weights and is_small and _reads_shared(target) else 64
             warps = target.warps(max(rows * cols, 64 * 128), per_thread, 8)
-            config = _tile(rows, cols, depth, warps, stages, engine(target, key))
+            config = _tile(rows, cols, depth, warps, stages, engine(target, key), **single)
             if _shared(config, key[4]) <= target.shared_memory:
                 break
         return config
@@ -301,8 +358,10 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
             configs.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
         lowest = 32 if of_weights else min(64, 1 << key[3])
         sizes = ((32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (128, 256), (256, 128))
-        for (block_m, block_n), block_k, warps, stages in itertools.product(sizes, (32, 64, 128), (4, 8), (2, 3, 4)):
-            config = _tile(block_m, block_n, block_k, warps, stages)
+        several = (single, {"TILES": 16}) if is_short(key) else (single,)
+        knobs = itertools.product(sizes, (32, 64, 128), (4, 8), (2, 3, 4), several)
+        for (block_m, block_n), block_k, warps, stages, tiles in knobs:
+            config = _tile(block_m, block_n, block_k, warps, stages, **tiles)
             accumulators = block_m * block_n // (warps * target.warp_size)
             shared = _shared(config, key[4])
             is_deep = 4 * shared >= target.shared_memory  # enough loads on their way
@@ -313,6 +372,8 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
     def valid(config: LaunchConfig, key: Key) -> str | None:
         if config.blocks["ENGINE"] not in (KERNELS, LIBRARY):
             return f"ENGINE must be {KERNELS} or {LIBRARY}"
+        if config.blocks.get("TILES", 1) < 1:
+            return "TILES must be at least 1"
         small = [name for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K") if config.blocks[name] < 16]
         return f"{', '.join(small)} must be at least 16" if small else None
 
@@ -323,10 +384,11 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
         key=product_key,
         dims=DIMS,
         heuristic=heuristic,
-        safe=lambda target, key: _tile(32, 32, 32, target.warps(1024, 8, 4), 1),
+        safe=lambda target, key: _tile(32, 32, 32, target.warps(1024, 8, 4), 1, **single),
         space=space,
         neutral=frozenset({"num_stages", "hint", "GROUP"}),
         valid=valid,
+        version=2 if of_weights else 1,
     )
 
 
@@ -433,7 +495,7 @@ def weights_product(
         return call_routine(plan, _WEIGHTS, (p, q, where.token, where.offsets, gathered))
     dweight = torch.empty((n_experts, n_p, n_q), dtype=p.dtype, device=p.device)
     blocks = plan.config.blocks
-    grid = (n_experts * cdiv(n_p, blocks["BLOCK_M"]) * cdiv(n_q, blocks["BLOCK_N"]),)
+    grid = (n_experts * cdiv(n_p, blocks["BLOCK_M"]) * cdiv(n_q, blocks["BLOCK_N"] * blocks["TILES"]),)
     args = (p, q, dweight, where.token, where.offsets, where.largest, p.stride(0), q.stride(0), n_p, n_q)
     launch(plan, _fused_moe_weights_kernel, grid, args, (*gathered, *_whole(plan, BLOCK_M=n_p, BLOCK_N=n_q)))
     return dweight

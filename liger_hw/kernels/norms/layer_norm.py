@@ -45,15 +45,16 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row, unless masks
-    and parts of vectors give a thread more to do. Many rows in two blocks are taken by a persistent kernel, where W and
-    B fit its registers beside a row."""
+    and parts of vectors give a thread more to do. Many rows in two blocks, or of 1024 or 16384 columns, are taken by a
+    persistent kernel, where W and B fit its registers beside a row."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
     if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
         config = replace(config, num_warps=warps)
     many = 1 << key[1] > 32 * target.multiprocessors
-    if key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many:
-        persistent = _persistent(target, key, warps, 3, 12288 // key[0])
+    fits = 1024 <= key[0] <= 4096 if key[3:] == (1,) else key[0] in (1024, 16384) and not key[3:]
+    if fits and key[2] <= 2 and many:
+        persistent = _persistent(target, key, warps, 3, max(1, 12288 // key[0]))
         return config if persistent is None else persistent
     return config
 
@@ -71,10 +72,10 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     """rms_norm's, and persistent kernels over rows whose W and B a program can keep."""
     persistent = (
         _persistent(target, key, warps, stages, most // warps)
-        for warps in (1, 2, 4, 8)
+        for warps in (1, 2, 4, 8, 16)
         for most in (12, 16)
         for stages in (3, 4)
-        if 1024 <= key[0] <= 4096 and 16 <= key[0] // (warps * target.warp_size) <= 32
+        if most >= warps and 1024 <= key[0] <= 16384 and 16 <= key[0] // (warps * target.warp_size) <= 32
     )
     return [*fwd_space(target, key), *(config for config in persistent if config is not None)]
 

@@ -83,8 +83,9 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
 
     streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
     grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them,
-    rows of 2048 columns are best taken singly with three more in flight. Rows of 4096 columns with two gradients are
-    taken so too, by one program a multiprocessor; with one gradient, many of them are taken two at a time.
+    rows of 2048 columns, and of 1024 in two blocks, are best taken singly with three more in flight. Rows of 4096
+    columns with two gradients are taken so too by one program a multiprocessor, if in two blocks or with masks; with
+    one gradient, many of them are taken two at a time.
     """
     block = min(key[0], WIDEST_BLOCK if key[0] <= WIDEST_BLOCK else 4096)
     rows = rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
@@ -94,9 +95,9 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     block_bytes = streams * most_columns(block) * key[2]
     if grads and block == 2048:
         rows, ctas, deepest = 1, 2, 4
-    elif block == 1024 and many and grads > 1 and streams > 2:
-        rows, ctas, deepest = 1, 4, 4  # with a modulation: four rows' gradients and scales spill
-    elif block == 4096 and grads > 1 and streams == 2 and 3 * block_bytes <= target.shared_memory:
+    elif block == 1024 and (many if grads > 1 and streams > 2 else grads and key[3:] == (1,)):
+        rows, ctas, deepest = 1, 4, 4  # in two blocks, or with a modulation: four rows' gradients spill
+    elif block == 4096 and grads > 1 and streams == 2 and key[3:] and 3 * block_bytes <= target.shared_memory:
         rows, ctas, deepest = 1, 1, 4
     elif block == 4096 and grads == 1 and key[3:] and (key[3] == 0 or streams > 2):
         rows, ctas = 1, 1  # masks and parts of vectors, or a third stream in two blocks, leave registers for one row
