@@ -153,7 +153,8 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
 ALL_ROWS = [pytest.param(name, marks=[] if name == "shifted" else [pytest.mark.full]) for name in ROWS]
 
 
-ALL_USES = [pytest.param(name, marks=[] if name == "added to the loss" else [pytest.mark.full]) for name in USES]
+_DAILY = ("alone", "added to the loss")
+ALL_USES = [pytest.param(name, marks=[] if name in _DAILY else [pytest.mark.full]) for name in USES]
 
 
 @pytest.mark.parametrize("use", ALL_USES)
