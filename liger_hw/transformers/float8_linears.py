@@ -89,12 +89,13 @@ class Float8Linear(nn.Linear):
                 "float8: this linear's weight is split over ranks (tensor parallelism), whose scales would differ; "
                 "call report.undo(), or shard with FSDP2, which gathers a weight before it is used"
             )
-        if is_traced() or isinstance(input, torch.fx.Proxy) or input.dtype is torch.float64:
-            return super().forward(input)
-        rows = None
+        is_proxy, rows = isinstance(input, torch.fx.Proxy), None
+        state = () if is_proxy else self._state()
+        if is_proxy or is_traced() or input.dtype is torch.float64 or not input.numel():
+            return nn.functional.linear(input, weight if settings.kept is None else self._widened(), self.bias)
         if settings.shared is not None and not torch.compiler.is_compiling():
             rows = settings.shared.rows(input, settings)
-        return linear(input, weight, self.bias, rows, settings.recipe, "float8", *self._state())
+        return linear(input, weight, self.bias, rows, settings.recipe, "float8", *state)
 
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
         """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
@@ -102,7 +103,7 @@ class Float8Linear(nn.Linear):
         settings, weight = self.float8, self.weight
         if any(hooks) or act not in GATES or not settings.recipe.rowwise or too_wide(a):
             return None
-        if is_dtensor(weight) or is_dtensor(a) or is_traced() or a.dtype is torch.float64:
+        if is_dtensor(weight) or is_dtensor(a) or is_traced() or a.dtype is torch.float64 or not a.numel():
             return None
         return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *self._state())
 
@@ -119,8 +120,7 @@ class Float8Linear(nn.Linear):
                 "float8: a weight kept in FP8 cannot train; call report.undo() before you unfreeze weights, then "
                 "liger_hw.float8 again"
             )
-        scales = None if torch.compiler.is_compiling() else settings.scales
-        return getattr(self, "weight_scale", None), scales
+        return getattr(self, "weight_scale", None), None if torch.compiler.is_compiling() else settings.scales
 
     def keep(self) -> None:
         """Replace the weight by its FP8 and a buffer `weight_scale`; the wider one is freed."""
@@ -267,7 +267,7 @@ def float8(
             module.__class__ = Float8Linear
             module.float8 = Settings(RECIPES[recipe], shared)
     for path, module in zip(report.linears, report._modules) if keep_frozen else ():
-        if not module.weight.requires_grad:
+        if not module.weight.requires_grad and module.weight.dtype is not torch.float64:
             module.keep()
             report.linears[path] += ", kept"
     return report

@@ -386,8 +386,43 @@ def test_a_kept_weight_is_not_cast_merged_or_trained():
     with pytest.raises(ValueError, match="kept in FP8 cannot train; call report.undo"):
         model(input_ids=IDS)
     weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="kept in FP8 was cast to torch.bfloat16"):
-        model.bfloat16()(input_ids=IDS)
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match=f"kept in FP8 was cast to {dtype}"):
+            model.to(dtype)(input_ids=IDS)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_what_is_not_multiplied_in_float8_takes_a_kept_weight_in_its_dtype(recipe):
+    """No rows, fp64, traces and transforms: as `undo` leaves the linear, which trains an adapter before it."""
+    block = torch.nn.Sequential(torch.nn.Linear(32, 48)).requires_grad_(False)
+    x = torch.randn(5, 32, requires_grad=True)
+
+    def results():
+        (dx,) = torch.autograd.grad(block(x[:0]).sum(), x)
+        with torch.autocast("cpu", torch.bfloat16):
+            empty = block(x[:0])
+        transformed = torch.func.jvp(block, (x,), (torch.ones_like(x),))
+        traced = torch.jit.trace(block, (x,), check_trace=False)(x), torch.fx.symbolic_trace(block)(x)
+        return [dx, block(x[:0]), empty, *traced, *transformed]
+
+    report = liger_hw.float8(block, recipe, smallest=16, keep_frozen=True)
+    kept = results()
+    report.undo()
+    assert _same(kept, results()) and kept[2].dtype is torch.bfloat16
+    x, expected = x.double(), block.double()(x.double())
+    liger_hw.float8(block, recipe, smallest=16, keep_frozen=True)
+    assert torch.equal(block(x), expected), "fp64 is not rounded, and not kept"
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
+def test_a_gated_mlp_takes_an_empty_batch(keep):
+    model = _lora()
+    liger_hw.patch(model)
+    liger_hw.float8(model, smallest=16, keep_frozen=keep)
+    mlp = model.base_model.model.model.layers[0].mlp
+    x = torch.zeros(0, 64, requires_grad=True)
+    mlp(x).sum().backward()
+    assert x.grad.shape == x.shape
 
 
 def test_nothing_to_keep_is_refused():
