@@ -1,6 +1,8 @@
-"""What `liger-hw bench float8` does not show of training in FP8: its operators, and whether the loss is the same.
+"""What `liger-hw bench float8` does not show of training in FP8: its operators, where a step goes, whether the loss is
+the same.
 
     python benchmarks/float8.py --ops --out ops.json              each operator against a copy of as many bytes
+    python benchmarks/float8.py --step --out step.json            kernels of a step of Llama-3-8B (--layers) in FP8
     python benchmarks/float8.py --convergence --out curves.json   1,000 steps of 87M parameters, three seeds
 
 --convergence trains a model on Python's own standard library, byte by byte, in bf16 and in FP8 from the same weights on
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -39,9 +42,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--ops", action="store_true")
+    what.add_argument("--step", action="store_true")
     what.add_argument("--convergence", action="store_true")
     what.add_argument("--run", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=8192, help="of the operators")
+    parser.add_argument("--layers", type=int, default=32, help="of the step")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=("bf16", "rowwise"))
     parser.add_argument("--hidden", type=int, default=768, help="smaller width, for a quick try")
@@ -57,7 +62,7 @@ def main() -> int:
         "options": vars(options),
         "machine": report.machine(with_index(options.device), os.environ.get("LIGER_COMMIT")),
     }
-    results |= _ops(options) if options.ops else _convergence(options)
+    results |= (_ops if options.ops else _step if options.step else _convergence)(options)
     if options.out:
         Path(options.out).write_text(json.dumps(results, indent=1))
     return 0
@@ -137,6 +142,52 @@ def _ops(options: argparse.Namespace) -> dict[str, Any]:
         lines.append((size, scales, f"{row['tflops']:.0f}", f"{share:.0%}"))
     print(table(lines))
     return {"operators": rows, "products": products, "copy_bytes_per_us": bytes_per_us}
+
+
+# -- a step ----------------------------------------------------------------------------------------------------------
+
+PARTS = {
+    "FP8 products": "_qqtst_",
+    "attention": "sdpa|cudnn::fusion",
+    "AdamW": "FusedOpti",
+    "the head": "nvjet_sm90_tst_",
+    "quantising, with transposed copies": "_float8_",
+}
+"""Part of a step -> what names of its kernels contain on Hopper, with torch 2.11. Only the head multiplies in bf16."""
+
+
+def parts(step: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of each of `PARTS`, and of the rest. step: `ms`, and `kernels` with `kernel` and `ms` of each."""
+    ms = {
+        name: sum(row["ms"] for row in step["kernels"] if re.search(text, row["kernel"]))
+        for name, text in PARTS.items()
+    }
+    return ms | {"the rest": step["ms"] - sum(ms.values())}
+
+
+def _step(options: argparse.Namespace) -> dict[str, Any]:
+    """The kernels of one step of 2 x 4096 tokens, `rowwise`, AdamW in bf16, the last of eight."""
+    device, schedule = with_index(options.device), training.Schedule("llama3", options.layers, 2, steps=8)
+    tokens = training.to_tokens(training.read_text(None), schedule.shape.vocab).to(device)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def on_step(step: int, loss: Any) -> None:
+        if step >= schedule.steps - 2:
+            torch.cuda.synchronize(device)
+            (profile.start if step == schedule.steps - 2 else profile.stop)()
+
+    with training.patched("float8", schedule.shape.family, device):
+        run = training.train("float8", schedule, tokens, device, on_step)
+    kernels: dict[str, dict[str, Any]] = {}
+    for event in profile.events():
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            row = kernels.setdefault(event.name, {"kernel": event.name, "launches": 0, "ms": 0.0})
+            row["launches"] += 1
+            row["ms"] += event.device_time / 1e3
+    rows = sorted(kernels.values(), key=lambda row: -row["ms"])
+    step = {"ms": 1e3 * statistics.median(run.step_seconds), "kernels": rows}
+    print(table([("what", "ms"), *((name, f"{ms:.0f}") for name, ms in parts(step).items())]))
+    return {"step": step}
 
 
 # -- convergence -----------------------------------------------------------------------------------------------------

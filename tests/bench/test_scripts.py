@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +65,18 @@ def test_host_times_are_compared_by_the_undisturbed_samples():
     assert abs(found["ratio"] - 1) < 0.01 and found["noise"] > 0.9
     found = compared_on_the_host([quiet] * 3, [[1.05 * time for time in disturbed]] * 3)
     assert abs(found["ratio"] - 1.05) < 0.01 and found["noise"] < 0.01
+
+
+def test_where_a_step_in_float8_goes_is_what_its_page_says():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from float8 import parts
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    step = json.loads((BENCHMARKS / "results/float8-ops-h200.json").read_text())["step"]
+    page = (BENCHMARKS.parent / "docs/guides/float8.md").read_text().partition("### Where a step goes")[2]
+    rows = re.findall(r"^\| (.+?) \| (\d+) \|", page.partition("\n\n| recipe")[0], re.M)
+    ms = parts(step)
+    assert sum(ms.values()) == pytest.approx(step["ms"]) and len(rows) == len(ms)
+    for (name, text), (part, exact) in zip(rows, ms.items()):
+        assert (name == part or part == "the rest") and int(text) == round(exact)
