@@ -160,7 +160,7 @@ def test_kernels_of_a_group(lane, sizes, block, channels, stages, dtype, seed):
 @pytest.mark.parametrize(
     "sizes, splits",
     [
-        *(((2048, 1 << 20), 256), ((2048, 65536), 64), ((2048, 32768), 32), ((1024, 16384), 16)),
+        *(((2048, 1 << 20), 256), ((2048, 65536), 32), ((2048, 32768), 16), ((1024, 16384), 4)),
         *((sizes, 0) for sizes in ((2048, 1 << 21), (16, 65536), (8, 1 << 21), (8192, 8192))),
     ],
     ids=str,

@@ -26,8 +26,6 @@ from ..rows.blocks import (
     blocks_key,
     count_tiles,
     first_columns,
-    keep_narrow,
-    load_columns,
     load_row_values,
     load_scale,
     load_tile,
@@ -81,26 +79,11 @@ def _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN: tl.constex
 
 
 @triton.jit
-def _products(x, dy, w, offset, mean, rstd, CASTING: tl.constexpr):
-    """(m, h, a row's share of dw) of one block in fp32; with an offset, w lacks it."""
-    dy = dy.to(tl.float32)
+def _products(x, dy, w, mean, rstd, CASTING: tl.constexpr):
+    """(m, h, a row's share of dw) of one block in fp32."""
     h, rounded = normalised(x, mean, rstd, CASTING)
-    m = dy
-    if w is not None:
-        scale = w.to(tl.float32)
-        if offset is not None:
-            scale = scale + offset
-        m = dy * scale[None, :]
+    m = dy if w is None else dy * w[None, :]
     return m, h, dy * rounded
-
-
-@triton.jit
-def _products_again(x, dy, w, offset, mean, rstd, dot, CASTING: tl.constexpr):
-    """(m, h) once more, from what stays narrow until `dot` is known."""
-    if w is not None:
-        w = keep_narrow(w, dot)
-    m, h, _ = _products(keep_narrow(x, dot), keep_narrow(dy, dot), w, offset, mean, rstd, CASTING)
-    return m, h
 
 
 @triton.jit
@@ -144,7 +127,7 @@ def _store_column_sums(
     dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
     mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
     rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
-    _, _, dw = _products(x, dy, None, None, mean, rstd, CASTING)
+    _, _, dw = _products(x, dy, None, mean, rstd, CASTING)
     store_partial_sums(Partial_ptr, n_cols, dw, dy, cols, exist, HAS_BIAS)
 
 
@@ -203,15 +186,8 @@ def _norm_bwd_kernel(
     cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2, pad, VECTOR)
     cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
     exist_2 = which_exist(cols_2, n_cols, pad, VECTOR)
-    # the widest rows stay in their dtype across the reduction, and so does W: registers do not hold m, h and W in fp32
-    NARROW: tl.constexpr = BLOCK_2 == 4096 and DS_ptr is None
-    if NARROW:
-        w = load_columns(W_ptr, cols, exist, pad)
-        w_2 = load_columns(W_ptr, cols_2, exist_2, pad)
-    else:
-        w = load_scale(W_ptr, cols, exist, offset, pad)
-        w_2 = load_scale(W_ptr, cols_2, exist_2, offset, pad)
-        offset = None
+    w = load_scale(W_ptr, cols, exist, offset, pad)
+    w_2 = load_scale(W_ptr, cols_2, exist_2, offset, pad)
     if SUMS:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -227,31 +203,29 @@ def _norm_bwd_kernel(
         touched = touched_mask(row_mask, cols, pad, n_cols, VECTOR)
         touched_2 = touched_mask(row_mask, cols_2, pad, n_cols, VECTOR)
         x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
-        dy = load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
-        if not NARROW:
-            dy = to_fp32(dy)
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR))
         x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
-        dy_2 = load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
-        if not NARROW:
-            dy_2 = to_fp32(dy_2)
+        dy_2 = to_fp32(
+            load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+        )
         if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
             ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
             ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
         mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
         rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
-        m, h, dy_h = _products(x, dy, w, offset, mean, rstd, CASTING)
+        m, h, dy_h = _products(x, dy, w, mean, rstd, CASTING)
         mh_2 = None
         if BLOCK_2:
-            m_2, h_2, dy_h_2 = _products(x_2, dy_2, w_2, offset, mean, rstd, CASTING)
+            m_2, h_2, dy_h_2 = _products(x_2, dy_2, w_2, mean, rstd, CASTING)
             mh_2 = m_2 * h_2
         if SUMS:
             dw += dy_h
             if HAS_BIAS:
-                db += dy.to(tl.float32)
+                db += dy
             if BLOCK_2:
                 dw_2 += dy_h_2
                 if HAS_BIAS:
-                    db_2 += dy_2.to(tl.float32)
+                    db_2 += dy_2
         shift = None
         if MEANS_ptr is not None:
             if SUBTRACT_MEAN:
@@ -268,8 +242,6 @@ def _norm_bwd_kernel(
             else:
                 dot = row_sums(m * h, mh_2)
             dot = as_column(dot / n_cols)
-        if NARROW:
-            m, h = _products_again(x, dy, w, offset, mean, rstd, dot, CASTING)
         if not ONE_TILE:
             ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
         whole = whole_mask(row_mask, cols, pad, n_cols, VECTOR)
@@ -279,8 +251,6 @@ def _norm_bwd_kernel(
             if not ONE_TILE:
                 ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
             whole_2 = whole_mask(row_mask, cols_2, pad, n_cols, VECTOR)
-            if NARROW:
-                m_2, h_2 = _products_again(x_2, dy_2, w_2, offset, mean, rstd, dot, CASTING)
             dx_2 = _input_gradient(m_2, h_2, shift, dot, rstd, ds_2)
             store_tile(DX_ptr, rows, n_cols, cols_2, dx_2, mask_2, whole_2, VECTOR)
     if SUMS:

@@ -45,14 +45,14 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row, unless masks
-    and parts of vectors give a thread more to do. Many rows in two blocks, or of 1024 or 16384 columns, are taken by a
+    and parts of vectors give a thread more to do. Many rows in two blocks, or of 16384 columns, are taken by a
     persistent kernel, where W and B fit its registers beside a row."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
     if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
         config = replace(config, num_warps=warps)
     many = 1 << key[1] > 32 * target.multiprocessors
-    fits = 1024 <= key[0] <= 4096 if key[3:] == (1,) else key[0] in (1024, 16384) and not key[3:]
+    fits = 1024 <= key[0] <= 4096 if key[3:] == (1,) else key[0] == 16384 and not key[3:]
     if fits and key[2] <= 2 and many:
         persistent = _persistent(target, key, warps, 3, max(1, 12288 // key[0]))
         return config if persistent is None else persistent

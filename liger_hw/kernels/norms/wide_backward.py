@@ -125,16 +125,21 @@ def norm_wide_bwd_kernel(
             tl.store(line_ptr + n_cols + cols, db, mask=exist)
 
 
+def _shared_row(target: Target, key: Key, tile_bytes: int, warps: int, ctas: int) -> LaunchConfig | None:
+    """Programs that take `tile_bytes` of a row each; None where rows are fewer than about four a group of programs."""
+    block = tile_bytes // key[2]
+    programs, splits = ctas * target.multiprocessors, cdiv(key[0], block)
+    if splits > min(programs, MAX_SPLITS) or (1 << key[1]) * splits < 4 * programs:
+        return None
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, warps, 1, ctas, vendor=resident_options(target, warps, ctas))
+
+
 def wide_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
-    """Tiles of one warp, which waits for no other, as many programs as registers hold with `grads` rows of gradients in
-    them; more warps for rows of too many tiles. None where rows are not shared: fewer than about four a group of
-    programs, narrower ones, and those that begin anywhere."""
+    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them; of wider rows
+    twice as many programs of half the size. None where rows are not shared: narrower ones, and those that
+    begin anywhere."""
     if not target.cooperative or key[0] < NARROWEST_SHARED or key[3:]:
         return None
-    for warps in (1, 2, 4):
-        block, ctas = warps * 2048 // key[2], 4 * (5 - grads) // warps
-        programs, splits = ctas * target.multiprocessors, cdiv(key[0], block)
-        if splits <= min(programs, MAX_SPLITS) and (1 << key[1]) * splits >= 4 * programs:
-            vendor = resident_options(target, warps, ctas)
-            return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, warps, 1, ctas, vendor=vendor)
-    return None
+    ctas = 5 - grads
+    config = _shared_row(target, key, 4096, 2, 2 * ctas) if key[0] >= 2 * NARROWEST_SHARED else None
+    return _shared_row(target, key, 8192, 4, ctas) if config is None else config
