@@ -7,8 +7,11 @@ import importlib
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..chunked_loss import LigerFusedLinearORPOLoss
+from ..transformers.deferred import DeferredLogits
+from ..transformers.loss import OutputHead, head_path, viewed_with
 from .fsdp import redirected
 
 __all__ = ["LigerORPOTrainer"]  # noqa: F822, by __getattr__
@@ -17,8 +20,6 @@ _METRICS = (
     *("rewards/chosen", "rewards/rejected", "log_odds_ratio", "log_odds_chosen"),
 )
 """Names of what the loss returns beside itself, in its order."""
-_SCALES = "final_logit_softcapping", "logit_scale", "logits_scaling"
-"""What configurations say of logits that are more than the head's product."""
 
 
 class _FusedORPO:
@@ -27,36 +28,29 @@ class _FusedORPO:
     def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, tuple]:
         """(loss, what `LigerFusedLinearORPOLoss` returns beside it) of a batch of TRL's.
 
-        The model runs inside the forward of whatever wraps it (DDP, FSDP, DeepSpeed). Raises `ValueError` for a head
-        that is more than a linear layer, and for a router's loss, which is a part of the whole model's forward.
+        The model runs inside the forward of whatever wraps it (DDP, FSDP, DeepSpeed). Raises `ValueError` for an
+        encoder-decoder, for logits that are more than a linear layer of hidden states, and for a router's loss.
         """
+        if self.is_encoder_decoder:
+            raise ValueError("LigerORPOTrainer: takes decoders alone; use TRL's ORPOTrainer for an encoder-decoder")
         pad = getattr(self, "label_pad_token_id", -100)
         options = {"label_pad_token_id": pad} if hasattr(self, "label_pad_token_id") else {}  # until TRL 0.24
-        options |= {"is_encoder_decoder": self.is_encoder_decoder, "padding_value": self.padding_value}
-        both = self.concatenated_inputs(batch, device=self.accelerator.device, **options)
+        options |= {"padding_value": self.padding_value, "device": self.accelerator.device}
+        both = self.concatenated_inputs(batch, **options)
         ids, mask, labels = (both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels"))
         inner = self.accelerator.unwrap_model(model)
         causal = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
-        scales = (getattr(causal.config, name, None) for name in _SCALES)
-        head = causal.get_output_embeddings()
-        if self.aux_loss_enabled or type(head) is not torch.nn.Linear or any(x not in (None, 1) for x in scales):
-            raise ValueError(
-                f"LigerORPOTrainer: {type(causal).__name__} has a router's loss, or a head that is more than a linear "
-                "layer (an adapter, a softcap, a scale); use TRL's ORPOTrainer"
-            )
+        if self.aux_loss_enabled:
+            raise ValueError("LigerORPOTrainer: computes no router's loss; use TRL's ORPOTrainer")
 
-        def loss(ids: torch.Tensor, nll_labels: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> tuple:
+        def loss(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> tuple:
             with self.accelerator.autocast():
-                hidden = causal.base_model(ids, use_cache=False, **inputs).last_hidden_state
-                if not self.is_encoder_decoder:
-                    hidden, labels, nll_labels = hidden[:, :-1], labels[:, 1:], nll_labels[:, 1:]
+                head, hidden = _head_and_hidden(causal, ids, mask)
                 fused = LigerFusedLinearORPOLoss(ignore_index=pad, beta=self.beta)
-                return fused(head.weight, hidden, labels, head.bias, nll_target=nll_labels)
+                nll_target = torch.where(mask == 1, ids, pad)[:, 1:]
+                return fused(head.weight, hidden[:, :-1], labels[:, 1:], head.bias, nll_target=nll_target)
 
-        if self.is_encoder_decoder:
-            decoder = {"decoder_input_ids": self._shift_right(labels)}
-            return redirected(model, inner, loss, ids, labels, labels, attention_mask=mask, **decoder)
-        return redirected(model, inner, loss, ids, torch.where(mask == 1, ids, pad), labels, attention_mask=mask)
+        return redirected(model, inner, loss, ids, labels, mask)
 
     def get_batch_loss_metrics(
         self: Any, model: Any, batch: dict[str, Any], train_eval: str = "train"
@@ -69,6 +63,22 @@ class _FusedORPO:
         means = self.accelerator.reduce(torch.stack([value.mean() for value in values.values()]), "mean").tolist()
         prefix = "eval_" if train_eval == "eval" else ""
         return loss, {f"{prefix}{name}": mean for name, mean in zip(values, means)}
+
+
+def _head_and_hidden(causal: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[nn.Linear, torch.Tensor]:
+    """The output head of a causal LM and what its forward, run once, gives to it. Raises `ValueError` where the logits
+    are not the head's product: the forward runs on logits that are not computed and record what is done to them."""
+    head = causal.get_output_embeddings()
+    if type(head) is nn.Linear:
+        view = viewed_with(causal, head_path(causal), OutputHead(head, fused=False))
+        logits = type(causal).forward(view, ids, attention_mask=mask, use_cache=False).logits
+        recorded = type(logits) is DeferredLogits and logits.is_deferred
+        if recorded and logits._scale == 1.0 and logits._cap is None and logits._added is None:
+            return head, logits._hidden
+    raise ValueError(
+        f"LigerORPOTrainer: the logits of {type(causal).__name__} are more than a linear layer of hidden states (an "
+        "adapter of the head, a softcap, a scale, a bias of their own); use TRL's ORPOTrainer"
+    )
 
 
 @functools.cache
