@@ -15,6 +15,7 @@ from harness import tensors
 from liger_hw import registry
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_hw.kernels.losses.cross_entropy import FWD, liger_cross_entropy
+from liger_hw.kernels.losses.log_probs import liger_log_probs
 
 ROWS, COLS = 6, 37
 
@@ -85,6 +86,19 @@ def test_ties_go_to_the_first(lane, loss):
     found = loss(x, target, return_token_accuracy=True, return_predicted_tokens=True)
     assert found.predicted_tokens.tolist() == [0, 5, COLS - 1, -1]
     torch.testing.assert_close(found.token_accuracy.float().cpu(), torch.tensor(2 / 3))
+
+
+@pytest.mark.parametrize("cols", [3, 128, 4097])
+def test_rows_that_are_not_numbers_predict_what_torch_does(lane, cols):
+    """The first NaN; of a row of -inf alone, the first class. Rows of 4097 and of 3 have edges."""
+    x = torch.zeros(7, cols, device=lane.device)
+    x[0], x[1], x[2, 1:], x[3, -1] = float("nan"), -float("inf"), float("nan"), float("nan")
+    x[4], x[4, -1], x[5, 1], x[6, -2] = -float("inf"), float("nan"), float("nan"), float("inf")
+    target = torch.zeros(7, dtype=torch.int64, device=lane.device)
+    top = liger_cross_entropy(x, target, return_predicted_tokens=True).predicted_tokens
+    assert top.tolist() == x.argmax(-1).tolist() == [0, 0, 1, cols - 1, cols - 1, 1, cols - 2]
+    is_top1 = liger_log_probs(x, target, return_top1=True).is_top1
+    assert is_top1.tolist() == [True, True, *5 * [False]]
 
 
 @LOSSES

@@ -160,10 +160,8 @@ def _cross_entropy_fwd_kernel(
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `launch_rows`."""
-    kernels = (_cross_entropy_fwd_kernel,)
-    return Tunable(
-        op, "fwd", kernels=kernels, key=key, dims=dims, heuristic=heuristic, safe=rows_safe, space=rows_space
-    )
+    how = {"dims": dims, "heuristic": heuristic, "safe": rows_safe, "space": rows_space, "version": 2}
+    return Tunable(op, "fwd", kernels=(_cross_entropy_fwd_kernel,), key=key, **how)
 
 
 class RowResults(NamedTuple):

@@ -138,7 +138,7 @@ def _scan_tile(
     """Take a tile of logits into the statistics of its lanes, which run along its last dimension.
 
     With s = softcap(x + bias) of a lane so far: m = max(s), d = sum(2^z), moment = sum(2^z * z) where z = scale * (s -
-    m), total = sum(w * s), top = max(x). MASKED: the tile ends past n_cols, where x is -inf.
+    m), total = sum(w * s), top = max(rank(x)). MASKED: the tile ends past n_cols, where x is -inf.
     """
     AXIS: tl.constexpr = len(x.shape) - 1
     s = x
@@ -160,7 +160,7 @@ def _scan_tile(
     if ENTROPY:
         moment += tl.sum(e * tl.maximum(z, -256.0), AXIS)
     if TOP:
-        top = tl.maximum(top, tl.max(x, AXIS))
+        top = tl.maximum(top, tl.max(_rank(x), AXIS))
     return m_new, d, moment, total, top
 
 
@@ -175,11 +175,17 @@ def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
 
 
 @triton.jit
+def _rank(x):
+    """Where a logit stands in the search of the largest: a NaN at infinity, so that the first one is predicted."""
+    return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
 def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
     """The first of `cols` [lanes, width] that holds top_row, read again in the lanes whose largest logit it is."""
     cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
     x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "", "")
-    return tl.min(tl.min(tl.where(x == top_row, cols, n_cols), 1), 0)
+    return tl.min(tl.min(tl.where(_rank(x) == top_row, cols, n_cols), 1), 0)
 
 
 @triton.jit
@@ -259,8 +265,9 @@ def scan_row(
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
         if TOP:
-            top_edge = tl.max(x_edge, 0)
-            first = tl.min(tl.where(x_edge == top_edge, edge, n_cols), 0)
+            rank = _rank(x_edge)
+            top_edge = tl.max(rank, 0)
+            first = tl.min(tl.where(rank == top_edge, edge, n_cols), 0)
             better = (top_edge > top_row) | ((top_edge == top_row) & (first < argmax))
             argmax = tl.where(better, first, argmax)
         m, d, moment, total, _ = _scan_tile(
