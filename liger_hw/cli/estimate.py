@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{model.name}, {model.layers} layers, batch {arguments.batch} x {arguments.seq}, bf16, AdamW, {gpus}")
     print(_table(rows))
     if crowded := [row.arm.removeprefix("+ ") for row in rows if row.peak > GPUS[arguments.gpu][1] << 30]:
-        print(fold(_too_large(arguments, crowded)))
+        print(fold(_too_large(arguments, model, crowded)))
     print(fold("Not known: " + "; ".join(unknown) + "."))
     return 0
 
@@ -84,12 +84,19 @@ def _table(rows: list[Estimate]) -> str:
     return table(lines)
 
 
-def _too_large(arguments: argparse.Namespace, arms: list[str]) -> str:
+def _too_large(arguments: argparse.Namespace, model: "Model", arms: list[str]) -> str:
     room = GPUS[arguments.gpu][1]
+    too_large = f"More than {arguments.gpu}'s {room} GiB: {', '.join(arms)}."
+    if model.experts:  # which `plan` refuses
+        return too_large
     plan = f"plan --model {arguments.model} --batch {arguments.batch} --seq {arguments.seq} --memory {room - 2}GiB"
-    plan += f" --shards {arguments.gpus} --engine {arguments.engine or 'fsdp2'}" if arguments.gpus > 1 else ""
+    plan += f" --layers {arguments.layers}" if arguments.layers else ""
+    if arguments.gpus > 1:
+        plan += f" --shards {arguments.gpus} --engine {arguments.engine or 'fsdp2'}"
+        in_fp32 = not arguments.lora and (arguments.engine or "fsdp2") == "fsdp2"
+        plan += " --dtype float32 --autocast bfloat16" if in_fp32 else ""
     plan += " --trainable 0.01" if arguments.lora else ""
-    return f"More than {arguments.gpu}'s {room} GiB: {', '.join(arms)}. `liger-hw {plan}` looks for levels that fit."
+    return f"{too_large} `liger-hw {plan}` looks for levels that fit."
 
 
 def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:

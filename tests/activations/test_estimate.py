@@ -60,6 +60,13 @@ def test_within_ten_percent_of_each_measured_model(name):
         assert row.peak / 2**30 == pytest.approx(rows[arm]["peak_gib"], rel=0.1), arm
 
 
+def test_how_far_off_the_changelog_says_that_granite_is():
+    model, rows = measured("granite")
+    one = estimates(model, 2, 4096, *H200)
+    ratios = [e.tokens_per_second / rows[arm]["tokens_per_second"] for arm, e in zip(ARMS, one)]
+    assert ratios == pytest.approx([1.35, 1.46, 1.02], abs=0.01)
+
+
 @pytest.mark.parametrize("gpus", (2, 4))
 def test_within_ten_percent_of_a_whole_model_over_several_gpus(gpus):
     record = json.loads((RESULTS / f"distributed-training-{gpus}xh200.json").read_text())
@@ -99,15 +106,32 @@ def test_the_command_prints_three_arms_and_what_it_does_not_know(capsys):
     assert len(json.loads(capsys.readouterr().out)["estimates"]) == 3
 
 
-def test_what_does_not_fit_is_said_with_the_plan_that_looks_for_what_does(capsys):
-    command = ["estimate", "qwen3-8b", "--gpu", "h100", "--batch", "4", "--seq", "4096", "--gpus", "8"]
+@pytest.mark.parametrize(
+    "options", ("", "--layers 40", "--gpus 8", "--gpus 2 --engine zero3", "--gpus 2 --layers 60 --lora")
+)
+def test_what_does_not_fit_is_said_with_the_plan_of_the_same_step(options, capsys):
+    command = ["estimate", "qwen3-8b", "--gpu", "h100", "--batch", "4", "--seq", "8192", *options.split()]
+    assert main([*command, "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)["estimates"][2]
     assert main(command) == 0
     text = " ".join(capsys.readouterr().out.split())
-    plan = re.search(r"More than h100's 79 GiB: Hugging Face, Liger 0.8.5, liger_hw. `liger-hw (plan .*?)`", text)
-    assert main(plan[1].split()) == 0 and "77GiB" in capsys.readouterr().out
+    plan = re.search(r"More than h100's 79 GiB: Hugging Face, Liger 0.8.5, liger_hw. `liger-hw (plan .*?)`", text)[1]
+    assert "--memory 77GiB" in plan
+    main([*plan.split(), "--json"])
+    rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["default"]["peak_bytes"] == pytest.approx(estimate["peak"], rel=1e-3)
+
+
+def test_what_fits_or_cannot_be_planned_names_no_plan(capsys, tmp_path):
     assert main(["estimate", "qwen3-8b", "--gpu", "mi300x", "--batch", "1", "--seq", "4096"]) == 0
     text = capsys.readouterr().out
     assert "More than" not in text and "none of its kernels has run there" in " ".join(text.split())
+    experts = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    experts |= {"num_hidden_layers": 32, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    assert main(["estimate", str(tmp_path), "--gpu", "h100", "--batch", "1", "--seq", "4096"]) == 0
+    text = capsys.readouterr().out
+    assert "More than h100's" in text and "plan" not in text
 
 
 def test_an_engine_without_several_gpus_is_refused(capsys):
