@@ -95,10 +95,14 @@ def test_rows_that_are_not_numbers_predict_what_torch_does(lane, cols):
     x[0], x[1], x[2, 1:], x[3, -1] = float("nan"), -float("inf"), float("nan"), float("nan")
     x[4], x[4, -1], x[5, 1], x[6, -2] = -float("inf"), float("nan"), float("nan"), float("inf")
     target = torch.zeros(7, dtype=torch.int64, device=lane.device)
-    top = liger_cross_entropy(x, target, return_predicted_tokens=True).predicted_tokens
-    assert top.tolist() == x.argmax(-1).tolist() == [0, 0, 1, cols - 1, cols - 1, 1, cols - 2]
-    is_top1 = liger_log_probs(x, target, return_top1=True).is_top1
-    assert is_top1.tolist() == [True, True, *5 * [False]]
+    found = liger_cross_entropy(x, target, reduction="none", return_predicted_tokens=True)
+    assert found.loss.isnan().all()
+    assert found.predicted_tokens.tolist() == x.argmax(-1).tolist() == [0, 0, 1, cols - 1, cols - 1, 1, cols - 2]
+    capped = liger_cross_entropy(x, target, softcap=2.0, reduction="none", return_predicted_tokens=True)
+    assert capped.loss[[0, 2, 3, 4, 5]].isnan().all() and torch.equal(capped.predicted_tokens, found.predicted_tokens)
+    found = liger_log_probs(x, target, return_entropy=True, return_top1=True)
+    assert found.log_probs[:6].isnan().all() and found.entropy[:6].isnan().all()
+    assert found.is_top1.tolist() == [True, True, *5 * [False]]
 
 
 @LOSSES

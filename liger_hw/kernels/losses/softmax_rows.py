@@ -151,6 +151,10 @@ def _scan_tile(
         total += tl.sum(tl.where(cols < n_cols, ws, 0.0), AXIS) if MASKED else tl.sum(ws, AXIS)
     if MASKED and SOFTCAP:
         s = tl.where(cols < n_cols, s, float("-inf"))
+    if TOP:
+        x = _rank(x)
+        if not SOFTCAP:
+            s = x  # one maximum for both; infinity less itself is NaN again
     m_new = tl.maximum(m, tl.max(s, AXIS))
     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
     z = (s - tl.expand_dims(base, AXIS)) * scale
@@ -160,7 +164,7 @@ def _scan_tile(
     if ENTROPY:
         moment += tl.sum(e * tl.maximum(z, -256.0), AXIS)
     if TOP:
-        top = tl.maximum(top, tl.max(_rank(x), AXIS))
+        top = tl.maximum(top, tl.max(x, AXIS))
     return m_new, d, moment, total, top
 
 
