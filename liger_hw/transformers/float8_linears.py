@@ -12,11 +12,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Iterable
 
 import torch
 from torch import nn
 
+from .. import env
 from ..kernels.float8 import geglu_float8, swiglu_float8
 from ..kernels.float8.float8_linear import RECIPES, Recipe, Scales, as_rows, linear
 from ..kernels.float8.formats import E4M3, Float8Rows, float8_dtype
@@ -183,7 +185,10 @@ class Float8Report:
     _modules: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> int:
-        """Give every linear its class back; how many there were."""
+        """Give every linear its class back; how many there were. Raises `ValueError` for one parametrised since."""
+        for path, module in zip(self.linears, self._modules):
+            if isinstance(module, Float8Linear) and type(module) is not Float8Linear:
+                raise ValueError(f"float8: {path} was parametrised since; remove its parametrizations before undo()")
         ours = [module for module in self._modules if type(module) is Float8Linear]
         for module in ours:
             module.give_back()
@@ -230,7 +235,7 @@ def float8(
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
     quantising in a step. `state_dict` and `undo` give them in their dtype, but not what rounding took.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
-    FP8, for a model of which no linear fits, and for keep_frozen where every weight of them trains.
+    FP8, for a model of which no linear fits, and for keep_frozen where all weights train or an adapter reads them.
     """
     if recipe not in RECIPES:
         reason = ""
@@ -241,6 +246,10 @@ def float8(
         raise TypeError(f"float8: model must be a loaded model, got {type(model).__name__}")
     report, heads, groups = Float8Report(recipe), _heads(model), {}
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    if env.get("LIGER_HW_DISABLE"):
+        linears = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
+        report.left_alone = dict.fromkeys(linears, "LIGER_HW_DISABLE is set")
+        return report
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -261,6 +270,11 @@ def float8(
             "float8: keep_frozen=True, but every weight of the linears trains; call it after get_peft_model or after "
             "requires_grad_(False), or leave it out"
         )
+    if keep_frozen and (path := next(filter(partial(_reads_weight, model), report.linears), "")):
+        raise ValueError(
+            f"float8: keep_frozen=True, but the adapter around {path} computes with the weight itself, as DoRA does, "
+            "and would miss its scale; use LoRA, or leave keep_frozen out"
+        )
     for modules in groups.values():
         shared = SharedInput() if len(modules) > 1 else None
         for module in modules:
@@ -271,6 +285,14 @@ def float8(
             module.keep()
             report.linears[path] += ", kept"
     return report
+
+
+def _reads_weight(model: nn.Module, path: str) -> bool:
+    """Whether PEFT's adapter around a linear reads its weight: all may, but for LoRA without DoRA's magnitudes."""
+    if not path.endswith(".base_layer"):
+        return False
+    adapter = model.get_submodule(path.removesuffix(".base_layer"))
+    return not hasattr(adapter, "lora_A") or len(getattr(adapter, "lora_magnitude_vector", ())) > 0
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:

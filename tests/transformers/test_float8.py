@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import liger_hw
+from liger_hw import env
 from liger_hw.kernels.float8.float8_linear import liger_float8_linear
 from liger_hw.recompute.recipes import owns_outputs
 from liger_hw.transformers.float8_linears import Float8Linear
@@ -423,6 +424,41 @@ def test_a_gated_mlp_takes_an_empty_batch(keep):
     x = torch.zeros(0, 64, requires_grad=True)
     mlp(x).sum().backward()
     assert x.grad.shape == x.shape
+
+
+def test_dora_around_weights_to_keep_is_refused():
+    """Its magnitudes are norms of the weight, which it reads without the scale."""
+    model = _lora(use_dora=True)
+    with pytest.raises(ValueError, match="q_proj.base_layer computes with the weight itself, as DoRA does"):
+        liger_hw.float8(model, smallest=16, keep_frozen=True)
+    assert not any(type(m) is Float8Linear for m in model.modules())
+    liger_hw.float8(model, smallest=16)
+
+
+@pytest.fixture
+def disabled(monkeypatch):
+    monkeypatch.setenv("LIGER_HW_DISABLE", "1")
+    env.clear()
+    yield
+    monkeypatch.undo()
+    env.clear()
+
+
+def test_disabled(disabled):
+    model = _llama()
+    report = liger_hw.float8(model, smallest=16, keep_frozen=True)
+    assert not any(type(m) is Float8Linear for m in model.modules()) and report.undo() == 0
+    assert "left alone: LIGER_HW_DISABLE is set" in str(report)
+
+
+def test_undo_of_a_linear_that_was_parametrised_since_is_refused():
+    block = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    report = liger_hw.float8(block, smallest=16)
+    torch.nn.utils.parametrizations.weight_norm(block[1])
+    with pytest.raises(ValueError, match="1 was parametrised since"):
+        report.undo()
+    torch.nn.utils.parametrize.remove_parametrizations(block[1], "weight")
+    assert report.undo() == 2 and type(block[1]) is torch.nn.Linear
 
 
 def test_nothing_to_keep_is_refused():
