@@ -93,7 +93,7 @@ class Float8Linear(nn.Linear):
             )
         is_proxy, rows = isinstance(input, torch.fx.Proxy), None
         state = () if is_proxy else self._state()
-        if is_proxy or is_traced() or input.dtype is torch.float64 or not input.numel():
+        if is_proxy or is_traced() or input.dtype is torch.float64 or not input.numel() or input.device.type == "meta":
             return nn.functional.linear(input, weight if settings.kept is None else self._widened(), self.bias)
         if settings.shared is not None and not torch.compiler.is_compiling():
             rows = settings.shared.rows(input, settings)
@@ -103,7 +103,7 @@ class Float8Linear(nn.Linear):
         """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         settings, weight = self.float8, self.weight
-        if any(hooks) or act not in GATES or not settings.recipe.rowwise or too_wide(a):
+        if any(hooks) or act not in GATES or not settings.recipe.rowwise or too_wide(a) or a.device.type == "meta":
             return None
         if is_dtensor(weight) or is_dtensor(a) or is_traced() or a.dtype is torch.float64 or not a.numel():
             return None

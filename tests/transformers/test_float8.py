@@ -435,6 +435,12 @@ def test_dora_around_weights_to_keep_is_refused():
     liger_hw.float8(model, smallest=16)
 
 
+def test_a_model_without_storage_gives_shapes():
+    model = _llama().to("meta")
+    liger_hw.float8(model, smallest=16)
+    assert model(input_ids=IDS.to("meta")).logits.shape == (*IDS.shape, 64)
+
+
 @pytest.fixture
 def disabled(monkeypatch):
     monkeypatch.setenv("LIGER_HW_DISABLE", "1")
