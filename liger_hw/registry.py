@@ -12,7 +12,7 @@ legal answer wins:
     2 user cache                                    6 the op's heuristic, from Target fields
     3 shipped table of the exact device             7 the op's always-legal safe configuration
 
-Layers 1 to 5 are one dictionary a device, read when the device is first used (`table`). A key is a tuple of ints and
+Layers 1 to 5 are one dictionary per device, read when the device is first used (`table`). A key is a tuple of ints and
 nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted in `misses()`. A configuration
 that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate and why it was or was
 not taken.
@@ -82,8 +82,8 @@ _failed: dict[Mark, str] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
-"""What the runtime keeps for the plans in force (`runtime/replay.py`): a new dictionary whenever they change, so that
-what another thread records meanwhile goes with the old one."""
+"""Recorded calls of the current plans (`runtime/replay.py`); a new dictionary whenever plans change, so that what
+another thread is recording is dropped with the old one."""
 _deterministic: bool | None = None
 """The last argument of `set_deterministic`."""
 
@@ -92,7 +92,7 @@ _deterministic: bool | None = None
 
 
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
-    """The answer of `Tunable.plan` where it has no plan yet."""
+    """The answer of `Tunable.plan` if the tunable has no plan yet."""
     with _lock:
         if (plan := tunable.plans.get((device, key))) is not None:  # another thread resolved it at the same time
             return plan
@@ -132,7 +132,7 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
         for candidate in _candidates(tunable, target, key):
             if not candidate.rejected:
                 return candidate
-            # an illegal entry of a lock file is one that the file itself allows to be left out
+            # illegal lock entries get here only on a CPU or if the file sets allow_other_device: no warning
             pinned = candidate.layer == "lock" and not tunable.illegal(target, key, candidate.config)
             if candidate.layer == "explicit" or pinned:
                 ignored = tunable.name, candidate.layer, candidate.rejected
@@ -165,7 +165,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
 def _offers(
     tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig, entries: Sequence[Entry]
 ) -> Iterator[Candidate]:
-    """Every answer as its layer gives it; `rejected` where the layer itself knows that it cannot be used."""
+    """Every answer as its layer gives it; `rejected` if the layer itself knows why not."""
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
             yield Candidate("explicit", config, {"kind": "explicit"}, "override()")
@@ -341,8 +341,8 @@ def reset() -> None:
 def quarantine(plan: Plan, error: BaseException) -> bool:
     """No longer use a configuration that failed to launch; returns whether another layer can answer.
 
-    It is kept on disk for later processes too: not where it may be the interpreter or a test that failed (CPU tensors,
-    a pretended target). On every device of the architecture its plans for this key are dropped.
+    It is also kept on disk for later processes, unless the interpreter or a test may have failed (CPU tensors, a
+    pretended target). Plans with it for this key are dropped on every device.
     """
     if plan.layer == "safe":
         return False

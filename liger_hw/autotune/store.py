@@ -1,8 +1,8 @@
-"""Where stored configurations live, and how all of them become one table of a device.
+"""Where stored configurations live, and how all of them become one table per device.
 
-User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`: one file a kind of device,
-`v2/<fingerprint>.json`, a table as those that ship (`tables.py`). Beside configurations that answer it has lines that a
-process noted for later ones. The kind in a line's provenance says which it is:
+User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`: one file per kind of
+device, `v2/<fingerprint>.json`, in the format of the shipped tables (`tables.py`). Besides configurations it holds
+notes that a process left for later ones. The kind in a line's provenance says which a line is:
 
     measured, static, modelled   a configuration that answers
     heuristic                    a search found nothing that beats the heuristic
@@ -61,12 +61,12 @@ _warned: set[str] = set()
 
 
 def root() -> Path | None:
-    """The user cache's folder (it may not exist), or None where there is no home to put one in."""
+    """The user cache's folder (it may not exist), or None if there is no home to put one in."""
     chosen = env.get("LIGER_HW_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # its specification has a relative path ignored
+    if os.path.isabs(base):  # the XDG spec says: ignore relative paths
         return Path(base) / "liger_hw"
     try:
         return Path.home() / ".cache" / "liger_hw"
@@ -78,14 +78,14 @@ def unwritable() -> str:
     """Why nothing can be stored in the user cache, or "". It is tried, and nothing is left behind."""
     base = root()
     if base is None:
-        return "the cache has no folder: there is no home; LIGER_HW_CACHE_DIR names another"
+        return "no home directory to keep the cache in; set LIGER_HW_CACHE_DIR to a folder"
     try:
         existing = next(folder for folder in (base, *base.absolute().parents) if folder.exists())
         with tempfile.TemporaryDirectory(prefix=".liger_hw_", dir=existing):
             return ""
     except OSError as error:
         reason = error.strerror or first_line(error)
-        return f"the cache {base} cannot be written ({reason}): what is tuned is lost; LIGER_HW_CACHE_DIR names another"
+        return f"the cache {base} cannot be written ({reason}), tuning is lost; set LIGER_HW_CACHE_DIR to another"
 
 
 def slug(name: str) -> str:
@@ -147,7 +147,7 @@ def today() -> str:
 
 
 def warn_once(topic: str, message: str) -> None:
-    """One warning a topic and process: a broken cache must not fill a log."""
+    """One warning per topic and process: a broken cache must not fill a log."""
     if topic not in _warned:
         _warned.add(topic)
         log.warning("liger_hw: %s", printable(message))
@@ -162,10 +162,10 @@ def forget_warnings() -> None:
 
 
 def add(target: Target, lines: Iterable[Line]) -> bool:
-    """Add lines to the user cache's table of a device; False, and one warning, where that is impossible."""
+    """Add lines to the user cache's table of a device; False, and one warning, if that is impossible."""
     path = file_of(target)
     if path is None:
-        warn_once("no home", "no folder for the user cache: set LIGER_HW_CACHE_DIR")
+        warn_once("no home", "no home directory to keep the cache in; set LIGER_HW_CACHE_DIR to a folder")
         return False
     new = [tables.to_record(name, entry) for name, entry in lines]
     try:
@@ -255,7 +255,7 @@ def _merged(records: list[Any]) -> list[Any]:
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
     """(header as of a shipped table, lines, problems) of one file of the user cache, the newest line first.
 
-    Raises `ValueError` where the whole file cannot be used.
+    Raises `ValueError` if the whole file cannot be used.
     """
     about, records = _parsed(path)
     del about["device"]
@@ -284,16 +284,16 @@ def _user_lines(target: Target, problems: list[str]) -> list[Line]:
     return lines
 
 
-# -- one table of a device -------------------------------------------------------------------------------------------
+# -- one table per device --------------------------------------------------------------------------------------------
 
 
 def read(target: Target) -> Table:
     """Everything stored for a device as one table: lock file, user cache, shipped tables of the device, of its
     architecture and of its family, in this order.
 
-    An entry made with another minor version of Triton answers after all that have the right one, except for a lock
-    file's; what failed with another one is left out. Never raises for what is in a file, but for a lock file that was
-    asked for and cannot be used (`SettingError`).
+    Entries made with another minor version of Triton come after those with this one, except a lock file's; notes
+    made with another version are left out. Bad file contents never raise, except in a requested lock file that is
+    unusable (`SettingError`).
     """
     problems: list[str] = []
     offers: list[tuple[str, Line]] = [("user", line) for line in _user_lines(target, problems)]

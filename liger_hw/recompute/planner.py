@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from ..autotune.models import Model
 
 GEMM_RATE, BANDWIDTH = 665e12, 4.25e12
-"""bf16 FLOPs a second that the matrix products of a step reach on an H200, and bytes a second of a large copy."""
+"""bf16 FLOPs per second that the matrix products of a step reach on an H200, and bytes per second of a large copy."""
 FLOPS_PER_BYTE = GEMM_RATE / BANDWIDTH
 ATTENTION, ATTENTION_MASKED = (0.9, 0.8), (0.216, 0.238)
 """Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
 SHORT, LONG = (660, 1000), 1 << 16
-"""Tokens by whose share in a sequence flash attention's forward and backward take longer, and from which forward takes
-a tenth longer with each doubling: fewer keys and values are read from the L2 cache."""
+"""Flash attention's forward and backward take 1 + SHORT / seq times as long; beyond LONG tokens, forward takes a tenth
+longer per doubling: fewer keys and values hit the L2 cache."""
 FLOAT8 = 0.68
 """Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
 EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over what the bytes it moves would take."""
 EAGER_MARGIN = 0.02
-"""Share of a budget left free where attention is eager: its temporaries are large, and differ between versions."""
+"""Share of a budget left free if attention is eager: its temporaries are large, and differ between versions."""
 A_HOST_BYTE = 78
 """Time to copy a byte to or from pinned host memory, at 55 GB/s, over the time to copy a byte on the device."""
 A_LINK_BYTE = 28
@@ -50,12 +50,12 @@ STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafacto
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine divides among its devices beside the optimizer's states, and what it needs beside the parts.
+    """What an engine shards besides the optimizer's states, and the memory it needs besides the shards.
 
-    parameters, gradients: whether they are divided; master: whether bf16 parameters have an fp32 copy, divided, in
+    parameters, gradients: whether they are sharded; master: whether bf16 parameters have a sharded fp32 copy, in
     whose dtype the states are; kept: whether the gradients' memory exists all the time; buffers: bytes of communication
-    live: most parameters that are gathered at a time; without it embedding and head are, and one decoder layer
-    passes, link: how often a step sends each parameter, and at how many bytes a second the step waits for that
+    live: maximum of parameters gathered at a time; if 0, the embedding, the head and one decoder layer
+    passes, link: times a step sends each parameter, and the exposed bandwidth of that in bytes per second
     recipes: whether levels cheap and mlp save anything; ZeRO-3's hooks pass detached tensors on
     """
 
@@ -87,10 +87,10 @@ MOST_LAYERS = 1024
 class Assumptions:
     """What a prediction takes for granted.
 
-    dtype: of the parameters; compute: itemsize of activations (autocast's); optimizer: a name of `STATE_BYTES`
-    trainable: share of the layers' parameters that train: below 1, of adapters on every linear layer (LoRA)
-    fused_loss: the logits never exist
-    shards: devices over which `engine`, one of `ENGINES`, divides the model's state; it computes in `compute`
+    dtype_bytes, compute_bytes: itemsize of parameters, of activations; optimizer: a name in `STATE_BYTES`
+    trainable: trained share of the layers' parameters; below 1 means LoRA adapters on every linear layer
+    fused_loss: the logits never exist; float8: linears in FP8; flops_per_byte: GEMM FLOPs while a byte is moved
+    shards: devices over which `engine`, in `ENGINES`, shards the model's state, computing in `compute_bytes`
     sequence: devices that share a sequence (Ulysses, context parallel), with equal parts of its tokens and attention
     in_backward: each parameter is updated as soon as its gradient is complete, which is freed then
     attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what
@@ -138,10 +138,10 @@ class Assumptions:
 class Layer:
     """One decoder layer at one batch, by level.
 
-    kept: bytes that are kept for its backward; transient: bytes beside them while its backward runs
+    kept: bytes that are kept for its backward; transient: bytes besides these while its backward runs
     extra: time of what is recomputed; time: of forward and backward at `keep`; small: of forward's norms, gate and
     rotary embeddings. All in FLOPs of a GEMM
-    growing: what grows with the sequence while a layer at `tiled` or `offload` goes back, in bytes
+    growing: bytes that grow with the sequence in a `tiled` or `offload` layer's backward
     """
 
     kept: dict[str, int]
@@ -234,7 +234,7 @@ class Planner:
         growing = self._growing(without_mlp, unit, stream)
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
-        # and, where adapters train, what they add to the gate's or the up projection's output
+        # and, if adapters train, what they add to the gate's or the up projection's output
         gradients = unit * (wide + adapted * (wide + m.hidden)) + stream * m.hidden
         gradients += int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
         transient = {
@@ -248,7 +248,7 @@ class Planner:
         transient["offload"] = transient["tiled"] + 2 * kept["full"]
         if self.attention == "eager":
             # or the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
-            # beside them the layer's input, q and k, and gradients of the stream, of v and of the later weights
+            # besides, the layer's input, q and k, and gradients of the stream, of v and of the later weights
             scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + statistics
             scores += int(assumed.trainable * m.hidden * (3 * wide + q) * assumed.dtype_bytes)
             for level in kept:
@@ -257,9 +257,9 @@ class Planner:
         return Layer(kept, transient, *self._times(linear, q, kv), parameters, growing)
 
     def _growing(self, without_mlp: int, unit: int, stream: int) -> dict[str, int]:
-        """What grows with the sequence where the MLP runs in tiles, at its worst moment: attention's backward.
+        """Bytes that grow with the sequence if the MLP runs in tiles, at the worst moment: attention's backward.
 
-        without_mlp: what backward keeps but for the MLP's wide tensors, less the layer's input
+        without_mlp: bytes kept for backward, minus the MLP's wide tensors and the layer's input
         """
         m = self.model
         q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
@@ -271,7 +271,7 @@ class Planner:
         }
 
     def _tiled(self, without_mlp: int, unit: int, stream: int, growing: dict[str, int]) -> int:
-        """Bytes beside a layer's input while it goes back with its MLP in tiles: at a tile, or in attention."""
+        """Bytes besides a layer's input in its backward with the MLP in tiles: at a tile, or in attention."""
         m, assumed = self.model, self.assumptions
         weights = int(assumed.trainable * 3 * m.hidden * m.intermediate)
         rows = min(TILE_ROWS, self.tokens)
@@ -292,7 +292,7 @@ class Planner:
 
     @property
     def _masks(self) -> int:
-        """Bytes of eager attention's masks, which checkpointed layers hold until backward; Gemma's have one of two."""
+        """Bytes of eager attention's masks, which checkpointed layers hold until backward; Gemma 2 and 3 have two."""
         kinds = 2 if self.model.window and self.model.sandwich else 1
         return kinds * self.batch * self.seq**2 * self.assumptions.compute_bytes if self.attention == "eager" else 0
 
@@ -402,7 +402,7 @@ class Planner:
         return max(most, alive + last_grad)
 
     def _head(self) -> int:
-        """Bytes the loss takes beside its gradient's: a chunk of logits, or all of them with softmax's copies."""
+        """Bytes of the loss: a chunk of logits with weight and input gradients, or all logits with softmax's copies."""
         m, assumed = self.model, self.assumptions
         if not assumed.fused_loss:
             return self.tokens * m.vocab * (2 * assumed.compute_bytes + 4)
@@ -445,7 +445,7 @@ class Planner:
 
         Raises `ValueError` when even the one that needs least needs more.
 
-        With eager attention it leaves EAGER_MARGIN free, where one mix needs so little. Mixes of two levels suffice:
+        With eager attention it leaves EAGER_MARGIN free, if any mix fits then. Mixes of two levels suffice:
         each step down the list costs more time per byte than the one before. The level that keeps less goes into the
         first layers, whose backward comes last, when gradients fill the memory.
         """
@@ -467,9 +467,9 @@ class Planner:
 
 
 def longest(planner_at: Callable[[int], Planner], budget: int, host: float = math.inf) -> Planner:
-    """The planner of the longest sequence, in steps of `STEP` tokens a device, for which `best` has a mix.
+    """The planner of the longest sequence, in steps of `STEP` tokens per device, for which `best` has a mix.
 
-    planner_at: the planner of a sequence length. Raises `ValueError` where not even `STEP` tokens fit.
+    planner_at: the planner of a sequence length. Raises `ValueError` if not even `STEP` tokens fit.
     """
 
     step = STEP * planner_at(STEP).assumptions.sequence
@@ -481,7 +481,7 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
             return False
         return True
 
-    planner_at(step).best(budget, host)  # raises, and says what is needed, where nothing fits
+    planner_at(step).best(budget, host)  # raises, and says what is needed, if nothing fits
     low, high = 1, 2
     while high < 1 << 14 and fits(high):
         low, high = high, 2 * high
@@ -530,7 +530,7 @@ def of_module(
 
 
 def _sharding(source: "torch.nn.Module", parameters: "list[torch.nn.Parameter]") -> tuple[str, int]:
-    """The engine, of `ENGINES`, that divides a live model's state, and over how many devices."""
+    """The engine, of `ENGINES`, that shards a live model's state, and over how many devices."""
     from ..distributed.owners import FSDP2, ZERO3, is_dtensor, sharded_by
 
     owner = sharded_by(source)

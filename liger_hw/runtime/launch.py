@@ -59,7 +59,7 @@ class Routine(NamedTuple):
     """A library's function that a plan may choose in a kernel's place.
 
     run: its result from tensors, numbers and tuples of them; it must not wait for the device
-    shaped: a tensor like that result, from the same arguments, for who wants to know only what would be called
+    shaped: an empty tensor like that result, for callers that only want to know what would be called
     """
 
     run: Callable[..., torch.Tensor]
@@ -69,7 +69,7 @@ class Routine(NamedTuple):
 def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
     """The routine's result. Whoever observes launches sees this too: it is what the plan chose.
 
-    Raises `LaunchFailed` where the library refuses or fails: a kernel may still compute it.
+    Raises `LaunchFailed` if the library refuses or fails: a kernel may still compute the result.
     """
     return observed("routine", _call_routine, plan, routine, args) if observers else _call_routine(plan, routine, args)
 
@@ -94,7 +94,7 @@ def launch(
     """Launch `kernel` over `grid` on the current stream of the first tensor's device.
 
     Returns what it launched, `(run, head, constants)`: the launching function, what it takes between the stream and the
-    kernel's arguments, and what it takes after them. None where Triton or an observer made the launch.
+    kernel's arguments, and what it takes after them. None if Triton or an observer made the launch.
     """
     if observers and not was_observed:
         return observed("launch", _launch_observed, plan, kernel, grid, args, flags)
@@ -154,7 +154,7 @@ def _likeness(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
     """Equal for launches that one compiled kernel serves.
 
     Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all, and a pointer
-    on divisibility by 16; an integer or a pointer less where the kernel's `jit` says so. rest: 0, or how far each
+    on divisibility by 16; less if the kernel sets `do_not_specialize`. rest: 0, or how far each
     tensor begins from a multiple of 16 bytes; then the tensors' dtypes.
     """
     values, alignments = _unspecialised(kernel)
@@ -186,7 +186,7 @@ def _unspecialised(kernel: Any) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def likeness(kernel: Any, args: tuple, flags: tuple) -> tuple:
-    """`_likeness` of a launch whose tensors may be fake: they begin where their storage's alignment puts them."""
+    """`_likeness` of a launch whose tensors may be fake: their storage offsets give the alignment."""
     count = tensor_count(kernel, args)
     offsets = [0 if t is None else t.storage_offset() * t.itemsize & 15 for t in args[:count]]
     dtypes = [None if t is None else t.dtype for t in args[:count]]
@@ -194,7 +194,7 @@ def likeness(kernel: Any, args: tuple, flags: tuple) -> tuple:
 
 
 def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple) -> tuple | None:
-    """The compiled kernel of a launch alike; None after an ordinary launch did the work."""
+    """The compiled kernel of an equivalent launch; None if an ordinary launch was made."""
     _, _, numbers, *rest = key
     compiled = plan.compiled
     alike = _likeness(kernel, flags, numbers, tuple(rest))
@@ -222,7 +222,7 @@ def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     """
     constants = flags + tuned_values(plan, kernel, args, flags)
     compiled = kernel.warmup(*args, *constants, grid=(1,), **plan.options)
-    with contextlib.suppress(AttributeError, TypeError):  # no public name: where it moved, the launch builds it
+    with contextlib.suppress(AttributeError, TypeError):  # no public name: if it moved, the launch builds it
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
@@ -245,7 +245,7 @@ class _StandIn:
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
     """What launches a compiled kernel, and what it takes between the stream and the kernel's own arguments.
 
-    Triton 3.6's launcher is a Python function around one in C; all that the Python adds is scratch memory, where a
+    Triton 3.6's launcher is a Python function around one in C; all that the Python adds is scratch memory, if a
     kernel needs any. The C function's arguments change from version to version.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -284,7 +284,7 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
 def _raise(plan: Plan, error: Exception) -> NoReturn:
     if blames_config(error):
         raise LaunchFailed(plan, error) from error
-    if "]: out of memory" in str(error):  # Triton's words, where a kernel's code found no room on the device
+    if "]: out of memory" in str(error):  # Triton's words, if a kernel's code found no room on the device
         where = plan.device.type.upper()
         raise torch.OutOfMemoryError(f"{where} out of memory. No room for the kernel {plan.tunable.name}") from error
     raise error
@@ -305,7 +305,7 @@ def is_profiled() -> bool:
 
 # -- watching launches -----------------------------------------------------------------------------------------------
 #
-# Observers see a launch before it is made and may take its place:
+# Observers see a launch before it is made and may replace it:
 #
 #     class Count(Observer):
 #         launches = 0
@@ -327,7 +327,7 @@ observers: list[tuple[int | None, "Observer"]] = []
 
 class Observer:
     """What an observer may do. Each method goes on with `proceed`, which asks the next observer outwards and in the end
-    does what was asked for; an observer that does not call it takes its place. By default nothing is changed.
+    does what was asked for; an observer that does not call `proceed` replaces it. By default nothing is changed.
     """
 
     def launch(

@@ -57,7 +57,7 @@ launchers: dict[str, Callable[..., Any]] = {}
 declared: dict[str, Shapes] = {}
 """Operator name -> what it asks of its tensors."""
 before_apply: Callable[[type["Function"], tuple], None] | None = None
-"""Called with a Function and its arguments before they run; set during a model's first forward alone
+"""Called with a Function and its arguments before they run; set during a model's first forward only
 (`autotune/compile_ahead.py`)."""
 
 
@@ -78,15 +78,15 @@ def define(
     launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
     reference: the same results in plain torch
     shapes: what the tensors must be, in the words of `shapes.py`; checked in every way that the operator is called
-    misfit: what else is wrong with the shapes of arguments that these words allow, or ""
+    misfit: an error for arguments that pass `shapes` but still do not fit, or ""
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
     and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by
-    calling the reference on fake tensors, which suits a reference that takes no gradient itself.
-    numbers: a NamedTuple whose fields are the schema's last arguments; it need not list them. The three functions, and
-    what is returned, take one such tuple in their place.
-    recorded: False for a launcher that never only allocates and launches (`replay.repeated`)
+    calling the reference on fake tensors, if the reference does not call autograd.
+    numbers: a NamedTuple whose fields are appended to the schema. The functions, and the returned callable, take one
+    such tuple instead.
+    recorded: False for a launcher that also does other work (`replay.repeated`)
 
-    All three functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
+    All functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
     bool for an int, and 0, 1 or None for a bool are converted. None may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
@@ -310,10 +310,10 @@ is_transformed._dynamo_marked_constant = True
 
 
 def _refuse_transforms(what: str) -> NoReturn:
-    """torch says that a Function has no `setup_context`; traced by torch.compile, it takes `forward` for a plain
-    function and gives a gradient of zero (pytorch issue 193279). So it does of an operator that a loss calls without
-    its Function, as where vmap's tensors do not say that a gradient is wanted outside it. Where none is, vmap's
-    fallback crashed in torch 2.13: over torch.autograd.grad of a loss, by a segmentation fault under pytest."""
+    """In eager, torch complains about a missing `setup_context`; torch.compile traces `forward` as a plain function and
+    gives a zero gradient (pytorch issue 193279). The same happens to an operator called without its Function, as under
+    vmap, whose tensors hide an outer requires_grad. If none is wanted, vmap's fallback crashed in torch 2.13 (a
+    segmentation fault in torch.autograd.grad of a loss, under pytest)."""
     raise RuntimeError(
         f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
         "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "
@@ -335,7 +335,7 @@ def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quarantine(failure: LaunchFailed) -> None:
-    """Quarantine a configuration that failed; raises the cause where no other layer can answer."""
+    """Quarantine a configuration that failed; raises the cause if no other layer can answer."""
     if not registry.quarantine(failure.plan, failure.cause):
         raise failure.cause from None
 
@@ -383,8 +383,8 @@ def _called(name: str) -> str:
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a Function's backward that has no derivative of its own: create_graph=True raises, always.
 
-    torch's `once_differentiable` alone raises only where the incoming gradient has a graph, and is silently wrong where
-    it has none (`loss.sum()`).
+    By itself, torch's `once_differentiable` raises only if the incoming gradient has a graph, and is silently wrong if
+    not (`loss.sum()`).
     """
     once = once_differentiable(backward)
 
@@ -414,9 +414,9 @@ class OperatorFunction(Function):
 
     The Function takes the forward operator's arguments and returns the results whose gradients backward takes (`dY`),
     which come first. Backward takes these gradients, then what is saved of the forward's arguments and results by the
-    names that they have there: tensors, then numbers. `needs_params` stands last, where it is: whether an argument in
+    names that they have there: tensors, then numbers. `needs_params`, if present, is last: whether an argument in
     `params` needs a gradient. Each result of backward, `d<argument>`, is that argument's gradient; `dA_dB` holds the
-    gradients of A and of B behind one another, or A's alone without a B.
+    gradients of A and of B behind one another, or only A's without a B.
 
     in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
     then takes one more argument, `owned`: whether the caller made the inputs for this call and looks at them no more.
@@ -520,7 +520,7 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
 
 
 def _may_overwrite(saved: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a backward may write over its saved tensors, which its caller owns: that halves a gated activation's."""
+    """Whether a backward may write over its saved tensors, which the caller owns: it saves half the memory."""
     if graph_is_kept() or is_transformed():
         return False
     return all([type(t) is torch.Tensor and t.is_contiguous() for t in saved])
@@ -528,9 +528,9 @@ def _may_overwrite(saved: tuple[torch.Tensor, ...]) -> bool:
 
 def graph_is_kept() -> bool:
     """Whether this backward may run again over the same saved tensors: with retain_graph, while torch.compile traces,
-    and where this version of torch cannot tell.
+    and if this version of torch cannot tell.
 
-    A captured device graph counts by the call it recorded: replaying a backward twice after one forward is
+    A captured graph keeps the flag of its capture: to replay a backward twice per forward, capture it with
     retain_graph.
     """
     return torch.compiler.is_compiling() or keeps_graph is None or keeps_graph()

@@ -2,7 +2,7 @@
 
 On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
 modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So models made
-before and after are patched alike; experts, which a model's configuration names, in later models alone. On one live
+before and after are patched alike, but experts, chosen by the model's config, only in later models. On one live
 model it binds the same functions to that model's modules only, and its configuration names the experts.
 Nothing else changes: no function of torch, none that families share, no parameter, no class of a module. What is not
 recognised keeps its own code, and the report says why.
@@ -45,7 +45,7 @@ _PARTS = {
     "gated_rms_norm": "rms_norm",
     "gated_delta_inputs": "short_conv",
 }
-"""Kernel -> the keyword that it comes under, where that has another name."""
+"""Kernel -> the keyword that it comes under, if that has another name."""
 
 
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
@@ -70,7 +70,7 @@ def _apply(
 ) -> PatchReport:
     """Patch, log the report once and return it; on an error everything done so far is undone.
 
-    activations: what backward keeps (see `liger_hw.activations`); None: `put_default` where the fused loss is put in
+    activations: what backward keeps (see `liger_hw.activations`); None: `put_default` if the fused loss is put in
     place. Raises `ValueError` for both losses at once, and for a second patch that asks for the other loss.
     """
     report = patcher.report
@@ -104,8 +104,8 @@ def _apply(
 class _Patcher:
     """One call of a patch function: what live models and classes have in common.
 
-    Each of them has `patch_rope`, `patch_modules` and `causal_lms`: (what to patch, the model that it is or an example
-    of) of every causal LM. why_no_loss: what the report says where there is no causal LM
+    Subclasses have `patch_rope`, `patch_modules` and `causal_lms`: for every causal LM, (model or class to patch, the
+    model or a sample). why_no_loss: what the report says if there is no causal LM
     """
 
     def __init__(self, report: PatchReport, why_no_loss: str) -> None:
@@ -161,7 +161,7 @@ class _Patcher:
     def recognise(self, module: nn.Module, options: dict[str, bool]) -> Match | Refused | None:
         """`probing.recognise`, once for all modules that cannot differ in what they compute.
 
-        Mixers, whose probe takes longest, are not run where their option is off.
+        Mixers, whose probe takes longest, are not run if their option is off.
         """
         if not options.get("short_conv") and probing.mixers.is_candidate(module):
             return None
@@ -192,12 +192,12 @@ _REPLACED = "left alone: its forward was replaced by something else; patch the m
 
 
 def _is_foreign(owner: Any, forward: Callable) -> bool:
-    """Whether a live module's forward is no method of it, as where pipeline parallelism has put a function there."""
+    """Whether a live module's forward is no method of it, as when pipeline parallelism has put a function there."""
     return not isinstance(owner, type) and getattr(forward, "__self__", None) is not owner
 
 
 def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
-    """The part that a kernel belongs to among those on offer, or None where its option is absent or false."""
+    """The part that a kernel belongs to among those on offer, or None if that part's option is absent or false."""
     part = _PARTS.get(kernel, kernel)
     if part not in options and part in MLPS:
         part = next((name for name in MLPS if name in options), part)
@@ -219,7 +219,7 @@ _CAUSAL = re.compile(
 
 
 def _hashable(value: Any) -> Any:
-    """Guards as a key: their values, or their words where a tuple among them holds something that cannot be hashed."""
+    """Guards as a key: their values, or their words if a tuple among them holds something that cannot be hashed."""
     try:
         hash(value)
     except TypeError:
@@ -234,7 +234,7 @@ class _ModelPatcher(_Patcher):
     def __init__(self, model: nn.Module, report: PatchReport) -> None:
         why_no_loss = (
             f"this {type(model).__name__} has no causal LM of transformers in it; "
-            "a loss of one's own calls liger_fused_linear_cross_entropy"
+            "in your own loss, call liger_fused_linear_cross_entropy"
         )
         super().__init__(report, why_no_loss)
         self.model = model
@@ -279,7 +279,7 @@ class _ModelPatcher(_Patcher):
         self.change(part, where, result.kernel, Patch(module, slot, types.MethodType(forward, module)), result.variant)
 
     def _patch_spread(self, module: nn.Module, where: str, part: str, match: Match) -> None:
-        """Patch what the name `liger_hw` runs: expert parallelism has replaced the forward, and calls the class's."""
+        """Patch SLOT, which the function named `liger_hw` calls: expert parallelism has replaced the forward."""
         if SLOT in vars(module):
             return
         original, switch = type(module).forward, [True]
@@ -289,7 +289,7 @@ class _ModelPatcher(_Patcher):
         self.change(part, where, match.kernel, Patch(module, SLOT, types.MethodType(forward, module)), match.variant)
 
     def _choose(self, module: nn.Module) -> None:
-        """Have the configuration of experts name liger_hw, where it names another implementation."""
+        """Have the configuration of experts name liger_hw, if it names another implementation."""
         config = vars(module).get("config")
         if names_another(config):
             choice = Choice(config)
@@ -297,9 +297,9 @@ class _ModelPatcher(_Patcher):
             self.report.patches.append(choice)
 
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
-        """The match's forward while the module is what it is now; if that changes, its own runs again."""
+        """The match's forward while the module is what it is now; if that changes, `original` runs."""
         guards = probing.guards_of(module, original, match.used)
-        guards = tuple(guard for guard in guards if guard[1] not in match.used)  # it had the weights that it reads
+        guards = tuple(guard for guard in guards if guard[1] not in match.used)  # probed with its own weights
         if match.kernel == "fused_moe":
             guards = probing.experts.while_named(guards)
         key = (id(match), original, _hashable(guards))
@@ -376,7 +376,7 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
 
 
 class _ClassPatcher(_Patcher):
-    """modeling: the family's module, whose own classes alone are changed; samples: models of it without weights."""
+    """modeling: the family's module; only classes defined there are changed; samples: its models without weights."""
 
     def __init__(self, modeling: Any, samples: tuple[Any, ...], report: PatchReport) -> None:
         super().__init__(report, f"{modeling.__name__} has no causal LM")
@@ -415,7 +415,7 @@ class _ClassPatcher(_Patcher):
             self._patch_new_models(options, borrowed)
 
     def _patch_class(self, cls: type, part: str, results: list[tuple[Any, Match | Refused | None]]) -> None:
-        """One forward for all of a class's instances: each match, guarded by what its sample had that decides it."""
+        """One forward for all instances of a class: each match, under the guards of the sample it came from."""
         where, original = f"{cls.__name__}.forward", cls.forward
         unknown = probing.EVERYTHING in probing.reads(cls, original)
         matches: list[tuple[probing.Guards, Match]] = []
@@ -427,7 +427,7 @@ class _ClassPatcher(_Patcher):
         matches = [pair for pair in matches if not any(_contradicts(*pair, *sample) for sample in results)]
         if not matches:
             refused = next((result for _, result in results if isinstance(result, Refused)), None)
-            reason = "it hands itself on" if unknown else "its instances differ in ways that cannot be told apart"
+            reason = "it passes self on" if unknown else "its instances differ in ways that cannot be told apart"
             reason = refused.reason if refused else f"{reason}; patch a live model"
             self.keep(part, where, refused.kernel if refused else part, f"left alone: {reason}")
             return
@@ -443,7 +443,7 @@ class _ClassPatcher(_Patcher):
         self.change(part, where, match.kernel, Patch(cls, "forward", forward), " or ".join(filter(None, words)))
 
     def _choose_by_default(self) -> None:
-        """Have the configurations of later models name liger_hw, where the program names no implementation of experts.
+        """Have the configurations of later models name liger_hw, if the program names no implementation of experts.
         An existing model's configuration names one, and does not say who has chosen it."""
         slot = "get_correct_experts_implementation"
         for sample in self.samples:
@@ -498,6 +498,6 @@ class _ClassPatcher(_Patcher):
 
 
 def _contradicts(guards: probing.Guards, match: Match, module: Any, result: Match | Refused | None) -> bool:
-    """Whether `module`, of which `result` is known, would take `match` by its guards and must not."""
+    """Whether the guards would give `module` this `match`, although its own `result` differs."""
     same = isinstance(result, Match) and (result.kernel, result.variant) == (match.kernel, match.variant)
     return not same and probing.holds(module, guards)

@@ -3,10 +3,10 @@
 Inside the model's forward the logits are `DeferredLogits` (deferred.py). What leaves it is an `OutputLogits`: of the
 shape, dtype and device that the logits will have, and with their place in the autograd graph, but without memory.
 
-A call from Python (`__torch_function__`) is recorded where `DeferredLogits` records it; any other computes the logits
+A call from Python (`__torch_function__`) is recorded if `DeferredLogits` records it; any other computes the logits
 and gets them as a plain tensor. A call from C++ (a collective, an `autograd.Function`, TorchScript) sees a tensor, and
-computes the logits where an operator reads it (`__torch_dispatch__`). Its gradient comes back through
-`OutputLogitsFunction`, from a graph that the logits have for themselves: hooks of what they are computed from run once.
+computes the logits when an operator reads it (`__torch_dispatch__`). The gradient returns through
+`OutputLogitsFunction`, from a separate graph of the logits, so hooks on the hidden states and weights run once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OutputLogitsFunction(torch.autograd.Function):
 
 
 class _Passing(torch.autograd.Function):
-    """`value`, whose gradient goes to `leads_to`; backward comes by the tensors `beside` too, with nothing."""
+    """`value`, whose gradient goes to `leads_to`; backward also reaches `beside`, with a None gradient."""
 
     @staticmethod
     def forward(leads_to: torch.Tensor, value: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
@@ -72,10 +72,10 @@ class _Passing(torch.autograd.Function):
 def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) -> Any:
     """The tensor that stands for deferred logits outside the model's forward.
 
-    parent: the one from which a recorded operation has made them; backward comes by it too, with nothing
+    parent: what a recorded operation made them from; backward also reaches it, with a None gradient
 
-    Where hidden states or weights are no plain tensors (DTensors) it is the deferred logits themselves, and of a head
-    that is not fused the computed ones.
+    If hidden states or weights are no plain tensors (DTensors), returns the deferred logits themselves; if the head is
+    not fused, the computed logits.
     """
     if not logits.is_fused:
         return logits.materialise()
@@ -97,8 +97,8 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
 class OutputLogits(torch.Tensor):
     """Logits [..., vocab] that are computed when they are read. See the module; made by `output_logits`.
 
-    Made from others by a recorded operation, they are computed from the others' plain tensor, and at once when there is
-    one: a change in place then shows in what shares its memory and in nothing else.
+    The result of a recorded operation is computed from its parent's plain tensor, as soon as that exists: an in-place
+    change then shows only in tensors that share its memory.
     """
 
     _logits: DeferredLogits
@@ -149,14 +149,14 @@ class OutputLogits(torch.Tensor):
 
     @torch.compiler.disable
     def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`torch.nn.functional.cross_entropy` of these logits: from the hidden states where the fused loss takes its
+        """`torch.nn.functional.cross_entropy` of these logits: from the hidden states if the fused loss takes these
         arguments and no hook waits for the logits' gradient."""
         target, options, is_known = loss_arguments(*args, **kwargs)
         chain = self._chain()
         is_watched = any(logits._has_hook for logits in chain)
         made_by = chain[-1]._made_by
         needed = None if made_by is None else made_by.needs_input_grad[1:-1]
-        # `disable_adapter` of PEFT freezes heads for a while: a fused loss would leave out what the forward has
+        # PEFT's `disable_adapter` freezes heads for a while: a fused loss would omit their gradients
         is_as_made = needed in (None, tuple(t.requires_grad for t in self._logits.computed_from()))
         head, is_known = self._logits._head, is_known and self._logits.is_rows_for(target)
         if is_known and self.is_deferred and is_as_made and not is_watched:
@@ -180,15 +180,15 @@ class OutputLogits(torch.Tensor):
     def _place(self) -> tuple[bool, bool]:
         """(whether it requires a gradient, whether its place in the graph is the one it was made with)
 
-        An autograd.Function that returns it, as DDP's does, gives it another.
+        If an autograd.Function returns the logits, as DDP's does, they get another place.
         """
         with without_torch_function():
             return self.requires_grad, self.grad_fn is self._made_by
 
     def _watch(self, hook: Any = None) -> None:
-        """Before a hook or `retain_grad`; raises `RuntimeError` if a fused loss exists: it would miss its gradient.
+        """Before a hook or `retain_grad`; raises `RuntimeError` after a fused loss: its gradient skips the hook.
 
-        The model's own loss raises in its backward instead, since a program may not use it.
+        The model's own loss raises in its backward instead, as a program might not use it.
         """
         if self._is_fused:
             raise RuntimeError(_MISSED + "; register hooks, or call retain_grad(), before the loss")
@@ -202,14 +202,14 @@ class OutputLogits(torch.Tensor):
                     node.register_prehook(_refuse_hooked)
 
     def _in_graph(self) -> torch.Tensor:
-        """The tensor that stands in the autograd graph for these logits. Where a recorded operation gave them it is
-        the computed one, once there is one: it is computed from its parent's."""
+        """The tensor that stands in the autograd graph for these logits. For a recorded operation's result it is
+        the plain tensor once computed, since that comes from its parent's."""
         is_computed = self._parent is not None and self._plain is not None and self._place()[1]
         return self._plain if is_computed else self
 
     @torch.compiler.disable
     def _recorded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """What a recorded operation makes of deferred logits; None where it is not recorded."""
+        """What a recorded operation makes of deferred logits; None if it is not recorded."""
         if func in _CLONES:
             result, parent = self._logits, None
         else:
@@ -246,7 +246,7 @@ class OutputLogits(torch.Tensor):
             rest, named = _computed(args[1:]), {k: _computed(v) for k, v in kwargs.items() if v is not first}
             if func is F.cross_entropy:
                 return first.cross_entropy(*rest, **named)
-            # A clone is computed on its own, so that neither sees the other change, and with nothing in the graph.
+            # A clone is computed separately, outside the graph, so neither shows in-place changes of the other.
             is_clone = func in _CLONES and not named and not torch.is_grad_enabled()
             if first.is_deferred and (func in _RECORDED or is_clone):
                 result = first._recorded(func, rest, named)
@@ -267,7 +267,7 @@ class OutputLogits(torch.Tensor):
 
 
 _ENGINES = ("torch.distributed.", "deepspeed.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
-"""Where hooks are defined that wait for backward to begin: they are put on every output, so the loss has one too."""
+"""Packages whose hooks only detect the start of backward; they hook every output, so the loss as well."""
 
 _MISSED = (
     "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"
@@ -320,7 +320,7 @@ _OF_GRAPH = {
 """What concerns the place in the autograd graph: the stand-in's place, not the logits'."""
 
 _CLONES = {torch.Tensor.clone, torch.clone}
-"""Recorded without grad alone, for DDP: a function of its own clones every output."""
+"""Recorded only under no_grad, for DDP, whose Function clones every output."""
 _METHODS = ("float", "to", "contiguous", "view", "__getitem__", "__mul__", "__rmul__", "__truediv__")
 _METHODS_AND_FUNCTIONS = ("tanh", "mul", "multiply", "div", "divide", "true_divide", "reshape", "flatten")
 _RECORDED = {

@@ -84,7 +84,7 @@ class HeadCall(NamedTuple):
 
 @torch.no_grad()
 def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=None):
-    """row_grads: the rows' incoming gradients, for the backward of reduction="none"; then the gradients alone."""
+    """row_grads: incoming gradients, for the backward of reduction="none"; if set, returns only gradients."""
     of_all, row_grads = target, dense(row_grads)
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]

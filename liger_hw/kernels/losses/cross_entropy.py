@@ -1,6 +1,6 @@
 """Cross entropy of logits [n_rows, n_cols] with class indices, and its gradient in the same launch.
 
-For a row with logits s, target y, class weights w (1 where absent), smoothing e and lse = log(sum(exp(s))):
+For a row with logits s, target y, class weights w (1 if absent), smoothing e and lse = log(sum(exp(s))):
     loss = (1 - e) * w[y] * (lse - s[y]) + e / n_cols * sum_c w[c] * (lse - s[c])  +  lse_square_scale * lse^2
 A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss: unweighted, part of the loss,
 returned apart on request. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
@@ -10,10 +10,10 @@ Shapes: input [n_rows, n_cols], target [n_rows] int64 or int32, weight [n_cols] 
 Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, the loss rounded to the logits' dtype as torch does
 (fp32 under autocast).
 
-The forward reads a row twice at most: once to find lse by blocks, then backwards through the row, so that what was read
-last is still in cache, to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is
-all that is saved. Backward multiplies it by the incoming gradient, which it reads on the device: where that is 1 the
-kernel returns at once. In fp16 the division by the mean's denominator waits for backward too: p / n_rows is below
+The forward reads a row twice at most: once to find lse by blocks, then in reverse order (the last blocks are still in
+cache) to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is all that is
+saved. Backward multiplies it by the incoming gradient, which the kernel reads on the device: if that is 1, the kernel
+returns at once. In fp16 the division by the mean's denominator waits for backward too: p / n_rows is below
 fp16's range before a gradient scaler's factor, not after it.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
@@ -73,13 +73,13 @@ def cross_entropy_reference(input, target, weight=None, size_average=None, reduc
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:
-    """`row_key`; a last 1 without gradient, where a row is read once."""
+    """`row_key`, plus a 1 if no gradient is wanted: rows are then read once."""
     key = row_key(n_rows, n_cols, itemsize)
     return (*key, 1) if loss_only else key
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Small tiles where a wide row is read once: nothing is kept for a second read, and several loads are in flight."""
+    """Small tiles if a wide row is read once: nothing is kept for a second read, and several loads are in flight."""
     if len(key) == 3 or key[0] <= 8192:
         return rows_heuristic(target, key)
     return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))
@@ -128,7 +128,7 @@ cross_entropy_fwd = define(
 class CrossEntropyFunction(Function):
     """Autograd for cross entropy: saves the gradient, which the forward has already computed.
 
-    Returns the loss alone, which costs torch less, or (loss, z_loss, token_accuracy, predicted_tokens) where the
+    Returns only the loss, which costs torch less, or (loss, z_loss, token_accuracy, predicted_tokens) if the
     options ask for one of these.
     """
 
@@ -179,7 +179,7 @@ def liger_cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy of logits with class indices, as `torch.nn.functional.cross_entropy`, with softcap and z-loss.
 
-    softcap replaces the logits s by softcap * tanh(s / softcap); lse_square_scale adds that times logsumexp(s)^2.
+    softcap replaces the logits s by softcap * tanh(s / softcap); the loss adds lse_square_scale * logsumexp(s)^2.
 
     input: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target: [n_rows] int64 or
     int32, in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. reduction: mean, sum or none; size_average
@@ -200,7 +200,7 @@ def liger_cross_entropy(
     reduction = _reduction_name(size_average, reduce, reduction)
     numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
     options = cross_entropy_options(op, *numbers, return_z_loss, return_token_accuracy, return_predicted_tokens)
-    if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # of a DTensor: its reader
+    if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # DTensor: by its rule
         outputs = CrossEntropyFunction.apply(input, target, weight, options)
         return pack(outputs, options) if any(options.extra) else outputs
     return pack(_run(input, target, weight, options, False)[:4], options)
@@ -218,7 +218,7 @@ def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: i
 
     def hint() -> str:
         if tuple(target.shape) == (n_cols,):
-            return "; it has one element a class: are input and weight, or rows and classes, swapped?"
+            return "; it has one element per class: are input and weight, or rows and classes, swapped?"
         too_many = target.dim() > 1 and target.numel() == rows.shape[0]
         return "; flatten it: target.flatten()" if too_many else ""
 
@@ -232,7 +232,7 @@ def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: i
         check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
     if weight.device != rows.device:
         check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
-    check(not weight.requires_grad, op, "the class weight has no gradient; detach it")
+    check(not weight.requires_grad, op, "no gradient for the class weight; detach it")
 
 
 class LigerCrossEntropyLoss(OptionsModule):

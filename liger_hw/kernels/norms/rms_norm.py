@@ -5,7 +5,7 @@ Dtypes: x, w in fp32, fp16 or bf16; w may differ from x. Statistics and sums are
     llama   the normalised x is rounded to x's dtype, then multiplied by (offset + w)
     gemma   everything in fp32, y rounded once to x's dtype
     none    everything in fp32 with no rounding to x's dtype before the product; y in the promoted dtype of x and w
-Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
+Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 per row.
 Backward, with m = dy * (offset + w) and h = x * rstd:  dx = rstd * (m - h * mean(m * h)),
 dw = sum over rows of dy * h.
 
@@ -157,7 +157,7 @@ class LigerRMSNorm(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        affine = self.weight is not None  # programs bind this and forward to norms of other classes
+        affine = self.weight is not None  # other norms may borrow this method and `forward`
         size = self.weight.shape[0] if affine else self.hidden_size
         return (
             f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}, "
