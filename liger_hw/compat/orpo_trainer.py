@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..chunked_loss import LigerFusedLinearORPOLoss
+from ..text import first_line
 from ..transformers.deferred import DeferredLogits
 from ..transformers.loss import OutputHead, head_path, viewed_with
 from .fsdp import redirected
@@ -83,13 +84,15 @@ def _head_and_hidden(causal: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -
 
 @functools.cache
 def _trainer() -> type:
+    errors = []
     for name in ("trl.experimental.orpo", "trl.trainer"):
         try:
             base = importlib.import_module(name).ORPOTrainer
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError) as error:
+            errors.append(first_line(error))
             continue
         return type("LigerORPOTrainer", (_FusedORPO, base), {"__doc__": f"{base.__doc__}", "__module__": __name__})
-    raise ImportError("LigerORPOTrainer is a trainer of TRL's: pip install trl")
+    raise ImportError(f"LigerORPOTrainer needs TRL's ORPOTrainer (pip install trl): {'; '.join(errors)}")
 
 
 def __getattr__(name: str) -> Any:

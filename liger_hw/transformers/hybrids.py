@@ -18,8 +18,9 @@ PACKAGES = {
     "chunk_kimi_delta_attention": ("fla", "flash-linear-attention"),
     "mamba2_chunk_scan": ("mamba_ssm", "mamba-ssm"),
     "mamba_selective_scan": ("mamba_ssm", "mamba-ssm"),
-    "mamba_chunk_scan_combined": ("mamba_ssm", "mamba-ssm"),  # this and the next of transformers 4
+    "mamba_chunk_scan_combined": ("mamba_ssm", "mamba-ssm"),  # this and the next two of transformers 4
     "selective_scan_fn": ("mamba_ssm", "mamba-ssm"),
+    "selective_state_update": ("mamba_ssm", "mamba-ssm"),
 }
 """A function of transformers' modeling modules, which computes in plain torch without -> (package, distribution)."""
 

@@ -29,6 +29,7 @@ def _lfm2():
 
 
 def test_missing_packages_are_named_unless_a_kernel_is_in_their_place(caplog, monkeypatch):
+    pytest.importorskip("transformers.models.qwen3_5", reason="mixers of transformers 4 are left alone")
     monkeypatch.setattr(hybrids, "_why_unusable", lambda package: "is not installed")
     with caplog.at_level(logging.WARNING, "liger_hw"):
         liger_hw.patch(_lfm2())
@@ -59,6 +60,8 @@ NEEDED = {
 def test_each_package_that_a_family_calls_is_named(family, monkeypatch):
     name = f"transformers.models.{family}.modeling_{family}"
     modeling = pytest.importorskip(name, reason=f"this transformers has no {family}")
+    if family == "granitemoehybrid" and transformers.__version__.startswith("4."):
+        pytest.skip("its configuration names no layers there")
     monkeypatch.setattr(hybrids, "_why_unusable", lambda package: "is not installed")
     cls, *distributions = NEEDED[family]
     line = hybrids.slow_recurrence(tiny_model(getattr(modeling, cls)))
