@@ -244,7 +244,7 @@ def invalidate() -> None:
 
 
 def drop_replays() -> None:
-    """Forget every recorded call: some plan that it was made with no longer holds."""
+    """Forget every recorded call: some plan used by these no longer holds."""
     global replay_cache
     replay_cache = {}
 
@@ -281,7 +281,7 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
 def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
     """Resolve every device as `target` inside a `with` block: how another vendor's configurations are tested here.
 
-    contents: the table that answers for it, in place of what is stored
+    contents: the table that answers for `target`, in place of what is stored
     Nothing that happens inside is written to the user's cache or counted in `misses()`.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
@@ -342,7 +342,7 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
     """No longer use a configuration that failed to launch; returns whether another layer can answer.
 
     It is also kept on disk for later processes, unless the interpreter or a test may have failed (CPU tensors, a
-    pretended target). Plans with it for this key are dropped on every device.
+    pretended target). The configuration's plans for this key are dropped on every device.
     """
     if plan.layer == "safe":
         return False

@@ -104,7 +104,7 @@ def file_of(target: Target) -> Path | None:
 
 
 def device_files() -> list[Path]:
-    """The file of every kind of device that has something in the user cache. Raises `OSError` if it is unreadable."""
+    """The file of every kind of device that has something in the user cache. Raises `OSError` if unreadable."""
     base = root()
     try:
         return sorted(path for path in (base / f"v{SCHEMA}").iterdir() if path.suffix == ".json") if base else []

@@ -30,7 +30,7 @@ longer per doubling: fewer keys and values hit the L2 cache."""
 FLOAT8 = 0.68
 """Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
 EAGER = (1.6, 0.82)
-"""Time of eager attention's forward and backward over what the bytes it moves would take."""
+"""Time of eager attention's forward and backward over the time that the moved bytes would take."""
 EAGER_MARGIN = 0.02
 """Share of a budget left free if attention is eager: its temporaries are large, and differ between versions."""
 A_HOST_BYTE = 78
@@ -92,7 +92,7 @@ class Assumptions:
     fused_loss: the logits never exist; float8: linears in FP8; flops_per_byte: GEMM FLOPs while a byte is moved
     shards: devices over which `engine`, in `ENGINES`, shards the model's state, computing in `compute_bytes`
     sequence: devices that share a sequence (Ulysses, context parallel), with equal parts of its tokens and attention
-    in_backward: each parameter is updated as soon as its gradient is complete, which is freed then
+    in_backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed then
     attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what
     transformers does with a model that names none: eager for softcapped scores, masked for a window that the sequence
     reaches
@@ -428,7 +428,7 @@ class Planner:
         return sum(self.layer.time + self.layer.extra[level] for level in levels) + first + self._rest()
 
     def float8_gain(self) -> float:
-        """How much faster a step at `keep` is in FP8 than without it."""
+        """How much faster a step at `keep` is in FP8 than without FP8."""
         keep = ["keep"] * self.model.layers
         both = (replace(self.assumptions, float8=on) for on in (False, True))
         plain, float8 = (Planner(self.model, self.batch, self.seq, assumed).step_time(keep) for assumed in both)
@@ -445,7 +445,7 @@ class Planner:
 
         Raises `ValueError` when even the one that needs least needs more.
 
-        With eager attention it leaves EAGER_MARGIN free, if any mix fits then. Mixes of two levels suffice:
+        With eager attention, EAGER_MARGIN stays free if any mix fits then. Mixes of two levels suffice:
         each step down the list costs more time per byte than the one before. The level that keeps less goes into the
         first layers, whose backward comes last, when gradients fill the memory.
         """
@@ -521,7 +521,7 @@ def of_module(
     implementation = str(getattr(config.get_text_config(), "_attn_implementation", None) or "")
     attention = "eager" if implementation == "eager" else ""
     if implementation == "sdpa":
-        attention = "masked" if windowed else "flash"  # transformers passes no softcap to it
+        attention = "masked" if windowed else "flash"  # transformers passes no softcap to sdpa
     elif "flash" in implementation or "flex" in implementation:
         attention = "flash"
     sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}

@@ -37,7 +37,7 @@ _CONFIG_WORDS = (
 )
 _DEVICE_ERRORS = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()  # since torch 2.8
 _INT32 = 1 << 31
-_EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
+_EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow that table without end
 _tensor_counts: dict[int, int] = {}
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 _interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the launch at hand in globals
@@ -58,7 +58,7 @@ class LaunchFailed(RuntimeError):
 class Routine(NamedTuple):
     """A library's function that a plan may choose in a kernel's place.
 
-    run: its result from tensors, numbers and tuples of them; it must not wait for the device
+    run: the function's result from tensors, numbers and tuples of them; it must not wait for the device
     shaped: an empty tensor like that result, for callers that only want to know what would be called
     """
 
@@ -154,8 +154,8 @@ def _likeness(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
     """Equal for launches that one compiled kernel serves.
 
     Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all, and a pointer
-    on divisibility by 16; less if the kernel sets `do_not_specialize`. rest: 0, or how far each
-    tensor begins from a multiple of 16 bytes; then the tensors' dtypes.
+    on divisibility by 16; less if the kernel sets `do_not_specialize`. rest: 0, or how far each tensor begins from a
+    multiple of 16 bytes; then the tensors' dtypes.
     """
     values, alignments = _unspecialised(kernel)
     count = len(rest) - 1
@@ -199,7 +199,7 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
     compiled = plan.compiled
     alike = _likeness(kernel, flags, numbers, tuple(rest))
     entry = compiled.get(alike)
-    if isinstance(entry, Future):  # another thread compiles it, or has: wait, and Triton will find it
+    if isinstance(entry, Future):  # another thread compiles or has compiled: wait, and Triton will find the kernel
         entry.exception()
         entry = None
     if entry is None:
@@ -327,7 +327,7 @@ observers: list[tuple[int | None, "Observer"]] = []
 
 class Observer:
     """What an observer may do. Each method goes on with `proceed`, which asks the next observer outwards and in the end
-    does what was asked for; an observer that does not call `proceed` replaces it. By default nothing is changed.
+    does what was asked for; an observer that does not call `proceed` acts instead. By default nothing is changed.
     """
 
     def launch(

@@ -80,14 +80,14 @@ def define(
     shapes: what the tensors must be, in the words of `shapes.py`; checked in every way that the operator is called
     misfit: an error for arguments that pass `shapes` but still do not fit, or ""
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
-    and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by
-    calling the reference on fake tensors, if the reference does not call autograd.
+    and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives the
+    fake by calling the reference on fake tensors, for a reference that does not call autograd.
     numbers: a NamedTuple whose fields are appended to the schema. The functions, and the returned callable, take one
     such tuple instead.
     recorded: False for a launcher that also does other work (`replay.repeated`)
 
     All functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
-    bool for an int, and 0, 1 or None for a bool are converted. None may return one of its inputs.
+    bool for an int, and 0, 1 or None for a bool are converted. No function may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
     call_numbers = None if numbers is None else _Numbers(numbers)
@@ -347,7 +347,7 @@ class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
 
     torch asks every argument whether it is a tensor, which for a number or a name takes long. A call with DTensors goes
-    by `sharding`, the Function's rule (sharding.py); without one it is refused.
+    by `sharding`, the Function's rule (sharding.py); without a rule the call is refused.
 
     It takes the arguments of an op's public function, which has checked the options; operators check the tensors.
     A Function checks nothing: under torch.compile an error raised in `forward` reaches the user as an internal error of
@@ -520,7 +520,7 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
 
 
 def _may_overwrite(saved: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a backward may write over its saved tensors, which the caller owns: it saves half the memory."""
+    """Whether a backward may write over its saved tensors, which the caller owns, to save half the memory."""
     if graph_is_kept() or is_transformed():
         return False
     return all([type(t) is torch.Tensor and t.is_contiguous() for t in saved])

@@ -176,7 +176,7 @@ class _Patcher:
         return self.recognised[key]
 
     def keep(self, part: str, where: str, kernel: str, state: str, module: Any = None) -> None:
-        """Note a place that keeps the code it has; module: of a live model, for its name."""
+        """Note a place that keeps its code; module: the live model's there, for its path."""
         self.report.rows.append(PatchRow(part, where, kernel, state, path=self.paths.get(module, "")))
 
     def change(self, part: str, where: str, kernel: str, patch: Patch, variant: str = "") -> None:

@@ -178,7 +178,7 @@ class OutputLogits(torch.Tensor):
         return [self] if self._parent is None else [self, *self._parent._chain()]
 
     def _place(self) -> tuple[bool, bool]:
-        """(whether it requires a gradient, whether its place in the graph is the one it was made with)
+        """(whether the tensor requires a gradient, whether its place in the graph is the original one)
 
         If an autograd.Function returns the logits, as DDP's does, they get another place.
         """
@@ -203,7 +203,7 @@ class OutputLogits(torch.Tensor):
 
     def _in_graph(self) -> torch.Tensor:
         """The tensor that stands in the autograd graph for these logits. For a recorded operation's result it is
-        the plain tensor once computed, since that comes from its parent's."""
+        the plain tensor once computed, since that comes from the parent's plain tensor."""
         is_computed = self._parent is not None and self._plain is not None and self._place()[1]
         return self._plain if is_computed else self
 

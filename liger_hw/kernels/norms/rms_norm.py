@@ -112,7 +112,7 @@ def liger_rms_norm(
     """RMSNorm over the last dimension: X / sqrt(mean(X^2) + eps) * (offset + W).
 
     X: [..., n_cols]; W: [n_cols] or None. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
-    casting_mode: `llama` rounds the normalised X to its dtype before it is scaled; `gemma` computes all in fp32 and
+    casting_mode: `llama` rounds the normalised X to X's dtype before scaling; `gemma` computes all in fp32 and
     rounds once to X's dtype; `none` the same, rounded to the dtype that torch promotes X and W to.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
