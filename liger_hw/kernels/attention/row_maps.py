@@ -22,6 +22,7 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
+from ...runtime.cooperative import COOPERATIVE
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -37,6 +38,7 @@ from ..rows.row import (
     row_vector,
     store_row,
 )
+from ..rows.team import is_team, launch_team, team_config, team_misfit
 from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -169,12 +171,12 @@ _WIDEST_TILE = 32768
 """Columns a program holds at most: one fp32 copy of the row is half the registers of a multiprocessor."""
 
 
-def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
+def _heuristic(target: Target, key: Key, tensors: int, shared: bool) -> LaunchConfig:
     """Whole rows, several programs a multiprocessor; wide fp32 rows one, that has its next row in flight.
 
     Rows whose fp32 copies would spill go in tiles of at most 32 KiB, by as many warps as there may be, so that the
     second sweep follows soon and finds the row in L2. While all rows fit the device at once, each has a program of its
-    own.
+    own. shared: whether there is a kernel for teams, which take those rows where the device has cooperative grids.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
@@ -186,6 +188,9 @@ def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
         pipelined = itemsize > 2 and row_bytes <= target.shared_memory
         stages, ctas = (2, 1) if pipelined else (1, 0)
         return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, 32), stages, ctas)
+    team = team_config(target, n_cols, itemsize, tensors, ROWS=1) if shared else None
+    if team is not None:
+        return team
     block = 32768 // itemsize
     if tensors == 1:
         block = min(block, max(8192, n_cols // 8))
@@ -207,24 +212,26 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
 
 def _misfit(config: LaunchConfig, key: Key) -> str | None:
     wider = config.blocks["BLOCK_SIZE"] < key[0]
-    return "ROWS must be 1 where a row is wider than BLOCK_SIZE" if wider and config.blocks["ROWS"] > 1 else None
+    if (wider or COOPERATIVE in config.vendor) and config.blocks["ROWS"] > 1:
+        return "ROWS must be 1 where a row is wider than BLOCK_SIZE"
+    return team_misfit(config, key)
 
 
-def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any) -> tuple[Tunable, Tunable]:
-    """`<op>.fwd` of these kernels, and `<op>.bwd`."""
+def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any, *teams: Any) -> tuple[Tunable, Tunable]:
+    """`<op>.fwd` of these kernels, and `<op>.bwd`. teams: kernels of both for rows held by teams (rows/team.py)."""
 
-    def tunable(variant: str, kernels: tuple[Any, Any], tensors: int) -> Tunable:
+    def tunable(variant: str, kernels: tuple[Any, ...], tensors: int) -> Tunable:
         return row_tunable(
             op,
             variant,
             *kernels,
-            heuristic=lambda target, key: _heuristic(target, key, tensors),
+            heuristic=lambda target, key: _heuristic(target, key, tensors, len(kernels) > 2),
             space=lambda target, key: _space(target, key, tensors),
             valid=_misfit,
         )
 
-    forward = tunable("fwd", (whole_rows_kernel, looped_kernel), tensors=1)
-    return forward, tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel), tensors=2)
+    forward = tunable("fwd", (whole_rows_kernel, looped_kernel, *teams[:1]), tensors=1)
+    return forward, tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel, *teams[1:]), tensors=2)
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
@@ -274,11 +281,14 @@ def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.
     if not n_rows:
         return
     plan = tunable.plan(strided.device, row_key(n_rows, n_cols, strided.itemsize))
+    if is_team(plan):
+        launch_team(plan, tunable.kernels[2], tensors, tensors, (stride, n_rows, n_cols), ())
+        return
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
     n_tiles = cdiv(n_rows, rows)
     grid = (min(plan.programs or n_tiles, n_tiles),)
     args = (*tensors, stride, n_rows, n_cols, n_tiles)
-    whole_rows_kernel, looped_kernel = tunable.kernels
+    whole_rows_kernel, looped_kernel = tunable.kernels[:2]
     if block < n_cols:
         vector = row_vector(*tensors)
         launch(plan, looped_kernel, grid, args, (*flags, vector))
