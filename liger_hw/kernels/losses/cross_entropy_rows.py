@@ -239,8 +239,9 @@ def _cross_entropy_team_kernel(
             edge, edge_mask = part_edges(head, n_body, n_cols, split, splits, VECTOR)
         y = tl.load(Y_ptr + row)
         if y == ignore_index:
-            # A word all the same: a target that changes meanwhile gives a wrong row, but nobody waits for ever.
-            publish(Words_ptr + row * LANES + split, 0.0, 0.0)
+            # A word all the same: a target that changes meanwhile makes the row wrong, but no program waits in vain.
+            nothing = tl.full([], 0.0, tl.float32)
+            publish(Words_ptr + row * LANES + split, nothing, nothing)
             loss = 0.0
             z = 0.0
             tl.store(dx_ptr + (first + positions), tl.zeros([BLOCK_SIZE], dtype=dx_type), mask=mask)
