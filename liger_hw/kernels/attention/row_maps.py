@@ -4,8 +4,8 @@ Backward has one kernel pair for both, dx = w * (dy - shift): for softmax w = y 
 w = 1 where y > 0, else 0, and shift is the mean of dy there.
 
 Each direction has two kernels: one that holds a tile of whole rows in registers, and one that reads a row too wide for
-that in tiles of columns, once for its sums and again, from cache, for the result. For rows of odd width see
-rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... Both kernels take
+that in tiles of columns, once for its sums and again, from cache, for the result. (Softmax has a third for teams of
+programs that hold such a row, rows/team.py, which takes other arguments.) For rows of odd width see rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... Both kernels take
 
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 

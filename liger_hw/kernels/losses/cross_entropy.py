@@ -11,7 +11,8 @@ Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, the loss roun
 (fp32 under autocast).
 
 The forward reads a row twice at most: once to find lse by blocks, then backwards through the row, so that what was read
-last is still in cache, to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is
+last is still in cache, to write the gradient. A row of one block is read once, and so is a wide row that a team of
+programs holds (rows/team.py), where the device has cooperative grids. The gradient goes to a new buffer and is
 all that is saved. Backward multiplies it by the incoming gradient, which it reads on the device: where that is 1 the
 kernel returns at once. In fp16 the division by the mean's denominator waits for backward too: p / n_rows is below
 fp16's range before a gradient scaler's factor, not after it.
