@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key
+from ...registry import Sample, normal, row_key
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -53,10 +53,9 @@ from .cross_entropy_reference import (
     reference_losses,
     reference_outputs,
 )
-from .cross_entropy_rows import STATS, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
+from .cross_entropy_rows import STATS, how_rows, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from .cross_entropy_scale import BWD, scale_gradient
 from .options_module import OptionsModule
-from .softmax_rows import rows_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -72,20 +71,7 @@ def cross_entropy_reference(input, target, weight=None, size_average=None, reduc
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
-def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:
-    """`row_key`; a last 1 without gradient, where a row is read once."""
-    key = row_key(n_rows, n_cols, itemsize)
-    return (*key, 1) if loss_only else key
-
-
-def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Small tiles where a wide row is read once: nothing is kept for a second read, and several loads are in flight."""
-    if len(key) == 3 or key[0] <= 8192:
-        return rows_heuristic(target, key)
-    return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))
-
-
-FWD = rows_tunable("cross_entropy", _key, heuristic=_heuristic)
+FWD = rows_tunable("cross_entropy", row_key)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +83,7 @@ def _fwd(input, target, weight, dtype, grad, options: Options):
     rows = row_buffers(n_rows, options, dtype, x.device)
     dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad else None
     if n_rows:
-        plan = FWD.plan(x.device, _key(n_rows, n_cols, x.dtype.itemsize, not grad))
+        plan = FWD.plan(x.device, (*row_key(n_rows, n_cols, x.dtype.itemsize), *how_rows(options, grad)))
         launch_rows(plan, x, target, weight, stats, options, rows, dx)
     outputs = launch_sum(rows, stats, options, dtype, target)
     later = grad and options.scales_in_backward(x.dtype)

@@ -12,13 +12,86 @@ from typing import NamedTuple
 import torch
 
 from ... import env, registry
-from ...registry import LaunchConfig, Target, Tunable
+from ...registry import Key, LaunchConfig, Target, Tunable
+from ...runtime.cooperative import COOPERATIVE, publish
 from ...runtime.operator import is_interpreted, launch
 from ...runtime.triton_import import tl, triton
+from ..rows.blocks import keep_narrow
 from ..rows.row import body_start, body_width, row_head, row_vector
+from ..rows.team import (
+    exp_about,
+    is_team,
+    launch_team,
+    log_sum_exp,
+    part_edges,
+    row_part,
+    team_config,
+    team_misfit,
+    team_space,
+)
 from ..rows.tuning import DIMS
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent, assert_on_device, check_in_range, check_targets
 from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
+
+
+@triton.jit
+def _row_terms(
+    STATS_ptr,
+    W_ptr,
+    y,
+    inside,
+    s_y,
+    lse,
+    weighted,
+    n_cols,
+    SCALE_IN_BACKWARD: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    TOKEN_SCALING: tl.constexpr,
+):
+    """(loss, z-loss, softmax_coef, target_coef, smoothing_term) of a row; the last three are of `write_gradient`.
+
+    weighted: sum(w * s), with SMOOTHING
+    """
+    share = tl.load(STATS_ptr)
+    target_coef = tl.where(inside, 1.0, float("nan"))
+    if W_ptr is not None:
+        target_coef *= tl.load(W_ptr + y).to(tl.float32)
+    smoothing_term = 0.0
+    if SMOOTHING:
+        label_smoothing = tl.load(STATS_ptr + 5)
+        target_coef *= 1.0 - label_smoothing
+        smoothing_term = label_smoothing / n_cols
+    loss = target_coef * (lse - s_y)
+    softmax_coef = target_coef
+    if SMOOTHING:
+        class_sum = tl.load(STATS_ptr + 2)
+        loss += smoothing_term * (class_sum * lse - weighted)
+        softmax_coef += smoothing_term * class_sum
+    loss *= share
+    if SCALE_IN_BACKWARD:
+        z_share = tl.load(STATS_ptr + 1) / share
+    else:
+        z_share = tl.load(STATS_ptr + 1)
+        softmax_coef *= share
+        target_coef *= share
+        if SMOOTHING:
+            smoothing_term *= share
+    z = 0.0
+    if Z_LOSS:
+        lse_square_scale = tl.load(STATS_ptr + 6)
+        z = lse_square_scale * lse * lse * tl.load(STATS_ptr + 1)
+        loss += z
+        softmax_coef += 2.0 * lse_square_scale * lse * z_share
+    if TOKEN_SCALING:
+        p_y = tl.exp(s_y - lse)
+        loss *= p_y
+        z *= p_y
+        softmax_coef *= p_y
+        target_coef *= p_y
+        if SMOOTHING:
+            smoothing_term *= p_y
+    return loss, z, softmax_coef, target_coef, smoothing_term
 
 
 # One number of a row is loaded or stored there, so that alignment changes no code: chunks begin anywhere.
@@ -100,44 +173,10 @@ def _cross_entropy_fwd_kernel(
     )  # fmt: skip
     lse = m + tl.log(d)
 
-    share = tl.load(STATS_ptr)
-    target_coef = tl.where(inside, 1.0, float("nan"))
-    if W_ptr is not None:
-        target_coef *= tl.load(W_ptr + y_read).to(tl.float32)
-    smoothing_term = None
-    if SMOOTHING:
-        label_smoothing = tl.load(STATS_ptr + 5)
-        target_coef *= 1.0 - label_smoothing
-        smoothing_term = label_smoothing / n_cols
-    loss = target_coef * (lse - s_y)
-    softmax_coef = target_coef
-    if SMOOTHING:
-        class_sum = tl.load(STATS_ptr + 2)
-        loss += smoothing_term * (class_sum * lse - weighted)
-        softmax_coef += smoothing_term * class_sum
-    loss *= share
-    if SCALE_IN_BACKWARD:
-        z_share = tl.load(STATS_ptr + 1) / share
-    else:
-        z_share = tl.load(STATS_ptr + 1)
-        softmax_coef *= share
-        target_coef *= share
-        if SMOOTHING:
-            smoothing_term *= share
-    z = 0.0
-    if Z_LOSS:
-        lse_square_scale = tl.load(STATS_ptr + 6)
-        z = lse_square_scale * lse * lse * tl.load(STATS_ptr + 1)
-        loss += z
-        softmax_coef += 2.0 * lse_square_scale * lse * z_share
-    if TOKEN_SCALING:
-        p_y = tl.exp(s_y - lse)
-        loss *= p_y
-        z *= p_y
-        softmax_coef *= p_y
-        target_coef *= p_y
-        if SMOOTHING:
-            smoothing_term *= p_y
+    loss, z, softmax_coef, target_coef, smoothing_term = _row_terms(
+        STATS_ptr, W_ptr, y_read, inside, s_y, lse, weighted, n_cols,
+        SCALE_IN_BACKWARD, SMOOTHING, Z_LOSS, TOKEN_SCALING,
+    )  # fmt: skip
     if LOSS_ptr is not None:
         tl.store(LOSS_ptr + row, loss)
     if Z_ptr is not None:
@@ -155,15 +194,177 @@ def _cross_entropy_fwd_kernel(
         write_gradient(
             X_ptr, DX_ptr, BIAS_ptr, W_ptr, x_tail if ONE_BLOCK else None, x_edge if ONE_BLOCK else None, head, n_body,
             n_full, n_cols, n_stored, softcap, 1.0, y_read.to(tl.int32) - head, lse, softmax_coef, target_coef,
-            smoothing_term, None, None, BLOCK_SIZE, STAGES, AGAIN_EVICT, VECTOR,
+            smoothing_term if SMOOTHING else None, None, None, BLOCK_SIZE, STAGES, AGAIN_EVICT, VECTOR,
         )  # fmt: skip
 
 
-def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `launch_rows`."""
-    kernels = (_cross_entropy_fwd_kernel,)
+@triton.jit
+def _part_scores(x, BIAS_ptr, cols, mask, softcap):
+    """A part x of a row with its bias, through the softcap, in fp32. Outside `mask`, where x is -inf, -inf."""
+    s = x.to(tl.float32)
+    if BIAS_ptr is not None:
+        s += tl.load(BIAS_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if softcap is not None:
+        s = tl.where(mask, softcap * tanh(s * (1.0 / softcap)), float("-inf"))
+    return s
+
+
+@triton.jit
+def _score_gradient(s, softcap, lse, softmax_coef, target_coef):
+    """The gradient of scores s before the softcap; target_coef: 0 but for the target's."""
+    g = softmax_coef * exp_about(s, lse) - target_coef
+    if softcap is not None:
+        g *= 1.0 - s * s * (1.0 / (softcap * softcap))
+    return g
+
+
+@triton.jit(
+    do_not_specialize=["n_rows", "ignore_index", "splits"],
+    do_not_specialize_on_alignment=["Y_ptr", "GO_ptr", "LOSS_ptr", "Z_ptr"],
+)
+def _cross_entropy_team_kernel(
+    X_ptr,
+    Y_ptr,
+    W_ptr,
+    BIAS_ptr,
+    STATS_ptr,
+    GO_ptr,
+    LOSS_ptr,
+    Z_ptr,
+    DX_ptr,
+    Words_ptr,
+    X_row_stride,
+    DX_row_stride,
+    n_rows,
+    n_cols,
+    ignore_index,
+    splits,
+    SCALE_IN_BACKWARD: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TOKEN_SCALING: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """`_cross_entropy_fwd_kernel` by teams that hold a row (rows/team.py): each row is read once.
+
+    DX may be X: a program publishes once it has read its part and the target's logit, and writes once all published.
+    """
+    split = tl.program_id(0) % splits
+    positions = tl.arange(0, BLOCK_SIZE)
+    dx_type = DX_ptr.dtype.element_ty
+    softcap = None
+    if SOFTCAP:
+        softcap = tl.load(STATS_ptr + 7)
+    for number in tl.range(tl.program_id(0) // splits, n_rows, tl.num_programs(0) // splits):
+        row = tl.cast(number, tl.int64)
+        head, n_body, first, n_part = row_part(row, X_row_stride, n_cols, split, splits, VECTOR)
+        x_ptr = X_ptr + body_start(row * X_row_stride, head, VECTOR)
+        dx_ptr = DX_ptr + body_start(row * DX_row_stride, head, VECTOR)
+        mask = positions < n_part
+        if VECTOR > 1:
+            edge, edge_mask = part_edges(head, n_body, n_cols, split, splits, VECTOR)
+        y = tl.load(Y_ptr + row)
+        if y == ignore_index:
+            loss = 0.0
+            z = 0.0
+            tl.store(dx_ptr + (first + positions), tl.zeros([BLOCK_SIZE], dtype=dx_type), mask=mask)
+            if VECTOR > 1:
+                tl.store(dx_ptr + edge, tl.zeros([2 * VECTOR], dtype=dx_type), mask=edge_mask)
+        else:
+            x = tl.load(x_ptr + (first + positions), mask=mask, other=float("-inf"), eviction_policy="evict_first")
+            inside = (y >= 0) & (y < n_cols)
+            y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
+            y_at = y_read.to(tl.int32) - head
+            s_y = tl.load(x_ptr + y_at).to(tl.float32)
+            if BIAS_ptr is not None:
+                s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
+            if SOFTCAP:
+                s_y = softcap * tanh(s_y * (1.0 / softcap))
+            s = _part_scores(x, BIAS_ptr, head + first + positions, mask, softcap)
+            m = tl.max(s)
+            if VECTOR > 1:
+                x_edge = tl.load(x_ptr + edge, mask=edge_mask, other=float("-inf"))
+                s_edge = _part_scores(x_edge, BIAS_ptr, head + edge, edge_mask, softcap)
+                m = tl.maximum(m, tl.max(s_edge))
+            anchor = tl.where(m == float("-inf"), 0.0, m)
+            d = tl.sum(exp_about(s, anchor))
+            if VECTOR > 1:
+                d += tl.sum(exp_about(s_edge, anchor))
+            words = Words_ptr + row * LANES
+            publish(words + split, m, tl.where(s_y == s_y, d, s_y))
+            lse = log_sum_exp(words, splits, LANES)
+            loss, z, softmax_coef, target_coef, _ = _row_terms(
+                STATS_ptr, W_ptr, y_read, inside, s_y, lse, 0.0, n_cols,
+                SCALE_IN_BACKWARD, False, Z_LOSS, TOKEN_SCALING,
+            )  # fmt: skip
+            if GO_ptr is not None:
+                go = tl.load(GO_ptr + row).to(tl.float32)
+                softmax_coef *= go
+                target_coef *= go
+            s = _part_scores(keep_narrow(x, lse), BIAS_ptr, head + first + positions, mask, softcap)
+            g = _score_gradient(s, softcap, lse, softmax_coef, 0.0)
+            tl.store(dx_ptr + (first + positions), g.to(dx_type), mask=mask, eviction_policy="evict_first")
+            if VECTOR > 1:
+                g = _score_gradient(s_edge, softcap, lse, softmax_coef, 0.0)
+                tl.store(dx_ptr + edge, g.to(dx_type), mask=edge_mask)
+            # The target's element again: comparing every column with y would take as long as its exponential.
+            tl.debug_barrier()
+            in_part = tl.where((y_at >= 0) & (y_at < n_body), y_at - first < n_part, split == splits - 1)
+            if in_part & ((y_at >= first) | (y_at < 0)):
+                g_y = _score_gradient(s_y, softcap, lse, softmax_coef, target_coef)
+                tl.store(dx_ptr + y_at, g_y.to(dx_type))
+        if split == 0:
+            if LOSS_ptr is not None:
+                tl.store(LOSS_ptr + row, loss)
+            if Z_ptr is not None:
+                tl.store(Z_ptr + row, z)
+
+
+LOSS_ALONE, SWEPT = 1, 2
+"""How rows are worked on where no team may hold them: read once, or swept for what a team does not exchange."""
+
+
+def how_rows(options: Options, grad: bool) -> Key:
+    """The last part of the key of `rows_tunable`: nothing where a team may hold the rows."""
+    if not grad:
+        return (LOSS_ALONE,)
+    return (SWEPT,) if options.label_smoothing or options.seeks_top else ()
+
+
+def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS) -> Tunable:
+    """The `<op>.fwd` tunable of an op made of `launch_rows`. key: without what `how_rows` adds."""
+    plain = len(key(*[1] * (len(dims) + 1)))
+
+    def heuristic(target: Target, key: Key) -> LaunchConfig:
+        """Teams for wide rows with a gradient. A wide row that is read once goes in small tiles: nothing is kept for a
+        second read, and several loads are in flight."""
+        how = key[plain:]
+        if how == (LOSS_ALONE,) and key[0] > 8192:
+            return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))
+        team = None if how else team_config(target, key[0], key[plain - 1])
+        return rows_heuristic(target, key) if team is None else team
+
+    def space(target: Target, key: Key) -> list[LaunchConfig]:
+        teams = [] if key[plain:] else team_space(target, key[0], key[plain - 1])
+        return [*rows_space(target, key), *teams]
+
+    def valid(config: LaunchConfig, key: Key) -> str | None:
+        if key[plain:] and COOPERATIVE in config.vendor:
+            return "a team has the sums of a gradient without label smoothing and argmax only"
+        return team_misfit(config, key)
+
     return Tunable(
-        op, "fwd", kernels=kernels, key=key, dims=dims, heuristic=heuristic, safe=rows_safe, space=rows_space
+        op,
+        "fwd",
+        kernels=(_cross_entropy_fwd_kernel, _cross_entropy_team_kernel),
+        key=key,
+        dims=dims,
+        heuristic=heuristic,
+        safe=rows_safe,
+        space=space,
+        valid=valid,
     )
 
 
@@ -202,11 +403,19 @@ def launch_rows(
     between rows of x may be accessed, which keeps the last block's accesses wide when n_cols is odd; dx has the same
     stride then.
     """
-    n_cols = x.shape[1]
+    n_rows, n_cols = x.shape
     if row_start:
         target, row_grads = target[row_start:], None if row_grads is None else row_grads[row_start:]
+    results = results.rows_from(row_start)
+    if is_team(plan):
+        tensors = x, target, weight, bias, stats, row_grads, results.loss, results.z_loss, dx
+        numbers = x.stride(0), dx.stride(0), n_rows, n_cols, options.ignore_index
+        z_loss, softcap = options.lse_square_scale != 0.0, options.softcap != 0.0
+        flags = options.scales_in_backward(x.dtype), z_loss, softcap, options.use_token_scaling
+        launch_team(plan, _cross_entropy_team_kernel, (x, dx), tensors, numbers, flags)
+        return
     args = (
-        *(x, target, weight, bias, stats, row_grads, *results.rows_from(row_start), dx),
+        *(x, target, weight, bias, stats, row_grads, *results, dx),
         *(x.stride(0), 0 if dx is None else dx.stride(0), n_cols, options.ignore_index),
     )
     flags = (
@@ -218,7 +427,7 @@ def launch_rows(
         n_cols <= plan.config.blocks["BLOCK_SIZE"],
         0 if owned else row_vector(x, dx),
     )
-    launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
+    launch(plan, _cross_entropy_fwd_kernel, (n_rows,), args, flags)
 
 
 def row_buffers(n_rows: int, options: Options, dtype: torch.dtype, device: torch.device) -> RowResults:

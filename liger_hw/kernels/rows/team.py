@@ -1,0 +1,107 @@
+"""Rows that a team of programs holds: each reads its part of a row once, and keeps it in registers.
+
+A row of a vocabulary fits the registers of no program: 131072 columns in 16 bits are all that a multiprocessor has.
+Read twice, it comes from device memory twice, for the rows under way at a time exceed L2. The programs of a cooperative
+grid hold a row together and exchange its sums (`runtime/cooperative.py`). Program g * splits + s has part s of the rows
+g, g + groups, ...:
+
+    for row in range(group, n_rows, groups):
+        head, n_body, first, n_part = row_part(row, X_row_stride, n_cols, split, splits, VECTOR)
+        x = load(X + body_start(row * X_row_stride, head, VECTOR) + first + positions, mask=positions < n_part)
+
+A part is made of columns of the row's body (row.py), so that its accesses are whole vectors wherever the row begins.
+The last program of a team has the edges besides: `part_edges`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...registry import Key, LaunchConfig, Plan, Target
+from ...runtime.cooperative import (
+    COOPERATIVE,
+    MAX_SPLITS,
+    collect,
+    cooperative_misfit,
+    launch_cooperative,
+    resident_options,
+)
+from ...runtime.operator import cdiv, rows_of
+from ...runtime.triton_import import tl, triton
+from .row import body_width, edge_columns, row_head, row_vector
+
+NARROWEST_SHARED = 32768
+"""Columns, rounded up to a power of two, from which rows are shared."""
+
+
+@triton.jit
+def row_part(row, stride, n_cols, split, splits, VECTOR: tl.constexpr):
+    """(head and columns of the row's body, first column and number of columns of a part of it)."""
+    head = row_head(row * stride, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    width = tl.cdiv(n_cols // VECTOR * VECTOR, splits * 64) * 64
+    return head, n_body, split * width, tl.minimum(width, n_body - split * width)
+
+
+@triton.jit
+def part_edges(head, n_body, n_cols, split, splits, VECTOR: tl.constexpr):
+    """(columns of the row's edges, which of them exist and are this program's)."""
+    edge = edge_columns(head, n_body, n_cols, VECTOR)
+    return edge, edge < tl.where(split == splits - 1, n_cols - head, -VECTOR)  # no column lies below -VECTOR
+
+
+@triton.jit
+def exp_about(x, anchor):
+    """exp(x - anchor) in three instructions, half of what tl.exp takes to keep results below 1e-38."""
+    return tl.exp2((x - anchor) * 1.4426950408889634)
+
+
+@triton.jit
+def log_sum_exp(Words_ptr, splits, LANES: tl.constexpr):
+    """log(sum(exp(row))) of the maximum and the sum of exponentials about it that each program published."""
+    m, d = collect(Words_ptr, splits, LANES)
+    m = tl.where(tl.arange(0, LANES) < splits, m, float("-inf"))
+    top = tl.max(m)
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    return top + tl.log(tl.sum(d * exp_about(m, anchor)))
+
+
+def team_config(target: Target, columns: int, itemsize: int, tensors: int = 1) -> LaunchConfig | None:
+    """Half of a multiprocessor's registers hold parts, in four programs, so that one loads while others wait, sum and
+    store. tensors: of `itemsize` bytes an element that a program holds; None where rows are not shared."""
+    block = target.registers // (2 * 4) * 4 // (tensors * itemsize)
+    if not target.cooperative or columns < NARROWEST_SHARED or cdiv(columns, block) > MAX_SPLITS:
+        return None
+    warps = target.warps(block * tensors * itemsize // 2, 64)
+    return LaunchConfig({"BLOCK_SIZE": block}, warps, 1, 4, vendor=resident_options(target, warps, 4))
+
+
+def team_space(target: Target, columns: int, itemsize: int, tensors: int = 1) -> list[LaunchConfig]:
+    """As many bytes a multiprocessor in fewer and larger programs, or in more and smaller ones."""
+    config = team_config(target, columns, itemsize, tensors)
+    if config is None:
+        return []
+    return [config]
+
+
+def team_misfit(config: LaunchConfig, key: Key) -> str | None:
+    return cooperative_misfit(config, cdiv(key[0], config.blocks["BLOCK_SIZE"]))
+
+
+def is_team(plan: Plan) -> bool:
+    """Whether the plan's programs share rows."""
+    return COOPERATIVE in plan.options
+
+
+def launch_team(
+    plan: Plan, kernel: Any, rows: tuple[torch.Tensor, ...], tensors: tuple, numbers: tuple, flags: tuple
+) -> None:
+    """Launch a kernel on rows. rows: the tensors whose parts are accessed; the others are as in `launch_cooperative`,
+    but that VECTOR comes after the flags."""
+    n_rows, n_cols, _ = rows_of(rows[0])
+    vector = row_vector(*rows)
+    splits = max(1, cdiv(n_cols // vector * vector, plan.config.blocks["BLOCK_SIZE"]))
+    groups = min(n_rows, plan.programs // splits)
+    launch_cooperative(plan, kernel, groups * splits, splits, n_rows, tensors, numbers, (*flags, vector))
