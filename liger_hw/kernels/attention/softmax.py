@@ -14,12 +14,14 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
+from ...runtime.cooperative import publish
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import OperatorFunction
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
 from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
+from ..rows.team import exp_about, max_and_sum, part_edges, row_part
 from ..rows.tuning import row_sample
 from .row_maps import row_map_operators, row_map_tunables
 
@@ -30,14 +32,8 @@ def softmax_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _exp(x, anchor):
-    """exp(x - anchor) in three instructions, half of what tl.exp takes to keep results below 1e-38."""
-    return tl.exp2((x - anchor) * 1.4426950408889634)
-
-
-@triton.jit
 def _exp_folded(x, anchor, log2_base):
-    """The same in two instructions: the compiler fuses the first product with the subtraction.
+    """`exp_about` in two instructions: the compiler fuses the first product with the subtraction.
 
     Only the anchor's product is rounded then. That multiplies all values of a row by the same factor, which the
     division by their sum takes out again. `_log2_base` bounds the factor.
@@ -113,7 +109,7 @@ def _take_tile(x, highest, total):
     """A tile [LANES, PER_LANE] into each lane's running maximum and sum."""
     higher = tl.maximum(highest, tl.max(x, axis=1))
     anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
-    return higher, total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, None]), axis=1)
+    return higher, total * exp_about(highest, anchor) + tl.sum(exp_about(x, anchor[:, None]), axis=1)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -157,18 +153,62 @@ def _softmax_fwd_looped_kernel(
             x_edge = tl.load(x_ptr + edge, mask=edge < n_cols - head, other=-float("inf")).to(tl.float32)
             top = tl.maximum(top, tl.max(x_edge))
         anchor = tl.where(top == -float("inf"), 0.0, top)
-        denominator = tl.sum(total * _exp(highest, anchor))
+        denominator = tl.sum(total * exp_about(highest, anchor))
         if VECTOR > 1:
-            denominator += tl.sum(_exp(x_edge, anchor))
+            denominator += tl.sum(exp_about(x_edge, anchor))
         scale = tl.where(top == -float("inf"), float("nan"), 1.0 / denominator)
         if VECTOR > 1:
-            tl.store(y_ptr + edge, (_exp(x_edge, anchor) * scale).to(y_type), mask=edge < n_cols - head)
+            tl.store(y_ptr + edge, (exp_about(x_edge, anchor) * scale).to(y_type), mask=edge < n_cols - head)
         x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
-        tl.store(y_ptr + tail, (_exp(x, anchor) * scale).to(y_type), mask=tail < n_body)
+        tl.store(y_ptr + tail, (exp_about(x, anchor) * scale).to(y_type), mask=tail < n_body)
         for done in tl.range(0, n_full, num_stages=STAGES):
             at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
             x = tl.load(x_ptr + at).to(tl.float32)
-            tl.store(y_ptr + at, (_exp(x, anchor) * scale).to(y_type))
+            tl.store(y_ptr + at, (exp_about(x, anchor) * scale).to(y_type))
+
+
+@triton.jit(do_not_specialize=["n_rows", "splits"])
+def _softmax_fwd_team_kernel(
+    X_ptr,
+    Y_ptr,
+    Words_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    splits,
+    VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Rows held by teams (rows/team.py)."""
+    wait_for_previous(DEPENDENT)
+    split = tl.program_id(0) % splits
+    positions = tl.arange(0, BLOCK_SIZE)
+    y_type = Y_ptr.dtype.element_ty
+    for number in tl.range(tl.program_id(0) // splits, n_rows, tl.num_programs(0) // splits):
+        row = tl.cast(number, tl.int64)
+        head, n_body, first, n_part = row_part(row, n_cols, n_cols, split, splits, VECTOR)
+        x_ptr = X_ptr + body_start(row * X_row_stride, head, VECTOR)
+        y_ptr = Y_ptr + body_start(row * n_cols, head, VECTOR)
+        mask = positions < n_part
+        x = tl.load(x_ptr + (first + positions), mask=mask, other=-float("inf"), eviction_policy="evict_first")
+        top = tl.max(x.to(tl.float32))
+        if VECTOR > 1:
+            edge, edge_mask = part_edges(head, n_body, n_cols, split, splits, VECTOR)
+            x_edge = tl.load(x_ptr + edge, mask=edge_mask, other=-float("inf")).to(tl.float32)
+            top = tl.maximum(top, tl.max(x_edge))
+        anchor = tl.where(top == -float("inf"), 0.0, top)
+        total = tl.sum(exp_about(x.to(tl.float32), anchor))
+        if VECTOR > 1:
+            total += tl.sum(exp_about(x_edge, anchor))
+        publish(Words_ptr + row * LANES + split, top, total)
+        top, total = max_and_sum(Words_ptr + row * LANES, splits, LANES)
+        scale = 1.0 / total
+        y = exp_about(keep_narrow(x, scale).to(tl.float32), top) * scale
+        tl.store(y_ptr + (first + positions), y.to(y_type), mask=mask, eviction_policy="evict_first")
+        if VECTOR > 1:
+            tl.store(y_ptr + edge, (exp_about(x_edge, top) * scale).to(y_type), mask=edge_mask)
 
 
 def _bwd_reference(dy, y):
@@ -177,7 +217,7 @@ def _bwd_reference(dy, y):
     return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_kernel)
+FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_kernel, _softmax_fwd_team_kernel)
 
 
 class SoftmaxFunction(OperatorFunction):

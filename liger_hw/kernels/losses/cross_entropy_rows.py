@@ -22,7 +22,7 @@ from ..rows.team import (
     exp_about,
     is_team,
     launch_team,
-    log_sum_exp,
+    max_and_sum,
     part_edges,
     row_part,
     team_config,
@@ -294,7 +294,8 @@ def _cross_entropy_team_kernel(
                 d += tl.sum(exp_about(s_edge, anchor))
             words = Words_ptr + row * LANES
             publish(words + split, m, tl.where(s_y == s_y, d, s_y))
-            lse = log_sum_exp(words, splits, LANES)
+            m, d = max_and_sum(words, splits, LANES)
+            lse = m + tl.log(d)
             loss, z, softmax_coef, target_coef, _ = _row_terms(
                 STATS_ptr, W_ptr, y_read, inside, s_y, lse, 0.0, n_cols,
                 SCALE_IN_BACKWARD, False, Z_LOSS, TOKEN_SCALING,

@@ -59,23 +59,23 @@ def exp_about(x, anchor):
 
 
 @triton.jit
-def log_sum_exp(Words_ptr, splits, LANES: tl.constexpr):
-    """log(sum(exp(row))) of the maximum and the sum of exponentials about it that each program published."""
+def max_and_sum(Words_ptr, splits, LANES: tl.constexpr):
+    """(maximum of a row, sum of exponentials about it) of those that each program published of its part."""
     m, d = collect(Words_ptr, splits, LANES)
     m = tl.where(tl.arange(0, LANES) < splits, m, float("-inf"))
     top = tl.max(m)
     anchor = tl.where(top == float("-inf"), 0.0, top)
-    return top + tl.log(tl.sum(d * exp_about(m, anchor)))
+    return top, tl.sum(d * exp_about(m, anchor))
 
 
-def team_config(target: Target, columns: int, itemsize: int, tensors: int = 1) -> LaunchConfig | None:
+def team_config(target: Target, columns: int, itemsize: int, tensors: int = 1, **blocks: int) -> LaunchConfig | None:
     """Half of a multiprocessor's registers hold parts, in four programs, so that one loads while others wait, sum and
     store. tensors: of `itemsize` bytes an element that a program holds; None where rows are not shared."""
     block = target.registers // (2 * 4) * 4 // (tensors * itemsize)
     if not target.cooperative or columns < NARROWEST_SHARED or cdiv(columns, block) > MAX_SPLITS:
         return None
     warps = target.warps(block * tensors * itemsize // 2, 64)
-    return LaunchConfig({"BLOCK_SIZE": block}, warps, 1, 4, vendor=resident_options(target, warps, 4))
+    return LaunchConfig({"BLOCK_SIZE": block, **blocks}, warps, 1, 4, vendor=resident_options(target, warps, 4))
 
 
 def team_space(target: Target, columns: int, itemsize: int, tensors: int = 1) -> list[LaunchConfig]:
