@@ -27,7 +27,6 @@ from ..rows.team import (
     row_part,
     team_config,
     team_misfit,
-    team_space,
 )
 from ..rows.tuning import DIMS
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent, assert_on_device, check_in_range, check_targets
@@ -347,10 +346,6 @@ def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS) -> Tunable:
         team = None if how else team_config(target, key[0], key[plain - 1])
         return rows_heuristic(target, key) if team is None else team
 
-    def space(target: Target, key: Key) -> list[LaunchConfig]:
-        teams = [] if key[plain:] else team_space(target, key[0], key[plain - 1])
-        return [*rows_space(target, key), *teams]
-
     def valid(config: LaunchConfig, key: Key) -> str | None:
         if key[plain:] and COOPERATIVE in config.vendor:
             return "a team has the sums of a gradient without label smoothing and argmax only"
@@ -364,7 +359,7 @@ def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS) -> Tunable:
         dims=dims,
         heuristic=heuristic,
         safe=rows_safe,
-        space=space,
+        space=rows_space,
         valid=valid,
     )
 

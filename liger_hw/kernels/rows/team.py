@@ -65,25 +65,22 @@ def max_and_sum(Words_ptr, splits, LANES: tl.constexpr):
     m = tl.where(tl.arange(0, LANES) < splits, m, float("-inf"))
     top = tl.max(m)
     anchor = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.sum(d * exp_about(m, anchor))
+    total = tl.sum(d * exp_about(m, anchor))
+    tl.debug_barrier()  # the compiler moves what follows no further up, where its registers would spill
+    return top, total
 
 
 def team_config(target: Target, columns: int, itemsize: int, tensors: int = 1, **blocks: int) -> LaunchConfig | None:
-    """Half of a multiprocessor's registers hold parts, in four programs, so that one loads while others wait, sum and
-    store. tensors: of `itemsize` bytes an element that a program holds; None where rows are not shared."""
-    block = target.registers // (2 * 4) * 4 // (tensors * itemsize)
-    if not target.cooperative or columns < NARROWEST_SHARED or cdiv(columns, block) > MAX_SPLITS:
+    """Parts fill half of the registers, in eight programs a multiprocessor: some load while others wait, or store.
+
+    tensors: which a program holds its part of. None where rows are not shared.
+    """
+    ctas, warps = 8, 4
+    block = 4 * target.registers // (2 * ctas * tensors * itemsize)
+    most = min(MAX_SPLITS, ctas * target.multiprocessors)
+    if not target.cooperative or columns < NARROWEST_SHARED or cdiv(columns, block) > most:
         return None
-    warps = target.warps(block * tensors * itemsize // 2, 64)
-    return LaunchConfig({"BLOCK_SIZE": block, **blocks}, warps, 1, 4, vendor=resident_options(target, warps, 4))
-
-
-def team_space(target: Target, columns: int, itemsize: int, tensors: int = 1) -> list[LaunchConfig]:
-    """As many bytes a multiprocessor in fewer and larger programs, or in more and smaller ones."""
-    config = team_config(target, columns, itemsize, tensors)
-    if config is None:
-        return []
-    return [config]
+    return LaunchConfig({"BLOCK_SIZE": block, **blocks}, warps, 1, ctas, vendor=resident_options(target, warps, ctas))
 
 
 def team_misfit(config: LaunchConfig, key: Key) -> str | None:
@@ -103,5 +100,5 @@ def launch_team(
     n_rows, n_cols, _ = rows_of(rows[0])
     vector = row_vector(*rows)
     splits = max(1, cdiv(n_cols // vector * vector, plan.config.blocks["BLOCK_SIZE"]))
-    groups = min(n_rows, plan.programs // splits)
+    groups = max(1, min(n_rows, plan.programs // splits))
     launch_cooperative(plan, kernel, groups * splits, splits, n_rows, tensors, numbers, (*flags, vector))
