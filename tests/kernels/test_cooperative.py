@@ -13,15 +13,19 @@ from harness import make, team_sums, team_words, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
+from liger_hw.kernels.attention import softmax
+from liger_hw.kernels.losses import cross_entropy
 from liger_hw.kernels.norms import fused_add_rms_norm, group_norm, layer_norm, rms_norm
 from liger_hw.kernels.norms import group_norm_kernels as kernels
 from liger_hw.kernels.norms.forward import GEMMA
 from liger_hw.kernels.norms.wide_backward import norm_wide_bwd_kernel
 from liger_hw.kernels.rows.blocks import blocks_key
+from liger_hw.registry import row_key
 from liger_hw.runtime.cooperative import COOPERATIVE
 
 BWD = {op.__name__.split(".")[-1]: op.BACKWARD.bwd for op in (rms_norm, fused_add_rms_norm, layer_norm)}
 GROUPS = group_norm.FWD, group_norm.BWD
+ROWS = {"softmax": (softmax.FWD, softmax.BWD), "cross_entropy": (cross_entropy.FWD,)}
 ARCHS = ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu")
 EPS = 1e-6
 
@@ -272,14 +276,15 @@ def test_groups_held_by_teams(lane, sizes, block, channels, ctas, stages, dtype,
 
 
 REAL = {**dict.fromkeys(BWD, (1024, 32768)), "group_norm": (32, 32, 4096, 512)}
+REAL |= {"softmax": (1024, 49155), "cross_entropy": (1024, 128256)}  # rows/team.py
 """Samples large enough that every multiprocessor waits."""
 
 
 def _all(op: str, sample, dy) -> list[torch.Tensor]:
     y = registry.get_op(op).function(*sample.args)
     y = y if isinstance(y, tuple) else (y,)
-    leaves = [t for t in sample.args if isinstance(t, torch.Tensor)]
-    return [*y, *torch.autograd.grad(y, leaves, [dy] * len(y))]
+    leaves = [t for t in sample.args if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [*y, *torch.autograd.grad(y, leaves, [dy.view(-1)[: t.numel()].view(t.shape) for t in y])]
 
 
 @pytest.fixture(params=REAL)
@@ -289,6 +294,9 @@ def real(request, lane, seed):
     sample = make(registry.get_op(op), REAL[op], torch.bfloat16, lane.device, seed)
     if op == "group_norm":
         _assert_cooperative(sample.args[0].device, REAL[op])
+    elif op not in BWD:
+        plans = [t.plan(sample.args[0].device, row_key(*REAL[op], 2)) for t in ROWS[op]]
+        assert all(COOPERATIVE in plan.options for plan in plans)
     dy = torch.randn_like(sample.args[0])
     return op, sample, dy, [t.detach().clone() for t in _all(op, sample, dy)]
 
@@ -336,6 +344,8 @@ def test_teams_beside_others(lane, real):
 
 TOO_MANY = {op: (f"{op}.bwd", _row(4096, 8, 32)) for op in BWD}
 TOO_MANY["group_norm"] = "group_norm.fwd", _group(4096, 1, 8, 1, 32)
+TOO_MANY["softmax"] = "softmax.bwd", _row(8192, 8, 32)
+TOO_MANY["cross_entropy"] = "cross_entropy.fwd", _config({"BLOCK_SIZE": 8192}, 8, ctas=32)
 
 
 @pytest.mark.lanes("gpu")

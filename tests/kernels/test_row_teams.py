@@ -6,12 +6,15 @@ each then writes its own again, which must be what it read (as in test_cooperati
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from harness import make, team_sums, team_words, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
+from liger_hw.kernels.attention import row_maps, softmax, sparsemax
 from liger_hw.kernels.heads import fused_linear_cross_entropy as head
 from liger_hw.kernels.losses import cross_entropy
 from liger_hw.kernels.losses import cross_entropy_rows as rows
@@ -19,9 +22,9 @@ from liger_hw.kernels.losses.cross_entropy_reference import Options
 from liger_hw.kernels.losses.log_prob_rows import columns_key
 from liger_hw.kernels.rows.row import row_vector
 from liger_hw.registry import row_key
+from liger_hw.runtime.cooperative import COOPERATIVE
 
 ARCHS = ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu")
-FWD = cross_entropy.FWD, head.FWD
 OPTIONS = [
     {},
     {"softcap": 5.0, "lse_square_scale": 1e-2, "return_z_loss": True},
@@ -31,19 +34,27 @@ OPTIONS = [
 
 
 def _words(s: torch.Tensor, splits: int, vector: int) -> torch.Tensor:
-    """What the programs of every row publish for scores s: by columns of the body, the edges in the last part's."""
-    n_rows, n_cols = s.shape
+    """What the programs of every row publish: by columns of the body, the edges in the last part's.
+
+    Of scores [n_rows, n_cols] their maximum and sum of exponentials; of two such tensors, [2, n_rows, n_cols], both
+    sums.
+    """
+    n_rows, n_cols = s.shape[-2:]
     width = -(-(n_cols // vector * vector) // (splits * 64)) * 64
     words = torch.zeros(n_rows, registry.next_power_of_2(splits), dtype=torch.int64)
     for row in range(n_rows):
         head = -row * n_cols % vector
         n_body = max(n_cols - head, 0) // vector * vector
         stops = [head + min((i + 1) * width, n_body) for i in range(splits)]
-        parts = [s[row, start:stop] for start, stop in zip((head, *stops), stops)]
-        parts[-1] = torch.cat([parts[-1], s[row, :head], s[row, head + n_body :]])
-        tops = torch.stack([part.max() if part.numel() else torch.tensor(-torch.inf) for part in parts])
-        sums = [(part - top.clamp_min(-1e30)).exp().sum() for part, top in zip(parts, tops)]
-        words[row, :splits] = team_words(tops, torch.stack(sums))
+        spans = [slice(start, stop) for start, stop in zip((head, *stops), stops)]
+        parts = [s[..., row, span] for span in spans]
+        parts[-1] = torch.cat([parts[-1], s[..., row, :head], s[..., row, head + n_body :]], -1)
+        if s.dim() == 3:
+            words[row, :splits] = team_words(*torch.stack([part.sum(-1) for part in parts], -1))
+        else:
+            tops = torch.stack([part.max() if part.numel() else torch.tensor(-torch.inf) for part in parts])
+            sums = [(part - top.clamp_min(-1e30)).exp().sum() for part, top in zip(parts, tops)]
+            words[row, :splits] = team_words(tops, torch.stack(sums))
     return words
 
 
@@ -86,3 +97,93 @@ def test_kernel_of_cross_entropy(lane, n_rows, n_cols, block, teams, biased, opt
     loss, z_loss = out.double() if options.reduction == "none" else out.double().sum(1)
     torch.testing.assert_close(loss, want[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(z_loss, want[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_rows, n_cols, block, teams", [(5, 256, 128, 2), (9, 331, 128, 2), (9, 6, 128, 1)])
+@pytest.mark.lanes("interpret")
+def test_kernels_of_row_maps(lane, n_rows, n_cols, block, teams, dtype, seed):
+    """Softmax forward, and the backward that it shares with sparsemax."""
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(n_rows, n_cols, generator=generator).to(dtype) for _ in range(2))
+    close = {"rtol": 2e-3, "atol": 1e-3 if dtype is torch.float16 else 1e-5}
+    vector = row_vector(x, dy)
+    splits = max(1, -(-(n_cols // vector * vector) // block))
+    grid, shape = (teams * splits,), (n_cols, n_rows, n_cols, splits)
+    words, y = _words(x.float(), splits, vector), torch.full_like(x, torch.nan)
+    lanes = words.shape[1]
+    softmax._softmax_fwd_team_kernel[grid](x, y, words, *shape, vector, lanes, block, False)
+    torch.testing.assert_close(y.double(), x.double().softmax(-1), **close)
+    for op, sparse in ((softmax, False), (sparsemax, True)):
+        y = registry.get_op(op.__name__.split(".")[-1]).reference(x * 3)
+        w, g = y.float(), dy.float()
+        w, g = ((w > 0).float(), torch.where(w > 0, g, 0.0)) if sparse else (w, g)
+        words = _words(torch.stack([w * g, w]), splits, vector)
+        dx = torch.full_like(x, torch.nan)
+        row_maps._row_map_bwd_team_kernel[grid](dy, y, dx, words, *shape, sparse, vector, lanes, block, False)
+        torch.testing.assert_close(dx, op._bwd_reference(dy, y).to(dtype), **close)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("columns", [32768, 65536, 131072, 1 << 22])
+def test_which_rows_are_shared(columns):
+    """On NVIDIA's GPUs, rows of more than 32768 columns, but those that more than 256 programs would have to hold."""
+    tunables = [(t, row_key(64, columns, 2)) for t in (cross_entropy.FWD, softmax.FWD, softmax.BWD, sparsemax.BWD)]
+    tunables.append((head.FWD, columns_key(64, 64, columns, 2)))
+    for arch in ARCHS:
+        target = known_target(arch)
+        for tunable, key in tunables:
+            config = tunable.heuristic(target, key)
+            assert bool(config.vendor) == (target.cooperative and 32768 < columns < 1 << 22), (arch, tunable)
+            assert not tunable.safe(target, key).vendor
+            if config.vendor:
+                assert tunable.illegal(target, key, config) is None
+                threads = 32 * config.num_warps * config.ctas_per_mp
+                assert threads * config.vendor["maxnreg"] <= target.registers and threads <= 1536
+
+
+@pytest.mark.cpu
+def test_what_a_team_does_not_compute():
+    """A loss alone, label smoothing and the largest logit are for sweeps."""
+    target, key = known_target("sm90"), row_key(8192, 131072, 2)
+    for options, grad in (
+        (Options(), False),
+        (Options(label_smoothing=0.1), True),
+        (Options(return_token_accuracy=True), True),
+    ):
+        swept = (*key, *rows.how_rows(options, grad))
+        assert not cross_entropy.FWD.heuristic(target, swept).vendor
+        assert "a team" in cross_entropy.FWD.illegal(target, swept, cross_entropy.FWD.heuristic(target, key))
+    assert rows.how_rows(Options(softcap=30.0, lse_square_scale=1e-4), True) == ()
+
+
+@pytest.mark.interpret
+def test_no_team_in_the_interpreter():
+    target, key = known_target("sm90"), row_key(8192, 131072, 2)
+    assert "would hang" in cross_entropy.FWD.illegal(target, key, cross_entropy.FWD.heuristic(target, key))
+
+
+SHARED = {
+    "cross_entropy": ("fwd",),
+    "fused_linear_cross_entropy": ("fwd",),
+    "softmax": ("fwd", "bwd"),
+    "sparsemax": ("bwd",),
+}
+
+
+@pytest.mark.parametrize("op", SHARED)
+@pytest.mark.parametrize(
+    "n_rows, n_cols, block, ctas", [(1001, 4096, 512, 1), (300, 3001, 256, 2), (5, 16403, 128, 1), (40, 131, 128, 1)]
+)
+@pytest.mark.lanes("gpu")
+def test_rows_shared_by_teams(lane, op, n_rows, n_cols, block, ctas, dtype, seed):
+    """More rows than teams and fewer; uneven parts and edges; a team of 129."""
+    op = registry.get_op(op)
+    blocks = {"BLOCK_SIZE": block, "ROWS": 1} if op.name in ("softmax", "sparsemax") else {"BLOCK_SIZE": block}
+    config = LaunchConfig(blocks, 4, 1, ctas, vendor={COOPERATIVE: True})
+    head = op.name == "fused_linear_cross_entropy"
+    with ExitStack() as stack:
+        for variant in SHARED[op.name]:
+            stack.enter_context(registry.override(f"{op.name}.{variant}", config))
+        for options in op.options if len(op.options[0]) == 0 and n_rows < 1000 else ({},):
+            sample = make(op, (n_rows, 64, n_cols) if head else (n_rows, n_cols), dtype, lane.device, seed, options)
+            verify(op, sample, seed)

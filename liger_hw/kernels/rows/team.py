@@ -32,7 +32,7 @@ from ...runtime.operator import cdiv, rows_of
 from ...runtime.triton_import import tl, triton
 from .row import body_width, edge_columns, row_head, row_vector
 
-NARROWEST_SHARED = 32768
+NARROWEST_SHARED = 65536
 """Columns, rounded up to a power of two, from which rows are shared."""
 
 
