@@ -14,7 +14,6 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.cooperative import publish
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import OperatorFunction
 from ...runtime.sharding import RowsRule
@@ -193,17 +192,12 @@ def _softmax_fwd_team_kernel(
         y_ptr = Y_ptr + body_start(row * n_cols, head, VECTOR)
         mask = positions < n_part
         x = tl.load(x_ptr + (first + positions), mask=mask, other=-float("inf"), eviction_policy="evict_first")
-        top = tl.max(x.to(tl.float32))
+        x_edge = None
         if VECTOR > 1:
             edge, edge_mask = part_edges(head, n_body, n_cols, split, splits, VECTOR)
             x_edge = tl.load(x_ptr + edge, mask=edge_mask, other=-float("inf")).to(tl.float32)
-            top = tl.maximum(top, tl.max(x_edge))
-        anchor = tl.where(top == -float("inf"), 0.0, top)
-        total = tl.sum(exp_about(x.to(tl.float32), anchor))
-        if VECTOR > 1:
-            total += tl.sum(exp_about(x_edge, anchor))
-        publish(Words_ptr + row * LANES + split, top, total)
-        top, total = max_and_sum(Words_ptr + row * LANES, splits, LANES)
+        words = Words_ptr + row * LANES
+        top, total = max_and_sum(x.to(tl.float32), x_edge, 0.0, words, split, splits, LANES)
         scale = 1.0 / total
         y = exp_about(keep_narrow(x, scale).to(tl.float32), top) * scale
         tl.store(y_ptr + (first + positions), y.to(y_type), mask=mask, eviction_policy="evict_first")

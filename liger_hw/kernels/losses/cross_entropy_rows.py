@@ -13,7 +13,7 @@ import torch
 
 from ... import env, registry
 from ...registry import Key, LaunchConfig, Target, Tunable
-from ...runtime.cooperative import COOPERATIVE, publish
+from ...runtime.cooperative import COOPERATIVE
 from ...runtime.operator import is_interpreted, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
@@ -282,18 +282,11 @@ def _cross_entropy_team_kernel(
             if SOFTCAP:
                 s_y = softcap * tanh(s_y * (1.0 / softcap))
             s = _part_scores(x, BIAS_ptr, head + first + positions, mask, softcap)
-            m = tl.max(s)
+            s_edge = None
             if VECTOR > 1:
                 x_edge = tl.load(x_ptr + edge, mask=edge_mask, other=float("-inf"))
                 s_edge = _part_scores(x_edge, BIAS_ptr, head + edge, edge_mask, softcap)
-                m = tl.maximum(m, tl.max(s_edge))
-            anchor = tl.where(m == float("-inf"), 0.0, m)
-            d = tl.sum(exp_about(s, anchor))
-            if VECTOR > 1:
-                d += tl.sum(exp_about(s_edge, anchor))
-            words = Words_ptr + row * LANES
-            publish(words + split, m, tl.where(s_y == s_y, d, s_y))
-            m, d = max_and_sum(words, splits, LANES)
+            m, d = max_and_sum(s, s_edge, s_y, Words_ptr + row * LANES, split, splits, LANES)
             lse = m + tl.log(d)
             loss, z, softmax_coef, target_coef, _ = _row_terms(
                 STATS_ptr, W_ptr, y_read, inside, s_y, lse, 0.0, n_cols,

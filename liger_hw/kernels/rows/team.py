@@ -1,23 +1,16 @@
 """Rows that a team of programs holds: each reads its part of a row once, and keeps it in registers.
 
-A row of a vocabulary fits the registers of no program: 131072 columns in 16 bits are all that a multiprocessor has.
-Read twice, it comes from device memory twice, for the rows under way at a time exceed L2. The programs of a cooperative
-grid hold a row together and exchange its sums (`runtime/cooperative.py`). Program g * splits + s has part s of the rows
-g, g + groups, ...:
+No program could hold a row of a vocabulary: 131072 columns of 16 bits are all registers of a multiprocessor. A second
+sweep reads it from device memory again, for the rows under way exceed L2. Here the programs of a cooperative grid
+exchange their sums (`runtime/cooperative.py`). Program g * splits + s has part s of the rows g, g + groups, ...
 
-    for row in range(group, n_rows, groups):
-        head, n_body, first, n_part = row_part(row, X_row_stride, n_cols, split, splits, VECTOR)
-        x = load(X + body_start(row * X_row_stride, head, VECTOR) + first + positions, mask=positions < n_part)
-
-A part is made of columns of the row's body (row.py), so that its accesses are whole vectors wherever the row begins.
-The last program of a team has the edges besides: `part_edges`.
+A part is of the row's body (row.py), which is accessed in vectors wherever the row begins; the last program of a team
+has the edges besides.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-import torch
 
 from ...registry import Key, LaunchConfig, Plan, Target
 from ...runtime.cooperative import (
@@ -26,6 +19,7 @@ from ...runtime.cooperative import (
     collect,
     cooperative_misfit,
     launch_cooperative,
+    publish,
     resident_options,
 )
 from ...runtime.operator import cdiv, rows_of
@@ -59,14 +53,25 @@ def exp_about(x, anchor):
 
 
 @triton.jit
-def max_and_sum(Words_ptr, splits, LANES: tl.constexpr):
-    """(maximum of a row, sum of exponentials about it) of those that each program published of its part."""
+def max_and_sum(s, s_edge, after, Words_ptr, split, splits, LANES: tl.constexpr):
+    """(maximum of a row, sum of exponentials about it), of which this program has s and s_edge (None without edges).
+
+    after: a number that must have been read before the team goes on, which may overwrite it
+    """
+    m = tl.max(s)
+    if s_edge is not None:
+        m = tl.maximum(m, tl.max(s_edge))
+    anchor = tl.where(m == float("-inf"), 0.0, m)
+    d = tl.sum(exp_about(s, anchor))
+    if s_edge is not None:
+        d += tl.sum(exp_about(s_edge, anchor))
+    publish(Words_ptr + split, m, tl.where(after == after, d, after))
     m, d = collect(Words_ptr, splits, LANES)
     m = tl.where(tl.arange(0, LANES) < splits, m, float("-inf"))
     top = tl.max(m)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(d * exp_about(m, anchor))
-    tl.debug_barrier()  # the compiler moves what follows no further up, where its registers would spill
+    tl.debug_barrier()  # else the compiler moves what follows up here, and its registers spill
     return top, total
 
 
@@ -84,6 +89,7 @@ def team_config(target: Target, columns: int, itemsize: int, tensors: int = 1, *
 
 
 def team_misfit(config: LaunchConfig, key: Key) -> str | None:
+    """Why the configuration cannot serve the key as a team's, or None; any other can."""
     return cooperative_misfit(config, cdiv(key[0], config.blocks["BLOCK_SIZE"]))
 
 
@@ -92,11 +98,8 @@ def is_team(plan: Plan) -> bool:
     return COOPERATIVE in plan.options
 
 
-def launch_team(
-    plan: Plan, kernel: Any, rows: tuple[torch.Tensor, ...], tensors: tuple, numbers: tuple, flags: tuple
-) -> None:
-    """Launch a kernel on rows. rows: the tensors whose parts are accessed; the others are as in `launch_cooperative`,
-    but that VECTOR comes after the flags."""
+def launch_team(plan: Plan, kernel: Any, rows: tuple, tensors: tuple, numbers: tuple, flags: tuple) -> None:
+    """`launch_cooperative` on rows, the tensors that are accessed by parts; VECTOR comes after the flags."""
     n_rows, n_cols, _ = rows_of(rows[0])
     vector = row_vector(*rows)
     splits = max(1, cdiv(n_cols // vector * vector, plan.config.blocks["BLOCK_SIZE"]))
