@@ -14,7 +14,7 @@ from harness import make, team_sums, team_words, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
-from liger_hw.kernels.attention import row_maps, softmax, sparsemax
+from liger_hw.kernels.attention import softmax
 from liger_hw.kernels.heads import fused_linear_cross_entropy as head
 from liger_hw.kernels.losses import cross_entropy
 from liger_hw.kernels.losses import cross_entropy_rows as rows
@@ -101,8 +101,8 @@ def test_kernel_of_cross_entropy(lane, n_rows, n_cols, block, teams, biased, opt
 
 @pytest.mark.parametrize("n_rows, n_cols, block, teams", [(5, 256, 128, 2), (9, 331, 128, 2), (9, 6, 128, 1)])
 @pytest.mark.lanes("interpret")
-def test_kernels_of_row_maps(lane, n_rows, n_cols, block, teams, dtype, seed):
-    """Softmax forward, and the backward that it shares with sparsemax."""
+def test_kernels_of_softmax(lane, n_rows, n_cols, block, teams, dtype, seed):
+    """Forward and backward, as the cross entropy's."""
     generator = torch.Generator().manual_seed(seed)
     x, dy = (torch.randn(n_rows, n_cols, generator=generator).to(dtype) for _ in range(2))
     close = {"rtol": 2e-3, "atol": 1e-3 if dtype is torch.float16 else 1e-5}
@@ -113,21 +113,18 @@ def test_kernels_of_row_maps(lane, n_rows, n_cols, block, teams, dtype, seed):
     lanes = words.shape[1]
     softmax._softmax_fwd_team_kernel[grid](x, y, words, *shape, vector, lanes, block, False)
     torch.testing.assert_close(y.double(), x.double().softmax(-1), **close)
-    for op, sparse in ((softmax, False), (sparsemax, True)):
-        y = registry.get_op(op.__name__.split(".")[-1]).reference(x * 3)
-        w, g = y.float(), dy.float()
-        w, g = ((w > 0).float(), torch.where(w > 0, g, 0.0)) if sparse else (w, g)
-        words = _words(torch.stack([w * g, w]), splits, vector)
-        dx = torch.full_like(x, torch.nan)
-        row_maps._row_map_bwd_team_kernel[grid](dy, y, dx, words, *shape, sparse, vector, lanes, block, False)
-        torch.testing.assert_close(dx, op._bwd_reference(dy, y).to(dtype), **close)
+    y = x.float().softmax(-1).to(dtype)
+    dots = y.float() * dy.float()
+    words, dx = _words(torch.stack([dots, dots]), splits, vector), torch.full_like(x, torch.nan)
+    softmax._softmax_bwd_team_kernel[grid](dy, y, dx, words, *shape, vector, lanes, block, False)
+    torch.testing.assert_close(dx, softmax._bwd_reference(dy, y).to(dtype), **close)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("columns", [32768, 65536, 131072, 1 << 22])
 def test_which_rows_are_shared(columns):
     """On NVIDIA's GPUs, rows of more than 32768 columns, but those that more than 256 programs would have to hold."""
-    tunables = [(t, row_key(64, columns, 2)) for t in (cross_entropy.FWD, softmax.FWD, softmax.BWD, sparsemax.BWD)]
+    tunables = [(t, row_key(64, columns, 2)) for t in (cross_entropy.FWD, softmax.FWD, softmax.BWD)]
     tunables.append((head.FWD, columns_key(64, 64, columns, 2)))
     for arch in ARCHS:
         target = known_target(arch)
@@ -166,7 +163,6 @@ SHARED = {
     "cross_entropy": ("fwd",),
     "fused_linear_cross_entropy": ("fwd",),
     "softmax": ("fwd", "bwd"),
-    "sparsemax": ("bwd",),
 }
 
 
@@ -178,7 +174,7 @@ SHARED = {
 def test_rows_shared_by_teams(lane, op, n_rows, n_cols, block, ctas, dtype, seed):
     """More rows than teams and fewer; uneven parts and edges; a team of 129."""
     op = registry.get_op(op)
-    blocks = {"BLOCK_SIZE": block, "ROWS": 1} if op.name in ("softmax", "sparsemax") else {"BLOCK_SIZE": block}
+    blocks = {"BLOCK_SIZE": block, "ROWS": 1} if op.name == "softmax" else {"BLOCK_SIZE": block}
     config = LaunchConfig(blocks, 4, 1, ctas, vendor={COOPERATIVE: True})
     head = op.name == "fused_linear_cross_entropy"
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
-from ...runtime.cooperative import COOPERATIVE, collect, publish
+from ...runtime.cooperative import COOPERATIVE
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -38,7 +38,7 @@ from ..rows.row import (
     row_vector,
     store_row,
 )
-from ..rows.team import is_team, launch_team, part_edges, row_part, team_config, team_misfit
+from ..rows.team import is_team, launch_team, team_config, team_misfit
 from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -100,18 +100,11 @@ def lane_sums(x, LANES: tl.constexpr):
 def _load_weighted(Y_ptr, DY_ptr, cols, mask, SPARSE: tl.constexpr):
     """(w, dy) of some columns in fp32, all if mask is None; where SPARSE, dy is 0 outside the support."""
     if mask is None:
-        y = tl.load(Y_ptr + cols)
-        dy = tl.load(DY_ptr + cols)
+        w = tl.load(Y_ptr + cols).to(tl.float32)
+        dy = tl.load(DY_ptr + cols).to(tl.float32)
     else:
-        y = tl.load(Y_ptr + cols, mask=mask, other=0.0)
-        dy = tl.load(DY_ptr + cols, mask=mask, other=0.0)
-    return _weighted(y, dy, SPARSE)
-
-
-@triton.jit
-def _weighted(y, dy, SPARSE: tl.constexpr):
-    """(w, dy) in fp32; where SPARSE, dy is 0 outside the support."""
-    w, dy = y.to(tl.float32), dy.to(tl.float32)
+        w = tl.load(Y_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(DY_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if SPARSE:
         dy = tl.where(w > 0.0, dy, 0.0)
         w = (w > 0.0).to(tl.float32)
@@ -172,55 +165,6 @@ def _row_map_bwd_looped_kernel(
             tl.store(dx_ptr + at, (w * (dy - shift)).to(dx_type))
 
 
-@triton.jit(do_not_specialize=["n_rows", "splits"])
-def _row_map_bwd_team_kernel(
-    DY_ptr,
-    Y_ptr,
-    DX_ptr,
-    Words_ptr,
-    DY_row_stride,
-    n_rows,
-    n_cols,
-    splits,
-    SPARSE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Rows held by teams (rows/team.py); y is contiguous."""
-    wait_for_previous(DEPENDENT)
-    split = tl.program_id(0) % splits
-    positions = tl.arange(0, BLOCK_SIZE)
-    dx_type = DX_ptr.dtype.element_ty
-    for number in tl.range(tl.program_id(0) // splits, n_rows, tl.num_programs(0) // splits):
-        row = tl.cast(number, tl.int64)
-        head, n_body, first, n_part = row_part(row, n_cols, n_cols, split, splits, VECTOR)
-        dense = body_start(row * n_cols, head, VECTOR)
-        y_ptr, dx_ptr = Y_ptr + dense, DX_ptr + dense
-        dy_ptr = DY_ptr + body_start(row * DY_row_stride, head, VECTOR)
-        mask = positions < n_part
-        y = tl.load(y_ptr + (first + positions), mask=mask, other=0.0, eviction_policy="evict_first")
-        dy = tl.load(dy_ptr + (first + positions), mask=mask, other=0.0, eviction_policy="evict_first")
-        w, g = _weighted(y, dy, SPARSE)
-        product, support = tl.sum(w * g), tl.sum(w)
-        if VECTOR > 1:
-            edge, edge_mask = part_edges(head, n_body, n_cols, split, splits, VECTOR)
-            w_edge, dy_edge = _load_weighted(y_ptr, dy_ptr, edge, edge_mask, SPARSE)
-            product += tl.sum(w_edge * dy_edge)
-            support += tl.sum(w_edge)
-        publish(Words_ptr + row * LANES + split, product, support)
-        products, supports = collect(Words_ptr + row * LANES, splits, LANES)
-        shift = tl.sum(products)
-        if SPARSE:
-            shift = shift / tl.maximum(tl.sum(supports), 1.0)
-        w, g = _weighted(keep_narrow(y, shift), keep_narrow(dy, shift), SPARSE)
-        dx = (w * (g - shift)).to(dx_type)
-        tl.store(dx_ptr + (first + positions), dx, mask=mask, eviction_policy="evict_first")
-        if VECTOR > 1:
-            tl.store(dx_ptr + edge, (w_edge * (dy_edge - shift)).to(dx_type), mask=edge_mask)
-
-
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 _WIDEST_TILE = 32768
@@ -273,8 +217,8 @@ def _misfit(config: LaunchConfig, key: Key) -> str | None:
     return team_misfit(config, key)
 
 
-def row_map_tunables(op: str, *forward_kernels: Any) -> tuple[Tunable, Tunable]:
-    """`<op>.fwd` of these kernels, and `<op>.bwd`. The kernels: for whole rows, for wider ones, and for teams."""
+def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any, *teams: Any) -> tuple[Tunable, Tunable]:
+    """`<op>.fwd` of these kernels, and `<op>.bwd`. teams: kernels of both for rows held by teams (rows/team.py)."""
 
     def tunable(variant: str, kernels: tuple[Any, ...], tensors: int) -> Tunable:
         return row_tunable(
@@ -286,8 +230,8 @@ def row_map_tunables(op: str, *forward_kernels: Any) -> tuple[Tunable, Tunable]:
             valid=_misfit,
         )
 
-    backward_kernels = _row_map_bwd_kernel, _row_map_bwd_looped_kernel, _row_map_bwd_team_kernel
-    return tunable("fwd", forward_kernels, tensors=1), tunable("bwd", backward_kernels, tensors=2)
+    forward = tunable("fwd", (whole_rows_kernel, looped_kernel, *teams[:1]), tensors=1)
+    return forward, tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel, *teams[1:]), tensors=2)
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
@@ -338,7 +282,7 @@ def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.
         return
     plan = tunable.plan(strided.device, row_key(n_rows, n_cols, strided.itemsize))
     if is_team(plan):
-        launch_team(plan, tunable.kernels[2], tensors, tensors, (stride, n_rows, n_cols), flags)
+        launch_team(plan, tunable.kernels[2], tensors, tensors, (stride, n_rows, n_cols), ())
         return
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
     n_tiles = cdiv(n_rows, rows)

@@ -14,6 +14,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
+from ...runtime.cooperative import collect, publish
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import OperatorFunction
 from ...runtime.sharding import RowsRule
@@ -205,13 +206,58 @@ def _softmax_fwd_team_kernel(
             tl.store(y_ptr + edge, (exp_about(x_edge, top) * scale).to(y_type), mask=edge_mask)
 
 
+@triton.jit(do_not_specialize=["n_rows", "splits"])
+def _softmax_bwd_team_kernel(
+    DY_ptr,
+    Y_ptr,
+    DX_ptr,
+    Words_ptr,
+    DY_row_stride,
+    n_rows,
+    n_cols,
+    splits,
+    VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Rows held by teams; y is contiguous."""
+    wait_for_previous(DEPENDENT)
+    split = tl.program_id(0) % splits
+    positions = tl.arange(0, BLOCK_SIZE)
+    dx_type = DX_ptr.dtype.element_ty
+    for number in tl.range(tl.program_id(0) // splits, n_rows, tl.num_programs(0) // splits):
+        row = tl.cast(number, tl.int64)
+        head, n_body, first, n_part = row_part(row, n_cols, n_cols, split, splits, VECTOR)
+        dense = body_start(row * n_cols, head, VECTOR)
+        y_ptr, dx_ptr = Y_ptr + dense, DX_ptr + dense
+        dy_ptr = DY_ptr + body_start(row * DY_row_stride, head, VECTOR)
+        mask = positions < n_part
+        y = tl.load(y_ptr + (first + positions), mask=mask, other=0.0, eviction_policy="evict_first")
+        dy = tl.load(dy_ptr + (first + positions), mask=mask, other=0.0, eviction_policy="evict_first")
+        dot = tl.sum(y.to(tl.float32) * dy.to(tl.float32))
+        if VECTOR > 1:
+            edge, edge_mask = part_edges(head, n_body, n_cols, split, splits, VECTOR)
+            y_edge = tl.load(y_ptr + edge, mask=edge_mask, other=0.0).to(tl.float32)
+            dy_edge = tl.load(dy_ptr + edge, mask=edge_mask, other=0.0).to(tl.float32)
+            dot += tl.sum(y_edge * dy_edge)
+        publish(Words_ptr + row * LANES + split, dot, dot)
+        dots, _ = collect(Words_ptr + row * LANES, splits, LANES)
+        dot = tl.sum(dots)
+        dx = keep_narrow(y, dot).to(tl.float32) * (keep_narrow(dy, dot).to(tl.float32) - dot)
+        tl.store(dx_ptr + (first + positions), dx.to(dx_type), mask=mask, eviction_policy="evict_first")
+        if VECTOR > 1:
+            tl.store(dx_ptr + edge, (y_edge * (dy_edge - dot)).to(dx_type), mask=edge_mask)
+
+
 def _bwd_reference(dy, y):
     wide = torch.promote_types(y.dtype, torch.float32)
     p, g = y.to(wide), dy.to(wide)
     return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_kernel, _softmax_fwd_team_kernel)
+TEAMS = _softmax_fwd_team_kernel, _softmax_bwd_team_kernel
+FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_kernel, *TEAMS)
 
 
 class SoftmaxFunction(OperatorFunction):
