@@ -166,12 +166,10 @@ def _cross_entropy_fwd_kernel(
         softcap = tl.load(STATS_ptr + 7)
         s_y = softcap * tanh(s_y * (1.0 / softcap))
 
-    m, d, weighted, argmax, x_tail, x_edge = scan_row(
-        X_ptr, BIAS_ptr, W_ptr, block_cols, head, n_body, n_full, n_cols, n_stored, softcap,
-        SMOOTHING, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+    lse, _, weighted, argmax, x_tail, x_edge = scan_row(
+        X_ptr, BIAS_ptr, W_ptr, head, n_body, n_full, n_cols, n_stored, softcap, 1.0,
+        SOFTCAP, SMOOTHING, False, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
     )  # fmt: skip
-    lse = m + tl.log(d)
-
     loss, z, softmax_coef, target_coef, smoothing_term = _row_terms(
         STATS_ptr, W_ptr, y_read, inside, s_y, lse, weighted, n_cols,
         SCALE_IN_BACKWARD, SMOOTHING, Z_LOSS, TOKEN_SCALING,
