@@ -27,7 +27,7 @@ from liger_hw.runtime.cooperative import COOPERATIVE
 ARCHS = ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu")
 OPTIONS = [
     {},
-    {"softcap": 5.0, "lse_square_scale": 1e-2, "return_z_loss": True},
+    {"lse_square_scale": 1e-2, "return_z_loss": True},
     {"use_token_scaling": True, "reduction": "sum"},
     {"reduction": "none"},
 ]
@@ -60,32 +60,29 @@ def _words(s: torch.Tensor, splits: int, vector: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
-    "n_rows, n_cols, block, teams, biased",
-    [(5, 256, 128, 2, False), (9, 331, 128, 2, True), (3, 100, 128, 3, False), (9, 6, 128, 1, True)],
+    "n_rows, n_cols, block, teams",
+    [(5, 256, 128, 2), (9, 331, 128, 2), (3, 100, 128, 3), (9, 6, 128, 1)],
 )
 @pytest.mark.lanes("interpret")
-def test_kernel_of_cross_entropy(lane, n_rows, n_cols, block, teams, biased, options, dtype, seed):
+def test_kernel_of_cross_entropy(lane, n_rows, n_cols, block, teams, options, dtype, seed):
     """Uneven parts and edges of every width, more rows than teams, ignored rows, a target in each edge."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n_rows, n_cols, generator=generator).mul(3).to(dtype)
-    bias = torch.randn(n_cols, generator=generator).to(dtype) if biased else None
     weight = torch.rand(n_cols, generator=generator) + 0.5
     y = torch.randint(n_cols, (n_rows,), generator=generator)
     y[0], y[1], y[-1] = 0, -100, n_cols - 1
     options = Options(**options)
     go = torch.rand(n_rows, generator=generator) if options.reduction == "none" else None
-    scores = x.float() if bias is None else x.float() + bias.float()
-    want = cross_entropy.reference_losses(scores.double(), y, weight.double(), options)
-    want_dx = cross_entropy.reference_gradient(scores.double(), y, weight.double(), options, go)
+    want = cross_entropy.reference_losses(x.double(), y, weight.double(), options)
+    want_dx = cross_entropy.reference_gradient(x.double(), y, weight.double(), options, go)
     vector = row_vector(x, x)
     splits = max(1, -(-(n_cols // vector * vector) // block))
-    s = scores if not options.softcap else options.softcap * torch.tanh(scores / options.softcap)
-    before = _words(s, splits, vector)
+    before = _words(x.float(), splits, vector)
     stats = rows.launch_stats("test", y, weight, n_cols, options, x.device)
     words, dx, out = before.clone(), torch.full_like(x, torch.nan), torch.full((2, n_rows), torch.nan)
     rows._cross_entropy_team_kernel[(teams * splits,)](
-        *(x, y, weight, bias, stats, go, out[0], out[1], dx, words, n_cols, n_cols, n_rows, n_cols, -100, splits),
-        *(False, options.lse_square_scale != 0, options.softcap != 0, options.use_token_scaling),
+        *(x, y, weight, stats, go, out[0], out[1], dx, words, n_cols, n_cols, n_rows, n_cols, -100, splits),
+        *(False, options.lse_square_scale != 0, options.use_token_scaling),
         *(vector, before.shape[1], block),
     )
     counted = y != -100
@@ -140,17 +137,15 @@ def test_which_rows_are_shared(columns):
 
 @pytest.mark.cpu
 def test_what_a_team_does_not_compute():
-    """A loss alone, label smoothing and the largest logit are for sweeps."""
+    """A loss alone, label smoothing, a softcap, a bias and the largest logit are for sweeps."""
     target, key = known_target("sm90"), row_key(8192, 131072, 2)
-    for options, grad in (
-        (Options(), False),
-        (Options(label_smoothing=0.1), True),
-        (Options(return_token_accuracy=True), True),
-    ):
-        swept = (*key, *rows.how_rows(options, grad))
+    for options in ({"label_smoothing": 0.1}, {"return_token_accuracy": True}, {"softcap": 30.0}, None):
+        how = rows.how_rows(Options(**options or {}), options is not None)
+        swept = (*key, *how)
         assert not cross_entropy.FWD.heuristic(target, swept).vendor
         assert "a team" in cross_entropy.FWD.illegal(target, swept, cross_entropy.FWD.heuristic(target, key))
-    assert rows.how_rows(Options(softcap=30.0, lse_square_scale=1e-4), True) == ()
+    assert rows.how_rows(Options(), True, torch.zeros(1)) == (rows.SWEPT,)
+    assert rows.how_rows(Options(lse_square_scale=1e-4, use_token_scaling=True), True) == ()
 
 
 @pytest.mark.interpret

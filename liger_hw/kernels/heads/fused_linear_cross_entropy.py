@@ -109,7 +109,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device)
     grads = HeadGradients(x, weight, call.needs, chunks, target)
-    plan = FWD.plan(x.device, (*columns_key(vocab, itemsize), *how_rows(options, any(call.needs))))
+    plan = FWD.plan(x.device, (*columns_key(vocab, itemsize), *how_rows(options, any(call.needs), bias)))
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order):
         launch_rows(
             *(plan, logits, target, ce_weight, stats, options, rows, logits if any(call.needs) else None),

@@ -13,7 +13,7 @@ import torch
 
 from ... import env, registry
 from ...registry import Key, LaunchConfig, Target, Tunable
-from ...runtime.cooperative import COOPERATIVE
+from ...runtime.cooperative import COOPERATIVE, publish
 from ...runtime.operator import is_interpreted, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
@@ -195,26 +195,6 @@ def _cross_entropy_fwd_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _part_scores(x, BIAS_ptr, cols, mask, softcap):
-    """A part x of a row with its bias, through the softcap, in fp32. Outside `mask`, where x is -inf, -inf."""
-    s = x.to(tl.float32)
-    if BIAS_ptr is not None:
-        s += tl.load(BIAS_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    if softcap is not None:
-        s = tl.where(mask, softcap * tanh(s * (1.0 / softcap)), float("-inf"))
-    return s
-
-
-@triton.jit
-def _score_gradient(s, softcap, lse, softmax_coef, target_coef):
-    """The gradient of scores s before the softcap; target_coef: 0 but for the target's."""
-    g = softmax_coef * exp_about(s, lse) - target_coef
-    if softcap is not None:
-        g *= 1.0 - s * s * (1.0 / (softcap * softcap))
-    return g
-
-
 @triton.jit(
     do_not_specialize=["n_rows", "ignore_index", "splits"],
     do_not_specialize_on_alignment=["Y_ptr", "GO_ptr", "LOSS_ptr", "Z_ptr"],
@@ -223,7 +203,6 @@ def _cross_entropy_team_kernel(
     X_ptr,
     Y_ptr,
     W_ptr,
-    BIAS_ptr,
     STATS_ptr,
     GO_ptr,
     LOSS_ptr,
@@ -238,7 +217,6 @@ def _cross_entropy_team_kernel(
     splits,
     SCALE_IN_BACKWARD: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     TOKEN_SCALING: tl.constexpr,
     VECTOR: tl.constexpr,
     LANES: tl.constexpr,
@@ -251,9 +229,6 @@ def _cross_entropy_team_kernel(
     split = tl.program_id(0) % splits
     positions = tl.arange(0, BLOCK_SIZE)
     dx_type = DX_ptr.dtype.element_ty
-    softcap = None
-    if SOFTCAP:
-        softcap = tl.load(STATS_ptr + 7)
     for number in tl.range(tl.program_id(0) // splits, n_rows, tl.num_programs(0) // splits):
         row = tl.cast(number, tl.int64)
         head, n_body, first, n_part = row_part(row, X_row_stride, n_cols, split, splits, VECTOR)
@@ -264,6 +239,8 @@ def _cross_entropy_team_kernel(
             edge, edge_mask = part_edges(head, n_body, n_cols, split, splits, VECTOR)
         y = tl.load(Y_ptr + row)
         if y == ignore_index:
+            # A word all the same: a target that changes meanwhile gives a wrong row, but nobody waits for ever.
+            publish(Words_ptr + row * LANES + split, 0.0, 0.0)
             loss = 0.0
             z = 0.0
             tl.store(dx_ptr + (first + positions), tl.zeros([BLOCK_SIZE], dtype=dx_type), mask=mask)
@@ -275,16 +252,10 @@ def _cross_entropy_team_kernel(
             y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
             y_at = y_read.to(tl.int32) - head
             s_y = tl.load(x_ptr + y_at).to(tl.float32)
-            if BIAS_ptr is not None:
-                s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
-            if SOFTCAP:
-                s_y = softcap * tanh(s_y * (1.0 / softcap))
-            s = _part_scores(x, BIAS_ptr, head + first + positions, mask, softcap)
-            s_edge = None
+            x_edge = None
             if VECTOR > 1:
-                x_edge = tl.load(x_ptr + edge, mask=edge_mask, other=float("-inf"))
-                s_edge = _part_scores(x_edge, BIAS_ptr, head + edge, edge_mask, softcap)
-            m, d = max_and_sum(s, s_edge, s_y, Words_ptr + row * LANES, split, splits, LANES)
+                x_edge = tl.load(x_ptr + edge, mask=edge_mask, other=float("-inf")).to(tl.float32)
+            m, d = max_and_sum(x.to(tl.float32), x_edge, s_y, Words_ptr + row * LANES, split, splits, LANES)
             lse = m + tl.log(d)
             loss, z, softmax_coef, target_coef, _ = _row_terms(
                 STATS_ptr, W_ptr, y_read, inside, s_y, lse, 0.0, n_cols,
@@ -294,17 +265,15 @@ def _cross_entropy_team_kernel(
                 go = tl.load(GO_ptr + row).to(tl.float32)
                 softmax_coef *= go
                 target_coef *= go
-            s = _part_scores(keep_narrow(x, lse), BIAS_ptr, head + first + positions, mask, softcap)
-            g = _score_gradient(s, softcap, lse, softmax_coef, 0.0)
+            g = softmax_coef * exp_about(keep_narrow(x, lse).to(tl.float32), lse)
             tl.store(dx_ptr + (first + positions), g.to(dx_type), mask=mask, eviction_policy="evict_first")
             if VECTOR > 1:
-                g = _score_gradient(s_edge, softcap, lse, softmax_coef, 0.0)
-                tl.store(dx_ptr + edge, g.to(dx_type), mask=edge_mask)
+                tl.store(dx_ptr + edge, (softmax_coef * exp_about(x_edge, lse)).to(dx_type), mask=edge_mask)
             # The target's element again: comparing every column with y would take as long as its exponential.
             tl.debug_barrier()
             in_part = tl.where((y_at >= 0) & (y_at < n_body), y_at - first < n_part, split == splits - 1)
             if in_part & ((y_at >= first) | (y_at < 0)):
-                g_y = _score_gradient(s_y, softcap, lse, softmax_coef, target_coef)
+                g_y = softmax_coef * exp_about(s_y, lse) - target_coef
                 tl.store(dx_ptr + y_at, g_y.to(dx_type))
         if split == 0:
             if LOSS_ptr is not None:
@@ -314,14 +283,16 @@ def _cross_entropy_team_kernel(
 
 
 LOSS_ALONE, SWEPT = 1, 2
-"""How rows are worked on where no team may hold them: read once, or swept for what a team does not exchange."""
+"""How rows are worked on where no team may hold them: read once, or swept for what a team does not compute. Its
+registers are full: a bias or a softcap would spill."""
 
 
-def how_rows(options: Options, grad: bool) -> Key:
+def how_rows(options: Options, grad: bool, bias: torch.Tensor | None = None) -> Key:
     """The last part of the key of `rows_tunable`: nothing where a team may hold the rows."""
     if not grad:
         return (LOSS_ALONE,)
-    return (SWEPT,) if options.label_smoothing or options.seeks_top else ()
+    swept = options.label_smoothing or options.softcap or options.seeks_top or bias is not None
+    return (SWEPT,) if swept else ()
 
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS) -> Tunable:
@@ -339,7 +310,7 @@ def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS) -> Tunable:
 
     def valid(config: LaunchConfig, key: Key) -> str | None:
         if key[plain:] and COOPERATIVE in config.vendor:
-            return "a team has the sums of a gradient without label smoothing and argmax only"
+            return "a team computes a gradient, and no label smoothing, softcap, bias or largest logit"
         return team_misfit(config, key)
 
     return Tunable(
@@ -395,10 +366,9 @@ def launch_rows(
         target, row_grads = target[row_start:], None if row_grads is None else row_grads[row_start:]
     results = results.rows_from(row_start)
     if is_team(plan):
-        tensors = x, target, weight, bias, stats, row_grads, results.loss, results.z_loss, dx
+        tensors = x, target, weight, stats, row_grads, results.loss, results.z_loss, dx
         numbers = x.stride(0), dx.stride(0), n_rows, n_cols, options.ignore_index
-        z_loss, softcap = options.lse_square_scale != 0.0, options.softcap != 0.0
-        flags = options.scales_in_backward(x.dtype), z_loss, softcap, options.use_token_scaling
+        flags = options.scales_in_backward(x.dtype), options.lse_square_scale != 0.0, options.use_token_scaling
         launch_team(plan, _cross_entropy_team_kernel, (x, dx), tensors, numbers, flags)
         return
     args = (

@@ -264,23 +264,9 @@ def scan_row(
             better = (top_edge > top_row) | ((top_edge == top_row) & (first < argmax))
             argmax = tl.where(better, first, argmax)
         m, d, moment, total, _ = _scan_tile(
-            x_edge,
-            edge,
-            n_cols - head,
-            W_ptr,
-            softcap,
-            scale,
-            m,
-            d,
-            moment,
-            total,
-            0.0,
-            SOFTCAP,
-            TOTAL,
-            ENTROPY,
-            False,
-            True,
-        )
+            x_edge, edge, n_cols - head, W_ptr, softcap, scale, m, d, moment, total, 0.0,
+            SOFTCAP, TOTAL, ENTROPY, False, True,
+        )  # fmt: skip
     entropy = tl.log(d) - moment / d * 0.6931471805599453  # ln(2)
     return m * inv_temperature + tl.log(d), entropy, total, argmax + head, tl.reshape(x, [BLOCK_SIZE]), x_edge
 
