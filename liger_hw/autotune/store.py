@@ -165,7 +165,7 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
     """Add lines to the user cache's table of a device; False, and one warning, if that is impossible."""
     path = file_of(target)
     if path is None:
-        warn_once("no home", "no home directory to keep the cache in; set LIGER_HW_CACHE_DIR to a folder")
+        warn_once("no home", unwritable())
         return False
     new = [tables.to_record(name, entry) for name, entry in lines]
     try:

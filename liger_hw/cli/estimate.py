@@ -14,7 +14,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ..backends import known_target
-from ..recompute.estimate import GPUS, Estimate
+from ..recompute.estimate import GPUS, LORA_SHARE, Estimate, trains_in_fp32
 from ..recompute.planner import ENGINES
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.engine and arguments.gpus == 1:
         raise UsageError(f"estimate: --engine {arguments.engine} shards over several GPUs; add --gpus N")
+    arguments.engine = arguments.engine or "fsdp2"
     with user_errors("estimate"):
         model = models.find(arguments.model)
         model = replace(model, layers=arguments.layers or model.layers)
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             known_target(arguments.gpu).bandwidth,
             lora=arguments.lora,
             gpus=arguments.gpus,
-            engine=arguments.engine or "fsdp2",
+            engine=arguments.engine,
         )
     unknown = _unknown(arguments, model)
     if arguments.json:
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             json_text({"model": model.name, "estimates": [asdict(row) for row in rows], "unknown": unknown}, indent=2)
         )
         return 0
-    gpus = f"{arguments.gpus} x {arguments.gpu}, {arguments.engine or 'fsdp2'}" if arguments.gpus > 1 else arguments.gpu
+    gpus = f"{arguments.gpus} x {arguments.gpu}, {arguments.engine}" if arguments.gpus > 1 else arguments.gpu
     print(f"{model.name}, {model.layers} layers, batch {arguments.batch} x {arguments.seq}, bf16, AdamW, {gpus}")
     print(_table(rows))
     if crowded := [row.arm.removeprefix("+ ") for row in rows if row.peak > GPUS[arguments.gpu][1] << 30]:
@@ -92,10 +93,10 @@ def _too_large(arguments: argparse.Namespace, model: "Model", arms: list[str]) -
     plan = f"plan --model {arguments.model} --batch {arguments.batch} --seq {arguments.seq} --memory {room - 2}GiB"
     plan += f" --layers {arguments.layers}" if arguments.layers else ""
     if arguments.gpus > 1:
-        plan += f" --shards {arguments.gpus} --engine {arguments.engine or 'fsdp2'}"
-        in_fp32 = not arguments.lora and (arguments.engine or "fsdp2") == "fsdp2"
-        plan += " --dtype float32 --autocast bfloat16" if in_fp32 else ""
-    plan += " --trainable 0.01" if arguments.lora else ""
+        plan += f" --shards {arguments.gpus} --engine {arguments.engine}"
+    if trains_in_fp32(arguments.gpus, arguments.engine, arguments.lora):
+        plan += " --dtype float32 --autocast bfloat16"
+    plan += f" --trainable {LORA_SHARE}" if arguments.lora else ""
     return f"{too_large} `liger-hw {plan}` looks for levels that fit."
 
 
@@ -116,6 +117,6 @@ def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
         notes.append("how tokens spread over experts: Mixtral-8x7B's speed, evenly routed, stands for all")
     if arguments.gpus > 1:
         notes.append("a link other than NVLink" + ", and more GPUs than the four timed" * (arguments.gpus > 4))
-    if (arguments.engine or "").startswith(("zero1", "zero2")):
+    if arguments.engine in ("zero1", "zero2"):
         notes.append(f"{arguments.engine}, which was not measured: its memory is counted by DeepSpeed's code")
     return notes

@@ -92,9 +92,8 @@ def estimates(
     Raises `ValueError` for what the planner does not model.
     """
     flops, rate = tflops * 1e12 * GEMM_SHARE, bandwidth * 1e9 * COPY_SHARE
-    in_fp32 = gpus > 1 and engine == "fsdp2" and not lora  # accelerate has what trains so
     assumptions = Assumptions(
-        4 if in_fp32 else 2,
+        4 if trains_in_fp32(gpus, engine, lora) else 2,
         trainable=LORA_SHARE if lora else 1.0,
         shards=gpus,
         engine=engine,
@@ -113,6 +112,11 @@ def estimates(
         seconds = (planner.step_time(levels) + slower) / flops + moved / rate
         rows.append(Estimate(arm.name, planner.tokens / seconds, int(peak)))
     return rows
+
+
+def trains_in_fp32(gpus: int, engine: str, lora: bool) -> bool:
+    """Whether parameters are in fp32 under bf16 autocast, as accelerate has what trains under FSDP2."""
+    return gpus > 1 and engine == "fsdp2" and not lora
 
 
 def _planner(arm: Arm, model: "Model", batch: int, seq: int, assumptions: Assumptions) -> Planner:

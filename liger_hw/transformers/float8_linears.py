@@ -93,7 +93,7 @@ class Float8Linear(nn.Linear):
             )
         is_proxy, rows = isinstance(input, torch.fx.Proxy), None
         state = () if is_proxy else self._state()
-        if is_proxy or is_traced() or input.dtype is torch.float64 or not input.numel() or input.device.type == "meta":
+        if is_proxy or _is_left_to_torch(input):
             return nn.functional.linear(input, weight if settings.kept is None else self._widened(), self.bias)
         if settings.shared is not None and not torch.compiler.is_compiling():
             rows = settings.shared.rows(input, settings)
@@ -103,9 +103,9 @@ class Float8Linear(nn.Linear):
         """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         settings, weight = self.float8, self.weight
-        if any(hooks) or act not in GATES or not settings.recipe.rowwise or too_wide(a) or a.device.type == "meta":
+        if any(hooks) or act not in GATES or not settings.recipe.rowwise or too_wide(a):
             return None
-        if is_dtensor(weight) or is_dtensor(a) or is_traced() or a.dtype is torch.float64 or not a.numel():
+        if is_dtensor(weight) or is_dtensor(a) or _is_left_to_torch(a):
             return None
         return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *self._state())
 
@@ -197,7 +197,7 @@ class Float8Report:
 
     def overflow(self) -> dict[str, str]:
         """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the last forward
-        and backward of each linear; empty where none had. Finite numbers never overflow: scales are the tensor's own.
+        and backward of each linear; empty where none had. Quantising finite numbers never overflows.
 
         Quantising knows it already, so that training does nothing for it. It waits for the device. What torch.compile
         traced is not seen.
@@ -285,6 +285,11 @@ def float8(
             module.keep()
             report.linears[path] += ", kept"
     return report
+
+
+def _is_left_to_torch(x: torch.Tensor) -> bool:
+    """Whether an input is not multiplied in FP8: traced, in fp64, empty, or on the meta device."""
+    return is_traced() or x.dtype is torch.float64 or not x.numel() or x.device.type == "meta"
 
 
 def _reads_weight(model: nn.Module, path: str) -> bool:
