@@ -4,8 +4,8 @@
 
 One arm is one torchrun of this file: Llama-3-8B or Qwen3-30B-A3B (--config; as many layers as --layers says) with
 random weights and tokens, trained by Hugging Face's Trainer in bf16 with fused AdamW, sharded over all GPUs by FSDP2 or
-ZeRO-3 (needs deepspeed; arm `liger` needs liger-kernel). Speed and peak memory are measured over the steps after a
-warm-up. An arm that runs out of memory says so. `--config tiny --device cpu` tries the script without a GPU.
+ZeRO-1, 2 or 3 (need deepspeed; arm `liger` needs liger-kernel). Speed and peak memory are measured over the steps after
+a warm-up. An arm that runs out of memory says so. `--config tiny --device cpu` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-ZERO3 = {
-    "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+ZERO = {
+    "zero_optimization": {"overlap_comm": True, "contiguous_gradients": True},
     "zero_allow_untested_optimizer": True,
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -87,7 +87,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", choices=ARMS, help="inside torchrun: the one arm that this process trains")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--engine", default="fsdp2", help="fsdp2, zero3 or both, with a comma")
+    parser.add_argument("--engine", default="fsdp2", help="of fsdp2, zero1, zero2 and zero3, with commas")
     parser.add_argument("--config", choices=tuple(CONFIGS), default="llama3_8b")
     parser.add_argument("--gpus", type=int, help="processes; default: the GPUs of this machine")
     parser.add_argument("--device", default="cuda")
@@ -173,8 +173,11 @@ def train(options: argparse.Namespace) -> None:
                 self.seconds = time.perf_counter() - self.started
 
     model = make_model(options)
-    engine: dict[str, Any] = {"deepspeed": {**ZERO3, "bf16": {"enabled": on_gpu}}}
-    if options.engine == "fsdp2":
+    engine: dict[str, Any]
+    if options.engine.startswith("zero"):
+        stage = {**ZERO["zero_optimization"], "stage": int(options.engine[-1])}
+        engine = {"deepspeed": {**ZERO, "zero_optimization": stage, "bf16": {"enabled": on_gpu}}}
+    else:
         engine = {
             "fsdp": "full_shard auto_wrap",
             "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": [type(model.model.layers[0]).__name__]},
