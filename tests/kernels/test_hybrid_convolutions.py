@@ -21,15 +21,15 @@ def test_no_epsilon(lane, seed):
 
 
 @pytest.mark.daily("interpret", taps=("3",))
+@pytest.mark.parametrize("token", [9, 16])
 @pytest.mark.parametrize("taps", [1, 3])
 @pytest.mark.parametrize("name", SIZES)
-def test_inf_reaches_as_many_tokens_as_there_are_taps(lane, name, taps, seed):
-    """In the middle of a run of tokens: the run before counts its first three as zero times themselves, so that a
-    weight's gradient, which is infinite in any case, may be NaN there."""
+def test_inf_reaches_as_many_tokens_as_there_are_taps(lane, name, taps, token, seed):
+    """In the middle of a run of tokens, and in the first of one, which the run before reads too."""
     op = registry.get_op(name)
     sample = make(op, SIZES[name], torch.float32, lane.device, seed, {"taps": taps})
     with torch.no_grad():
-        sample.args[0][0, 9, 3] = torch.inf
+        sample.args[0][0, token, 3] = torch.inf
     result = run(op.function, sample, seed)
     for got, exact in zip(result.bits(), oracle(op, sample, result.incoming).bits()):
         torch.testing.assert_close(got.double(), exact.double(), rtol=1e-4, atol=1e-4, equal_nan=True)

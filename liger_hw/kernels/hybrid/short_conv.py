@@ -130,12 +130,12 @@ def _short_conv_bwd_kernel(
         u1_, u2_ = within(u1, i0, i1, Idx_ptr, 1, TAPS), within(u2, i0, i2, Idx_ptr, 2, TAPS)
         u3_ = within(u3, i0, i3, Idx_ptr, 3, TAPS)
         dc = dy * (w0 * u0 + w1 * u1_ + w2 * u2_ + w3 * u3_)
-        is_counted = step < BLOCK_L
+        is_counted = step < BLOCK_L  # selects products: the next run's tokens may be infinite
         at = DBCX_ptr + (row + t)[:, None] * (3 * n_cols) + n_cols + cols[None, :]
         tl.store(at, dc.to(DBCX_ptr.dtype.element_ty), mask=(t < n_tokens)[:, None] & col_mask[None, :] & is_counted)
         d0 = dy * c.to(tl.float32)
-        counted = tl.where(is_counted, d0, 0.0)
-        dw0, dw1, dw2, dw3 = dw0 + counted * u0, dw1 + counted * u1_, dw2 + counted * u2_, dw3 + counted * u3_
+        dw0, dw1 = dw0 + tl.where(is_counted, d0 * u0, 0.0), dw1 + tl.where(is_counted, d0 * u1_, 0.0)
+        dw2, dw3 = dw2 + tl.where(is_counted, d0 * u2_, 0.0), dw3 + tl.where(is_counted, d0 * u3_, 0.0)
         du = w0 * d3 + w1 * within(d2, i3, i2, Idx_ptr, 1, TAPS)
         du += w2 * within(d1, i3, i1, Idx_ptr, 2, TAPS) + w3 * within(d0, i3, i0, Idx_ptr, 3, TAPS)
         done = (t - 3 < n_tokens)[:, None] & col_mask[None, :] & (step >= 3)
