@@ -3,7 +3,7 @@ the same.
 
     python benchmarks/float8.py --ops --out ops.json              each operator against a copy of as many bytes
     python benchmarks/float8.py --step --out step.json            kernels of a step of Llama-3-8B (--layers) in FP8
-    python benchmarks/float8.py --convergence --out curves.json   1,000 steps of 87M parameters, three seeds
+    python benchmarks/float8.py --convergence --out curves.json   1,000 steps of 125M parameters, three seeds
 
 --convergence trains a model on Python's own standard library, byte by byte, in bf16 and in FP8 from the same weights on
 the same batches, for each seed, all runs at the same time in processes of their own. The last twentieth of the text is
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="of the step")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=("bf16", "rowwise"))
-    parser.add_argument("--hidden", type=int, default=768, help="smaller width, for a quick try")
+    parser.add_argument("--hidden", type=int, default=1024, help="smaller width, for a quick try")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out")
@@ -215,8 +215,8 @@ def _curve(arm: str, seed: int, options: argparse.Namespace) -> Iterator[dict[st
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        num_hidden_layers=12 if hidden > 256 else 2,
+        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=10 if hidden > 256 else 2,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64,
         max_position_embeddings=512,
