@@ -1,6 +1,7 @@
 """fused_linear_log_probs and log_probs on one GPU: time, memory, error and batch invariance.
 
     python benchmarks/head_log_probs.py --out head-log-probs-h200.json [--tokens 8192] [--hidden 4096] [--vocab 151936]
+    python benchmarks/head_log_probs.py --out trl-head-h200.json --trl      TRL's own head, and ours in its place
 
 Forward and backward through log-probabilities and entropy, against the head's three products; log-probabilities and
 entropy of given logits, against a copy of half of them, which moves as many bytes as one read. Everything in turn, as
@@ -18,6 +19,8 @@ from typing import Any, Callable
 import torch
 from head_options import Head, compare
 
+from liger_hw.backends import with_index
+from liger_hw.bench import report
 from liger_hw.bench.timing import Meter
 from liger_hw.transformers.functional import liger_fused_linear_log_probs, liger_log_probs
 
@@ -34,6 +37,38 @@ def steps(head: Head, **options: Any) -> Callable[[], None]:
         torch.autograd.backward(found[:2], slopes)
 
     return run
+
+
+def trl_arms(head: Head) -> dict[str, tuple[Callable[[], Any], str]]:
+    """TRL's function of the head and ours, with the arguments of its trainers, for what they ask."""
+    import trl
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as words
+
+    from liger_hw.trl import log_probs
+
+    heads = {f"TRL {trl.__version__}": ChunkedLogProbFunction.apply, "liger_hw": log_probs}
+
+    def arm(function: Callable[..., Any], outputs: tuple[str, ...], temperature: float) -> Callable[[], None]:
+        slopes = torch.randn(len(head.target), device=head.x.device)
+
+        def run() -> None:
+            head.x.grad = head.weight.grad = None
+            results = function(head.x, head.weight, None, head.target, temperature, words, None, 1.0, outputs)
+            used = [result for result in results[:2] if result is not None]
+            torch.autograd.backward(used, [slopes] * len(used))
+
+        return run
+
+    two = ("log_probs", "entropy")
+    cases = {"log_probs": (two[:1], 1.0), "log_probs, entropy": (two, 1.0), "log_probs, entropy, T=0.7": (two, 0.7)}
+    cases["DPO's four"] = (*two, "mean_logits", "is_top1"), 1.0
+    cases["all five"] = (*two, "log_sum_sq_probs", "mean_logits", "is_top1"), 1.0
+    arms: dict[str, tuple[Callable[[], Any], str]] = {"three products": (head.products(len(head.target)), "")}
+    for case, (outputs, temperature) in cases.items():
+        for name, function in heads.items():
+            arms[f"{name}: {case}"] = arm(function, outputs, temperature), "three products"
+    return arms
 
 
 def scored(head: Head, **options: Any) -> Callable[[], Any]:
@@ -75,11 +110,17 @@ def main() -> int:
     for name, default in (("tokens", 8192), ("hidden", 4096), ("vocab", 151936), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--trl", action="store_true", help="only TRL's head and liger_hw.trl's")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     meter = Meter(options.device)
     head = Head(options.tokens, options.hidden, options.vocab, options.device, dtype)
+    found: dict[str, Any] = {"options": vars(options), "machine": report.machine(with_index(options.device))}
+    if options.trl:
+        found["runs"] = compare(trl_arms(head), head, options.repeats, meter)
+        Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+        return 0
     logits = torch.randn(options.tokens, options.vocab, device=options.device).to(dtype)
     floor, forward, copy = "three products", "one product", "copy of half the logits"
     arms: dict[str, tuple[Callable[[], Any], str]] = {
@@ -95,8 +136,6 @@ def main() -> int:
         "of logits": (lambda: liger_log_probs(logits, head.target), copy),
         "of logits, with entropy": (lambda: liger_log_probs(logits, head.target, **BOTH), copy),
     }
-    found: dict[str, Any] = {"options": vars(options), "torch": torch.__version__}
-    found["device"] = "cpu" if options.device == "cpu" else torch.cuda.get_device_name()
     found["runs"] = compare(arms, head, options.repeats, meter)
     found["differ"] = {str(invariant): rows_that_differ(head, invariant) for invariant in (True, False)}
     found["errors"] = errors(head)
