@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -136,7 +137,7 @@ def main() -> int:
     device = with_index(options.device)
     checked = "its check of kernels lifted" if options.any_kernels else "as it is"
     versions = {"transformers": f"{transformers.__version__}, {checked}", "kernels": kernels.__version__}
-    results = {"machine": report.machine(device), "versions": versions, "rows": []}
+    results = {"machine": report.machine(device, os.environ.get("LIGER_COMMIT")), "versions": versions, "rows": []}
     for family, dtype, how in ROUTES:
         if device.type == "cpu" and how == "KernelConfig by hand":
             continue  # transformers refuses it

@@ -1,4 +1,4 @@
-"""Triton kernels for training language models, the same on NVIDIA, AMD and Intel GPUs.
+"""Triton kernels for training language models: measured on NVIDIA, compiled and interpreted for AMD and Intel GPUs.
 
     import liger_hw
 

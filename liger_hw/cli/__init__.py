@@ -233,7 +233,7 @@ def _top_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="liger-hw",
         usage="liger-hw [--version] COMMAND [options]",
-        description="Triton kernels for training language models on NVIDIA, AMD and Intel GPUs.",
+        description="Triton kernels for training language models: measured on NVIDIA, compiled for AMD and Intel.",
         epilog="commands:\n" + "\n".join(lines) + "\n\n`liger-hw COMMAND --help` shows a command's options.",
         formatter_class=_Help,
     )

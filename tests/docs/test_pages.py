@@ -143,6 +143,18 @@ def test_a_page_says_first_whom_it_is_for(page):
     assert page.read_text().split("\n\n")[1].startswith("For ")
 
 
+def test_every_record_that_a_page_names_is_there():
+    """Records of runs, and the tables of a device, both named after it."""
+    there = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    there |= {path.name for path in ROOT.glob("liger_hw/backends/*/configs/*.json")}
+    there |= {name.removesuffix(".gz") for name in there}
+    names = re.compile(r"(?<![\w*<>-])[\w.-]+-(?:h200|h100|cpu|cuda)\.jsonl?")
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    named = {name: page.name for page in pages for name in names.findall(page.read_text())}
+    assert len(named) > 30
+    assert {name: page for name, page in named.items() if name not in there} == {}
+
+
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 200 and len(text.split()) <= 1200
