@@ -63,6 +63,18 @@ KNOWN = {  # public id -> facts, which need no file and no network; the short na
         softcap=True,
         positions=8192,
     ),
+    "mistralai/Mixtral-8x7B-v0.1": Model(
+        "mixtral-8x7b", 4096, 14336, 32, 8, 128, 32000, positions=32768, experts=8, top_k=2
+    ),
+    "Qwen/Qwen3-30B-A3B": Model(
+        *("qwen3-30b-a3b", 2048, 6144, 32, 4, 128, 151936),
+        qk_norm=True,
+        layers=48,
+        positions=40960,
+        experts=128,
+        top_k=8,
+        expert_width=768,
+    ),
     "meta-llama/Llama-3.2-1B": Model(
         "llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256, layers=16, tied=True, positions=131072
     ),
@@ -104,13 +116,10 @@ def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
 
 def find(name: str) -> Model:
     """A model by known name, `config.json` path or Hugging Face id. Raises `ValueError` that says what was tried."""
-    for public, model in KNOWN.items():
-        if name.lower() in (public.lower(), public.split("/")[1].lower(), model.name):
-            return model
+    if (model := _known(name)) is not None:
+        return model
     check_name(name)
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
+    path = _config_path(name)
     if path.exists():
         return from_config(read_config(path), path.parent.name or name)
     if path != Path(name) or name.endswith(".json") or name.startswith((".", "/", "~")):
@@ -128,6 +137,47 @@ def find(name: str) -> Model:
         otherwise = f"{hint} the path of a config.json, or one of {known}, known without a download"
         raise ValueError(f"{name!r} is no file, and as a Hugging Face id: {why}; {otherwise}") from None
     return from_config(config, name)
+
+
+def _known(name: str) -> Model | None:
+    """The model of `KNOWN` by its id, with or without the owner, or its short name, hyphens or not."""
+    plain = name.lower().replace("-", "")
+    for public, model in KNOWN.items():
+        if plain in (one.lower().replace("-", "") for one in (public, public.split("/")[1], model.name)):
+            return model
+    return None
+
+
+def _config_path(name: str) -> Path:
+    path = Path(name)
+    return path / "config.json" if path.is_dir() else path
+
+
+def find_and_count(name: str) -> tuple[Model, int | None]:
+    """A model as `find` has it, and the parameters of the causal language model that transformers makes of its config.
+
+    Of a multimodal config it is the text part's. None for a name of `KNOWN`, without transformers, and for a family
+    that it does not know. Raises `ValueError` for a config of another kind of model. Takes no memory.
+    """
+    model = find(name)
+    if _known(name) is not None:
+        return model, None
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        path = _config_path(name)
+        config = AutoConfig.from_pretrained(path) if path.exists() else published(name)
+        config = config.get_text_config()
+    except Exception:  # transformers raises many kinds; what is wrong with the name, `find` has said
+        return model, None
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    except Exception as error:
+        reason = first_line(error)
+        raise ValueError(f"{name}: transformers makes no causal language model of it ({reason})") from None
+    return from_config(config.to_dict(), model.name), count  # with the family's defaults
 
 
 def check_name(name: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..backends import known_target
 from ..recompute.estimate import GPUS, LORA_SHARE, Estimate, trains_in_fp32
-from ..recompute.planner import ENGINES
+from ..recompute.planner import ENGINES, model_named
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
 from .arguments import A_MODEL, positive, tokens
@@ -42,14 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict, replace
 
-    from ..autotune import models
     from ..recompute.estimate import estimates
 
     if arguments.engine and arguments.gpus == 1:
         raise UsageError(f"estimate: --engine {arguments.engine} shards over several GPUs; add --gpus N")
     arguments.engine = arguments.engine or "fsdp2"
     with user_errors("estimate"):
-        model = models.find(arguments.model)
+        model = model_named(arguments.model)
         model = replace(model, layers=arguments.layers or model.layers)
         rows = estimates(
             model,
@@ -88,8 +87,6 @@ def _table(rows: list[Estimate]) -> str:
 def _too_large(arguments: argparse.Namespace, model: "Model", arms: list[str]) -> str:
     room = GPUS[arguments.gpu][1]
     too_large = f"More than {arguments.gpu}'s {room} GiB: {', '.join(arms)}."
-    if model.experts:  # which `plan` refuses
-        return too_large
     plan = f"plan --model {arguments.model} --batch {arguments.batch} --seq {arguments.seq} --memory {room - 2}GiB"
     plan += f" --layers {arguments.layers}" if arguments.layers else ""
     if arguments.gpus > 1:

@@ -15,6 +15,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
+from ..recompute.estimate import LORA_SHARE
 from ..text import fold, json_text, table
 from . import user_errors
 from .arguments import A_MODEL, dtype_name, positive, share, tokens
@@ -42,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=positive, default=1, help="devices that share the model's state (default 1)")
     add("--engine", help="what shares it: fsdp2 (default), zero1, zero2, zero3")
     add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)")
+    lora = f"the same as --trainable {LORA_SHARE}"
+    add("--lora", action="store_const", const=LORA_SHARE, dest="trainable", help=lora)
     gpus = "devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)"
     add("--gpus", type=positive, default=1, help=gpus)
     add("--float8", action="store_true", help="linears multiply in FP8 (liger_hw.float8)")
@@ -90,12 +93,11 @@ def _host(arguments: argparse.Namespace) -> float:
 def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host: float) -> "Planner":
     from dataclasses import replace
 
-    from ..autotune import models
-    from ..recompute.planner import Assumptions, Planner, longest
+    from ..recompute.planner import Assumptions, Planner, longest, model_named
 
     if arguments.engine and (arguments.shards == 1 or arguments.gpus > 1):
         raise ValueError(f"--engine {arguments.engine} divides the state over --shards N devices; --gpus is FSDP2's")
-    model = models.find(arguments.model)
+    model = model_named(arguments.model)
     model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
     size = {"float32": 4, "bfloat16": 2, "float16": 2}
     assumptions = Assumptions(
@@ -115,7 +117,7 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
     if arguments.seq != MAX:
         return planner_at(arguments.seq)
     if len(budgets) != 1:
-        raise ValueError("--seq max takes one --memory; there is no device here whose memory to take")
+        raise ValueError("--seq max takes one --memory, such as 139GiB for an H200; without it, this device's is taken")
     return longest(planner_at, budgets[0][1], host)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .levels import DEFAULT, level_of_each
-from .planner import BANDWIDTH, GEMM_RATE, Assumptions, Planner
+from .planner import BANDWIDTH, EXPERTS, GEMM_RATE, Assumptions, Planner
 
 if TYPE_CHECKING:
     from ..autotune.models import Model
@@ -48,7 +48,7 @@ class Arm:
 ARMS = (
     Arm("Hugging Face", 5.7, 60.0, 0.0, 1.33, 3, False),
     Arm("+ Liger 0.8.5", 1.5, 0.0, 5.2, 2.0, 0, True),
-    Arm("+ liger_hw", 1.0, 0.0, 0.0, 1.18, 0, True, DEFAULT),
+    Arm("+ liger_hw", 1.0, 0.0, 0.0, EXPERTS, 0, True, DEFAULT),
 )
 
 GPUS = {
@@ -106,8 +106,8 @@ def estimates(
         logits = planner.tokens * model.vocab
         peak = planner.predict(levels).peak + logits * arm.kept_logit
         moved = arm.logit * logits + arm.chunk * planner.head_parameters * _chunks(planner)
-        products = (4 + 2 * assumptions.trainable) * planner.tokens * 3 * model.hidden * planner.model.intermediate
-        slower = (arm.experts - 1) * products if model.experts else 0.0
+        products = (4 + 2 * assumptions.trainable) * planner.tokens * 3 * model.hidden * planner.wide
+        slower = (arm.experts - EXPERTS) * products if model.experts else 0.0
         slower = model.layers * (slower + (arm.small - 1) * 3 * planner.layer.small)
         seconds = (planner.step_time(levels) + slower) / flops + moved / rate
         rows.append(Estimate(arm.name, planner.tokens / seconds, int(peak)))
@@ -120,16 +120,10 @@ def trains_in_fp32(gpus: int, engine: str, lora: bool) -> bool:
 
 
 def _planner(arm: Arm, model: "Model", batch: int, seq: int, assumptions: Assumptions) -> Planner:
-    dense, width, others = model, model.expert_width or model.intermediate, 0
-    if model.experts:  # a layer as wide as the experts of one token, and the parameters of the others beside it
-        top_k = max(1, model.top_k)
-        others = (model.experts - top_k) * 3 * model.hidden * width
-        dense = replace(model, experts=0, intermediate=top_k * width)
-    planner = Planner(dense, batch, seq, assumptions)
-    kept = dict(planner.layer.kept)
+    planner = Planner(model, batch, seq, assumptions)
     if not arm.fused_loss:
-        kept["keep"] += _more_kept(planner)
-    planner.layer = replace(planner.layer, parameters=planner.layer.parameters + others, kept=kept)
+        kept = {**planner.layer.kept, "keep": planner.layer.kept["keep"] + _more_kept(planner)}
+        planner.layer = replace(planner.layer, kept=kept)
     return planner
 
 
@@ -146,4 +140,4 @@ def _more_kept(planner: Planner) -> int:
     """
     m, tokens = planner.model, planner.tokens
     normed = m.hidden * (4 if m.sandwich else 2) + ((m.heads + m.kv_heads) * m.head_dim if m.qk_norm else 0)
-    return tokens * (2 * m.intermediate + 6 * normed)
+    return tokens * (2 * planner.wide + 6 * normed)

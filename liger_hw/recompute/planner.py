@@ -29,6 +29,8 @@ SHORT, LONG = (660, 1000), 1 << 16
 longer per doubling: fewer keys and values hit the L2 cache."""
 FLOAT8 = 0.68
 """Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
+EXPERTS = 1.18
+"""Time of the products of a layer's experts over that of dense ones: of Mixtral-8x7B, evenly routed, on an H200."""
 EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over the time that the moved bytes would take."""
 EAGER_MARGIN = 0.02
@@ -79,6 +81,8 @@ ENGINES = {
 }
 """FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults. FSDP2 and ZeRO-3 were measured."""
 
+OTHER_PARAMETERS = 0.02
+"""Share of a model's parameters, without experts, by which the planner's count may differ: biases, and some norms."""
 MOST_LAYERS = 1024
 """The planner predicts every mix of levels, each layer by layer."""
 
@@ -174,21 +178,23 @@ class Prediction:
 class Planner:
     """Predictions for one model, batch and sequence length. `model` is what autotune.models finds.
 
-    Raises `ValueError` for a mixture of experts, whose layers are not modelled, and for more than `MOST_LAYERS`.
+    Layers with experts are alike, without shared experts, and every expert is on every device. Raises `ValueError` for
+    a model whose parameters are not those of such layers, and for more than `MOST_LAYERS`.
     """
 
     def __init__(self, model: "Model", batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
         if model.layers > MOST_LAYERS:
             raise ValueError(f"{model.name}: {model.layers} layers; the planner takes at most {MOST_LAYERS}")
-        if model.experts:
-            raise ValueError(
-                f"{model.name}: the planner does not know layers with experts; name a level (cheap, mlp, full) instead"
-            )
+        if model.experts and not model.top_k:
+            raise ValueError(f"{model.name}: the config does not say how many of {model.experts} experts a token takes")
         if model.heads % (devices := assumptions.sequence):
             raise ValueError(f"{model.name}: {devices} devices cannot share its {model.heads} heads evenly (Ulysses)")
         self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions
         self.engine = ENGINES[assumptions.engine] if assumptions.shards > 1 else Engine()
         self.tokens = -(-batch * seq // assumptions.sequence)
+        width = model.expert_width if model.experts and model.expert_width else model.intermediate
+        self.wide = width * (model.top_k if model.experts else 1)
+        self.mlp_parameters = 3 * model.hidden * width * max(1, model.experts)
         self.layer = self._layer()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
@@ -198,14 +204,14 @@ class Planner:
         unit = tokens * assumed.compute_bytes
         autocast = assumed.dtype_bytes > assumed.compute_bytes and assumed.shards == 1  # an engine gathers in bf16
         stream = tokens * (assumed.dtype_bytes if autocast else assumed.compute_bytes)  # fp32 under autocast
-        q, kv, wide = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.intermediate
+        q, kv, wide = m.heads * m.head_dim, m.kv_heads * m.head_dim, self.wide
         capped = assumed.compute_bytes if m.softcap else 0
-        linear = m.hidden * (2 * q + 2 * kv) + 3 * m.hidden * wide
+        linear = m.hidden * (2 * q + 2 * kv + m.experts) + self.mlp_parameters  # with the experts' router
         norms = 2 * m.hidden * (2 if m.sandwich else 1) + (2 * m.head_dim if m.qk_norm else 0)
         parameters = linear + norms
 
         normed = unit * m.hidden * (5 if autocast else 2)  # under autocast q, k, v, gate and up each save their copy
-        gated, float8 = unit * wide, 0
+        gated, float8 = 0 if m.experts else unit * wide, 0  # experts compute their gate again in any backward
         if assumed.float8:  # linears keep FP8 instead of their inputs, at every level
             normed, gated, float8 = 0, 0, tokens * (2 * m.hidden + q + wide)
         rotated = unit * (q + kv) if m.qk_norm else 0  # what the norms of q and k took
@@ -217,33 +223,43 @@ class Planner:
             "flash": unit * (2 * q + 2 * kv),  # q, k, v and the output
         }
         statistics = tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
+        statistics += tokens * (4 * m.experts + 32 * m.top_k)  # the router's softmax, choices and rows of experts
         keep = residuals + normed + gated + 2 * unit * wide + float8 + rotated + attention[self.attention] + statistics
         if autocast and not assumed.float8:
             keep += linear * assumed.compute_bytes  # autocast's copies of the weights
         copied = m.qk_norm and kv < q and self.attention != "flash"  # k for every head has no recipe
-        if adapted := assumed.trainable < 1:  # each adapter's inner output is kept
-            columns = 2 * (m.hidden + q) + 2 * (m.hidden + kv) + 3 * (m.hidden + wide)
-            keep += int(unit * 7 * assumed.trainable * linear / columns)
+        if adapted := assumed.trainable < 1:  # each adapter's inner output is kept; experts have none
+            columns = 2 * (m.hidden + q) + 2 * (m.hidden + kv) + (0 if m.experts else 3 * (m.hidden + wide))
+            keep += int(unit * (4 if m.experts else 7) * assumed.trainable * linear / columns)
         cheap = keep - normed - gated - rotated + (unit * kv if copied else 0)
-        kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide}
+        kept = {"keep": keep, "cheap": cheap, "mlp": cheap if m.experts else cheap - 2 * unit * wide}
         if not self.engine.recipes:
             kept["cheap"] = kept["mlp"] = keep
         kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
 
         without_mlp = keep - kept["full"] - gated - 2 * unit * wide
-        growing = self._growing(without_mlp, unit, stream)
+        if m.experts:
+            growing = {"what a layer keeps": keep - kept["full"], "gradients of experts": self._experts(unit, False)}
+        else:
+            growing = self._growing(without_mlp, unit, stream)
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
         # and, if adapters train, what they add to the gate's or the up projection's output
         gradients = unit * (wide + adapted * (wide + m.hidden)) + stream * m.hidden
         gradients += int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
+        again = {"cheap": unit * wide, "mlp": unit * (3 * wide + m.hidden)}
+        if m.experts:
+            gradients = stream * m.hidden + self._experts(unit, assumed.trainable == 1)
+            again = dict.fromkeys(again, unit * m.hidden)
         transient = {
             "keep": gradients,
-            "cheap": gradients + unit * wide,
-            "mlp": gradients + unit * (3 * wide + m.hidden),
+            "cheap": gradients + again["cheap"],
+            "mlp": gradients + again["mlp"],
             "full": gradients + keep - kept["full"],
             "tiled": self._tiled(without_mlp, unit, stream, growing),
         }
+        if m.experts:  # which do not run in tiles
+            transient["tiled"] = transient["full"]
         # this layer's input, and the next layer's that is on its way
         transient["offload"] = transient["tiled"] + 2 * kept["full"]
         if self.attention == "eager":
@@ -255,6 +271,16 @@ class Planner:
                 again = unit * m.hidden + rotated if level not in ("cheap", "mlp") else 0  # the norm's output
                 transient[level] = max(transient[level], scores + again - kept[level])
         return Layer(kept, transient, *self._times(linear, q, kv), parameters, growing)
+
+    def _experts(self, unit: int, train: bool) -> int:
+        """Bytes of the largest moment in the experts' backward: rows of their choices, and gradients if they train."""
+        m, weights = self.model, self.mlp_parameters * self.assumptions.dtype_bytes * train
+        moments = (
+            3 * unit * self.wide,  # the gate's gradient in and out
+            unit * (2 * self.wide + (m.top_k + 1) * m.hidden) + 2 * weights // 3,  # rows of dx, and dx
+            unit * (self.wide + m.hidden) + weights,  # the gate again for the last weights
+        )
+        return max(moments)
 
     def _growing(self, without_mlp: int, unit: int, stream: int) -> dict[str, int]:
         """Bytes that grow with the sequence if the MLP runs in tiles, at the worst moment: attention's backward.
@@ -298,32 +324,36 @@ class Planner:
 
     def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float, float]:
         m, tokens, assumed = self.model, self.tokens, self.assumptions
-        wide, rate, devices = m.intermediate, FLOAT8 if assumed.float8 else 1.0, assumed.sequence
+        wide, rate, devices = self.wide, FLOAT8 if assumed.float8 else 1.0, assumed.sequence
 
         def moved(columns: float) -> float:
             return tokens * columns * assumed.compute_bytes * assumed.flops_per_byte
 
-        gemm = 2 * tokens * linear * rate
+        experts, mlp = bool(m.experts), 3 * m.hidden * wide
+        gemm = 2 * tokens * (linear - self.mlp_parameters + mlp * (EXPERTS if experts else 1)) * rate
         forward_scores, backward_scores = self._attention_times(q)
         norm, gate, rotation = 4 * m.hidden, 3 * wide, 2 * (q + kv)
         small = moved(norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + 6 * m.hidden)
-        cheap = moved(norm + gate + (2 * rotation if m.qk_norm else 0))
+        cheap = moved(norm + (0 if experts else gate) + (2 * rotation if m.qk_norm else 0))
         exchange = moved((2 * q + 2 * kv) * A_LINK_BYTE * (devices - 1) / devices)  # Ulysses: q, k, v and the output
         copy = moved(m.hidden * A_HOST_BYTE)
-        tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS else 0
+        tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS and not experts else 0
         weights = 3 * m.hidden * wide * assumed.trainable
         sums = tiles * weights * 8 * assumed.flops_per_byte  # gradients in fp32, which each tile reads and writes
         # an adapter reads its input, and writes, scales and adds its output; likewise in backward
         adapted, ins, outs = assumed.trainable < 1, 5 * m.hidden + q + wide, 2 * (m.hidden + kv + wide) + q
+        if experts:
+            ins, outs = 3 * m.hidden + q, m.hidden + 2 * kv + q
         forward = gemm + forward_scores + small + exchange + adapted * moved(ins + 6 * outs)
         backward = gemm * (1 + assumed.trainable) + backward_scores + 2 * small + exchange
         backward += adapted * moved(5 * ins + 4 * outs)
-        full = forward - 2 * tokens * m.hidden * wide * rate  # checkpointing stops before the last product
+        # checkpointing stops before the last product, but not inside of experts
+        full = forward - (0 if experts else 2 * tokens * m.hidden * wide * rate)
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
         extra = {
             "keep": 0.0,
             "cheap": cheap,
-            "mlp": cheap + 4 * tokens * m.hidden * wide * rate + adapted * moved(12 * wide),
+            "mlp": cheap + (0 if experts else 4 * tokens * m.hidden * wide * rate + adapted * moved(12 * wide)),
             "full": full,
             "tiled": forward + sums,
             "offload": forward + sums + exposed,
@@ -450,7 +480,8 @@ class Planner:
         first layers, whose backward comes last, when gradients fill the memory.
         """
         count = self.model.layers
-        pairs = [(low, high) for i, high in enumerate(LEVELS) for low in LEVELS[i + 1 :]]
+        known = [level for level in LEVELS if not (self.model.experts and level in ("mlp", "tiled"))]  # cheap and full
+        pairs = [(low, high) for i, high in enumerate(known) for low in known[i + 1 :]]
         mixes = {(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)}
         mixes |= {(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST}
         predictions = [one for mix in mixes if (one := self.predict(mix)).host <= host]
@@ -500,12 +531,38 @@ def usable(device: "torch.device") -> int:
     return int(0.96 * torch.get_device_module(device).mem_get_info(device)[1])
 
 
+def check_parameters(planner: Planner, count: int, layers: int) -> None:
+    """Raise `ValueError` where a model has other parameters than layers of the planner's kind would have.
+
+    count: parameters of the model; layers: 0, or of how many layers they are, without embedding and head
+    """
+    planned = layers * planner.layer.parameters or planner.parameters
+    experts = (layers or planner.model.layers) * planner.mlp_parameters if planner.model.experts else 0
+    if abs(planned - count) > OTHER_PARAMETERS * (planned - experts):
+        raise ValueError(
+            f"{planner.model.name}: the planner knows decoders whose layers are like Llama's, Qwen3's, Gemma's or "
+            f"Mixtral's, which of these sizes have {planned:,} parameters, and this model has {count:,}; name a level "
+            "(cheap, mlp, full), or one for each layer, instead"
+        )
+
+
+def model_named(name: str) -> "Model":
+    """What autotune.models finds by a name. Raises `ValueError` for a model that is not of the planner's kind."""
+    from ..autotune import models
+
+    model, count = models.find_and_count(name)
+    if count is not None:
+        check_parameters(Planner(model, 1, 1), count, 0)
+    return model
+
+
 def of_module(
     source: "torch.nn.Module", config: Any, batch: int, seq: int, compute_bytes: int | None = None
 ) -> Planner:
     """A Planner for a live transformers model: its shape from the config, dtype and what trains from `source`.
 
-    Raises `ValueError` for a model without a config, and for one that FSDP1 or tensor parallelism shards.
+    Raises `ValueError` for a model without a config or of another kind than the planner's, and for one that FSDP1 or
+    tensor parallelism shards.
     """
     from ..autotune import models
 
@@ -526,7 +583,10 @@ def of_module(
         attention = "flash"
     sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}
     float8 = any(hasattr(module, "float8") for module in source.modules())
-    return Planner(shape, batch, seq, Assumptions(**sizes, trainable=trained, attention=attention, float8=float8))
+    planner = Planner(shape, batch, seq, Assumptions(**sizes, trainable=trained, attention=attention, float8=float8))
+    known = round(sum(count) * (1 - trained)) if trained < 0.5 else sum(count)  # the rest are adapters
+    check_parameters(planner, known, 0 if hasattr(source, "get_input_embeddings") else 1)
+    return planner
 
 
 def _sharding(source: "torch.nn.Module", parameters: "list[torch.nn.Parameter]") -> tuple[str, int]:

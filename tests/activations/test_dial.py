@@ -163,11 +163,12 @@ def test_a_budget_that_nothing_fits_says_the_least():
 
 @pytest.mark.parametrize("setting", ["fit", "10GiB"])
 def test_what_cannot_be_planned_is_refused_at_the_call(setting):
-    """A mixture of experts, and a model without a config: not in the first step, when the data is loaded."""
+    """Experts beside a shared one, and a model without a config: not in the first step, when the data is loaded."""
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, num_local_experts=2)).train()
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**TINY, **experts)).train()
     for call in (liger_hw.activations, lambda s, m: liger_hw.patch(m, activations=s)):
-        with pytest.raises(ValueError, match="does not know layers with experts; name a level"):
+        with pytest.raises(ValueError, match="like Llama's, .* this model has [0-9,]+; name a level"):
             call(setting, model)
     with pytest.raises(ValueError, match="planning reads a transformers config"):
         liger_hw.activations(setting, Decoder())
