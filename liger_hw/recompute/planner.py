@@ -30,7 +30,7 @@ longer per doubling: fewer keys and values hit the L2 cache."""
 FLOAT8 = 0.68
 """Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
 EXPERTS = 1.18
-"""Time of the products of a layer's experts over that of dense ones: of Mixtral-8x7B, evenly routed, on an H200."""
+"""Time of the products of a layer's experts over dense ones' time: Mixtral-8x7B's, evenly routed, on an H200."""
 EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over the time that the moved bytes would take."""
 EAGER_MARGIN = 0.02
@@ -178,8 +178,7 @@ class Prediction:
 class Planner:
     """Predictions for one model, batch and sequence length. `model` is what autotune.models finds.
 
-    Layers with experts are alike, without shared experts, and every expert is on every device. Raises `ValueError` for
-    a model whose parameters are not those of such layers, and for more than `MOST_LAYERS`.
+    Layers with experts are alike and have no shared experts. Raises `ValueError` for more than `MOST_LAYERS`.
     """
 
     def __init__(self, model: "Model", batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
@@ -187,6 +186,8 @@ class Planner:
             raise ValueError(f"{model.name}: {model.layers} layers; the planner takes at most {MOST_LAYERS}")
         if model.experts and not model.top_k:
             raise ValueError(f"{model.name}: the config does not say how many of {model.experts} experts a token takes")
+        if model.experts and assumptions.float8:
+            raise ValueError(f"{model.name}: liger_hw.float8 leaves experts in bf16, which the planner does not know")
         if model.heads % (devices := assumptions.sequence):
             raise ValueError(f"{model.name}: {devices} devices cannot share its {model.heads} heads evenly (Ulysses)")
         self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions
@@ -480,8 +481,9 @@ class Planner:
         first layers, whose backward comes last, when gradients fill the memory.
         """
         count = self.model.layers
-        known = [level for level in LEVELS if not (self.model.experts and level in ("mlp", "tiled"))]  # cheap and full
-        pairs = [(low, high) for i, high in enumerate(known) for low in known[i + 1 :]]
+        equal = ("mlp", "tiled") if self.model.experts else ()  # to cheap and full
+        levels = [level for level in LEVELS if level not in equal]
+        pairs = [(low, high) for i, high in enumerate(levels) for low in levels[i + 1 :]]
         mixes = {(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)}
         mixes |= {(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST}
         predictions = [one for mix in mixes if (one := self.predict(mix)).host <= host]
@@ -531,12 +533,13 @@ def usable(device: "torch.device") -> int:
     return int(0.96 * torch.get_device_module(device).mem_get_info(device)[1])
 
 
-def check_parameters(planner: Planner, count: int, layers: int) -> None:
+def check_parameters(planner: Planner, counts: Sequence[int], layers: int) -> None:
     """Raise `ValueError` where a model has other parameters than layers of the planner's kind would have.
 
-    count: parameters of the model; layers: 0, or of how many layers they are, without embedding and head
+    counts: parameters of the model, with adapters and without; layers: 0, or of how many layers alone they are
     """
     planned = layers * planner.layer.parameters or planner.parameters
+    count = min(counts, key=lambda one: abs(one - planned))
     experts = (layers or planner.model.layers) * planner.mlp_parameters if planner.model.experts else 0
     if abs(planned - count) > OTHER_PARAMETERS * (planned - experts):
         raise ValueError(
@@ -552,7 +555,7 @@ def model_named(name: str) -> "Model":
 
     model, count = models.find_and_count(name)
     if count is not None:
-        check_parameters(Planner(model, 1, 1), count, 0)
+        check_parameters(Planner(model, 1, 1), [count], 0)
     return model
 
 
@@ -584,8 +587,8 @@ def of_module(
     sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}
     float8 = any(hasattr(module, "float8") for module in source.modules())
     planner = Planner(shape, batch, seq, Assumptions(**sizes, trainable=trained, attention=attention, float8=float8))
-    known = round(sum(count) * (1 - trained)) if trained < 0.5 else sum(count)  # the rest are adapters
-    check_parameters(planner, known, 0 if hasattr(source, "get_input_embeddings") else 1)
+    counts = sum(count), round(sum(count) * (1 - trained))
+    check_parameters(planner, counts, 0 if hasattr(source, "get_input_embeddings") else 1)
     return planner
 
 

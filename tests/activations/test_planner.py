@@ -153,7 +153,7 @@ def test_experts_over_several_devices(gpus):
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma2", "Qwen3Moe", "Mixtral"])
-def test_all_bytes_of_a_layer(family, monkeypatch):
+def test_all_bytes_of_a_layer(family):
     """All that a layer's forward saves, parameters apart, is what the planner counts at `keep`, within 1%."""
     transformers = pytest.importorskip("transformers")
     saved = []
@@ -172,13 +172,11 @@ def test_all_bytes_of_a_layer(family, monkeypatch):
         )
         model = getattr(transformers, f"{family}ForCausalLM")(config).train()
         liger_hw.patch(model, activations="keep")
-        ids, parameters = torch.randint(61, (2, 128)), {p.data_ptr() for p in model.parameters()}
-        kept = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t
-        ):
+        ids, kept = torch.randint(61, (2, 128)), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             out = model.model(input_ids=ids, use_cache=False)
-        saved.append(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters))
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        saved.append(sum(storages.values()) - sum(storages.get(p.data_ptr(), 0) for p in model.parameters()))
         planned = of_module(model, config, 2, 128).layer.kept["keep"]
         del out
     assert planned == pytest.approx(saved[1] - saved[0], rel=0.01)
@@ -460,6 +458,33 @@ def test_plan_command_of_the_longest(capsys):
     assert "--seq max takes one --memory" in capsys.readouterr().err
     assert main([*arguments[:-1], "much"]) == 2
     assert "--host-memory 'much' is no size" in capsys.readouterr().err
+
+
+def test_what_plan_refuses_and_by_which_names_it_knows_a_model(capsys, tmp_path):
+    """Encoders, MLPs without a gate and layers that differ, by their parameters; names with and without hyphens."""
+    transformers = pytest.importorskip("transformers")
+
+    def answer(*words):
+        code = main(["plan", "--seq", "4096", "--memory", "900GiB", *words])
+        captured = capsys.readouterr()
+        return code, " ".join((captured.out + captured.err).split())
+
+    for family, reason in (
+        ("bert", "like Llama's, .* 136,705,536 parameters, and this model has 109,514,298; name a level"),
+        ("modernbert", "transformers makes no causal language model of it"),
+        ("gpt2", "this model has 124,439,808; name a level"),
+        ("qwen3_next", "this model has [0-9,]+; name a level"),
+        ("mixtral", ""),
+        ("cohere", ""),
+    ):
+        if family in transformers.CONFIG_MAPPING:
+            transformers.CONFIG_MAPPING[family]().save_pretrained(tmp_path / family)
+            code, text = answer("--model", str(tmp_path / family))
+            assert (code, bool(re.search(reason, text))) == (2 if reason else 0, True), (family, text)
+    assert answer("--model", "llama3-8b") == answer("--model", "Llama-3-8B")
+    assert answer("--model", "llama3-8b", "--lora") == answer("--model", "llama-3-8b", "--trainable", "0.01")
+    assert answer("--model", "llama3-9b")[0] == 2
+    assert "liger_hw.float8 leaves experts in bf16" in answer("--model", "mixtral-8x7b", "--float8")[1]
 
 
 def test_plan_command(capsys):
