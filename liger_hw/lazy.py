@@ -6,9 +6,8 @@ Type checkers read the `.pyi` file beside each such package, which `python ci/st
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any, Callable, Mapping
-
-from .locks import import_module
 
 
 def lazy(module: str, home: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:

@@ -10,12 +10,12 @@ import itertools
 import math
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
 from . import env
 from .backends import LaunchConfig, Target, backend
 from .kernels import EXPORTS, home_of
-from .locks import import_module
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -96,34 +94,3 @@ def test_a_lock_that_the_forking_thread_holds_can_be_released_in_the_child():
                 os._exit(1)
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-
-
-FORK_WHILE_A_THREAD_IMPORTS = """
-import os, sys, threading, time
-sys.path.insert(0, sys.argv[1])
-from liger_hw import locks
-thread = threading.Thread(target=locks.import_module, args=("slow_to_import",))
-thread.start()
-while "slow_to_import" not in sys.modules:
-    time.sleep(0.01)
-child = os.fork()
-if child == 0:
-    import slow_to_import
-    os._exit(0 if slow_to_import.READY else 1)
-thread.join()
-for _ in range(600):
-    done, status = os.waitpid(child, os.WNOHANG)
-    if done:
-        sys.exit(os.waitstatus_to_exitcode(status))
-    time.sleep(0.1)
-os.kill(child, 9)
-sys.exit("the child hangs")
-"""
-
-
-def test_a_fork_waits_for_what_another_thread_imports(tmp_path):
-    """Python never frees the lock of a half imported module in a child, which hangs where it imports that too."""
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1.0)\nREADY = True\n")
-    command = [sys.executable, "-c", FORK_WHILE_A_THREAD_IMPORTS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib
 import logging
 import os
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Iterator
 
 import torch
 
 from .. import env, registry
-from ..locks import import_module
 from ..private import FakeTensorMode
 from ..runtime import launch as _launch
 from ..runtime import operator as _operator
@@ -31,9 +32,8 @@ from ..runtime.launch import Foreseen, observing
 from .record import tensors_in
 
 log = logging.getLogger("liger_hw")
-_seen: dict[int, Any] = {}
-"""Configurations of models whose first forward has begun, and Functions whose first call has, by id; kept, so that no
-other object takes the id."""
+_seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Configurations of models whose first forward has begun, and Functions whose first call has, by id."""
 
 
 def is_wanted(device: torch.device) -> bool:
@@ -184,7 +184,7 @@ def _hash_triton() -> None:
     """The hash of Triton's own files, which is part of every kernel's name in its cache. Triton keeps it once it has
     it; threads that ask for it before would each read and hash hundreds of megabytes."""
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # the latter up to Triton 3.4
-        triton_key = getattr(import_module(module), "triton_key", None)
+        triton_key = getattr(importlib.import_module(module), "triton_key", None)
         if triton_key is not None:
             triton_key()
             return

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..locks import import_module
 from .base import Backend, LaunchConfig, Target
 
 if TYPE_CHECKING:

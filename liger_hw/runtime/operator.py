@@ -295,11 +295,6 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
         )
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter in this process."""
-    return INTERPRET
-
-
 def is_transformed() -> bool:
     """Whether a transform of torch.func is active."""
     return has_transforms()

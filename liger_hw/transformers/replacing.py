@@ -10,7 +10,8 @@ import torch
 
 from .. import env
 from ..recompute.recipes import recomputing
-from ..runtime.operator import is_interpreted, is_transformed
+from ..runtime.operator import is_transformed
+from ..runtime.triton_import import INTERPRET
 from . import probing
 from .marks import mark, note_original, original_of
 from .probing import Match
@@ -29,7 +30,7 @@ def keeps_own_code(x: Any) -> bool:
     if is_traced() or isinstance(x, torch.fx.Proxy):
         return True
     if x.is_cpu:
-        return not (is_interpreted() or recomputing() or _references_wanted())
+        return not (INTERPRET or recomputing() or _references_wanted())
     return x.dtype not in KERNEL_DTYPES
 
 

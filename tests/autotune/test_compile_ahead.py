@@ -11,6 +11,7 @@ import subprocess
 import sysconfig
 import threading
 import types
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -152,14 +153,17 @@ def test_linears_in_float8_that_are_alike_are_foreseen_once(monkeypatch, compile
 
 def test_one_forward_of_a_configuration_compiles_ahead(monkeypatch, compiled):
     monkeypatch.setattr(compile_ahead, "is_wanted", lambda device: True)
-    config, device = object(), torch.device("cpu")
+    config, device = type("Config", (), {})(), torch.device("cpu")
     with compile_ahead.during_first_forward(config, device) as first:
         assert operator.before_apply == first.note_call
-        with compile_ahead.during_first_forward(object(), device) as inner:  # of a model around this one
+        with compile_ahead.during_first_forward(type(config)(), device) as inner:  # of a model around this one
             assert inner is None
     assert operator.before_apply is None
     with compile_ahead.during_first_forward(config, device) as again:
         assert again is None and operator.before_apply is None
+    kept = weakref.ref(config)
+    del config
+    assert kept() is None, "a configuration lives as long as its model"
 
 
 def test_the_first_call_of_an_op_of_many_kernels_compiles_ahead(monkeypatch, compiled, on_sm90):

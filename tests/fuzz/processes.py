@@ -17,6 +17,8 @@ from liger_hw.backends import known_target
 SECONDS = 60
 OPS = ("rms_norm", "swiglu", "softmax", "cross_entropy")
 PATIENCE = 120
+TARGETS = [known_target(name) for name in ("h200", "gfx942")]  # imported now: no fork waits for an import
+IMPORTED = [registry.get_op(name) for name in OPS]
 
 
 def attempt(chance: random.Random, folder: Path) -> str:
@@ -49,18 +51,18 @@ def _guarded(job, chance: random.Random, errors: list) -> None:
 
 
 def _compute(chance: random.Random) -> None:
-    op = registry.get_op(chance.choice(OPS))
+    op = chance.choice(IMPORTED)
     verify(op, make(op, few_sizes(op), torch.float32, "cpu", 0), 0)
 
 
 def _resolve(chance: random.Random) -> None:
-    op = registry.get_op(chance.choice(OPS))
+    op = chance.choice(IMPORTED)
     for tunable in op.tunables:
-        registry.choose(tunable, known_target(chance.choice(["h200", "gfx942"])), tunable.key(*few_sizes(op), 2))
+        registry.choose(tunable, chance.choice(TARGETS), tunable.key(*few_sizes(op), 2))
 
 
 def _override(chance: random.Random) -> None:
-    target, tunable = known_target("h200"), registry.get_tunable("rms_norm.fwd")
+    target, tunable = TARGETS[0], registry.get_tunable("rms_norm.fwd")
     with registry.override("rms_norm.fwd", tunable.safe(target, tunable.key(7, 69, 2))), registry.pretend(target):
         _resolve(chance)
 

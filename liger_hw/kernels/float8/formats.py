@@ -16,7 +16,7 @@ import torch
 
 from ...backends import target_of
 from ...registry import Target, pretended
-from ...runtime.operator import is_interpreted
+from ...runtime.triton_import import INTERPRET
 
 E4M3, E5M2 = 0, 1
 """Formats by their number in an operator's schema: three bits of mantissa, or two and a wider range."""
@@ -54,7 +54,7 @@ def why_no_float8(target: Target) -> str:
 
 def float8_dtype(device: torch.device, format: int) -> torch.dtype:
     """The dtype of a format on a device. Raises `ValueError` where the device has none."""
-    if is_interpreted():  # Triton's interpreter knows no other
+    if INTERPRET:  # Triton's interpreter knows no other
         return DTYPES["fn"][format]
     target = pretended() or target_of(device)
     if not target.float8:

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
-from ...runtime.operator import cdiv, check, check_tensors, define, is_interpreted, launch, row_major
-from ...runtime.triton_import import tl, triton
+from ...runtime.operator import cdiv, check, check_tensors, define, launch, row_major
+from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.blocks import load_tile, store_tile, tile_mask
 from ..rows.tuning import row_tunable
 from .formats import FORMATS, Float8Rows, aligned, float8_dtype, largest_bits, scale_of
@@ -208,7 +208,7 @@ def _launch_rows(x, scale, has_data, has_scales, format):
     if n_rows:
         plan = QUANTIZED.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        flags = largest_bits(dtype), is_interpreted(), width <= blocks["BLOCK_SIZE"]
+        flags = largest_bits(dtype), INTERPRET, width <= blocks["BLOCK_SIZE"]
         numbers = x.stride(0), width, n_rows, n_cols
         launch(plan, _float8_rows_kernel, (cdiv(n_rows, blocks["ROWS"]),), (x, scale, data, scales, *numbers), flags)
     return data, scales
@@ -235,7 +235,7 @@ def _transposed(x, factor, format):
         blocks = plan.config.blocks
         tiles = cdiv(y.shape[1], blocks["ROWS"]) * cdiv(n_cols, blocks["BLOCK_SIZE"])
         numbers = x.stride(0), y.shape[1], n_rows, n_cols
-        flags = largest_bits(dtype), is_interpreted(), factor is not None and factor.numel() > 1
+        flags = largest_bits(dtype), INTERPRET, factor is not None and factor.numel() > 1
         launch(plan, _float8_transposed_kernel, (tiles,), (x, factor, y, *numbers), flags)
     return y
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.operator import cdiv, check, check_tensors, is_interpreted, launch
-from ...runtime.triton_import import tl, triton
+from ...runtime.operator import cdiv, check, check_tensors, launch
+from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.blocks import store_tile, tile_mask
 from ..rows.tuning import row_tunable, row_warps
 from .float8_linear import RECIPES, check_shapes, float8_linear_reference, linear
@@ -90,7 +90,7 @@ def launch_rows(tunable, kernel, x, n_rows, tensors, numbers, flags) -> Float8Ro
         plan = tunable.plan(x.device, row_key(n_rows, width, x.itemsize))
         arguments = *tensors, data, scale, *numbers, width, n_rows, n_cols
         grid = (cdiv(n_rows, plan.config.blocks["ROWS"]),)
-        launch(plan, kernel, grid, arguments, (*flags, largest_bits(dtype), is_interpreted()))
+        launch(plan, kernel, grid, arguments, (*flags, largest_bits(dtype), INTERPRET))
     return Float8Rows(data, scale)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from ... import env, registry
 from ...registry import LaunchConfig, Target, Tunable
-from ...runtime.operator import is_interpreted, launch
-from ...runtime.triton_import import tl, triton
+from ...runtime.operator import launch
+from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.row import body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent, assert_on_device, check_in_range, check_targets
@@ -353,7 +353,7 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
 
     On a GPU the check is an assertion on the device, without a synchronisation: one extra small launch.
     """
-    if is_interpreted() or env.get("LIGER_HW_CHECK_TARGETS"):
+    if INTERPRET or env.get("LIGER_HW_CHECK_TARGETS"):
         check_targets(op, target, n_cols, options.ignore_index)
     n_rows = target.shape[0]
     stats = torch.empty(8, dtype=torch.float32, device=device)
