@@ -180,7 +180,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         run = training.train("float8", schedule, tokens, device, on_step)
     kernels: dict[str, dict[str, Any]] = {}
     for event in profile.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
             row = kernels.setdefault(event.name, {"kernel": event.name, "launches": 0, "ms": 0.0})
             row["launches"] += 1
             row["ms"] += event.device_time / 1e3

@@ -400,12 +400,12 @@ def train(
     columns = torch.arange(schedule.seq, device=device)
     memory = _PeakMemory(device)
     model = build(schedule, device, "eager" if arm == "hf-eager" else "")
-    parameters = dict(model.named_parameters())
-    start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in parameters.values()))
+    start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in model.parameters()))
     if arm == "compile":
         model.compile()
     elif arm in FLOAT8_ARMS:
         float8_linears(arm, model, 16 if schedule.hidden else 512)
+    parameters = dict(model.named_parameters())  # now, or weights that float8 replaced would stay
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=schedule.learning_rate, fused=True)
     losses = torch.zeros(schedule.steps, dtype=torch.float32, device=device)
