@@ -254,66 +254,15 @@ def _values(item: pytest.Item) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _maxima_of_a_device():
-    """Triton's interpreter up to 3.7 keeps NaN in `tl.maximum` and `tl.minimum` where devices drop it, as later ones
-    do.
-
-    Its `tl.max` and `tl.min` drop it already; what asks for `propagate_nan` keeps it, here and there.
-    """
+def _interpreter():
     if not interprets() or _no_triton():
         yield
         return
-    import numpy
-    from triton.runtime.interpreter import InterpreterBuilder
+    import interpreting
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, drops in (("create_maxnumf", numpy.fmax), ("create_minnumf", numpy.fmin)):
-            patch.setattr(InterpreterBuilder, name, lambda self, a, b, drops=drops: self.binary_op(a, b, drops))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _language_replaced_once():
-    """A launch in Triton's interpreter replaces the functions of `triton.language`, and every call of a device function
-    inside it looks through them again, which takes longer than what most of those functions do.
-
-    Here such a call replaces only what neither its launch nor a call before it has. Triton takes back what a launch
-    replaced and leaves what a device function did. A Triton without that scope is left as it is.
-    """
-    if not interprets() or _no_triton():
-        yield
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_LangPatchScope"):
-        yield
-        return
-    replace_language = interpreter._patch_lang
-    by_launch: list[frozenset[str]] = []  # of the launch in progress: launches take turns
-    by_functions: set[str] = set()
-
-    class Scope:
-        def __init__(self, scope) -> None:
-            self.scope = scope
-
-        def restore(self) -> None:
-            by_launch.pop()
-            self.scope.restore()
-
-    def replace(function):
-        seen = frozenset(v.__name__ for v in function.__globals__.values() if v is tl or v is tl.core)
-        if not by_launch:
-            scope = Scope(replace_language(function))
-            by_launch.append(seen)
-            return scope
-        if not seen <= by_launch[-1] | by_functions:
-            replace_language(function)
-            by_functions.update(seen)
-        return None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", replace)
+        interpreting.maxima_of_a_device(patch)
+        interpreting.faster(patch)
         yield
 
 
