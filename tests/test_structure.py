@@ -251,8 +251,7 @@ CEILING = (
     "Liger's ORPO trainer (101), ZeRO (33), "
     "kernels of fused_moe's first call compiled in parallel (20), its gradients of few rows' weights "
     "several tiles a program (62), norms between powers of two (6), what an "
-    "estimate finds too large (18), layers with experts in plans, and the refusal of layers that they do not know (106), "
-    "two scans of a row of logits (101) until one of them is timed",
+    "estimate finds too large (18), layers with experts in plans, and the refusal of layers that they do not know (106)",
 )
 """Lines of the package, and why they are that many. It is raised only with what was added, and what that is worth."""
 

@@ -15,6 +15,7 @@ from harness import tensors
 from liger_hw import registry
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_hw.kernels.losses.cross_entropy import FWD, liger_cross_entropy
+from liger_hw.kernels.losses.log_probs import liger_log_probs
 
 ROWS, COLS = 6, 37
 
@@ -88,15 +89,20 @@ def test_ties_go_to_the_first(lane, loss):
 
 
 @pytest.mark.parametrize("cols", [3, 128, 4097])
-def test_rows_that_are_not_numbers_predict_a_class_that_exists(lane, cols):
-    """Of NaN or -inf alone, the first; a NaN among numbers is passed over. Rows of 4097 and of 3 have edges."""
-    x = torch.zeros(5, cols, device=lane.device)
-    x[0], x[1], x[2, -1] = float("nan"), -float("inf"), float("nan")
-    x[3], x[3, -1], x[4, -1] = -float("inf"), float("nan"), float("inf")
-    target = torch.zeros(5, dtype=torch.int64, device=lane.device)
-    top = liger_cross_entropy(x, target, return_predicted_tokens=True).predicted_tokens
-    assert top[[0, 1, 4]].tolist() == [0, 0, cols - 1]
-    assert ((top >= 0) & (top < cols)).all()
+def test_rows_that_are_not_numbers_predict_what_torch_does(lane, cols):
+    """The first NaN; of a row of -inf alone, the first class. Rows of 4097 and of 3 have edges."""
+    x = torch.zeros(7, cols, device=lane.device)
+    x[0], x[1], x[2, 1:], x[3, -1] = float("nan"), -float("inf"), float("nan"), float("nan")
+    x[4], x[4, -1], x[5, 1], x[6, -2] = -float("inf"), float("nan"), float("nan"), float("inf")
+    target = torch.zeros(7, dtype=torch.int64, device=lane.device)
+    found = liger_cross_entropy(x, target, reduction="none", return_predicted_tokens=True)
+    assert found.loss.isnan().all()
+    assert found.predicted_tokens.tolist() == x.argmax(-1).tolist() == [0, 0, 1, cols - 1, cols - 1, 1, cols - 2]
+    capped = liger_cross_entropy(x, target, softcap=2.0, reduction="none", return_predicted_tokens=True)
+    assert capped.loss[[0, 2, 3, 4, 5]].isnan().all() and torch.equal(capped.predicted_tokens, found.predicted_tokens)
+    found = liger_log_probs(x, target, return_entropy=True, return_top1=True)
+    assert found.log_probs[:6].isnan().all() and found.entropy[:6].isnan().all()
+    assert found.is_top1.tolist() == [True, True, *5 * [False]]
 
 
 @LOSSES

@@ -94,11 +94,10 @@ def _cross_entropy_fwd_kernel(
         softcap = tl.load(STATS_ptr + 7)
         s_y = softcap * tanh(s_y * (1.0 / softcap))
 
-    m, d, weighted, argmax, x_tail, x_edge = scan_row(
-        X_ptr, BIAS_ptr, W_ptr, block_cols, head, n_body, n_full, n_cols, n_stored, softcap,
-        SMOOTHING, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+    lse, _, weighted, argmax, x_tail, x_edge = scan_row(
+        X_ptr, BIAS_ptr, W_ptr, head, n_body, n_full, n_cols, n_stored, softcap, 1.0,
+        SOFTCAP, SMOOTHING, False, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
     )  # fmt: skip
-    lse = m + tl.log(d)
 
     share = tl.load(STATS_ptr)
     target_coef = tl.where(inside, 1.0, float("nan"))
@@ -161,10 +160,8 @@ def _cross_entropy_fwd_kernel(
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `launch_rows`."""
-    kernels = (_cross_entropy_fwd_kernel,)
-    return Tunable(
-        op, "fwd", kernels=kernels, key=key, dims=dims, heuristic=heuristic, safe=rows_safe, space=rows_space
-    )
+    how = {"dims": dims, "heuristic": heuristic, "safe": rows_safe, "space": rows_space, "version": 2}
+    return Tunable(op, "fwd", kernels=(_cross_entropy_fwd_kernel,), key=key, **how)
 
 
 class RowResults(NamedTuple):

@@ -32,166 +32,18 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import check, check_floats, check_ignore_index, launch
 from ...runtime.triton_import import tl, triton
-from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
+from ..rows.row import body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
 from .cross_entropy_reference import checked_softcap
 from .softmax_rows import (
-    load_edges,
-    load_logits,
     rows_heuristic,
     rows_safe,
     rows_space,
+    scan_row,
     tanh,
     write_gradient,
     write_zeros,
 )
-
-# -- the statistics of a row -----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _take_tile(
-    x,
-    cols,
-    n_cols,
-    softcap,
-    scale,
-    m,
-    d,
-    moment,
-    total,
-    top,
-    SOFTCAP: tl.constexpr,
-    TOTAL: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    TOP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Take a tile of logits into the statistics of its lanes, which run along its last dimension.
-
-    With s = softcap(x + bias) of a lane so far: m = max(s), d = sum(2^z), moment = sum(2^z * z) where z = scale * (s -
-    m), total = sum(s), top = max(x). MASKED: the tile ends past n_cols, where x is -inf.
-    """
-    AXIS: tl.constexpr = len(x.shape) - 1
-    s = x
-    if SOFTCAP:
-        s = softcap * tanh(x * (1.0 / softcap))
-    if TOTAL:
-        total += tl.sum(tl.where(cols < n_cols, s, 0.0), AXIS) if MASKED else tl.sum(s, AXIS)
-    if MASKED and SOFTCAP:
-        s = tl.where(cols < n_cols, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, AXIS))
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
-    z = (s - tl.expand_dims(base, AXIS)) * scale
-    e = tl.exp2(z)
-    d, moment = _about(m, base, d, moment, scale, ENTROPY)
-    d += tl.sum(e, AXIS)
-    if ENTROPY:
-        moment += tl.sum(e * tl.maximum(z, -256.0), AXIS)
-    if TOP:
-        top = tl.maximum(top, tl.max(x, AXIS))
-    return m_new, d, moment, total, top
-
-
-@triton.jit
-def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
-    """(d, moment) about another maximum than m. 2^-256 is 0, so that -inf can stand as -256 in a product with it."""
-    z = (m - base) * scale
-    e = tl.exp2(z)
-    if ENTROPY:
-        moment = (moment + d * tl.maximum(z, -256.0)) * e
-    return d * e, moment
-
-
-@triton.jit
-def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
-    """The first of `cols` [lanes, width] that holds top_row, read again in the lanes whose largest logit it is."""
-    cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
-    x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "", "")
-    return tl.min(tl.min(tl.where(x == top_row, cols, n_cols), 1), 0)
-
-
-@triton.jit
-def _scan_lanes(
-    X_ptr,
-    BIAS_ptr,
-    head,
-    n_body,
-    n_full,
-    n_cols,
-    n_stored,
-    softcap,
-    inv_temperature,
-    SOFTCAP: tl.constexpr,
-    TOTAL: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    TOP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """(lse, entropy, total, argmax) of a row, of which X_ptr is the body (rows/row.py). BIAS begins at column 0.
-
-    Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The lanes are
-    put together once a row. A lane remembers in which tile its largest logit came first, and only the lanes that hold
-    the row's largest one are read again for its column.
-    """
-    BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
-    WIDTH: tl.constexpr = 16 // BYTES if BLOCK_SIZE * BYTES >= 16 else BLOCK_SIZE
-    LANES: tl.constexpr = BLOCK_SIZE // WIDTH
-    scale = inv_temperature * 1.4426950408889634  # log2(e)
-    if VECTOR > 1:
-        x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)  # used after the sweep, which hides the wait
-        if BIAS_ptr is not None:
-            BIAS_ptr += head
-    lane_cols = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    m = tl.full([LANES], float("-inf"), tl.float32)
-    d = tl.zeros([LANES], tl.float32)
-    moment = tl.zeros([LANES], tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    top_tile = tl.zeros([LANES], tl.int32)
-    for i in tl.range(0, n_full, num_stages=STAGES):
-        cols = i * BLOCK_SIZE + lane_cols
-        top_before = top
-        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
-        m, d, moment, total, top = _take_tile(
-            x, cols, n_body, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, False
-        )
-        top_tile = tl.where(top > top_before, i, top_tile)
-    cols = n_full * BLOCK_SIZE + lane_cols
-    top_before = top
-    x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, float("-inf"), True, "", "")
-    m, d, moment, total, top = _take_tile(
-        x, cols, n_body, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, True
-    )
-    top_tile = tl.where(top > top_before, n_full, top_tile)
-
-    m_row = tl.max(m, 0)
-    base = tl.where(m_row == float("-inf"), 0.0, m_row)
-    d, moment = _about(m, base, d, moment, scale, ENTROPY)
-    m, d, moment, total = m_row, tl.sum(d, 0), tl.sum(moment, 0), tl.sum(total, 0)
-    argmax = 0
-    if TOP:
-        top_row = tl.max(top, 0)
-        argmax = _first_column(
-            X_ptr, BIAS_ptr, top_tile[:, None] * BLOCK_SIZE + lane_cols, top, top_row, n_body, n_stored
-        )
-    if VECTOR > 1:
-        edge = edge_columns(head, n_body, n_cols, VECTOR)
-        if TOP:
-            top_edge = tl.max(x_edge, 0)
-            first = tl.min(tl.where(x_edge == top_edge, edge, n_cols), 0)
-            better = (top_edge > top_row) | ((top_edge == top_row) & (first < argmax))
-            argmax = tl.where(better, first, argmax)
-        m, d, moment, total, _ = _take_tile(
-            x_edge, edge, n_cols - head, softcap, scale, m, d, moment, total, 0.0, SOFTCAP, TOTAL, ENTROPY, False, True
-        )
-    entropy = tl.log(d) - moment / d * 0.6931471805599453  # ln(2)
-    return m * inv_temperature + tl.log(d), entropy, total, argmax + head
-
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -256,8 +108,8 @@ def _log_prob_rows_kernel(
     ENTROPY: tl.constexpr = ENTROPY_ptr is not None
     SUM: tl.constexpr = SUM_ptr is not None
     TOP: tl.constexpr = TOP_ptr is not None
-    lse, entropy, total, top = _scan_lanes(
-        X_ptr, BIAS_ptr, head, n_body, n_full, n_cols, n_stored, softcap, inv_temperature,
+    lse, entropy, total, top, _, _ = scan_row(
+        X_ptr, BIAS_ptr, None, head, n_body, n_full, n_cols, n_stored, softcap, inv_temperature,
         SOFTCAP, SUM, ENTROPY, TOP, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
     )  # fmt: skip
     logp = tl.where(inside, s_y - lse, float("nan"))

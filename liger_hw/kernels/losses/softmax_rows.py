@@ -1,12 +1,12 @@
 """The core of every loss on rows of logits: a sweep for the softmax's statistics, and a sweep that writes a gradient.
 
-For a row x with an optional bias, softcap and temperature T (1 in the first), s = softcap(x + bias) / T, in fp32:
-    first sweep     m = max(s), d = sum(exp(s - m)), and on request sum(w * s), argmax(x)
+For a row x with an optional bias, softcap and temperature T, s = softcap(x + bias) / T, in fp32:
+    first sweep     lse = log(sum(exp(s))), and on request the entropy, sum(w * s) * T and argmax(x)
     second sweep    dx[c] = softmax_coef * p[c] - target_coef * [c = y] - smoothing_term * w[c]
                             - b * p[c] * (log p[c] + entropy),
                     with p = exp(s - lse), through the softcap (1 / T is in the factors)
-The first goes forwards by tiles, with a running maximum (the online softmax), the second backwards, so that what was
-read last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps.
+The first goes forwards by tiles, with running maxima (the online softmax), the second backwards, so that what was read
+last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps.
 Rows that do not begin at 16 bytes have edges besides (rows/row.py).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867
@@ -76,54 +76,6 @@ def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _scan_tile(
-    x,
-    cols,
-    n_cols,
-    W_ptr,
-    softcap,
-    m,
-    d,
-    total,
-    top,
-    argmax,
-    TOTAL: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    MASKED: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-):
-    """Take one tile into the statistics of a row. softcap: None for none.
-
-    MASKED: the tile ends past n_cols, where x is -inf.
-    IN_ORDER: the tile's columns come after all that were taken before; decides between equal largest logits.
-    """
-    s = x
-    if softcap is not None:
-        s = softcap * tanh(x * (1.0 / softcap))
-    if TOTAL:
-        ws = s
-        if W_ptr is not None:
-            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=1.0).to(tl.float32)
-        if MASKED:
-            ws = tl.where(cols < n_cols, ws, 0.0)
-        total += tl.sum(ws)
-    if MASKED and softcap is not None:
-        s = tl.where(cols < n_cols, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
-    d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
-    if ARGMAX:
-        tile_top = tl.max(x)
-        first = tl.min(tl.where(x == tile_top, cols, n_cols))
-        better = tile_top > top
-        if not IN_ORDER:
-            better = better | ((tile_top == top) & (first < argmax))
-        argmax = tl.where(better, first, argmax)
-        top = tl.maximum(top, tile_top)
-    return m_new, d, total, top, argmax
-
-
-@triton.jit
 def _gradient_tile(
     x,
     cols,
@@ -165,34 +117,115 @@ def _gradient_tile(
 
 
 @triton.jit
+def _scan_tile(
+    x,
+    cols,
+    n_cols,
+    W_ptr,
+    softcap,
+    scale,
+    m,
+    d,
+    moment,
+    total,
+    top,
+    SOFTCAP: tl.constexpr,
+    TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    TOP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take a tile of logits into the statistics of its lanes, which run along its last dimension.
+
+    With s = softcap(x + bias) of a lane so far: m = max(s), d = sum(2^z), moment = sum(2^z * z) where z = scale * (s -
+    m), total = sum(w * s), top = max(rank(x)). MASKED: the tile ends past n_cols, where x is -inf.
+    """
+    AXIS: tl.constexpr = len(x.shape) - 1
+    s = x
+    if SOFTCAP:
+        s = softcap * tanh(x * (1.0 / softcap))
+    if TOTAL:
+        ws = s
+        if W_ptr is not None:
+            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=1.0).to(tl.float32)
+        total += tl.sum(tl.where(cols < n_cols, ws, 0.0), AXIS) if MASKED else tl.sum(ws, AXIS)
+    if MASKED and SOFTCAP:
+        s = tl.where(cols < n_cols, s, float("-inf"))
+    if TOP:
+        x = _rank(x)
+        if not SOFTCAP:
+            s = x  # one maximum for both; infinity less itself is NaN again
+    m_new = tl.maximum(m, tl.max(s, AXIS))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
+    z = (s - tl.expand_dims(base, AXIS)) * scale
+    e = tl.exp2(z)
+    d, moment = _about(m, base, d, moment, scale, ENTROPY)
+    d += tl.sum(e, AXIS)
+    if ENTROPY:
+        moment += tl.sum(e * tl.maximum(z, -256.0), AXIS)
+    if TOP:
+        top = tl.maximum(top, tl.max(x, AXIS))
+    return m_new, d, moment, total, top
+
+
+@triton.jit
+def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
+    """(d, moment) about another maximum than m. 2^-256 is 0, so that -inf can stand as -256 in a product with it."""
+    z = (m - base) * scale
+    e = tl.exp2(z)
+    if ENTROPY:
+        moment = (moment + d * tl.maximum(z, -256.0)) * e
+    return d * e, moment
+
+
+@triton.jit
+def _rank(x):
+    """Where a logit stands in the search of the largest: a NaN at infinity, so that the first one is predicted."""
+    return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
+def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
+    """The first of `cols` [lanes, width] that holds top_row, read again in the lanes whose largest logit it is."""
+    cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
+    x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "", "")
+    return tl.min(tl.min(tl.where(_rank(x) == top_row, cols, n_cols), 1), 0)
+
+
+@triton.jit
 def scan_row(
     X_ptr,
     BIAS_ptr,
     W_ptr,
-    block_cols,
     head,
     n_body,
     n_full,
     n_cols,
     n_stored,
     softcap,
+    inv_temperature,
+    SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr,
-    ARGMAX: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The first sweep: (m, d, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
+    """The first sweep: (lse, entropy, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
 
     X_ptr: the body of the row, n_body columns wide, n_full whole tiles and a last one. BIAS and W begin at column 0.
+
+    Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The lanes are
+    put together once a row. A lane remembers in which tile its largest logit came first, and only the lanes that hold
+    the row's largest one are read again for its column.
     """
-    m = float("-inf")
-    d = 0.0
-    total = 0.0
-    top = float("-inf")
-    argmax = 0
+    BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
+    WIDTH: tl.constexpr = 16 // BYTES if BLOCK_SIZE * BYTES >= 16 else BLOCK_SIZE
+    LANES: tl.constexpr = BLOCK_SIZE // WIDTH
+    scale = inv_temperature * 1.4426950408889634  # log2(e)
     x_edge = 0.0
     if VECTOR > 1:
         x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)  # used after the sweep, which hides the wait
@@ -200,27 +233,53 @@ def scan_row(
             BIAS_ptr += head
         if W_ptr is not None:
             W_ptr += head
-        n_right = n_cols - head
-        edge = edge_columns(head, n_body, n_cols, VECTOR)
+    lane_cols = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    m = tl.full([LANES], float("-inf"), tl.float32)
+    d = tl.zeros([LANES], tl.float32)
+    moment = tl.zeros([LANES], tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    top_tile = tl.zeros([LANES], tl.int32)
     for i in tl.range(0, n_full, num_stages=STAGES):
-        cols = i * BLOCK_SIZE + block_cols
+        cols = i * BLOCK_SIZE + lane_cols
+        top_before = top
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
-        m, d, total, top, argmax = _scan_tile(
-            x, cols, n_body, W_ptr, softcap, m, d, total, top, argmax,
-            TOTAL, ARGMAX, MASKED=False, IN_ORDER=True,
-        )  # fmt: skip
-    tail_cols = n_full * BLOCK_SIZE + block_cols
-    x = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
-    m, d, total, top, argmax = _scan_tile(
-        x, tail_cols, n_body, W_ptr, softcap, m, d, total, top, argmax,
-        TOTAL, ARGMAX, MASKED=True, IN_ORDER=True,
-    )  # fmt: skip
+        m, d, moment, total, top = _scan_tile(
+            x, cols, n_body, W_ptr, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, False
+        )
+        top_tile = tl.where(top > top_before, i, top_tile)
+    cols = n_full * BLOCK_SIZE + lane_cols
+    top_before = top
+    x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, float("-inf"), True, "", "")
+    m, d, moment, total, top = _scan_tile(
+        x, cols, n_body, W_ptr, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, True
+    )
+    top_tile = tl.where(top > top_before, n_full, top_tile)
+
+    m_row = tl.max(m, 0)
+    base = tl.where(m_row == float("-inf"), 0.0, m_row)
+    d, moment = _about(m, base, d, moment, scale, ENTROPY)
+    m, d, moment, total = m_row, tl.sum(d, 0), tl.sum(moment, 0), tl.sum(total, 0)
+    argmax = 0
+    if TOP:
+        top_row = tl.max(top, 0)
+        argmax = _first_column(
+            X_ptr, BIAS_ptr, top_tile[:, None] * BLOCK_SIZE + lane_cols, top, top_row, n_body, n_stored
+        )
     if VECTOR > 1:
-        m, d, total, top, argmax = _scan_tile(
-            x_edge, edge, n_right, W_ptr, softcap, m, d, total, top, argmax,
-            TOTAL, ARGMAX, MASKED=True, IN_ORDER=False,
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        if TOP:
+            rank = _rank(x_edge)
+            top_edge = tl.max(rank, 0)
+            first = tl.min(tl.where(rank == top_edge, edge, n_cols), 0)
+            better = (top_edge > top_row) | ((top_edge == top_row) & (first < argmax))
+            argmax = tl.where(better, first, argmax)
+        m, d, moment, total, _ = _scan_tile(
+            x_edge, edge, n_cols - head, W_ptr, softcap, scale, m, d, moment, total, 0.0,
+            SOFTCAP, TOTAL, ENTROPY, False, True,
         )  # fmt: skip
-    return m, d, total, argmax + head, x, x_edge
+    entropy = tl.log(d) - moment / d * 0.6931471805599453  # ln(2)
+    return m * inv_temperature + tl.log(d), entropy, total, argmax + head, tl.reshape(x, [BLOCK_SIZE]), x_edge
 
 
 @triton.jit
