@@ -53,10 +53,17 @@ from .cross_entropy_reference import (
     reference_losses,
     reference_outputs,
 )
-from .cross_entropy_rows import STATS, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
+from .cross_entropy_rows import (
+    STATS,
+    launch_rows,
+    launch_stats,
+    launch_sum,
+    loss_heuristic,
+    row_buffers,
+    rows_tunable,
+)
 from .cross_entropy_scale import BWD, scale_gradient
 from .options_module import OptionsModule
-from .softmax_rows import rows_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -81,7 +88,7 @@ def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Ke
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
     """Small tiles if a wide row is read once: nothing is kept for a second read, and several loads are in flight."""
     if len(key) == 3 or key[0] <= 8192:
-        return rows_heuristic(target, key)
+        return loss_heuristic(target, key)
     return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))
 
 

