@@ -28,29 +28,19 @@ class NoSource(Exception):
 
 
 @functools.lru_cache(maxsize=4096)
-def tree_of(code: types.CodeType) -> ast.FunctionDef | ast.Lambda:
+def tree_of(code: types.CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef:
     """The syntax tree of one function, with the line numbers of its file. Raises `NoSource`."""
     try:
         text = inspect.getsource(code)
     except (OSError, TypeError):
         raise NoSource(f"the source of {code.co_name} is not there") from None
-    if code.co_name == "<lambda>":  # it begins and ends somewhere in its lines
-        kind: Any = ast.Lambda
-        tree = next(filter(None, (_parsed(text[text.find("lambda") : end]) for end in range(len(text), 0, -1))), None)
-    else:
-        kind = ast.FunctionDef, ast.AsyncFunctionDef
-        tree = _parsed(f"if True:\n{text}" if text[:1].isspace() else text)
-    functions = [node for node in ast.walk(tree) if isinstance(node, kind)] if tree else []
-    if not functions or (kind is ast.Lambda and len(functions) > 1):
-        raise NoSource(f"the source of {code.co_name} cannot be told from what is beside it")
-    return ast.increment_lineno(functions[0], code.co_firstlineno - functions[0].lineno)
-
-
-def _parsed(text: str) -> ast.Module | None:
     try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return None
+        tree = ast.parse(f"if True:\n{text}" if text[:1].isspace() else text)
+        functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        function = next(node for node in functions if node.name == code.co_name)
+    except (SyntaxError, ValueError, StopIteration):  # of a lambda, whose lines hold more than it
+        raise NoSource(f"the source of {code.co_name} cannot be told from what is beside it") from None
+    return ast.increment_lineno(function, code.co_firstlineno - function.lineno)
 
 
 def hands_itself_on(code: types.CodeType) -> bool:
@@ -104,7 +94,7 @@ def open_branch(function: Callable, module: nn.Module | None = None, facts: Fact
         done.add((code, id(owner)))
         try:
             reader, tree = _Reader(function, owner, known), tree_of(code)
-            for node in [tree.body] if isinstance(tree, ast.Lambda) else tree.body:
+            for node in tree.body:
                 reader.visit(node)
         except NoSource as error:
             return str(error)
@@ -176,47 +166,24 @@ class _Reader(ast.NodeVisitor):
 
     visit_IfExp = visit_If
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        for number, value in enumerate(node.values):
-            self.visit(value)
-            if number + 1 == len(node.values):
-                return
-            decided = self._decided(value)
-            if decided is isinstance(node.op, ast.Or):  # Python does not evaluate the rest
-                return
-            if decided is None and not self._is_settled(value):
-                self._refuse(value)
-
-    def visit_While(self, node: ast.While) -> None:
-        if not self._is_settled(node.test):
-            self._refuse(node.test)
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:  # whose later parts may not be evaluated
+        if not self._is_settled(node):
+            self._refuse(node)
         self.generic_visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         for test in node.ifs:
-            if not self._is_settled(test):
-                self._refuse(test)
+            self._refuse(test)
         self.generic_visit(node)
-
-    def visit_Try(self, node: ast.Try) -> None:
-        if not all(_only_raises(handler.body) for handler in node.handlers):
-            self._refuse(node)
-        self.generic_visit(node)
-
-    def visit_Match(self, node: Any) -> None:
-        self._refuse(node)
 
     def _refuse(self, node: Any) -> None:
         file = os.path.basename(self.code.co_filename)
         self.reason = self.reason or f"line {node.lineno} of {file} may take another branch"
 
+    visit_While = visit_Try = visit_Match = _refuse
+
     def _decided(self, test: ast.expr) -> bool | None:
         """What a condition answers wherever the guards hold; None where that is not known."""
-        if isinstance(test, ast.BoolOp):
-            answers = [self._decided(value) for value in test.values]
-            decisive = isinstance(test.op, ast.Or)
-            known = [answer for answer in answers if answer is not None]
-            return decisive if decisive in known else None if len(known) < len(answers) else not decisive
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             answer = self._decided(test.operand)
             return None if answer is None else not answer
@@ -246,8 +213,7 @@ class _Reader(ast.NodeVisitor):
                 return True
             if not self._is_settled(node.value):
                 return False
-            member = self._member(node)
-            return not isinstance(member, property) or self._returns_settled(member.fget)
+            return not isinstance(self._member(node), property)
         if isinstance(node, ast.Call):
             if self._named(node.func) is hasattr and isinstance(self._named(node.args[0]), types.ModuleType):
                 return True
@@ -256,9 +222,8 @@ class _Reader(ast.NodeVisitor):
             if isinstance(node.func, ast.Attribute):
                 if node.func.attr in _AUTOCAST and isinstance(self._named(node.func.value), types.ModuleType):
                     return self.facts.in_autocast
-                if isinstance(node.func.value, ast.Name) and node.func.value.id == self.me:
-                    return self._returns_settled(self._member(node.func))
-                return self._is_settled(node.func.value)  # a method of an attribute: of a string, say
+                is_method = isinstance(node.func.value, ast.Name) and node.func.value.id == self.me
+                return not is_method and self._is_settled(node.func.value)  # of an attribute: of a string, say
             return any(self._named(node.func) is question for question in _QUESTIONS)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             if self._compares_experts(node) or self._compares_dims(node) or _asks_for_no_backend(node):
@@ -290,16 +255,6 @@ class _Reader(ast.NodeVisitor):
         counted = assigned[0] if len(assigned) == 1 else left
         is_dims = counted.endswith((".ndim", ".dim()")) or (counted.startswith("len(") and counted.endswith(".shape)"))
         return is_dims and isinstance(right, ast.Constant) and right.value in self.facts.dims
-
-    def _returns_settled(self, function: Any) -> bool:
-        """Whether a method of the module does nothing but return what its attributes say."""
-        if not isinstance(function, types.FunctionType) or _is_known(function):
-            return False
-        *before, last = tree_of(function.__code__).body
-        is_documented = all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in before)
-        if not is_documented or not isinstance(last, ast.Return) or last.value is None:
-            return False
-        return _Reader(function, self.owner, _NOTHING)._is_settled(last.value)
 
     # -- what is named --
 
