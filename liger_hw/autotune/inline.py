@@ -33,8 +33,8 @@ _off = False
 def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     """Tune one tunable at one key within a few seconds; whether an entry was stored.
 
-    Not under several ranks, which would wait for each other and disagree: `distributed.sync(tune=True)` lets one of
-    them tune for all, between steps.
+    Not under several ranks, which would wait for each other and disagree: `liger-hw autotune --from-misses` tunes what
+    a run found no entry for.
     """
     global _off
     if _off:
@@ -44,7 +44,7 @@ def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> boo
         store.warn_once(
             "inline ranks",
             "LIGER_HW_AUTOTUNE=1 is ignored among several ranks (WORLD_SIZE, torch.distributed); run `liger-hw "
-            "autotune` first, or liger_hw.distributed.sync(tune=True) after a step",
+            "autotune` first, or `liger-hw autotune --from-misses` after a run",
         )
         return False
     try:
@@ -55,16 +55,6 @@ def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> boo
             "inline", f"tuning on a miss failed and is off in this process: {type(error).__name__}: {error}"
         )
         return False
-
-
-def tune_misses(target: Target) -> int:
-    """Tune what this process found no entry for on `target`, a few seconds each; how many entries were stored."""
-    import torch
-
-    device = torch.accelerator.current_accelerator() if target.vendor != "cpu" else torch.device("cpu")
-    tunables = registry.tunables()
-    missed = [name for name, missed_on in registry.misses().items() if missed_on == target]
-    return sum(_tune(tunables[f"{op}.{variant}"], target, device, key) for op, variant, key in missed)
 
 
 def _is_one_of_several() -> bool:

@@ -36,14 +36,11 @@ _stepped: Any = None
 """The store of the process group that needs no comparison any more: its ranks agree, or are not to be compared."""
 
 
-def sync(
-    group: Any = None, device: torch.device | str | None = None, seconds: float | None = None, tune: bool = False
-) -> str:
+def sync(group: Any = None, device: torch.device | str | None = None, seconds: float | None = None) -> str:
     """Answer from rank 0's tables on every rank of `group`, and return the digest they agree on.
 
     device: this rank's device (default: the current accelerator, or the CPU). Every rank of the group must call it.
-    seconds: how long to wait for the other ranks; default LIGER_HW_SYNC_SECONDS. tune: rank 0 first tunes what this
-    process found no entry for (`registry.misses()`), seconds a key, while the others wait; give `seconds` room for it.
+    seconds: how long to wait for the other ranks; default LIGER_HW_SYNC_SECONDS.
 
     What any rank has quarantined is quarantined on all. Holds until `registry.reload()`. Without an initialised process
     group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices,
@@ -53,22 +50,16 @@ def sync(
         raise ValueError(f"liger_hw.distributed.sync: seconds must be above 0 and below ten years, got {seconds!r}")
     if not (dist.is_available() and dist.is_initialized()):
         return digest(registry.target_named(device))
-    return _sync(group, lambda: registry.target_named(device), seconds, {}, tune)
+    return _sync(group, lambda: registry.target_named(device), seconds, {})
 
 
-def _sync(
-    group: Any, find_target: Callable[[], Target], seconds: float | None, more: dict[str, Any], tune: bool = False
-) -> str:
+def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, more: dict[str, Any]) -> str:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     first = ranks[0] == dist.get_rank()
     seconds = seconds or env.get("LIGER_HW_SYNC_SECONDS") or 300.0
 
     def tell() -> dict[str, Any]:
         target = find_target()
-        if tune and first:
-            from ..autotune import inline
-
-            inline.tune_misses(target)
         failed = [
             [name, list(key), config, why]
             for (arch, name, key, config), why in registry.quarantined(target).items()

@@ -16,7 +16,7 @@ import torch
 
 import liger_hw
 from liger_hw import distributed, registry
-from liger_hw.autotune import inline, store
+from liger_hw.autotune import store
 from liger_hw.distributed import agreement
 from tests.autotune.fakes import H200, entry, tunable
 
@@ -274,14 +274,6 @@ def test_a_new_process_joins_one_that_was_in_a_group_before(clean_registry, tmp_
     """As after an elastic restart: rank 0's process has synchronised before, rank 1's has not."""
     for output in ranks(tmp_path, str(tmp_path), REJOIN):
         assert re.fullmatch(r"(agreed \w{16}\n?){2}", output), output
-
-
-def test_one_rank_tunes_for_all(clean_registry, monkeypatch):
-    tuned = []
-    monkeypatch.setattr(inline, "_tune", lambda tunable, target, device, key: tuned.append((tunable.name, key)) or True)
-    monkeypatch.setattr(registry, "misses", lambda: {NAME: H200, ("rms_norm", "bwd", NAME[2]): "another device"})
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    assert inline.tune_misses(H200) == 1 and tuned == [("rms_norm.fwd", NAME[2])]
 
 
 def test_without_a_process_group_it_is_the_digest(clean_registry):

@@ -246,10 +246,12 @@ class Branching(torch.nn.Module):
             total.index_add_(0, token, rows * top_k_weights[token, choice, None])
         if self.where == "eval" and not self.training:
             return total * 2
-        if self.where == "one" and len(hidden_states) == 1:
-            return total * 2
-        if self.where == "many" and len(hidden_states) > 100:
-            return total * 2
+        if self.where == "one":
+            if len(hidden_states) == 1:
+                return total * 2
+        if self.where == "many":
+            if len(hidden_states) > 100:
+                return total * 2
         return total
 
 
