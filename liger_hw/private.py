@@ -21,6 +21,7 @@ REASONS = {
     "is_batched": "whether a tensor is one of is_grads_batched, without memory of its own",
     "is_functorch_wrapped": "whether a tensor is a transform's, without memory of its own",
     "innermost_transform": "the transform that a backward runs under",
+    "autograd_inside_operator": "an operator's body runs below autograd, with which its reference is differentiated",
     "keeps_graph": "whether this backward may run again over the same saved tensors (retain_graph)",
     "graph_task": "whether autograd runs a backward now",
     "has_forward_gradients": "whether forward-mode gradients are on: off inside an autograd.Function alone",
@@ -88,3 +89,14 @@ hooks_on_every_module = (
 def has_integer_matmul(device_type: str) -> bool:
     """Whether torch multiplies int8 matrices on a device type."""
     return _C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", _C._dispatch_key_for_device(device_type))
+
+
+def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
+    """A context in which the body of an operator on the CPU builds graphs, which the dispatcher has switched off.
+
+    torch.func does the same, but not where a torch mode called the operator.
+    """
+    excluded = _C._dispatch_tls_local_exclude_set()
+    for key in (_C.DispatchKey.AutogradCPU, _C.DispatchKey.AutogradCUDA, _C.DispatchKey.AutogradXPU):
+        excluded = excluded.remove(key)
+    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)

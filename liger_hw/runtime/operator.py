@@ -45,6 +45,7 @@ from .checks import (  # noqa: F401  op files take these from here
     to_flatten,
     warn_ignored,
 )
+from .derivative import backward_of
 from .launch import LaunchFailed, Routine, call_routine, launch, observed, observers  # noqa: F401  as above
 from .replay import MISSED, NO_TENSORS, TENSORS, UNSEEN, NumberTypes, are_plain, coerced, replay
 from .shapes import Shapes
@@ -65,8 +66,9 @@ def define(
     schema: str,
     *,
     launcher: Callable[..., Any],
-    reference: Callable[..., Any],
     shapes: str,
+    reference: Callable[..., Any] | None = None,
+    derivative_of: Any = None,
     fake: Callable[..., Any] | tuple[str, ...] | None = None,
     numbers: type | None = None,
     misfit: Callable[..., str] | None = None,
@@ -77,6 +79,8 @@ def define(
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
     reference: the same results in plain torch
+    derivative_of: in place of a reference, and of a fake where none is named, the forward operator of a backward one
+    (`derivative.py`)
     shapes: what the tensors must be, in the words of `shapes.py`; checked in every way that the operator is called
     misfit: an error for arguments that pass `shapes` but still do not fit, or ""
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
@@ -99,6 +103,8 @@ def define(
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.liger_hw, name).default
     expected = declared[name] = Shapes(overload._schema, shapes, misfit)
+    if derivative_of is not None:
+        reference, fake = backward_of(derivative_of, overload._schema, fake)
     check_args = expected.check
 
     def checked(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +182,7 @@ def define(
         return overload(*args)
 
     call.__name__ = name
-    call.overload, call.numbers = overload, None
+    call.overload, call.numbers, call.reference = overload, None, reference
     return call if call_numbers is None else call_numbers.taking_call(call)
 
 
@@ -222,7 +228,7 @@ class _Numbers:
             return operator(*args[:-1], *self.numbers_of(args[-1]))
 
         with_call.__name__, with_call.overload = operator.__name__, operator.overload
-        with_call.numbers = self.kind
+        with_call.numbers, with_call.reference = self.kind, operator.reference
         return with_call
 
     def taking_numbers(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:

@@ -115,7 +115,7 @@ def _is_free(name: str, args: tuple, label: str, axis: int) -> bool:
     rules = [rule for rule in declared[name].rules if isinstance(args[rule.place], torch.Tensor)]
     rule = next(rule for rule in rules if rule.name == label)
     names = _names(rule, args[rule.place].shape)
-    if label in ("q", "k") and "head_axis" in (arguments := _arguments(name)) and "dq" not in arguments:
+    if label in ("q", "k") and "head_axis" in (arguments := _arguments(name)) and "dout_q" not in arguments:
         if axis == args[arguments.index("head_axis")]:
             return True
     size = names[axis]

@@ -164,25 +164,6 @@ def _fwd_reference(query, key, value, kernel_size, dilation, scale):
     return fused_neighborhood_attention_reference(query, key, value, kernel_size, dilation, scale).contiguous(), lse
 
 
-def _bwd_reference(do, query, key, value, lse, kernel_size, dilation, scale):
-    at, exist = _neighbors(query.shape[2], kernel_size, dilation, query.device)
-    g, q, k, v = (t.to(lse.dtype) for t in (do, query, key, value))
-    scale = _scale(query, scale)
-    weights = _scores(q, k, at, exist, scale).softmax(-1)
-    products = (g[..., None, :] * v[:, :, at]).sum(-1)
-    slopes = scale * weights * (products - (weights * products).sum(-1, keepdim=True))
-
-    def gathered(factors, rows):
-        """Sums over the queries that see a token."""
-        total = torch.zeros_like(rows)
-        for place in range(at.shape[1]):
-            total.index_add_(2, at[:, place], factors[..., place, None] * rows)
-        return total
-
-    dq, dk = (slopes[..., None] * k[:, :, at]).sum(-2), gathered(slopes, q)
-    return dq.to(query.dtype), dk.to(key.dtype), gathered(weights, g).to(value.dtype)
-
-
 def _misfit(query, *_rest):
     head_dim = query.shape[-1]
     return "" if head_dim <= WIDEST else f"query must have at most {WIDEST} dimensions a head, got {head_dim}"
@@ -206,8 +187,7 @@ class FusedNeighborhoodAttentionFunction(OperatorFunction):
         "lse [batch, heads, tokens]",
         misfit=lambda do, *args: _misfit(*args),
         launcher=_bwd,
-        reference=_bwd_reference,
-        fake=("query", "key", "value"),
+        derivative_of=fwd,
     )
 
 

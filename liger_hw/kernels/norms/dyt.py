@@ -280,7 +280,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
     dx = empty_like(x, x.dtype)
     parts, dtype = param_parts(needs_params, gamma, beta), params_dtype(x, gamma, beta)
     if not n_rows or not needs_params:
-        params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), torch.zeros_like(alpha)
+        params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), alpha.new_zeros(alpha.shape if needs_params else 0)
     if not n_rows:
         return dx, params, dalpha
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
@@ -305,19 +305,6 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    g, scale = dy.to(wide), alpha.to(wide)
-    t = torch.tanh(scale * x.to(wide))
-    d = g * gamma.to(wide) * (1.0 - t.square())
-    params, dalpha = x.new_empty(0, dtype=wide), torch.zeros_like(alpha)
-    if needs_params:
-        grads = [g * t] if beta is None else [g * t, g]
-        params = torch.cat([grad[None].flatten(0, -2).sum(0) for grad in grads])
-        dalpha = (d * x.to(wide)).sum().to(alpha.dtype).view(alpha.shape)
-    return (scale * d).to(x.dtype).contiguous(), params.to(params_dtype(x, gamma, beta)), dalpha
-
-
 class DyTFunction(OperatorFunction):
     """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
 
@@ -334,7 +321,7 @@ class DyTFunction(OperatorFunction):
         " -> (Tensor dx, Tensor dgamma_dbeta, Tensor dalpha)",
         shapes="x, dy [*, n]; alpha of 1; gamma [n]; beta [n]",
         launcher=_bwd,
-        reference=_bwd_reference,
+        derivative_of=fwd,
     )
 
 

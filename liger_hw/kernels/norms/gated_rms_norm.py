@@ -281,7 +281,7 @@ def _fwd(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
     return y, rstd
 
 
-def _bwd(dy, x, gate, w, rstd, sigmoid, norm_first, group_size):
+def _bwd(dy, x, gate, w, rstd, eps, sigmoid, llama, norm_first, group_size):
     dy, x, gate, w = row_major(dy), row_major(x), row_major(gate), dense(w)
     n_rows, n_cols, stride = rows_of(x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -323,22 +323,6 @@ def _fwd_reference(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
     return y.contiguous(), rstd.t().contiguous()
 
 
-def _bwd_reference(dy, x, gate, w, rstd, sigmoid, norm_first, group_size):
-    wide, shape = rstd.dtype, _grouped(x, group_size)
-    dy, v, g, scale = (t.to(wide) for t in (dy, x, gate, w))
-    s = torch.sigmoid(g)
-    factor, slope = (s, s * (1 - s)) if sigmoid else (g * s, s + g * s * (1 - s))
-    u, dn = (v, dy * factor) if norm_first else (v * factor, dy)
-    r = rstd.t()[..., None]
-    h = (u.reshape(shape) * r).reshape(x.shape)
-    m = dn * scale
-    means = (m * h).reshape(shape).mean(-1, keepdim=True)
-    du = (r * (m.reshape(shape) - h.reshape(shape) * means)).reshape(x.shape)
-    dx, dg = (du, dy * h * scale * slope) if norm_first else (du * factor, du * v * slope)
-    dw = (dn * h).reshape(shape).sum(0).flatten()
-    return dx.to(x.dtype).contiguous(), dg.to(gate.dtype).contiguous(), dw.to(w.dtype)
-
-
 def _misfit(n_cols, group_size) -> str:
     if not n_cols or group_size < 1 or n_cols % group_size:
         return f"group_size must be a divisor of n_cols = {n_cols}, got {group_size!r}"
@@ -357,13 +341,12 @@ class GatedRMSNormFunction(OperatorFunction):
         reference=_fwd_reference,
     )
     bwd = define(
-        "gated_rms_norm_bwd(Tensor dY, Tensor X, Tensor gate, Tensor W, Tensor rstd, bool sigmoid, bool norm_first, "
-        "int group_size) -> (Tensor dX, Tensor dgate, Tensor dW)",
+        "gated_rms_norm_bwd(Tensor dY, Tensor X, Tensor gate, Tensor W, Tensor rstd, float eps, bool sigmoid, "
+        "bool llama, bool norm_first, int group_size) -> (Tensor dX, Tensor dgate, Tensor dW)",
         shapes="X, gate, dY [*, n]; W [n]; rstd [groups, rows]",
         misfit=lambda dY, X, *args: _misfit(X.shape[-1], args[-1]),
         launcher=_bwd,
-        reference=_bwd_reference,
-        fake=("X", "gate", "W"),
+        derivative_of=fwd,
     )
 
 

@@ -245,7 +245,7 @@ def _fwd(x, w, b, num_groups, eps):
     return y, stats
 
 
-def _bwd(dy, x, w, b, stats, num_groups, needs_params):
+def _bwd(dy, x, w, b, stats, num_groups, eps, needs_params):
     dy, x, w = dy.contiguous(), x.contiguous(), dense(w)
     batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
     dx = torch.empty_like(x)
@@ -278,17 +278,6 @@ def _fwd_reference(x, w, b, num_groups, eps):
     return y.contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)])
 
 
-def _bwd_reference(dy, x, w, b, stats, num_groups, needs_params):
-    wide = stats.dtype
-    mean, rstd = stats.view(2, -1, 1, 1)
-    h, g = (_grouped(x, num_groups, wide) - mean) * rstd, _grouped(dy, num_groups, wide)
-    m = g if w is None else g * w.to(wide).view(num_groups, -1).repeat(x.shape[0], 1)[..., None]
-    dx = rstd * (m - m.mean((1, 2), keepdim=True) - h * (m * h).mean((1, 2), keepdim=True))
-    grads = [t.sum(2).view(x.shape[:2]).sum(0) for t in (g * h, g)][: param_parts(needs_params, w, b)]
-    params = torch.cat(grads) if grads else x.new_empty(0)
-    return dx.reshape(x.shape).to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
-
-
 def _misfit(X, W, B, num_groups) -> str:
     if num_groups < 1 or X.shape[1] % num_groups:
         return f"num_channels={X.shape[1]} must be a multiple of num_groups={num_groups}"
@@ -309,11 +298,12 @@ class GroupNormFunction(OperatorFunction):
     )
     bwd = define(
         "group_norm_bwd(Tensor dY, Tensor X, Tensor? affine_scaling_weight, Tensor? affine_shifting_bias, Tensor stats,"
-        " int num_groups, bool needs_params) -> (Tensor dX, Tensor daffine_scaling_weight_daffine_shifting_bias)",
+        " int num_groups, float eps, bool needs_params)"
+        " -> (Tensor dX, Tensor daffine_scaling_weight_daffine_shifting_bias)",
         shapes="X, dY [b, c, *]; affine_scaling_weight [c]; affine_shifting_bias [c]; stats",
-        misfit=lambda dY, X, W, B, stats, num_groups, needs_params: _misfit(X, W, B, num_groups),
+        misfit=lambda dY, X, W, B, stats, num_groups, eps, needs_params: _misfit(X, W, B, num_groups),
         launcher=_bwd,
-        reference=_bwd_reference,
+        derivative_of=fwd,
     )
 
 

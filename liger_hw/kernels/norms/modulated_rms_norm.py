@@ -111,7 +111,7 @@ def _summed_rows(plan: Plan, n_mods: int, n_rows: int, n_cols: int) -> tuple[int
     return mods, per_mod
 
 
-def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+def _bwd(dy, x, w, scale, shift, rstd, eps, offset, casting, needs_params):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
@@ -199,26 +199,6 @@ def _fwd_reference(x, w, scale, shift, eps, offset, casting):
     return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
 
 
-def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
-    if not x.numel():
-        return torch.empty_like(x), *_no_grads(x, w, scale, shift, needs_params)
-    wide, n_cols = rstd.dtype, x.shape[-1]
-    n_mods = scale.numel() // n_cols
-    by_mod = (n_mods, -1, n_cols)
-    g, r = dy.to(wide).reshape(by_mod), rstd.view(n_mods, -1, 1)
-    h = x.to(wide).reshape(by_mod) * r
-    scaled = 1.0 + scale.to(wide).reshape(n_mods, 1, n_cols)
-    weight = 1.0 if w is None else w.to(wide) + offset
-    m = g * weight * scaled
-    dx = (r * (m - h * (m * h).mean(-1, keepdim=True))).reshape(x.shape).to(x.dtype)
-    if not needs_params:
-        return dx, *_no_grads(x, w, scale, shift, False)
-    q = (g * (h.to(x.dtype).to(wide) if casting == CASTING_MODES["llama"] else h)).sum(1)
-    dw = no_weight(x) if w is None else (scaled[:, 0] * q).sum(0).to(w.dtype)
-    dshift = no_weight(x) if shift is None else g.sum(1).reshape(shift.shape).to(shift.dtype)
-    return dx, dw, (weight * q).reshape(scale.shape).to(scale.dtype), dshift
-
-
 def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether every row of `scale` belongs to a run of consecutive rows of `x`, as the kernel takes them."""
     rows = math.prod(scale.shape[:-1])
@@ -252,12 +232,12 @@ class ModulatedRMSNormFunction(OperatorFunction):
         reference=_fwd_reference,
     )
     bwd = define(
-        "modulated_rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
-        " int casting, bool needs_params) -> (Tensor dX, Tensor dW, Tensor dscale, Tensor dshift)",
+        "modulated_rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor scale, Tensor? shift, Tensor rstd, float eps,"
+        " float offset, int casting, bool needs_params) -> (Tensor dX, Tensor dW, Tensor dscale, Tensor dshift)",
         shapes="X, dY [*, n]; W [n]; scale; shift; rstd of rows",
         misfit=lambda dY, *args: _misfit(*args),
         launcher=_bwd,
-        reference=_bwd_reference,
+        derivative_of=fwd,
     )
 
 

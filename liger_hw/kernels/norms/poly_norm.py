@@ -250,13 +250,13 @@ def _fwd(x, w, b, eps):
     return y, rstd
 
 
-def _bwd(dy, x, w, b, rstd):
+def _bwd(dy, x, w, b, rstd, eps):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
     dtype = params_dtype(x, w, b)
     if not n_rows:
-        return dx, x.new_zeros(4, dtype=dtype)
+        return dx, x.new_zeros(3 if b is None else 4, dtype=dtype)
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
     n_tiles = cdiv(n_rows, blocks["ROWS"])
@@ -264,7 +264,8 @@ def _bwd(dy, x, w, b, rstd):
     partial = partial_sums(x, programs, 4, dtype)
     args = (dy, x, w, rstd, dx, partial, rows_of(dy)[2], x_stride, n_rows, n_cols, n_tiles)
     launch(plan, _poly_norm_bwd_kernel, (programs,), args, (blocks["BLOCK_SIZE"] >= n_cols,))
-    return dx, column_sum(DW, partial, dtype)
+    params = column_sum(DW, partial, dtype)
+    return dx, params[:3] if b is None else params
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -276,29 +277,17 @@ def _fwd_reference(x, w, b, eps):
     return poly_norm_reference(x, w, b, eps).contiguous(), torch.stack(rstd)
 
 
-def _bwd_reference(dy, x, w, b, rstd):
-    wide = rstd.dtype
-    g, v = dy.to(wide), x.to(wide)
-    dx, params = torch.zeros_like(g), []
-    for weight, power in zip(w.to(wide), (3, 2, 1)):
-        r = rstd[power - 1].view(*x.shape[:-1], 1)
-        normed = v**power * r
-        dx = dx + power * v ** (power - 1) * weight * r * (g - normed * (g * normed).mean(-1, keepdim=True))
-        params.append((g * normed).sum())
-    return dx.to(x.dtype).contiguous(), torch.stack([*params, g.sum()]).to(params_dtype(x, w, b))
-
-
 poly_norm_fwd = define(
-    "poly_norm_fwd(Tensor X, Tensor W, Tensor? B, float eps) -> (Tensor, Tensor)",
+    "poly_norm_fwd(Tensor X, Tensor W, Tensor? B, float eps) -> (Tensor Y, Tensor rstd)",
     shapes="X [*, n]; W [3]; B of 1",
     launcher=_fwd,
     reference=_fwd_reference,
 )
 poly_norm_bwd = define(
-    "poly_norm_bwd(Tensor dY, Tensor X, Tensor W, Tensor? B, Tensor rstd) -> (Tensor, Tensor)",
+    "poly_norm_bwd(Tensor dY, Tensor X, Tensor W, Tensor? B, Tensor rstd, float eps) -> (Tensor dX, Tensor dW_dB)",
     shapes="X, dY [*, n]; W [3]; B of 1; rstd [3, rows]",
     launcher=_bwd,
-    reference=_bwd_reference,
+    derivative_of=poly_norm_fwd,
 )
 
 
@@ -309,7 +298,8 @@ class PolyNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, W, B, eps):
-        Y, RSTD = poly_norm_fwd(X, W, B, float(eps))
+        ctx.eps = float(eps)
+        Y, RSTD = poly_norm_fwd(X, W, B, ctx.eps)
         ctx.save_for_backward(X, W, B, RSTD)
         return Y
 
@@ -317,7 +307,7 @@ class PolyNormFunction(Function):
     @first_order
     def backward(ctx, grad_output):
         X, W, B, RSTD = ctx.saved_tensors
-        dX, dP = poly_norm_bwd(grad_output, X, W, B, RSTD)
+        dX, dP = poly_norm_bwd(grad_output, X, W, B, RSTD, ctx.eps)
         return dX, dP[:3], None if B is None else dP[3:].view(B.shape), None
 
 

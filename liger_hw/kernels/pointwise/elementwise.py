@@ -372,7 +372,6 @@ def gated_operators(
     arguments: str,
     how: Callable[..., tuple],
     reference: Callable[..., torch.Tensor],
-    bwd_reference: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[Any, Any, Any]:
     """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, in place, `<op>_bwd_`.
 
@@ -399,32 +398,20 @@ def gated_operators(
         kind, *multipliers = how(*options)
         _launch_bwd(bwd_tunable, kind, dc, a, b, a, b, *multipliers)
 
-    def bwd_reference_(dc, a, b, *options):
-        for t, gradient in zip((a, b), bwd_reference(dc, a, b, *options)):
-            t.copy_(gradient)
-
-    return (
-        define(
-            f"{op}_fwd(Tensor a, Tensor b, {arguments}) -> Tensor c",
-            shapes="T a, b [*, n]",
-            launcher=fwd,
-            reference=lambda a, b, *options: reference(a, b, *options).contiguous(),
-            fake=("a",),
-        ),
-        define(
-            f"{op}_bwd(Tensor dc, Tensor a, Tensor b, {arguments}) -> (Tensor da, Tensor db)",
-            shapes="T a, b [*, n]; dc [*, n]",
-            launcher=bwd,
-            reference=bwd_reference,
-            fake=("a", "b"),
-        ),
-        define(
-            f"{op}_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, {arguments}) -> ()",
-            shapes="T a, b [*, n]; dc [*, n]",
-            launcher=bwd_,
-            reference=bwd_reference_,
-            fake=(),
-        ),
+    forward = define(
+        f"{op}_fwd(Tensor a, Tensor b, {arguments}) -> Tensor c",
+        shapes="T a, b [*, n]",
+        launcher=fwd,
+        reference=lambda a, b, *options: reference(a, b, *options).contiguous(),
+        fake=("a",),
+    )
+    gradients = {
+        f"{op}_bwd(Tensor dc, Tensor a, Tensor b, {arguments}) -> (Tensor da, Tensor db)": bwd,
+        f"{op}_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, {arguments}) -> ()": bwd_,
+    }
+    shapes = "T a, b [*, n]; dc [*, n]"
+    return forward, *(
+        define(schema, shapes=shapes, launcher=run, derivative_of=forward) for schema, run in gradients.items()
     )
 
 

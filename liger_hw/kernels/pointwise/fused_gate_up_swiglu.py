@@ -15,21 +15,13 @@ from ...registry import Sample
 from ...runtime.operator import OperatorFunction, check_flags, check_numbers, define, empty_like
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
-from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
+from .swiglu import check_silu, swiglu_reference
 from .tiled_mlp import tileable
 
 
 def fused_gate_up_swiglu_reference(y, gate_multiplier=1.0, down_multiplier=1.0):
     """The specification of the fused layout."""
     return swiglu_reference(*y.chunk(2, -1), gate_multiplier, down_multiplier)
-
-
-def _bwd_reference(dc, y, gate_multiplier, down_multiplier):
-    return torch.cat(swiglu_bwd_reference(dc, *y.chunk(2, -1), gate_multiplier, down_multiplier), -1)
-
-
-def _bwd_in_place_reference(dc, y, gate_multiplier, down_multiplier):
-    y.copy_(_bwd_reference(dc, y, gate_multiplier, down_multiplier))
 
 
 TUNABLES = FWD, BWD = activation_tunables("fused_gate_up_swiglu", fwd={}, bwd={})
@@ -73,15 +65,13 @@ class FusedGateUpSiLUMulFunction(OperatorFunction):
         "fused_gate_up_swiglu_bwd(Tensor dc, Tensor y, float gate_multiplier, float down_multiplier) -> Tensor dy",
         shapes="y [*, 2n]; dc [*, n]",
         launcher=_bwd,
-        reference=_bwd_reference,
-        fake=("y",),
+        derivative_of=fwd,
     )
     in_place = define(
         "fused_gate_up_swiglu_bwd_(Tensor dc, Tensor(a!) y, float gate_multiplier, float down_multiplier) -> ()",
         shapes="y [*, 2n]; dc [*, n]",
         launcher=_bwd_in_place,
-        reference=_bwd_in_place_reference,
-        fake=(),
+        derivative_of=fwd,
     )
 
 

@@ -37,15 +37,6 @@ def _name(tanh: bool) -> str:
     return "tanh" if tanh else "none"
 
 
-def _bwd_reference(dc, a, b, tanh):
-    approximate = _name(tanh)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    gate, d = a.to(wide), dc.to(wide)
-    db = d * torch.nn.functional.gelu(gate, approximate=approximate).to(a.dtype).to(wide)
-    da = torch.ops.aten.gelu_backward(d * b.to(wide), gate, approximate=approximate)
-    return da.to(a.dtype).contiguous(), db.to(a.dtype).contiguous()
-
-
 TUNABLES = activation_tunables("geglu", fwd={}, bwd={"load_bytes": 8})
 
 
@@ -58,7 +49,6 @@ class GELUMulFunction(OperatorFunction):
         "bool tanh",
         lambda tanh: ("gelu_tanh" if tanh else "gelu", 1.0, 1.0),
         lambda a, b, tanh: geglu_reference(a, b, _name(tanh)),
-        _bwd_reference,
     )
 
 

@@ -46,12 +46,6 @@ def _bwd(dy, x):
     return dx
 
 
-def _bwd_reference(dy, x):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    slope = 2.0 * x.to(wide).relu()
-    return torch.where(x <= 0, 0.0, slope * dy.to(wide)).to(x.dtype).contiguous()
-
-
 class ReLUSquaredFunction(OperatorFunction):
     """Autograd for the squared ReLU: saves x."""
 
@@ -67,8 +61,7 @@ class ReLUSquaredFunction(OperatorFunction):
         "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor dx",
         shapes="x, dy [*, n]",
         launcher=_bwd,
-        reference=_bwd_reference,
-        fake=("x",),
+        derivative_of=fwd,
     )
 
 

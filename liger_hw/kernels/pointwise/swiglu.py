@@ -30,17 +30,6 @@ def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     return (silu.to(wide) * b.to(wide) * down_multiplier).to(a.dtype)
 
 
-def swiglu_bwd_reference(dc, a, b, gate_multiplier, down_multiplier):
-    """(da, db) in plain torch."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    gate = (a.to(wide) * gate_multiplier).to(a.dtype).to(wide)
-    sigmoid, d = torch.sigmoid(gate), dc.to(wide) * down_multiplier
-    silu = gate * sigmoid
-    da = d * b.to(wide) * gate_multiplier * (sigmoid + silu * (1.0 - sigmoid))
-    db = d * silu.to(a.dtype).to(wide)
-    return da.to(a.dtype).contiguous(), db.to(a.dtype).contiguous()
-
-
 TUNABLES = activation_tunables("swiglu", fwd={"small_launch": 32768}, bwd={"small_launch": 32768})
 
 
@@ -53,7 +42,6 @@ class SiLUMulFunction(OperatorFunction):
         "float gate_multiplier, float down_multiplier",
         lambda gate_multiplier, down_multiplier: ("silu", gate_multiplier, down_multiplier),
         swiglu_reference,
-        swiglu_bwd_reference,
     )
 
 

@@ -42,15 +42,6 @@ def _bwd(dout, x, f_out, h_post, h_res):
     return dx, df, dh_post, dh_res
 
 
-def _bwd_reference(dout, x, f_out, h_post, h_res):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    g, inputs = dout.to(wide), (x, f_out, h_post, h_res)
-    x, f, p, h = (t.to(wide) for t in inputs)
-    dx, df = (h[..., None] * g[..., None, :]).sum(-3), (p[..., None] * g).sum(-2)
-    dp, dh = (g * f[..., None, :]).sum(-1), (g[..., None, :] * x[..., None, :, :]).sum(-1)
-    return tuple(d.to(t.dtype).contiguous() for d, t in zip((dx, df, dp, dh), inputs))
-
-
 _SHAPES = "x [*, streams, n]; f_out [*, n]; h_post [*, streams]; h_res [*, streams, streams]"
 
 
@@ -69,8 +60,7 @@ class MHCPostResFunction(OperatorFunction):
         " -> (Tensor dx, Tensor df_out, Tensor dh_post, Tensor dh_res)",
         shapes=f"{_SHAPES}; dout [*, streams, n]",
         launcher=_bwd,
-        reference=_bwd_reference,
-        fake=("x", "f_out", "h_post", "h_res"),
+        derivative_of=fwd,
     )
 
 

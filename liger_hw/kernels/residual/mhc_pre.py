@@ -37,13 +37,6 @@ def _bwd(dout, x, h_pre):
     return dx, dh_pre
 
 
-def _bwd_reference(dout, x, h_pre):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    g = dout.to(wide)[..., None, :]
-    dx = (h_pre.to(wide)[..., None] * g).to(x.dtype).contiguous()
-    return dx, (g * x.to(wide)).sum(-1).to(h_pre.dtype).contiguous()
-
-
 class MHCPreFunction(OperatorFunction):
     """Autograd for the mix of streams before a layer: saves x and h_pre."""
 
@@ -57,8 +50,7 @@ class MHCPreFunction(OperatorFunction):
         "mhc_pre_bwd(Tensor dout, Tensor x, Tensor h_pre) -> (Tensor dx, Tensor dh_pre)",
         shapes="x [*, streams, n]; dout [*, n]; h_pre [*, streams]",
         launcher=_bwd,
-        reference=_bwd_reference,
-        fake=("x", "h_pre"),
+        derivative_of=fwd,
     )
 
 

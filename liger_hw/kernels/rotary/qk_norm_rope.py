@@ -228,25 +228,6 @@ def _fwd_reference(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, hea
     return rotary.dense_like(q, head_axis, q_inside).copy_(y_q), rotary.dense_like(k, head_axis, k_inside).copy_(y_k)
 
 
-def _bwd_reference(
-    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles, needs_dw
-):
-    def gradients(dy, x, w):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        g = rotary.turned(dy.to(wide), cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles), backward=True)
-        rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
-        n, m = x.to(wide) * rstd, g * (w.to(wide) + offset)
-        rounded = n.to(x.dtype).to(wide) if casting == MODES["llama"] else n
-        return rstd * (m - n * (m * n).mean(-1, keepdim=True)), (g * rounded).sum((0, 1, 2)).to(w.dtype)
-
-    (dx_q, dwq), (dx_k, dwk) = gradients(dq, q, wq), gradients(dk, k, wk)
-    outputs = (
-        rotary.dense_like(q, head_axis, q_inside).copy_(dx_q),
-        rotary.dense_like(k, head_axis, k_inside).copy_(dx_k),
-    )
-    return *outputs, torch.cat((dwq, dwk)) if needs_dw else no_weight(wq)
-
-
 def _fwd_fake(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
     return rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
 
@@ -270,14 +251,14 @@ def _misfit(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis,
 
 
 def _bwd_misfit(dq, dk, q, k, *others) -> str:
-    for name, gradient, x in (("dq", dq, q), ("dk", dk, k)):
+    for name, gradient, x in (("dout_q", dq, q), ("dout_k", dk, k)):
         if gradient.shape != x.shape:
             return f"{name} must have shape {tuple(x.shape)}, got {tuple(gradient.shape)}"
     return _misfit(q, k, *others[:-1])
 
 
 qk_norm_rope_fwd = define(
-    f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor, Tensor)",
+    f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor out_q, Tensor out_k)",
     shapes=_SHAPES,
     misfit=_misfit,
     launcher=_fwd,
@@ -285,11 +266,12 @@ qk_norm_rope_fwd = define(
     fake=_fwd_fake,
 )
 qk_norm_rope_bwd = define(
-    f"qk_norm_rope_bwd(Tensor dq, Tensor dk, {_INPUTS}, bool needs_dw) -> (Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; dq, dk [batch, ., ., width]",
+    f"qk_norm_rope_bwd(Tensor dout_q, Tensor dout_k, {_INPUTS}, bool needs_dw)"
+    " -> (Tensor dq, Tensor dk, Tensor dq_weight_dk_weight)",
+    shapes=f"{_SHAPES}; dout_q, dout_k [batch, ., ., width]",
     misfit=_bwd_misfit,
     launcher=_bwd,
-    reference=_bwd_reference,
+    derivative_of=qk_norm_rope_fwd,
     fake=_bwd_fake,
 )
 

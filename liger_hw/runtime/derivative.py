@@ -1,0 +1,74 @@
+"""The reference and the fake of a backward operator, from its forward's reference and the names in their schemas.
+
+Names are as `OperatorFunction` has them: `dY` is the gradient of the forward's result Y, a result `dA` is the gradient
+of the argument A, and `dA_dB` holds both behind one another. With `needs_params` False all results but the first are
+empty, and an argument without a tensor gets an empty gradient. An operator that returns nothing writes the gradients over
+the arguments that its schema marks as written.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import torch
+
+from ..private import autograd_inside_operator
+
+
+def backward_of(
+    forward: Any, schema: Any, fake: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(reference, fake) of the backward operator with this schema.
+
+    The reference differentiates the forward's by autograd in fp32 or wider and rounds each gradient once. fake: where
+    the results are not as the names say.
+    """
+    names = [argument.name for argument in schema.arguments]
+    inputs = [names.index(argument.name) for argument in forward.overload._schema.arguments]
+    returned = [f"d{result.name}" for result in forward.overload._schema.returns]
+    incoming = [names.index(name) if name in names else None for name in returned]
+    owners = [[names.index(name) for name in result.name[1:].split("_d")] for result in schema.returns]
+    written = [[i] for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    flag = names.index("needs_params") if "needs_params" in names else None
+
+    def empty_gradients(*args: Any) -> Any:
+        def gradient(places: list[int], is_needed: bool) -> torch.Tensor:
+            tensors = [args[place] for place in places if args[place] is not None]
+            if not tensors or not is_needed:
+                return args[owners[0][0]].new_empty(0)
+            if len(places) == 1:
+                return tensors[0].new_empty(tensors[0].shape)
+            dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
+            return tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=dtype)
+
+        needed = flag is None or args[flag]
+        gradients = [gradient(places, needed or not number) for number, places in enumerate(owners)]
+        return None if not owners else gradients[0] if len(owners) == 1 else tuple(gradients)
+
+    fake = fake or empty_gradients
+
+    def gradients(*args: Any) -> Any:
+        results = fake(*args) if owners else [args[place] for (place,) in written]
+        filled = [results] if isinstance(results, torch.Tensor) else results
+        wide = torch.promote_types(filled[0].dtype, torch.float32)
+        with autograd_inside_operator(), torch.enable_grad():
+            leaves = {
+                place: args[place].detach().to(wide, copy=True).requires_grad_()
+                for places in owners or written
+                for place in places
+                if args[place] is not None
+            }
+            outputs = forward.reference(*[leaves.get(place, args[place]) for place in inputs])
+            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            pairs = [(y, args[place]) for y, place in zip(outputs, incoming) if place is not None]
+            outputs, slopes = zip(*[(y, dy.to(y.dtype)) for y, dy in pairs if dy is not None])
+            by_leaf = torch.autograd.grad(outputs, list(leaves.values()), slopes, allow_unused=True)
+        by_place = dict(zip(leaves, by_leaf))
+        for result, places in zip(filled, owners or written):
+            if result.numel():
+                parts = [by_place[place] for place in places if place in by_place]
+                result.copy_(parts[0] if len(places) == 1 else torch.cat([part.flatten() for part in parts]))
+        return results if owners else None
+
+    return gradients, fake
