@@ -2,7 +2,7 @@
 
 Names are as `OperatorFunction` has them: `dY` is the gradient of the forward's result Y, a result `dA` is the gradient
 of the argument A, and `dA_dB` holds both behind one another. With `needs_params` False all results but the first are
-empty, and an argument without a tensor gets an empty gradient. An operator that returns nothing writes the gradients over
+empty, and an argument without a tensor gets an empty gradient. An operator without results writes the gradients over
 the arguments that its schema marks as written.
 """
 
