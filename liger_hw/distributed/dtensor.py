@@ -143,27 +143,17 @@ def _rows(call: _Call, rule: RowsRule) -> Any:
 
 def _rotary(call: _Call, rule: RotaryRule) -> Any:
     """cos and sin follow the batch and the tokens of q and k."""
-    q, k, ids = call.args["q"], call.args["k"], call.args["position_ids"]
+    q, k = call.args["q"], call.args["k"]
     tokens = 3 - call.args["unsqueeze_dim"]
     placements = call.kept(q, 3)
     parts = {name: call.local(call.args[name], placements) for name in ("q", "k")}
     parts |= {name: call.weight(call.args[name], placements) for name in rule.weights}
 
-    def follow(t: torch.Tensor, batch: int | None, sequence: int | None) -> Placements:
-        by = {0: batch if batch is None or t.shape[batch] > 1 else None, tokens: sequence}
-        axes = [by.get(p.dim % 4) if type(p) is Shard else None for p in placements]
-        return tuple(Replicate() if axis is None else Shard(axis) for axis in axes)
-
     for name in ("cos", "sin"):
         t = call.args[name]
-        if t.dim() == 3:
-            parts[name] = call.local(t, follow(t, 0, 1))
-        elif ids is None:
-            parts[name] = call.local(t[: q.shape[tokens]], follow(t, None, 0))
-        else:
-            parts[name] = call.local(t, (Replicate(),) * call.mesh.ndim)
-    if ids is not None:
-        parts["position_ids"] = call.local(ids, follow(ids, 0 if ids.dim() == 2 else None, ids.dim() - 1))
+        by = {0: 0 if t.shape[0] > 1 else None, tokens: 1}
+        axes = [by.get(p.dim % 4) if type(p) is Shard else None for p in placements]
+        parts[name] = call.local(t, tuple(Replicate() if axis is None else Shard(axis) for axis in axes))
     rotated = call.run(**parts)
     return tuple(call.whole(part, placements, whole.shape) for part, whole in zip(rotated, (q, k)))
 

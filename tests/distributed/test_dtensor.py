@@ -93,13 +93,9 @@ def check_rope(mesh, device):
     angle = random(B, T, D // 2, seed=2).to(device)
     angle = torch.cat((angle, angle), -1)
     cos, sin = angle.cos(), angle.sin()
-    table = random(3 * T, D, seed=3).to(device)
-    ids = torch.arange(2 * T, device=device).view(B, T) + 3
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         at = {"q": placement, "k": placement}
         same(F.liger_rope, mesh, {"q": q, "k": k, "cos": cos, "sin": sin}, at, placement)
-        same(F.liger_rope, mesh, {"q": q, "k": k, "cos": table, "sin": table}, at, placement)
-        same(F.liger_rope, mesh, {"q": q, "k": k, "cos": table, "sin": table, "position_ids": ids}, at, placement)
         norms = {"q_weight": random(D).to(device), "k_weight": random(D, seed=4).to(device)}
         at |= dict.fromkeys(norms, Replicate())
         same(F.liger_qk_norm_rope, mesh, {"q": q, "k": k, **norms, "cos": cos, "sin": sin}, at, placement)
@@ -252,7 +248,7 @@ def test_a_rule_names_arguments_of_its_function(function):
         case RowsRule(inputs, weights):
             assert {*inputs, *weights} <= arguments
         case RotaryRule(weights):
-            assert {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim", *weights} <= arguments
+            assert {"q", "k", "cos", "sin", "unsqueeze_dim", *weights} <= arguments
         case LossRule(kind):
             assert kind in dtensor.LOSSES
 

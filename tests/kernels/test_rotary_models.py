@@ -155,7 +155,7 @@ WRONG = {
     "interleaved_rope": [
         (lambda a: (*a[:2], a[2][..., :5], a[3][..., :5]), {}, "even"),
         (lambda a: (a[0], a[1], a[2], a[3]), {"unsqueeze_dim": 3}, "unsqueeze_dim"),
-        (lambda a: (a[0], a[1], a[2], a[3]), {"position_ids": [0, 1]}, "position_ids must be a tensor, got list"),
+        (lambda a: (a[0], a[1], a[2][0], a[3][0]), {}, "1 or B, T, width"),
     ],
     "llama4_rope": [
         (lambda a: (*a[:2], a[2].real), {}, "complex"),

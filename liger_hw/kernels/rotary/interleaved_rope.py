@@ -27,9 +27,7 @@ def interleaved_rope_reference(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
 ):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    cos, sin, rotary_dim, angles = rope_angles(
-        q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves, whole=PAIRS
-    )
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)
     how = cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles)
     return turned(q, *how), turned(k, *how)
 
@@ -41,16 +39,14 @@ class InterleavedRopeFunction(Function):
     """Autograd for interleaved rope: saves cos and sin."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves):
-        cos, sin, rotary_dim, angles = rope_angles(
-            q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves, whole=PAIRS
-        )
+    def forward(ctx, q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves, to_halves):
+        rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)
         return _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles))
 
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
-        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None, None, None
+        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None, None
 
 
 def liger_interleaved_rope(
@@ -67,7 +63,7 @@ def liger_interleaved_rope(
     """q and k rotated by their tokens' angles, over interleaved pairs; otherwise as `liger_rope`.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
-    cos, sin: [1 or B, T, width], or a table [positions, width] indexed by position_ids. No gradients.
+    cos, sin: [1 or B, T, width]. No gradients. position_ids: not read, as for `liger_rope`.
     rotary_dim: how many of the D dimensions rotate (default: the width of cos). A width of rotary_dim is one angle an
     element (as Cohere passes it), one of rotary_dim // 2 one angle a pair (GPT-J).
     shared_halves: width is rotary_dim with two equal halves (GLM, Ernie, Helium, DeepSeek): pair i takes column i.
@@ -77,11 +73,10 @@ def liger_interleaved_rope(
     Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     check_tensors("liger_interleaved_rope", q=q, k=k, cos=cos, sin=sin)
-    if reason := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+    if reason := rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim):
         check(False, "liger_interleaved_rope", reason)
     check_flags("liger_interleaved_rope", shared_halves=shared_halves, to_halves=to_halves)
-    how = (position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
-    return InterleavedRopeFunction.apply(q, k, cos, sin, *how)
+    return InterleavedRopeFunction.apply(q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
 
 
 WORKLOADS = {
@@ -94,7 +89,7 @@ WORKLOADS = {
 def sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:
     """The options of rope's sample; its cos and sin have two equal halves, as GLM's."""
     sample = rope.sample(sizes, dtype, device, generator, **options)
-    if not options.get("table"):
+    if not options.get("narrow"):
         sample.kwargs["shared_halves"] = options.get("shared", True)
     sample.kwargs["to_halves"] = to_halves
     return sample
@@ -104,5 +99,5 @@ OP = registry.register_file(
     __name__,
     tunables=_rotary.tunables,
     small=SMALL,
-    options=({}, {"to_halves": True, "table": True, "partial": True}),
+    options=({}, {"to_halves": True, "narrow": True, "partial": True}),
 )

@@ -71,7 +71,7 @@ def qk_norm_rope_reference(
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
     how = cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, angles
     return _normed_and_turned(q, q_weight, *how), _normed_and_turned(k, k_weight, *how)
 
@@ -282,8 +282,8 @@ class QKNormRopeFunction(Function):
     sharding = RotaryRule(weights=("q_weight", "k_weight"))
 
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves):
-        cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, norm, unsqueeze_dim, rotary_dim, shared_halves):
+        rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
         inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
         ctx.how = *norm, rotary_dim, unsqueeze_dim, *inside, angles
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
@@ -297,7 +297,7 @@ class QKNormRopeFunction(Function):
         needs_dwq, needs_dwk = ctx.needs_input_grad[2:4]
         dq, dk, dw = qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.how, needs_dwq or needs_dwk)
         dwq, dwk = dw.unsafe_chunk(2) if needs_dwq or needs_dwk else (None, None)
-        return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 7
+        return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 6
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -332,12 +332,10 @@ def liger_qk_norm_rope(
     casting = casting_code("liger_qk_norm_rope", casting_mode, MODES)
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
     check_flags("liger_qk_norm_rope", shared_halves=shared_halves)
-    if why_invalid := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+    if why_invalid := rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim):
         check(False, "liger_qk_norm_rope", why_invalid)
     norm = (eps, offset, casting)
-    return QKNormRopeFunction.apply(
-        q, k, q_weight, k_weight, cos, sin, norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves
-    )
+    return QKNormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, norm, unsqueeze_dim, rotary_dim, shared_halves)
 
 
 class LigerQKNormRope(torch.nn.Module):
@@ -407,5 +405,5 @@ OP = registry.register_file(
     __name__,
     tunables=(FWD, BWD, DW),
     small=rotary.SMALL,
-    options=({}, {"shared": False}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True}),
+    options=({}, {"shared": False}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "narrow": True}),
 )

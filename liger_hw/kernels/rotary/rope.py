@@ -3,10 +3,9 @@
     q'[:h] = q[:h] * cos[:h] - q[h:2h] * sin[:h]        h = rotary_dim // 2
     q'[h:2h] = q[h:2h] * cos[h:] + q[:h] * sin[h:]      dimensions from rotary_dim on pass through; k likewise
 
-Shapes, layouts and output: rotary.py's. cos, sin [1 or B, T, width], or a table [positions, width] of which token t
-takes row position_ids[b, t], or row t without position_ids. width is either rotary_dim, as Hugging Face passes it (both
-halves are read, nothing is assumed about them), or rotary_dim // 2 when rotary_dim is given: then both halves share it,
-which spares half the reading of cos and sin. Dtypes: fp32, fp16 or bf16; cos and sin may differ from q and k.
+Shapes, layouts and output: rotary.py's. cos, sin [1 or B, T, width]. width is either rotary_dim, as Hugging Face passes
+it (both halves are read, nothing is assumed about them), or rotary_dim // 2 when rotary_dim is given: then both halves
+share it, which spares half the reading of cos and sin. Dtypes: fp32, fp16 or bf16; cos and sin may differ from q and k.
 Arithmetic in fp32, rounded once to q's (k's) dtype. Saved for backward: cos and sin. They get no gradient. Backward is
 the transposed rotation.
 
@@ -27,25 +26,16 @@ from .rotary import HALVES, SHARED, Form, Rotary, heads_misfit, rotary_sample, t
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
     how = cos, sin, rotary_dim, unsqueeze_dim, Form(angles=angles)
     return turned(q, *how), turned(k, *how)
 
 
-def rope_angles(q, cos, sin, position_ids, head_axis, rotary_dim, shared_halves, whole=HALVES):
-    """(cos, sin, rotary_dim, how they lie): cos and sin as [1 or B, T, width], a table indexed by position.
-
-    whole: how angles of rotary_dim columns lie where their halves are not shared
-    """
-    if cos.dim() == 2 and position_ids is None:
-        seq_len = q.shape[3 - head_axis]
-        cos, sin = cos[None, :seq_len], sin[None, :seq_len]
-    elif cos.dim() == 2:
-        positions = position_ids if position_ids.dim() == 2 else position_ids[None]
-        cos, sin = cos[positions], sin[positions]
+def rope_angles(cos, rotary_dim, shared_halves, whole=HALVES):
+    """(rotary_dim, how the angles lie); whole: how they lie where the halves of rotary_dim columns are not shared"""
     width = cos.shape[-1]
     rotary_dim = width if rotary_dim is None else rotary_dim
-    return cos, sin, rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
+    return rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
 
 
 _rotary = Rotary("rope", by_position=16, heads_first=False)
@@ -57,8 +47,8 @@ class RopeFunction(Function):
     sharding = RotaryRule()
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves):
-        cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
+    def forward(ctx, q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves):
+        rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
         form = Form(angles=angles)
         outputs = _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, form)
         for i, x in enumerate((q, k)):  # after a QK norm, whose output is computed again as well
@@ -70,7 +60,7 @@ class RopeFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
-        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None, None
+        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None
 
 
 def liger_rope(
@@ -86,9 +76,8 @@ def liger_rope(
     """q and k rotated by their tokens' angles: q * cos + rotate_half(q) * sin, as `apply_rotary_pos_emb` of Llama.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
-    cos, sin: [1 or B, T, width], also with a dimension of 1 for the heads, or a table [positions, width] indexed by
-    position_ids ([T], [1, T] or [B, T]; without them token t takes row t). position_ids is ignored for the first form,
-    which is per token already. No gradients.
+    cos, sin: [1 or B, T, width], also with a dimension of 1 for the heads. No gradients.
+    position_ids: not read, as in Liger: cos and sin are per token.
     rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. A width
     of rotary_dim // 2 is taken as shared by both halves.
     shared_halves: the caller knows that both halves of cos and of sin are equal, as in most models: only the first is
@@ -100,46 +89,35 @@ def liger_rope(
     if cos.dim() == 4 and cos.shape == sin.shape and 1 in (of_heads := cos.shape[1:3]):
         heads_at = 1 + list(of_heads).index(1)
         cos, sin = cos.squeeze(heads_at), sin.squeeze(heads_at)
-    if reason := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+    if reason := rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim):
         check(False, "liger_rope", reason)
     check_flags("liger_rope", shared_halves=shared_halves)
-    return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
+    return RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves)
 
 
-def rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:
+def rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim) -> str:
     """What is wrong with the arguments and what was expected, or nothing."""
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
         return "cos and sin get no gradient; pass cos.detach() and sin.detach()"
-    if position_ids is not None and not isinstance(position_ids, torch.Tensor):
-        return f"position_ids must be a tensor, got {type(position_ids).__name__}"
-    positions = None if position_ids is None else (position_ids.dtype, position_ids.shape)
-    return _shapes_misfit(q.shape, k.shape, cos.shape, sin.shape, positions, unsqueeze_dim, rotary_dim)
+    return _shapes_misfit(q.shape, k.shape, cos.shape, sin.shape, unsqueeze_dim, rotary_dim)
 
 
 @remembered
-def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
-    """`rope_misfit` of shapes, and of the position_ids' (dtype, shape)."""
+def _shapes_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim) -> str:
+    """`rope_misfit` of shapes."""
     if reason := heads_misfit(q, k, unsqueeze_dim):
         return reason
     batch, seq_len, head_dim = q[0], q[3 - unsqueeze_dim], q[3]
-    if cos != sin or len(cos) not in (2, 3):
-        have = f"{tuple(cos)} and {tuple(sin)}"
-        return f"cos and sin must both be [1 or B, T, width] or a table [positions, width], got {have}"
+    if cos != sin or len(cos) != 3:
+        return f"cos and sin must both be [1 or B, T, width], got {tuple(cos)} and {tuple(sin)}"
     width = cos[-1]
     rotary = width if rotary_dim is None else rotary_dim
     if not isinstance(rotary, (int, torch.SymInt)) or rotary < 2 or rotary % 2 or rotary > head_dim:
         return f"the rotary width (rotary_dim) must be even and at most the head width {head_dim}, got {rotary!r}"
     if width not in (rotary, rotary // 2):
         return f"cos and sin must be {rotary} (or {rotary // 2}) wide to rotate {rotary} dimensions, got {width}"
-    if len(cos) == 3:
-        if cos[0] not in (1, batch) or cos[1] != seq_len:
-            return f"cos and sin must be [1 or {batch}, {seq_len}, {width}] to match q, got {tuple(cos)}"
-    elif positions is None:
-        if cos[0] < seq_len:
-            return f"{seq_len} tokens need a table of as many positions (or position_ids), got {cos[0]}"
-    elif positions[0].is_floating_point or positions[1] not in ((seq_len,), (1, seq_len), (batch, seq_len)):
-        have = f"{positions[0]} of shape {tuple(positions[1])}"
-        return f"position_ids must be integers of shape [{seq_len}] or [1 or {batch}, {seq_len}], got {have}"
+    if cos[0] not in (1, batch) or cos[1] != seq_len:
+        return f"cos and sin must be [1 or {batch}, {seq_len}, {width}] to match q, got {tuple(cos)}"
     return ""
 
 
@@ -157,20 +135,18 @@ them."""
 
 
 def sample(
-    sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, table=False, shared=True
+    sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, narrow=False, shared=True
 ) -> Sample:
-    """partial: half the width rotates; table: cos and sin are half-width tables indexed by random positions."""
-    batch, seq_len, _, _, head_dim = sizes
+    """partial: half the width rotates; narrow: cos and sin have half the width that rotates."""
+    _, seq_len, _, _, head_dim = sizes
     rotary_dim = max(2, (head_dim // 2 if partial else head_dim) // 2 * 2)
     frequency = 10000.0 ** -(torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim)
-    rows = 2 * seq_len if table else seq_len
-    angles = torch.arange(rows, device=device, dtype=torch.float32)[:, None] * frequency
-    kwargs = {"unsqueeze_dim": unsqueeze_dim, "shared_halves": shared and not table}
-    if table:
+    angles = torch.arange(seq_len, device=device, dtype=torch.float32)[None, :, None] * frequency
+    kwargs = {"unsqueeze_dim": unsqueeze_dim, "shared_halves": shared and not narrow}
+    if narrow:
         kwargs |= {"rotary_dim": rotary_dim}
-        kwargs |= {"position_ids": torch.randint(rows, (batch, seq_len), generator=generator, device=device)}
     else:
-        angles = torch.cat((angles, angles), -1)[None]
+        angles = torch.cat((angles, angles), -1)
     angles = angles.cos().to(dtype), angles.sin().to(dtype)
     return rotary_sample(sizes, dtype, device, generator, angles, kwargs, unsqueeze_dim, transposed)
 
@@ -183,7 +159,7 @@ OP = registry.register_file(
         {"unsqueeze_dim": 2, "transposed": False},
         {"transposed": False},
         {"partial": True},
-        {"table": True},
+        {"narrow": True},
         {"shared": False},
     ),
 )
