@@ -212,14 +212,14 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     return y, p, no_weight(p)
 
 
-def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, needs):
+def _bwd(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
     how = stride, padding, dilation, groups
     if _convolves_channels_last(p, weight.shape[0], padding, groups, sparse):
-        return _bwd_channels_last(dy, p, weight, has_bias and needs[2], how, needs)
+        return _bwd_channels_last(dy, p, weight, how, needs)
     dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
-    sums = _empty_sums(dy) if has_bias and needs[2] else None
+    sums = _empty_sums(dy) if needs[2] else None
     _fill(dy, g, sums=sums)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, needs)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, *how, (*needs[:2], False))
     if sums is not None:
         dbias = _bias_gradient(sums, p.dtype)
     if needs[0]:
@@ -231,11 +231,11 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, nee
     return dp, dweight, dbias
 
 
-def _bwd_channels_last(dy, p, weight, needs_bias, how, needs):
+def _bwd_channels_last(dy, p, weight, how, needs):
     """As `_bwd`, of a p whose channels are last: the gradients have theirs last too, up to the softmax's."""
-    g, *sums = _fill_to_channels_last(dy, needs_bias)
+    g, *sums = _fill_to_channels_last(dy, needs[2])
     weight = weight.contiguous(memory_format=torch.channels_last)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, needs, dense=False)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, *how, (*needs[:2], False), dense=False)
     if sums:
         dbias = _bias_gradient(*sums, p.dtype)
     return _softmax_gradient(dp, p) if needs[0] else dp, dweight.contiguous(), dbias
@@ -295,9 +295,8 @@ def _convolved(p, weight, bias, *how):
     return torch.conv2d(*_summable(p, weight, bias), *how).to(p.dtype).contiguous()
 
 
-def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, needs, dense=True):
+def _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs, dense=True):
     """Gradients of p, weight and bias, empty where not needed; contiguous if `dense`."""
-    needs = (*needs[:2], has_bias and needs[2])
     how = ((weight.shape[0],), stride, padding, dilation, False, (0, 0), groups, needs)
     grads = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
     grads = [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads, needs)]
@@ -321,9 +320,9 @@ def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, spar
     return y.masked_fill_(_future(y), 0.0), p, no_weight(p)
 
 
-def _bwd_reference(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, needs):
+def _bwd_reference(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
     g = dy.masked_fill(_future(dy), 0.0)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, needs)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs)
     if needs[0]:
         wide = torch.promote_types(p.dtype, torch.float32)
         y, inside = p.to(wide), p.to(wide) > 0
@@ -339,9 +338,8 @@ def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
     return scores.new_empty(_output_shape(scores, weight, stride, padding, dilation)), p, saved
 
 
-def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, needs):
+def _bwd_fake(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
     like = (p.shape, weight.shape, weight.shape[:1])
-    needs = [*needs[:2], has_bias and needs[2]]
     return tuple(p.new_empty(shape) if is_needed else no_weight(p) for shape, is_needed in zip(like, needs))
 
 
@@ -359,7 +357,7 @@ def _misfit(scores, weight, bias, stride, padding, dilation, groups, sparse) -> 
     return ""
 
 
-def _bwd_misfit(dy, p, weight, has_bias, *how) -> str:
+def _bwd_misfit(dy, p, weight, *how) -> str:
     *how, needs = how
     if why_invalid := _misfit(p, weight, None, *how):
         return why_invalid
@@ -386,8 +384,7 @@ multi_token_attention_fwd = define(
     recorded=False,
 )
 multi_token_attention_bwd = define(
-    f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] needs)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, {_HOW}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     shapes="T p [batch, ., length, length]; T weight [filters, ., height, width]; dy [batch, filters, ., .]",
     misfit=_bwd_misfit,
     launcher=_bwd,
@@ -403,7 +400,6 @@ class MultiTokenAttentionFunction(Function):
     @staticmethod
     def forward(ctx, scores, weight, bias, stride, padding, dilation, groups, sparse):
         ctx.how = _pair(stride), _pair(padding), _pair(dilation), groups, sparse
-        ctx.has_bias = bias is not None
         y, p, last = multi_token_attention_fwd(scores, weight, bias, *ctx.how)
         ctx.save_for_backward(p, last if last.numel() else weight)
         return y
@@ -412,7 +408,7 @@ class MultiTokenAttentionFunction(Function):
     @first_order
     def backward(ctx, dy):
         needs = ctx.needs_input_grad[:3]
-        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, ctx.has_bias, *ctx.how, needs)
+        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, *ctx.how, needs)
         return *(grad if is_needed else None for grad, is_needed in zip(grads, needs)), None, None, None, None, None
 
 

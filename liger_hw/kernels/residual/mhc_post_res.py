@@ -17,6 +17,7 @@ import torch
 from ... import registry
 from ...registry import Sample, normal
 from ...runtime.operator import OperatorFunction, define, dense, empty_like
+from .mhc_coeffs import WORKLOADS as WORKLOADS
 from .mhc_coeffs import liger_mhc_coeffs
 from .mhc_pre import liger_mhc_pre
 from .streams import mix, mix_backward, mix_tunables
@@ -159,10 +160,6 @@ class LigerMHC(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
-
-
-WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "two_streams": (16384, 2, 2048)}
-"""Problem sizes (n_tokens, n_streams, n_cols)."""
 
 
 def sample(sizes, dtype, device, generator) -> Sample:

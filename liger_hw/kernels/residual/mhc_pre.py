@@ -14,6 +14,7 @@ import torch
 from ... import registry
 from ...registry import Sample, normal
 from ...runtime.operator import OperatorFunction, define, dense
+from .mhc_coeffs import WORKLOADS as WORKLOADS
 from .streams import mix, mix_backward, mix_tunables
 
 
@@ -61,10 +62,6 @@ def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
     CPU). Returns [..., n_cols] in x's dtype. Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     return MHCPreFunction.apply(x, h_pre)
-
-
-WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "two_streams": (16384, 2, 2048)}
-"""Problem sizes (n_tokens, n_streams, n_cols)."""
 
 
 def sample(sizes, dtype, device, generator) -> Sample:
