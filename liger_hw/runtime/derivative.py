@@ -8,12 +8,21 @@ the arguments that its schema marks as written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..private import autograd_inside_operator
+
+
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd where an operator runs. Hooks do not see what it saves: a checkpoint would compute again."""
+    with autograd_inside_operator(), torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+        yield
 
 
 def backward_of(
@@ -52,7 +61,7 @@ def backward_of(
         results = fake(*args) if owners else [args[place] for (place,) in written]
         filled = [results] if isinstance(results, torch.Tensor) else results
         wide = torch.promote_types(filled[0].dtype, torch.float32)
-        with autograd_inside_operator(), torch.enable_grad():
+        with _autograd():
             leaves = {
                 place: args[place].detach().to(wide, copy=True).requires_grad_()
                 for places in owners or written
@@ -76,7 +85,7 @@ def backward_of(
 
 def gradient_inside_operator(function: Callable[..., torch.Tensor], x: torch.Tensor, upstream: Any) -> torch.Tensor:
     """The gradient of function(x) times `upstream` (None: ones) by autograd in fp32 or wider, inside an operator."""
-    with autograd_inside_operator(), torch.enable_grad():
+    with _autograd():
         leaf = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True).requires_grad_()
         y = function(leaf)
         slopes = torch.ones_like(y) if upstream is None else upstream.to(y.dtype)

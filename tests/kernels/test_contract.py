@@ -24,6 +24,7 @@ from harness import (
 )
 from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 
 def _padded(t):
@@ -82,6 +83,19 @@ def test_empty_batch(lane, case, seed):
     op, options = case
     sizes = (0, *few_sizes(op)[1:])
     verify(op, make(op, sizes, torch.float32, lane.device, seed, options), seed)
+
+
+@pytest.mark.cpu
+def test_inside_a_checkpoint(op, seed):
+    """torch's checkpoint gives what an op saved once, and computes the op again for it."""
+    sample = make(op, few_sizes(op), torch.float32, "cpu", seed)
+    inputs = checked_inputs(sample)
+    results = []
+    for call in (op.function, lambda *args, **more: checkpoint(op.function, *args, use_reentrant=False, **more)):
+        outputs = [t for t in tensors(call(*sample.args, **sample.kwargs)) if t.requires_grad]
+        results.append(torch.autograd.grad(outputs, inputs, output_grads(outputs, seed), allow_unused=True))
+    for plain, computed_again in zip(*results):
+        assert plain is None and computed_again is None or torch.equal(plain, computed_again)
 
 
 @pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)

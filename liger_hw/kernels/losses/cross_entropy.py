@@ -156,7 +156,8 @@ class CrossEntropyFunction(Function):
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None or not ctx.needs_input_grad[0]:
             return None, None, None, None
-        return scale_gradient(ctx.saved_tensors[0], grad_output, ctx.saved_tensors[1]), None, None, None
+        grad, stats = ctx.saved_tensors  # once: a checkpoint refuses to give them again
+        return scale_gradient(grad, grad_output, stats), None, None, None
 
 
 def _run(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: Options, grad: bool):

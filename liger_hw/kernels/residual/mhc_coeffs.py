@@ -557,8 +557,9 @@ class MHCCoeffsFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dpre, dpost, dres):
-        x, phi, b, *alphas = ctx.saved_tensors[:6]
-        dx, dphi, params = mhc_coeffs_bwd(dpre, dpost, dres, *ctx.saved_tensors, ctx.options)
+        saved = ctx.saved_tensors
+        x, phi, b, *alphas = saved[:6]
+        dx, dphi, params = mhc_coeffs_bwd(dpre, dpost, dres, *saved, ctx.options)
         n = x.shape[-2]
         db, dalpha = params.split(b.shape[0])
         sums = [part.sum().to(a.dtype).view(a.shape) for part, a in zip(dalpha.split((n, n, n * n)), alphas)]
