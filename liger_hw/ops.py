@@ -69,6 +69,15 @@ def row_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
     return next_power_of_2(n_cols), (n_rows - 1).bit_length() if n_rows > 1 else 0, itemsize
 
 
+def columns_key(*sizes: int) -> Key:
+    """Of sizes (..., columns, bytes an element): columns rounded up to a power of two, bytes an element.
+
+    For kernels that always have enough rows to fill the device.
+    """
+    *_, n_cols, itemsize = sizes
+    return next_power_of_2(n_cols), itemsize
+
+
 def expect(value: Any, kinds: Any, name: str, expected: str) -> None:
     """Raise `TypeError` that says what was expected unless `value` is of these types."""
     if not isinstance(value, kinds):

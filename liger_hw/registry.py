@@ -45,6 +45,7 @@ from .ops import (  # noqa: F401
     Plan,
     Sample,
     Tunable,
+    columns_key,
     expect,
     get_op,
     get_tunable,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import registry
-from ...registry import Sample
+from ...registry import Sample, columns_key
 from ...runtime.operator import Function, check, define, dense, first_order
 from ...runtime.sharding import LossRule
 from ..losses.cross_entropy import check_arguments
@@ -41,7 +41,7 @@ from ..losses.cross_entropy_reference import (
     reference_outputs,
 )
 from ..losses.cross_entropy_rows import RowResults, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
-from ..losses.log_prob_rows import HEAD_DIMS, columns_key
+from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
 from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, among_all, remaining_rows

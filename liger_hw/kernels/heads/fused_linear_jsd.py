@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Sample, normal
+from ...registry import Sample, columns_key, normal
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
-from ..losses.log_prob_rows import HEAD_DIMS, columns_key
+from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
 from .head_inputs import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference

@@ -28,13 +28,12 @@ import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import LaunchConfig, Target, Tunable, tile_space
+from ...registry import LaunchConfig, Target, Tunable, columns_key, tile_space
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import tail_columns
 from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
-from .log_prob_rows import columns_key
 
 _NO_HARD, _HARD_SHARED, _HARD_APART = range(3)
 

@@ -48,7 +48,6 @@ from .distill_rows import (
 )
 from .divergence_rows import TVD
 from .divergence_rows import WORKLOADS as WORKLOADS
-from .log_prob_rows import columns_key
 from .options_module import OptionsModule
 from .softmax_rows import write_zeros
 
@@ -223,7 +222,7 @@ def _fwd(student, teacher, target, ignore_index):
     ce, tvd = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
     saved = torch.empty(SAVED, n_rows, dtype=torch.float32, device=device)
     if n_rows:
-        plan = FWD.plan(device, columns_key(n_rows, n_cols, student.dtype.itemsize))
+        plan = FWD.plan(device, registry.columns_key(n_rows, n_cols, student.dtype.itemsize))
         numbers = student.stride(0), teacher.stride(0), n_cols, ignore_index
         args = student, teacher, target, ce, tvd, *saved, *numbers
         launch(plan, _ce_tvd_fwd_kernel, (n_rows,), args, (row_vector(student, teacher),))
@@ -235,7 +234,7 @@ def _bwd(dce, dtvd, student, teacher, target, saved, ignore_index):
     dx = torch.empty((n_rows, n_cols), dtype=student.dtype, device=device)
     student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
     if n_rows:
-        plan = FWD.plan(device, columns_key(n_rows, n_cols, student.dtype.itemsize))
+        plan = FWD.plan(device, registry.columns_key(n_rows, n_cols, student.dtype.itemsize))
         numbers = student.stride(0), teacher.stride(0), dce.stride(0), dtvd.stride(0), n_cols, ignore_index
         args = student, teacher, target, *saved, dce, dtvd, dx, *numbers
         launch(plan, _ce_tvd_bwd_kernel, (n_rows,), args, (row_vector(student, teacher, dx),))

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
+from ...registry import LaunchConfig, Target, Tunable, columns_key
 from ...runtime.operator import check, check_floats, check_ignore_index, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, row_head, row_vector
@@ -191,15 +191,6 @@ def _log_prob_gradient_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 HEAD_DIMS = ("n_rows", "hidden", "vocab")
-
-
-def columns_key(*sizes: int) -> registry.Key:
-    """Of sizes (..., columns, bytes an element): columns rounded up to a power of two, bytes an element.
-
-    There are always enough rows to fill the device.
-    """
-    *_, n_cols, itemsize = sizes
-    return next_power_of_2(n_cols), itemsize
 
 
 def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:

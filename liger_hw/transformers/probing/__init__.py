@@ -22,8 +22,8 @@ from torch import nn
 
 from ...distributed import owners
 from . import experts, mixers, mlps, norms
-from .guards import EVERYTHING, Guards, guards_of, holds, reads
-from .probe import Match, Refused, current_forward, quiet
+from .guards import EVERYTHING, Guards, current_forward, guards_of, holds, reads
+from .probe import Match, Refused, quiet
 
 __all__ = [
     "EVERYTHING",

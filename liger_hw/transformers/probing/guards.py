@@ -16,7 +16,6 @@ from torch import nn
 
 from ...distributed import owners
 from ..marks import original_of
-from .probe import INSTANCE_FORWARDS, is_customised
 from .source import hands_itself_on
 
 Guards = tuple[tuple[str, str, Any], ...]
@@ -27,6 +26,9 @@ EVERYTHING = "*"
 
 _OF_CONFIG = "config."
 """Prefix of a name that a function may look up on a configuration."""
+
+INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
+"""Attributes by which accelerate's hooks, or anybody else, replace the forward of one module."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
@@ -189,6 +191,23 @@ def _has_state(child: Any, state: _State) -> bool:
         if current is not value.value and _comparable(current, child) != value.comparable:
             return False
     return True
+
+
+def current_forward(module: Any, slot: str = "forward") -> Callable:
+    """The function behind a module's or class's attribute, unbound."""
+    function = getattr(module, slot)
+    return getattr(function, "__func__", function)
+
+
+def is_customised(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward: it has hooks, or another forward of its own.
+
+    Hooks of FSDP2 and ZeRO-3 gather weights, and accelerate's placement hooks replace a forward by one that computes
+    the same, so they do not count.
+    """
+    if owners.hooks_of(module) - {owners.FSDP2, owners.ZERO3}:
+        return True
+    return "_hf_hook" not in module.__dict__ and current_forward(module) is not type(module).forward
 
 
 def _weight_sizes(module: nn.Module) -> set[int]:

@@ -23,7 +23,7 @@ from ...kernels.pointwise.swiglu import swiglu_reference
 from ...kernels.pointwise.tiled_mlp import tileable
 from ...recompute.recipes import owns_outputs, project
 from .. import functional
-from .guards import EVERYTHING, reads
+from .guards import EVERYTHING, is_customised, reads
 from .probe import (
     BATCH,
     LARGE,
@@ -32,7 +32,6 @@ from .probe import (
     agrees,
     generator,
     has_same_gradients,
-    is_customised,
     is_equal,
     probe_copy,
     random,

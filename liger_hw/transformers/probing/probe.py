@@ -15,16 +15,14 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
-from ...distributed import owners
 from ...private import n_dispatch_modes
 from ...text import first_line
+from .guards import INSTANCE_FORWARDS
 
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
 LARGE = 1e4
 """About the size of numbers that meet every limit there may be in a module's code."""
-INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
-"""Attributes by which accelerate's hooks, or anybody else, replace the forward of one module."""
 
 
 @dataclass(frozen=True)
@@ -116,28 +114,11 @@ def random(*shape: int, source: torch.Generator) -> torch.Tensor:
 # -- the module ------------------------------------------------------------------------------------------------------
 
 
-def current_forward(module: Any, slot: str = "forward") -> Callable:
-    """The function behind a module's or class's attribute, unbound."""
-    function = getattr(module, slot)
-    return getattr(function, "__func__", function)
-
-
 def required_inputs(forward: Callable) -> list[str]:
     """Names of the arguments after self that a call must give."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
-
-
-def is_customised(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class's forward: it has hooks, or another forward of its own.
-
-    Hooks of FSDP2 and ZeRO-3 gather weights, and accelerate's placement hooks replace a forward by one that computes
-    the same, so they do not count.
-    """
-    if owners.hooks_of(module) - {owners.FSDP2, owners.ZERO3}:
-        return True
-    return "_hf_hook" not in module.__dict__ and current_forward(module) is not type(module).forward
 
 
 def probe_copy(
