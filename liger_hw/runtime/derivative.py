@@ -15,13 +15,15 @@ from typing import Any, Callable, Iterator
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..private import autograd_inside_operator
+from ..private import allows_saved_tensor_hooks, autograd_inside_operator
 
 
 @contextlib.contextmanager
 def _autograd() -> Iterator[None]:
     """Autograd where an operator runs. Hooks do not see what it saves: a checkpoint would compute again."""
-    with autograd_inside_operator(), torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+    is_open = allows_saved_tensor_hooks()  # else there are none
+    hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if is_open else contextlib.nullcontext()
+    with autograd_inside_operator(), torch.enable_grad(), hooks:
         yield
 
 
