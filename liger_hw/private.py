@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import _C
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
 from torch.nn.modules import module as _module
 
 REASONS = {
-    "FakeTensorMode": "tensors without memory that give each operator's result its shape, strides and device; torch "
-    "documents it for compilers and has no public name for it",
     "has_transforms": "whether a transform of torch.func is active: such a call must be refused, once per call",
     "n_dispatch_modes": "how many torch modes see operators: with none, the dispatcher would only pass a call on",
     "is_profiling": "whether torch's profiler wants to see operators",
@@ -28,7 +25,7 @@ REASONS = {
     "hooks_on_top": "the innermost saved-tensor hooks of this thread: ours, or another program's; since torch 2.8",
     "allows_saved_tensor_hooks": "whether saved-tensor hooks are forbidden here",
     "without_torch_function": "a subclass's own work must not come back to it; the public form stops modes too",
-    "refuses_data_ptr": "a tensor without memory must raise when asked for its address, as FakeTensor does",
+    "refuses_data_ptr": "a tensor without memory must raise when asked for its address",
     "assert_async": "an assertion on the device without waiting for it",
     "integer_matmul": "int8 times int8 to int32 by the vendor's library",
     "has_integer_matmul": "whether a device type has it",

@@ -9,7 +9,7 @@ Above it, for `liger-hw autotune`, `compile` and `lock`:
     space              the legal configurations of a tunable, and which of them to try
     compile, ttir      launches recorded and compiled for a GPU that is not here; what their first IR tells
     workers            the processes that compile and measure
-    record             an op's launches, on fake tensors or on the device
+    fake, record       tensors without memory; an op's launches, on these or on the device
     clock, measure     time on a device; a kernel's launches timed, after `check` compared their results
     tuner, static      the search by measuring; the choice by a model where there is no device
     inline             tuning on a miss

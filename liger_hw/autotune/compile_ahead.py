@@ -25,10 +25,10 @@ from typing import Any, Iterator
 import torch
 
 from .. import env, registry
-from ..private import FakeTensorMode
 from ..runtime import launch as _launch
 from ..runtime import operator as _operator
 from ..runtime.launch import Foreseen, observing
+from .fake import FakeTensors
 from .record import tensors_in
 
 log = logging.getLogger("liger_hw")
@@ -144,7 +144,7 @@ def run_on_fakes(function: Any, args: tuple) -> None:
     """
     has_graph = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
-        for mode in (FakeTensorMode(), _operator.LauncherMode(), torch.autograd.set_multithreading_enabled(False)):
+        for mode in (FakeTensors(), torch.autograd.set_multithreading_enabled(False)):
             stack.enter_context(mode)
         # what checkpointing counts, or a level has again, are the tensors of the step alone
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
@@ -152,7 +152,20 @@ def run_on_fakes(function: Any, args: tuple) -> None:
         outputs = [t for t in tensors_in(function.apply(*fakes)) if t.requires_grad]
         inputs = [t for t in tensors_in(fakes) if t.requires_grad]
         if has_graph and outputs and inputs:
-            torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
+            torch.autograd.grad(_BeginsBackward.apply(*outputs), inputs, allow_unused=True)
+
+
+class _BeginsBackward(torch.autograd.Function):
+    """A scalar, of which backward is called without a gradient: for one that it is given torch imports sympy."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = tuple([t.detach() for t in outputs])
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ctx.gradients
 
 
 def _as_it_is(value: Any) -> Any:

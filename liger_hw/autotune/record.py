@@ -15,12 +15,11 @@ import torch
 
 from .. import private, registry
 from ..backends import LaunchConfig, Target
-from ..private import FakeTensorMode
 from ..registry import Candidate, Key, Op, Plan, Sample, Tunable
 from ..runtime import launch as _launch
 from ..runtime.launch import Foreseen, Observer, observing
-from ..runtime.operator import LauncherMode
 from ..text import first_line
+from .fake import FakeTensors
 
 
 @dataclass
@@ -103,8 +102,7 @@ def foresee(
         stack.enter_context(registry.pretend(target, dict(table)))
         stack.enter_context(observing(Foreseen(note)))
         if not registry.interpreting():  # there CPU tensors are launched on, and losses look at their targets' values
-            stack.enter_context(FakeTensorMode())
-            stack.enter_context(LauncherMode())
+            stack.enter_context(FakeTensors())
         forward_and_backward(entry, entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {})))
 
 

@@ -18,7 +18,6 @@ from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple, NoRe
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import autotune, env, registry
 from ..private import has_transforms, is_profiling, keeps_graph, n_dispatch_modes, unwrap_if_dead
@@ -54,7 +53,7 @@ from .triton_import import INTERPRET
 
 _library = torch.library.Library("liger_hw", "DEF")
 launchers: dict[str, Callable[..., Any]] = {}
-"""Operator name -> launcher, for `LauncherMode`."""
+"""Operator name -> launcher, for fake tensors (autotune/fake.py)."""
 declared: dict[str, Shapes] = {}
 """Operator name -> what it asks of its tensors."""
 before_apply: Callable[[type["Function"], tuple], None] | None = None
@@ -241,17 +240,6 @@ class _Numbers:
 
 
 _NUMBERS = {"float": float, "int": int, "bool": bool}
-
-
-class LauncherMode(TorchDispatchMode):
-    """A torch mode in which liger_hw's operators run their launchers, whatever device their tensors are on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        launcher = launchers.get(func._schema.name.removeprefix("liger_hw::"))
-        if launcher is None or func.namespace != "liger_hw":
-            return func(*args, **(kwargs or {}))
-        with self:  # an operator may call another
-            return launcher(*args, **(kwargs or {}))
 
 
 def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import importlib
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import threading
 import types
@@ -18,6 +19,7 @@ import pytest
 import torch
 from harness import noted
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_hw
 from liger_hw import env, registry
@@ -29,6 +31,18 @@ from liger_hw.runtime import operator
 from liger_hw.runtime.launch import Foreseen, observing
 
 pytestmark = pytest.mark.cpu
+
+
+class LauncherMode(TorchDispatchMode):
+    """Runs the launchers of liger_hw's operators, under torch's own fake tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        launcher = operator.launchers.get(func._schema.name.removeprefix("liger_hw::"))
+        if launcher is None or func.namespace != "liger_hw":
+            return func(*args, **(kwargs or {}))
+        with self:
+            return launcher(*args, **(kwargs or {}))
+
 
 KERNEL = copy.copy(_norm_fwd_kernel)
 """A kernel that these tests launch without arguments; how many of a kernel's are tensors is remembered by kernel."""
@@ -131,6 +145,27 @@ def test_what_is_the_callers_stays_the_callers(compiled, on_sm90):
     assert {name for name, *_ in again} == {"rms_norm.fwd"}
 
 
+def test_nothing_slow_is_imported():
+    """torch._dynamo and sympy take seconds of a process's first call."""
+    code = """
+import sys, torch
+from liger_hw import registry
+from liger_hw.autotune import compile_ahead
+from liger_hw.backends import known_target
+from liger_hw.kernels.moe.fused_moe import FusedMoEFunction, sample
+from liger_hw.kernels.moe.reference import Gate, How
+from liger_hw.runtime.launch import Foreseen, observing
+args = sample((64, 64, 48, 8, 2), torch.bfloat16, torch.device("cpu"), torch.Generator()).args
+names = []
+with registry.pretend(known_target("sm90")), observing(Foreseen(lambda plan, *launch: names.append(plan.tunable.name))):
+    compile_ahead.run_on_fakes(FusedMoEFunction, (*args, None, None, How(Gate.checked("", activation="silu"), False)))
+assert names[-1] == "fused_moe.down_weights", names
+print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 def test_linears_in_float8_that_are_alike_are_foreseen_once(monkeypatch, compiled, on_sm90):
     """Each has an object of its own where it notes scales, and takes its input in FP8 as a tuple of tensors."""
     calls, launches, run_on_fakes = [], {}, compile_ahead.run_on_fakes
@@ -222,7 +257,7 @@ def test_a_step_launches_what_is_compiled_ahead(kind, batch, compiled, on_sm90, 
             monkeypatch.setattr(operator, "before_apply", first.note_call)
             model(input_ids=ids, labels=ids, use_cache=False)
             monkeypatch.setattr(operator, "before_apply", None)
-            with FakeTensorMode(), operator.LauncherMode(), observing(Foreseen(noted(launched))):
+            with FakeTensorMode(), LauncherMode(), observing(Foreseen(noted(launched))):
                 model = cls(config).train()
                 ids = torch.zeros(batch, 32, dtype=torch.long)
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_hw import registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.autotune.compile import driver_stub
+from liger_hw.autotune.fake import FakeTensors
 from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime.launch import observing
-from liger_hw.runtime.operator import LauncherMode
 
 DEPENDENT = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.dependent_launch]
 FEW, MANY = (1, 512, 16, 16, 64), (1, 513, 16, 16, 64)  # 2^20 elements, and as a key has it twice that
@@ -156,8 +155,7 @@ def test_the_chain_is_launched_early(shape):
 
     with (
         registry.pretend(known_target("sm90")),
-        FakeTensorMode(),
-        LauncherMode(),
+        FakeTensors(),
         observing(compile_ahead.Foreseen(note)),
     ):
         with torch.autograd.set_multithreading_enabled(False):

@@ -1,0 +1,80 @@
+"""Fake tensors: shapes, strides, dtypes and a device, without memory and without values.
+
+Under `FakeTensors` liger_hw's operators run their launchers, and whatever torch computes is a `FakeTensor`, worked out
+on a meta tensor. torch has the like for its compiler, not public, and imports the whole compiler for it: seconds of a
+process's first call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from ..backends import with_index
+from ..private import refuses_data_ptr
+from ..runtime.operator import launchers
+
+
+class FakeTensor(torch.Tensor):
+    """meta: the tensor on torch's meta device that it stands for."""
+
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor, device: torch.device) -> "FakeTensor":
+        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
+        fake = torch.Tensor._make_wrapper_subclass(cls, meta.shape, **layout, device=device)
+        refuses_data_ptr(fake)
+        fake.meta = meta
+        return fake
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with FakeTensors():
+            return func(*args, **(kwargs or {}))
+
+
+class FakeTensors(TorchDispatchMode):
+    """A torch mode in which every result is a `FakeTensor`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, to keep it from compiling this mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name, kwargs = func._schema.name, kwargs or {}
+        if func.namespace == "liger_hw" and (launcher := launchers.get(name.removeprefix("liger_hw::"))):
+            with self:  # an operator may call another
+                return launcher(*args, **kwargs)
+        if name.endswith("_") and torch.Tag.inplace_view not in func.tags:
+            return args[0]  # changed in place, and has no values
+        fakes: dict[int, torch.Tensor] = {}
+        devices = []
+
+        def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+            devices.append(tensor.device)
+            meta = tensor.meta if isinstance(tensor, FakeTensor) else tensor.to("meta")
+            fakes[id(meta)] = tensor
+            return meta
+
+        def to_fake(meta: torch.Tensor) -> torch.Tensor:
+            if is_channels_last and meta.dim() == 4:
+                meta = meta.contiguous(memory_format=torch.channels_last)
+            return fakes[id(meta)] if id(meta) in fakes else FakeTensor(meta, device)
+
+        args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, dict(kwargs)))
+        is_channels_last = name.startswith("aten::conv") and _is_channels_last(args[:2])
+        device = with_index(torch.device(kwargs.get("device") or (devices[0] if devices else "cpu")))
+        if name.endswith("_like") and args[0].is_contiguous():  # torch would import sympy
+            return to_fake(args[0].new_empty(args[0].shape, dtype=kwargs.get("dtype")))
+        if kwargs.get("device") is not None or not devices and any(a.name == "device" for a in func._schema.arguments):
+            kwargs["device"] = "meta"
+        return tree_map_only(torch.Tensor, to_fake, func(*args, **kwargs))
+
+
+def _is_channels_last(operands: tuple[torch.Tensor, ...]) -> bool:
+    """Whether a convolution of these gives results with their channels last, which meta tensors do not."""
+    return any(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in operands)
