@@ -43,10 +43,10 @@ def trl_arms(head: Head) -> dict[str, tuple[Callable[[], Any], str]]:
     """TRL's function of the head and ours, with the arguments of its trainers, for what they ask."""
     import trl
     from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as words
 
     from liger_hw.trl import log_probs
 
+    words = 32768  # at a time, as trl.trainer.utils has it, which is not imported for its needs
     heads = {f"TRL {trl.__version__}": ChunkedLogProbFunction.apply, "liger_hw": log_probs}
 
     def arm(function: Callable[..., Any], outputs: tuple[str, ...], temperature: float) -> Callable[[], None]:

@@ -129,6 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", default="", help="only these, of " + ", ".join(dict.fromkeys(r[0] for r in ROUTES)))
     parser.add_argument("--any-kernels", action="store_true", help="lift transformers' check of the kernels version")
     options = parser.parse_args()
     if options.any_kernels:
@@ -139,6 +140,8 @@ def main() -> int:
     versions = {"transformers": f"{transformers.__version__}, {checked}", "kernels": kernels.__version__}
     results = {"machine": report.machine(device, os.environ.get("LIGER_COMMIT")), "versions": versions, "rows": []}
     for family, dtype, how in ROUTES:
+        if options.models and family not in options.models.split(","):
+            continue
         if device.type == "cpu" and how == "KernelConfig by hand":
             continue  # transformers refuses it
         results["rows"].append(row_of(family, dtype, how, device))
