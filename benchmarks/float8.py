@@ -72,8 +72,9 @@ def main() -> int:
 
 
 def _ops(options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of each operator at Llama-3-8B's sizes, in a CUDA graph over inputs that L2 does not hold, beside a
-    copy of as many bytes; and the FP8 products beside the fastest one."""
+    """Microseconds of each operator at Llama-3-8B's sizes, in a CUDA graph over inputs that L2 does not hold, beside
+    torch's elementwise kernel of as many bytes in the same way, and beside a large copy's rate, which a small one has
+    not; and the FP8 products beside the fastest one."""
     from liger_hw.kernels.float8 import fused_add_rms_norm_float8, layer_norm_float8, rms_norm_float8, swiglu_float8
     from liger_hw.kernels.float8.float8_linear import product
     from liger_hw.kernels.float8.formats import E4M3
@@ -102,6 +103,10 @@ def _ops(options: argparse.Namespace) -> dict[str, Any]:
         del outputs
         return statistics.median(times)
 
+    def elementwise(n_bytes: int) -> float:
+        sets = [tuple(torch.zeros(n_bytes // 4, device=device, dtype=torch.bfloat16) for _ in "xy") for _ in range(4)]
+        return microseconds(lambda x, y: torch.neg(x, out=y), sets)
+
     bytes_per_us = 1e3 * Clock(device).copy_rate()  # outside a graph, whose copies take another way at half the rate
     w, one = drawn(n), torch.ones(1, device=device)
     norm, add = rms_norm_float8.rms_norm_float8_rows, fused_add_rms_norm_float8.fused_add_rms_norm_float8_rows
@@ -122,12 +127,14 @@ def _ops(options: argparse.Namespace) -> dict[str, Any]:
             lambda x: layer_norm_float8.layer_norm_float8_rows(x, w, w, 1e-5), lambda: (drawn(m, n),), 3,
         ),
     }  # fmt: skip
-    lines, rows = [("operator", "us", "copy floor, us", "share of it")], []
+    lines, rows = [("operator", "us", "torch.neg of as many bytes, us", "share of it", "of a copy's rate")], []
     for name, (call, make, size) in calls.items():
         sets = [make() for _ in range(4)]
-        us, floor = microseconds(call, sets), size * sets[0][0].numel() / bytes_per_us
-        rows.append({"operator": name, "us": us, "floor_us": floor})
-        lines.append((name, f"{us:.1f}", f"{floor:.1f}", f"{floor / us:.0%}"))
+        us, n_bytes = microseconds(call, sets), size * sets[0][0].numel()
+        del sets
+        floor, rate = elementwise(n_bytes), n_bytes / us / bytes_per_us
+        rows.append({"operator": name, "us": us, "floor_us": floor, "share_of_copy_rate": rate})
+        lines.append((name, f"{us:.1f}", f"{floor:.1f}", f"{floor / us:.0%}", f"{rate:.0%}"))
     print(table(lines))
     lines, products = [("product m x k x n", "scales", "TFLOP/s", "of the fastest")], []
     for k, n_out in ((8192, 8192), (n, n), (n, 1024), (n, wide), (wide, n)):

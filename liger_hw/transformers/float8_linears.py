@@ -70,11 +70,12 @@ class SharedInput:
 @dataclass
 class Settings:
     """How one linear computes. shared: with whom it shares an input, or None; kept: the dtype of a weight before it was
-    kept in FP8, or None."""
+    kept in FP8, or None; adapter: PEFT's, around such a linear."""
 
     recipe: Recipe
     shared: SharedInput | None = None
     kept: torch.dtype | None = None
+    adapter: nn.Module | None = None
     scales: Scales = field(default_factory=Scales)
 
 
@@ -124,8 +125,12 @@ class Float8Linear(nn.Linear):
             )
         return getattr(self, "weight_scale", None), None if torch.compiler.is_compiling() else settings.scales
 
-    def keep(self) -> None:
-        """Replace the weight by its FP8 and a buffer `weight_scale`; the wider one is freed."""
+    def keep(self, adapter: nn.Module | None) -> None:
+        """Replace the weight by its FP8 and a buffer `weight_scale`; the wider one is freed. The adapter around this
+        linear merges no more."""
+        if adapter is not None:
+            adapter.merge = adapter.unmerge = _refuse_merge
+            self.float8.adapter = adapter
         rows = quantized(self.weight.detach(), E4M3, self.float8.recipe.rowwise)
         self.float8.kept = self.weight.dtype
         self.weight = nn.Parameter(rows.data, requires_grad=False)
@@ -146,6 +151,8 @@ class Float8Linear(nn.Linear):
         if self.float8.kept is not None:
             self.weight = nn.Parameter(self._widened(), requires_grad=False)
             del self.weight_scale
+            if self.float8.adapter is not None:
+                del self.float8.adapter.merge, self.float8.adapter.unmerge
         del self.float8
         self.__class__ = nn.Linear
 
@@ -282,9 +289,18 @@ def float8(
             module.float8 = Settings(RECIPES[recipe], shared)
     for path, module in zip(report.linears, report._modules) if keep_frozen else ():
         if not module.weight.requires_grad and module.weight.dtype is not torch.float64:
-            module.keep()
+            adapter = path.removesuffix(".base_layer")
+            module.keep(model.get_submodule(adapter) if adapter != path else None)
             report.linears[path] += ", kept"
     return report
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    """In place of `merge` and `unmerge` of an adapter whose weight is kept in FP8."""
+    raise ValueError(
+        "float8: an adapter cannot be merged into a weight kept in FP8; call report.undo() first, which gives the "
+        "weights back in their dtype"
+    )
 
 
 def _is_left_to_torch(x: torch.Tensor) -> bool:

@@ -381,8 +381,9 @@ def test_a_kept_weight_is_not_cast_merged_or_trained():
     model = _lora()
     report = liger_hw.float8(model, smallest=16, keep_frozen=True)
     assert all(text.endswith(", kept") for text in report.linears.values())
-    with pytest.raises(RuntimeError, match="Float8|float8"):
-        model.merge_adapter()
+    for merge in (model.merge_adapter, model.unmerge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="cannot be merged into a weight kept in FP8; call report.undo"):
+            merge()
     weight = model.get_submodule(next(iter(report.linears))).weight.requires_grad_()
     with pytest.raises(ValueError, match="kept in FP8 cannot train; call report.undo"):
         model(input_ids=IDS)
@@ -465,6 +466,19 @@ def test_undo_of_a_linear_that_was_parametrised_since_is_refused():
         report.undo()
     torch.nn.utils.parametrize.remove_parametrizations(block[1], "weight")
     assert report.undo() == 2 and type(block[1]) is torch.nn.Linear
+
+
+def test_adapters_merge_after_undo(tmp_path):
+    model = _lora()
+    report = liger_hw.float8(model, smallest=16, keep_frozen=True)
+    torch.save(model, tmp_path / "model")
+    for twin in (copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
+        assert _same(_gradients(twin), _gradients(model))
+    report.undo()
+    expected = model(input_ids=IDS).logits
+    model.merge_adapter()
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+    model.unmerge_adapter()
 
 
 def test_nothing_to_keep_is_refused():

@@ -1,7 +1,7 @@
 """LayerNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
 
 Shapes: x [..., n_cols], w, b [n_cols] or None, W_i [n_out_i, n_cols], b_i [n_out_i] or None -> y_i [..., n_out_i].
-Dtypes: the normalised x is rounded as in ../norms/layer_norm.py; then a scale for each row as in float8_linear.py.
+Dtypes: y is computed in fp32 and rounded to FP8 alone, with a scale for each row as in float8_linear.py.
 Saved for backward: x, w, b, mean and rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then layer_norm's.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450
@@ -20,14 +20,16 @@ from ..norms.layer_norm import LayerNormFunction, fwd_reference, layer_norm_refe
 from .formats import Float8Rows, why_no_float8
 from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
 from .normed_rows import WORKLOADS as WORKLOADS
+from .quantize_float8 import wide
 from .whole_rows import linears, linears_reference, standing, too_wide
 
-FWD = normed_tunable("layer_norm_float8")
+FWD = normed_tunable("layer_norm_float8", rows=2)
 layer_norm_bwd = LayerNormFunction.bwd  # torch.compile takes it from here, not from the class
 
 
 def layer_norm_float8_reference(X, W, B, eps, weights, biases=None, rounds=None):
     """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    rounds = None if rounds is None else torch.float32
     return linears_reference(layer_norm_reference, (X, W, B, eps), weights, biases, rounds)
 
 
@@ -36,7 +38,7 @@ layer_norm_float8_rows = define(
     shapes="X [*, n]; W [n]; B [n]",
     misfit=lambda *args: misfit(*args) or too_wide(args[0]),
     launcher=lambda x, w, b, eps: launch_normed(FWD, x, w, eps, None, GEMMA, b=b, subtract_mean=True),
-    reference=lambda *args: normed_reference(*fwd_reference(*args)),
+    reference=lambda x, *others: normed_reference(*fwd_reference(wide(x), *others)),
 )
 
 

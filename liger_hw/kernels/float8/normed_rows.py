@@ -1,7 +1,7 @@
 """Core of the norms that write FP8: rms_norm, fused_add_rms_norm and layer_norm are flags of one kernel.
 
-y is rounded as the norm's own op rounds it (../norms/forward.py), then quantised, never stored. The backward is the own
-op's, from the gradient that the linears give.
+y is rounded as the RMS norm's own op rounds it (../norms/forward.py), LayerNorm's not, then quantised, never stored.
+The backward is the own op's, from the gradient that the linears give.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def _normed_rows_kernel(
     store_float8_rows(Q_ptr, SCALE_ptr, y, rows, row_mask, cols, Q_row_stride, LARGEST, ROUND_FIRST)
 
 
-def normed_tunable(op: str) -> Tunable:
+def normed_tunable(op: str, rows: int = 1) -> Tunable:
     """The tunable `<op>.fwd`."""
-    return whole_rows_tunable(op, _normed_rows_kernel, 1)
+    return whole_rows_tunable(op, _normed_rows_kernel, 1, rows)
 
 
 def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, subtract_mean=False):
@@ -99,8 +99,8 @@ def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, su
         residual, s = row_major(residual), empty_like(x, x.dtype)
         r_stride = rows_of(residual)[2]
     stats = x.new_empty((2, n_rows) if subtract_mean else n_rows, dtype=torch.float32)
-    tensors, numbers = (x, residual, w, b, s, stats), (stride, r_stride, eps, offset)
-    flags = casting, subtract_mean, out_dtype(x, w, casting) is x.dtype
+    tensors, numbers = (x, residual, w, b, s, stats), (stride, r_stride, eps, offset or None)
+    flags = casting, subtract_mean, not subtract_mean and out_dtype(x, w, casting) is x.dtype
     rows = launch_rows(tunable, _normed_rows_kernel, x, n_rows, tensors, numbers, flags)
     return (*rows, stats) if s is None else (*rows, stats, s)
 

@@ -47,14 +47,14 @@ def _misfit(config: LaunchConfig, key: Key) -> str | None:
     return None if block >= key[0] else f"BLOCK_SIZE={block} holds no row of {key[0]} columns"
 
 
-def whole_rows_tunable(op: str, kernel: Any, n_inputs: int) -> Tunable:
-    """The tunable `<op>.fwd`. n_inputs: tensors whose rows a program holds; a thread has 32 numbers of them, or fewer
-    where rows do not fill the device."""
+def whole_rows_tunable(op: str, kernel: Any, n_inputs: int, rows: int = 1) -> Tunable:
+    """The tunable `<op>.fwd`. n_inputs: tensors whose rows a program holds; a thread has 32 numbers of each row, or
+    fewer where rows do not fill the device. rows: of a program otherwise, where they have 4096 columns at most."""
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         few = 1 << key[1] <= target.multiprocessors
         warps = row_warps(target, few, key[0]) if few else target.warps(n_inputs * key[0], 32, 32)
-        return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps)
+        return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1 if few or key[0] > 4096 else rows}, warps)
 
     return row_tunable(
         *(op, "fwd", kernel),
