@@ -114,6 +114,4 @@ def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
         notes.append("how tokens spread over experts: Mixtral-8x7B's speed, evenly routed, stands for all")
     if arguments.gpus > 1:
         notes.append("a link other than NVLink" + ", and more GPUs than the four timed" * (arguments.gpus > 4))
-    if arguments.engine in ("zero1", "zero2"):
-        notes.append(f"{arguments.engine}, which was not measured: its memory is counted by DeepSpeed's code")
     return notes

@@ -95,8 +95,8 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
 
     from ..recompute.planner import Assumptions, Planner, longest, model_named
 
-    if arguments.engine and (arguments.shards == 1 or arguments.gpus > 1):
-        raise ValueError(f"--engine {arguments.engine} divides the state over --shards N devices; --gpus is FSDP2's")
+    if arguments.engine and arguments.shards == arguments.gpus == 1:
+        raise ValueError(f"--engine {arguments.engine} divides the state over several devices: --shards N or --gpus N")
     model = model_named(arguments.model)
     model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
     size = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -125,14 +125,14 @@ def _launch(planner: "Planner", prediction: "Prediction") -> str:
     """How to start a training of the longest sequence."""
     runs = ((level, len(list(run))) for level, run in itertools.groupby(prediction.levels))
     levels = " + ".join(f'["{level}"] * {count}' for level, count in runs)
-    assumed = planner.assumptions
-    count, mixed = assumed.sequence, "bf16" if assumed.dtype_bytes > assumed.compute_bytes else "no"
-    several = (
-        f"accelerate launch --num_processes {count} --mixed_precision {mixed} --use_fsdp --fsdp_version 2 "
-        "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --use_parallelism_config "
-        f"--parallelism_config_cp_size {count}"
-    )
-    command = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {several if count > 1 else 'python'} train.py"
+    count, engine = planner.assumptions.sequence, planner.assumptions.engine
+    program = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
+    if count > 1 and engine != "fsdp2":
+        program = (
+            f"accelerate launch --num_processes {count} --mixed_precision bf16 --use_deepspeed --zero_stage "
+            f"{engine[-1]} --use_parallelism_config --parallelism_config_sp_size {count}"
+        )
+    command = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {program} train.py"
     return f"In train.py:  liger_hw.patch(model, activations={levels})\nLaunch:       {command}"
 
 
@@ -187,8 +187,9 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         notes.append(
             f"{planner.assumptions.engine} divides the model's state; what it gathers and its buffers are counted. "
             "Trainer's bf16 under FSDP2 has parameters and states in fp32: --dtype float32 --autocast bfloat16. Not in "
-            "it: activations split over devices by tensor or pipeline parallelism. --gpus counts Ulysses, as "
-            "benchmarks/long_context.py has it; torch's context_parallel (cp_size) took 1.7 times as much."
+            "it: activations split over devices by tensor or pipeline parallelism. --gpus counts Ulysses: under FSDP2 "
+            "train.py splits sequences as benchmarks/long_context.py does, under --engine zero3 Trainer and accelerate "
+            "do (sp_size). torch's context_parallel (cp_size) took 1.7 times the memory."
         )
     if planner.assumptions.float8:
         notes.append(f"--float8: a step at `keep` is predicted to be {planner.float8_gain():.2f}x as fast as in bf16.")

@@ -57,7 +57,7 @@ class Engine:
     parameters, gradients: whether they are sharded; master: whether bf16 parameters have a sharded fp32 copy, in
     whose dtype the states are; kept: whether the gradients' memory exists all the time; buffers: bytes of communication
     live: maximum of parameters gathered at a time; if 0, the embedding, the head and one decoder layer
-    passes, link: times a step sends each parameter, and the exposed bandwidth of that in bytes per second
+    passes, link: times a step sends each parameter, and the rate of that in bytes per second, as it lengthens a step
     recipes: whether levels cheap and mlp save anything; ZeRO-3's hooks pass detached tensors on
     """
 
@@ -74,12 +74,12 @@ class Engine:
 
 _BUCKET = 5 * 10**8 * 2
 ENGINES = {
-    "fsdp2": Engine(link=236e9),
-    "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=132e9),
-    "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=132e9),
-    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=132e9, recipes=False),
+    "fsdp2": Engine(link=384e9),
+    "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=190e9),
+    "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=190e9),
+    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, recipes=False),
 }
-"""FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults. FSDP2 and ZeRO-3 were measured."""
+"""FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults. Links are fitted to two and four H200s, which differ little."""
 
 OTHER_PARAMETERS = 0.02
 """Share of a model's parameters, without experts, by which the planner's count may differ: biases, and some norms."""
@@ -447,8 +447,9 @@ class Planner:
     def _rest(self) -> float:
         """Time outside the decoder layers: the loss head and the optimizer."""
         assumed = self.assumptions
-        update = self.parameters * assumed.trainable * assumed.dtype_bytes * (3 + 2 * STATE_BYTES[assumed.optimizer])
-        sent = self.parameters * assumed.compute_bytes * self.engine.passes * (assumed.shards - 1) / assumed.shards
+        size = max(assumed.dtype_bytes, 4 * self.engine.master)
+        update = self.parameters * assumed.trainable * size * (3 + 2 * STATE_BYTES[assumed.optimizer])
+        sent = self.parameters * assumed.compute_bytes * self.engine.passes * (assumed.shards > 1)
         logits = 2 * self.tokens * self.model.vocab * assumed.compute_bytes  # read, and their gradient written
         moved = update / assumed.shards + logits + sent * BANDWIDTH / self.engine.link
         return (4 + 2 * assumed.trainable) * self.tokens * self.head_parameters + moved * assumed.flops_per_byte

@@ -60,10 +60,13 @@ def test_the_same_as_without_tiles(name, shape, shards):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_weight_gradients_are_sums_in_fp32(bias):
+def test_weight_gradients_are_sums_in_fp32(bias, hooks):
     """In bf16 each weight's gradient is the fp64 sum over all rows rounded once: no error grows with the tiles."""
     plain, tiled = pair("swiglu", torch.bfloat16, mlp_bias=bias)
+    for parameter in tiled.parameters() if hooks else ():
+        parameter.register_hook(lambda gradient: gradient)  # as engines that gather weights: a checkpoint a tile
     tiled.num_shards = 64
     x = some_x(2048, dtype=torch.bfloat16)
     many = run(tiled, x)

@@ -6,8 +6,9 @@ graph, and takes that tile's gradients. Peak memory is the input, the output and
 Gradients: a row's gradient of the input is what the MLP without tiles computes for that row. A weight's gradient is one
 sum over all tiles in fp32 (or the weight's wider dtype), rounded once. For linear layers the products themselves are
 added in fp32. Weights that are no plain parameters (DTensors, ZeRO-3's partitions, FSDP1's views) or have hooks
-(`register_hook`), which must see the sum alone, take torch's checkpoint a tile instead, whose sums autograd rounds a
-tile.
+(`register_hook`), which must see the sum alone, take torch's checkpoint a tile instead: the tile whose backward comes
+last hands autograd the sum of each linear layer, while an engine that gathers weights has them there. Sums of DTensors,
+of views, and of weights outside linear layers are autograd's then, rounded a tile.
 
 Source: ALST, https://arxiv.org/abs/2506.13996 (section 3.1).
 """
@@ -108,8 +109,10 @@ def _run_in_tiles(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
         return _joined(run, module, x, count)
     if not _are_plain(module, weights):
-        again = functools.partial(checkpoint.checkpoint, run, module, use_reentrant=False)
-        return torch.cat([again(tile) for tile in _tiles(x, count)], -2)
+        sums, kind = {id(weight): _Sum(weight) for weight in weights}, x.device.type
+        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        options = {"use_reentrant": False, "context_fn": lambda: [_SummedLinears(sums, autocast, n) for n in (1, 0)]}
+        return torch.cat([checkpoint.checkpoint(run, module, tile, **options) for tile in _tiles(x, count)], -2)
     x = _SavedInput.apply(x)
     return _TiledMLP.apply(x, run, module, count, *weights)
 
@@ -232,10 +235,14 @@ def _random_again(state: tuple, kind: str) -> Iterator[None]:
 
 
 class _Sum:
-    """A weight's gradient over all tiles, in fp32 or wider."""
+    """A weight's gradient over all tiles, in fp32 or wider.
+
+    uses: calls of linear layers in forward, if the backward of the last one is to return the sum; left: of these
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.total = weight, None
+        self.uses = self.left = 0
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
 
     def add(self, gradient: torch.Tensor) -> None:
@@ -251,16 +258,27 @@ class _Sum:
             self.total = dy.new_empty((dy.shape[1], x.shape[1]), dtype=self.dtype)
         add_product(self.total, dy.t(), x, first)
 
+    def when_complete(self) -> torch.Tensor | None:
+        """The sum after the backward of the last use, and None before."""
+        self.left -= 1
+        if self.left:
+            return None
+        gradient, self.total, self.left = self.rounded(), None, self.uses
+        return gradient
+
     def rounded(self) -> torch.Tensor | None:
         return None if self.total is None else self.total.to(self.weight.dtype)
 
 
 class _SummedLinears(TorchFunctionMode):
-    """While open, linear layers add their weights' gradients to `sums` (id of a weight -> its `_Sum`) in backward."""
+    """While open, linear layers add their weights' gradients to `sums` (id of a weight -> its `_Sum`) in backward.
 
-    def __init__(self, sums: dict[int, _Sum], autocast: tuple) -> None:
+    uses: what a call adds to the uses of its weights
+    """
+
+    def __init__(self, sums: dict[int, _Sum], autocast: tuple, uses: int = 0) -> None:
         super().__init__()
-        self.sums, self.autocast = sums, autocast
+        self.sums, self.autocast, self.uses = sums, autocast, uses
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         run = self._linear if func is torch.nn.functional.linear else func
@@ -273,12 +291,16 @@ class _SummedLinears(TorchFunctionMode):
             return torch.nn.functional.linear(input, weight, bias)
         if enabled and input.dtype is not torch.float64:
             input = input.to(dtype)
+        both = total, self.sums.get(id(bias))
+        for one in both:
+            if one is not None:
+                one.uses, one.left = one.uses + self.uses, one.left + self.uses
         with torch.autocast(kind, enabled=False):
-            return _Linear.apply(input, weight, bias, total, self.sums.get(id(bias)))
+            return _Linear.apply(input, weight, bias, *both)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward adds the gradients of weight and bias to their sums, and hands autograd none."""
+    """A linear layer whose backward adds the gradients of weight and bias to their sums, and returns complete ones."""
 
     @staticmethod
     def forward(
@@ -297,4 +319,5 @@ class _Linear(torch.autograd.Function):
         of_weight.add_product(rows, x.reshape(-1, x.shape[-1]))
         if of_bias is not None:
             of_bias.add(rows.sum(0, dtype=of_bias.dtype))
-        return (dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None), None, None, None, None
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, of_weight.when_complete(), None if of_bias is None else of_bias.when_complete(), None, None
