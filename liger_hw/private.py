@@ -93,7 +93,7 @@ def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
 
     torch.func does the same, but not where a torch mode called the operator.
     """
-    excluded = _C._dispatch_tls_local_exclude_set()
-    for key in (_C.DispatchKey.AutogradCPU, _C.DispatchKey.AutogradCUDA, _C.DispatchKey.AutogradXPU):
+    excluded, keys = _C._dispatch_tls_local_exclude_set(), _C.DispatchKey
+    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradXPU, keys.ADInplaceOrView):  # the last for views
         excluded = excluded.remove(key)
     return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)

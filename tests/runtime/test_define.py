@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw.runtime.operator import OperatorFunction, declared, define, launchers
 
@@ -45,10 +47,11 @@ def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator():
     assert torch.compile(operator, backend="aot_eager", fullgraph=True)(x, None, seen[0]).shape == x.shape
 
 
-def _operator(schema, reference):
+def _operator(schema, reference, derivative_of=None):
     name = schema.partition("(")[0]
     shapes = "; ".join(re.findall(r"Tensor (\w+)[,)]", schema))
-    operator = define(schema, shapes=shapes, launcher=reference, reference=reference)
+    run = {"reference": reference} if derivative_of is None else {"derivative_of": derivative_of}
+    operator = define(schema, shapes=shapes, launcher=reference, **run)
     launchers.pop(name)
     declared.pop(name)
     return operator
@@ -76,3 +79,25 @@ def test_a_name_that_forward_does_not_have_is_an_error_where_the_function_is_def
     x = torch.ones(3, requires_grad=True)
     type("NamedFunction", (OperatorFunction,), namespace).apply(x, 2.0).sum().backward()
     assert x.grad.tolist() == [2.0] * 3
+
+
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.cpu
+def test_a_derivative_sees_what_its_forward_writes_into_views():
+    """Under a torch mode, too, which calls an operator below the bookkeeping of views."""
+
+    def halves_swapped(x):
+        y = torch.empty_like(x)
+        y[..., :2], y[..., 2:] = 3 * x[..., 2:], 5 * x[..., :2]
+        return y
+
+    forward = _operator("into_views_fwd(Tensor x) -> Tensor y", halves_swapped)
+    backward = _operator("into_views_bwd(Tensor dy, Tensor x) -> Tensor dx", lambda dy, x: dy, derivative_of=forward)
+    x = torch.arange(4.0)
+    for mode in (contextlib.nullcontext(), _Passing()):
+        with mode:
+            assert backward.overload(torch.ones(4), x).tolist() == [5.0, 5.0, 3.0, 3.0]
