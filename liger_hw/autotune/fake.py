@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..backends import with_index
-from ..private import refuses_data_ptr
 from ..runtime.operator import launchers
 
 
@@ -27,7 +26,6 @@ class FakeTensor(torch.Tensor):
     def __new__(cls, meta: torch.Tensor, device: torch.device) -> "FakeTensor":
         layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
         fake = torch.Tensor._make_wrapper_subclass(cls, meta.shape, **layout, device=device)
-        refuses_data_ptr(fake)
         fake.meta = meta
         return fake
 

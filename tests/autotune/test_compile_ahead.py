@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_hw
 from liger_hw import env, registry
 from liger_hw.autotune import compile_ahead
+from liger_hw.autotune.fake import FakeTensors
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
@@ -164,6 +165,13 @@ print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_fake_tensors_address_is_its_offset():
+    """What asks whether an operand is aligned, as fused_moe does for the library's product, gets an answer."""
+    with FakeTensors():
+        t = torch.empty(8, 16, device="cuda:0", dtype=torch.bfloat16)
+    assert t.device == torch.device("cuda:0") and (t.data_ptr(), t[:, 3:].data_ptr()) == (0, 6)
 
 
 def test_linears_in_float8_that_are_alike_are_foreseen_once(monkeypatch, compiled, on_sm90):
