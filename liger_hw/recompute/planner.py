@@ -79,7 +79,10 @@ ENGINES = {
     "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=190e9),
     "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, recipes=False),
 }
-"""FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults. Links are fitted to two and four H200s, which differ little."""
+"""FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults.
+
+Links are fitted to two and four H200s, which differ little.
+"""
 
 OTHER_PARAMETERS = 0.02
 """Share of a model's parameters, without experts, by which the planner's count may differ: biases, and some norms."""

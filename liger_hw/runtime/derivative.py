@@ -83,12 +83,3 @@ def backward_of(
         return results if owners else None
 
     return gradients, fake
-
-
-def gradient_inside_operator(function: Callable[..., torch.Tensor], x: torch.Tensor, upstream: Any) -> torch.Tensor:
-    """The gradient of function(x) times `upstream` (None: ones) by autograd in fp32 or wider, inside an operator."""
-    with _autograd():
-        leaf = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True).requires_grad_()
-        y = function(leaf)
-        slopes = torch.ones_like(y) if upstream is None else upstream.to(y.dtype)
-        return torch.autograd.grad(y, leaf, slopes)[0]

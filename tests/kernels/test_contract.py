@@ -22,8 +22,10 @@ from harness import (
     tensors,
     verify,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 
@@ -275,6 +277,19 @@ def test_operators(lane, case, seed):
         has_float8 = any(t.is_floating_point() and t.itemsize == 1 for t in (*outputs, *tensors(args)))
         # torch's schema check multiplies tensors, which it cannot in FP8; that none is overwritten is tested above
         torch.library.opcheck(func, args, test_utils=_NO_SCHEMA if has_float8 else DEFAULT_TEST_UTILS)
+
+
+@pytest.mark.cpu
+def test_fakes_run_no_autograd(op, seed, monkeypatch):
+    """On a GPU backward runs in a thread of its own, in which torch's mode of fake tensors is not there."""
+    with _Recorder() as recorder:
+        run(op.function, make(op, few_sizes(op), torch.float32, "cpu", seed), seed)
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    mode = FakeTensorMode()
+    for (func, _), args in recorder.calls.items():
+        fakes = tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t.detach()), args)
+        with mode:
+            func(*fakes)
 
 
 # test_numerics.py compares the gradients of every op and option set with the reference's in fp64.

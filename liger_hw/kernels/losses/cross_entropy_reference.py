@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy  # a program may put Liger's in its place
 
 from ... import env, private
-from ...runtime.derivative import gradient_inside_operator
 from ...runtime.operator import check, check_flags, check_floats, check_ignore_index
 
 NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
@@ -137,9 +136,36 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
 
 
 def reference_gradient(logits, target, weight, options: Options, row_grads=None) -> torch.Tensor:
-    """d(sum of the loss, rows times row_grads) / d(logits) by autograd, in fp32 or fp64; zero in ignored rows."""
-    gradient = gradient_inside_operator(lambda s: reference_losses(s, target, weight, options)[0], logits, row_grads)
-    return gradient.masked_fill((target == options.ignore_index)[:, None], 0.0)
+    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64: the formula the kernel has.
+
+    Not by autograd: a fake runs this, and a GPU's backward is in a thread without the mode of fake tensors.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s, slope = logits.to(wide), 1.0
+    if options.softcap:
+        t = torch.tanh(s / options.softcap)
+        s, slope = options.softcap * t, 1.0 - t.square()
+    target = target.long()
+    counted = target != options.ignore_index
+    y = target.masked_fill(~counted, 0)
+    w = logits.new_ones(logits.shape[1], dtype=wide) if weight is None else weight.to(wide)
+    lse = torch.logsumexp(s, -1)
+    target_coef = (1.0 - options.label_smoothing) * w[y]
+    smoothing_term = torch.full_like(lse, options.label_smoothing / logits.shape[1])
+    softmax_coef = target_coef + smoothing_term * w.sum()
+    z_coef = 2.0 * options.lse_square_scale * lse
+    if options.reduction == MEAN:
+        total = torch.where(counted, w[y], 0.0).sum()
+        target_coef, softmax_coef, smoothing_term = (t / total for t in (target_coef, softmax_coef, smoothing_term))
+        z_coef = z_coef / counted.sum()
+    factor = torch.ones_like(lse) if row_grads is None else row_grads.to(wide)
+    if options.use_token_scaling:
+        factor = factor * torch.exp(s.gather(1, y[:, None])[:, 0] - lse)
+    grad = ((softmax_coef + z_coef) * factor)[:, None] * torch.exp(s - lse[:, None])
+    if options.label_smoothing:
+        grad -= (smoothing_term * factor)[:, None] * w
+    grad.scatter_add_(1, y[:, None], -(target_coef * factor)[:, None])
+    return torch.where(counted[:, None], grad * slope, 0.0)
 
 
 def pack(outputs: Sequence[torch.Tensor], options: Options) -> torch.Tensor | CrossEntropyOutput:
