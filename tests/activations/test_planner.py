@@ -145,12 +145,12 @@ def test_experts_on_an_h200(name):
 
 @pytest.mark.parametrize("gpus", (2, 4))
 def test_experts_over_several_devices(gpus):
-    """16 layers of Qwen3-30B-A3B's shape under FSDP2: peak memory within 1%, seconds within 10%."""
+    """16 layers of Qwen3-30B-A3B's shape under FSDP2: peak memory within 1%, seconds within 2%."""
     row = json.loads((RESULTS / f"distributed-training-qwen3-30b-{gpus}xh200.json").read_text())[0]
     planner = Planner(replace(models.find("qwen3-30b-a3b"), layers=16), 2, 4096, Assumptions(4, shards=gpus))
     one = planner.predict(level_of_each(DEFAULT, 16))
     assert one.peak / GIB == pytest.approx(row["peak_GiB"], rel=0.01)
-    assert one.seconds == pytest.approx(8192 / row["tokens_per_second"], rel=0.1)
+    assert one.seconds == pytest.approx(8192 / row["tokens_per_second"], rel=0.02)
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma2", "Qwen3Moe", "Mixtral"])

@@ -145,9 +145,7 @@ def test_it_trains_as_without(name, tmp_path):
     turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
-    if (
-        name == "llamafactory"
-    ):  # it imports torchaudio, whose wheel does not load beside torch's for CPUs, and uses none
+    if name == "llamafactory":  # it imports torchaudio without use, whose wheel does not load beside torch's for CPUs
         (tmp_path / "torchaudio.py").write_text("__version__ = '0'\n")
     losses = []
     for liger in (False, True):
