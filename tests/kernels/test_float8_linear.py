@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from liger_hw.backends import known_target
+from liger_hw.kernels.float8 import geglu_float8, layer_norm_float8, rms_norm_float8, swiglu_float8
 from liger_hw.kernels.float8.float8_linear import RECIPES, float8_linear_reference, liger_float8_linear
 from liger_hw.kernels.float8.formats import DTYPES, FORMATS, float8_dtype, largest_bits, scale_of
 from liger_hw.kernels.float8.quantize_float8 import float8_transposed, liger_quantize_float8
@@ -83,6 +84,24 @@ def test_numbers_that_are_not_finite(lane):
     assert not rows.data[3:].float().any()
     y = liger_float8_linear(x, torch.eye(32, device=lane.device))
     assert y[:3].isnan().all() and not y[3:].any()
+
+
+def test_what_writes_float8_keeps_numbers_that_are_not_finite_in_their_rows(lane):
+    """Gates and norms: a NaN or infinity makes its row NaN, zeros and denormals are finite, no rows give none."""
+    a, b = (torch.ones(5, 32, device=lane.device) for _ in "ab")
+    w = torch.ones(32, device=lane.device)
+    a[0, 3], a[1, 0], a[2], a[3] = float("nan"), float("inf"), 0.0, 1e-40
+    for rows in (
+        lambda k: swiglu_float8.GATE.rows(a[:k], b[:k]),
+        lambda k: geglu_float8.EXACT.rows(a[:k], b[:k]),
+        lambda k: rms_norm_float8.rms_norm_float8_rows(a[:k], w, 1e-6, 0.0, 0)[:2],
+        lambda k: layer_norm_float8.layer_norm_float8_rows(a[:k], w, w, 1e-6)[:2],
+    ):
+        data, scale = rows(5)
+        assert scale.isnan().tolist() == [True, True, False, False, False]
+        assert (data[2:].float() * scale[2:, None]).isfinite().all()
+        data, scale = rows(0)
+        assert data.shape == (0, 32) and scale.shape == (0,)
 
 
 def test_a_lost_gradient_is_lost_everywhere(lane, seed):
