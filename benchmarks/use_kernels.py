@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.metadata
 import json
 import os
 import re
@@ -19,7 +20,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kernels
 import torch
 import transformers
 import transformers.utils.import_utils as import_utils
@@ -55,6 +55,8 @@ def apply(how: str, model: Any) -> Any:
         layers = {"RMSNorm": f"{hub.REPOSITORY}:RMSNorm", "rotary_pos_emb": f"{hub.REPOSITORY}:RotaryPosEmb"}
         model.set_use_kernels(True, transformers.KernelConfig(layers, use_local_kernel=True))
     elif how == "kernelize":
+        import kernels
+
         with kernels.use_kernel_mapping(hub.kernel_mapping(model)):
             kernels.kernelize(model, mode=kernels.Mode.TRAINING)
     elif how != "floor":
@@ -137,7 +139,7 @@ def main() -> int:
         import_utils.is_kernels_available.cache_clear()
     device = with_index(options.device)
     checked = "its check of kernels lifted" if options.any_kernels else "as it is"
-    versions = {"transformers": f"{transformers.__version__}, {checked}", "kernels": kernels.__version__}
+    versions = {"transformers": f"{transformers.__version__}, {checked}", "kernels": importlib.metadata.version("kernels")}
     results = {"machine": report.machine(device, os.environ.get("LIGER_COMMIT")), "versions": versions, "rows": []}
     for family, dtype, how in ROUTES:
         if options.models and family not in options.models.split(","):
