@@ -139,7 +139,10 @@ def main() -> int:
         import_utils.is_kernels_available.cache_clear()
     device = with_index(options.device)
     checked = "its check of kernels lifted" if options.any_kernels else "as it is"
-    versions = {"transformers": f"{transformers.__version__}, {checked}", "kernels": importlib.metadata.version("kernels")}
+    versions = {
+        "transformers": f"{transformers.__version__}, {checked}",
+        "kernels": importlib.metadata.version("kernels"),
+    }
     results = {"machine": report.machine(device, os.environ.get("LIGER_COMMIT")), "versions": versions, "rows": []}
     for family, dtype, how in ROUTES:
         if options.models and family not in options.models.split(","):
