@@ -170,8 +170,8 @@ print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 def test_a_fake_tensors_address_is_its_offset():
     """What asks whether an operand is aligned, as fused_moe does for the library's product, gets an answer."""
     with FakeTensors():
-        t = torch.empty(8, 16, device="cuda:0", dtype=torch.bfloat16)
-    assert t.device == torch.device("cuda:0") and (t.data_ptr(), t[:, 3:].data_ptr()) == (0, 6)
+        t = torch.empty(8, 16, dtype=torch.bfloat16)
+        assert (t.data_ptr(), t[:, 3:].data_ptr()) == (0, 6)
 
 
 def test_linears_in_float8_that_are_alike_are_foreseen_once(monkeypatch, compiled, on_sm90):
