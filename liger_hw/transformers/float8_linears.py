@@ -17,6 +17,7 @@ from typing import Any, Iterable
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import env
 from ..kernels.float8 import geglu_float8, swiglu_float8
@@ -192,10 +193,13 @@ class Float8Report:
     _modules: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> int:
-        """Give every linear its class back; how many there were. Raises `ValueError` for one parametrised since."""
+        """Give every linear its class back; how many there were. Raises `ValueError` for one parametrised since,
+        and for a weight kept in FP8 and sharded since."""
         for path, module in zip(self.linears, self._modules):
             if isinstance(module, Float8Linear) and type(module) is not Float8Linear:
                 raise ValueError(f"float8: {path} was parametrised since; remove its parametrizations before undo()")
+            if hasattr(module, "weight_scale") and is_dtensor(module.weight):
+                raise ValueError(f"float8: {path}'s weight is kept in FP8 and was sharded since; save a state_dict")
         ours = [module for module in self._modules if type(module) is Float8Linear]
         for module in ours:
             module.give_back()
@@ -244,12 +248,12 @@ def float8(
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
     FP8, for a model of which no linear fits, and for keep_frozen where all weights train or an adapter reads them.
     """
-    if recipe not in RECIPES:
+    if recipe not in tuple(RECIPES):
         reason = ""
         if recipe == "mxfp8":
             reason = "; block scales are for sm100 and later and have no kernel here; use rowwise"
         raise ValueError(f"float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}{reason}")
-    if not callable(getattr(model, "named_modules", None)):
+    if not isinstance(model, nn.Module):
         raise TypeError(f"float8: model must be a loaded model, got {type(model).__name__}")
     report, heads, groups = Float8Report(recipe), _heads(model), {}
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -282,6 +286,12 @@ def float8(
             f"float8: keep_frozen=True, but the adapter around {path} computes with the weight itself, as DoRA does, "
             "and would miss its scale; use LoRA, or leave keep_frozen out"
         )
+    for path, module in zip(report.linears, report._modules) if keep_frozen else ():
+        if is_dtensor(module.weight) or module.weight.is_meta or not module.weight.numel():
+            raise ValueError(
+                f"float8: keep_frozen=True, but the numbers of {path}.weight are not all here; call it after the model "
+                "is loaded and before it is sharded"
+            )
     for modules in groups.values():
         shared = SharedInput() if len(modules) > 1 else None
         for module in modules:
@@ -339,6 +349,9 @@ def _why_not(path: str, module: nn.Linear, skip: tuple[str, ...], smallest: int)
         return f"a {type(module).__name__}"
     if "forward" in vars(module):
         return "its forward was replaced"
+    weight = module.weight
+    if weight.dtype.itemsize == 1 or is_traceable_wrapper_subclass(weight) and not is_dtensor(weight):
+        return f"its weight is quantised ({type(weight).__name__}, {weight.dtype})"
     if any(text in path for text in skip):
         return "skipped"
     if path.rpartition(".")[2] in _ROUTERS:

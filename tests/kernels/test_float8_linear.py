@@ -194,6 +194,13 @@ def test_autocast(seed):
     torch.testing.assert_close(y.float(), float8_linear_reference(x, w), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_no_rows(scaling):
+    rows, turned = liger_quantize_float8(torch.ones(0, 32), scaling, transposed=True)
+    assert rows.data.shape == (0, 32) and turned.shape == (32, 0) and len(rows.scale) == (scaling == "tensor")
+
+
 def test_factors_are_exact(lane, seed):
     """FP8 times a power of two is FP8 again, down to the smallest number."""
     rows = liger_quantize_float8(_spread(lane, 32, 16, seed), format="e5m2")

@@ -488,6 +488,38 @@ def test_nothing_to_keep_is_refused():
     assert not any(type(m) is Float8Linear for m in model.modules())
 
 
+def test_a_weight_that_is_quantised_already_is_left_alone():
+    block = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))).requires_grad_(False)
+    for layer, dtype in zip(block, (torch.float8_e4m3fn, torch.int8)):
+        layer.weight = torch.nn.Parameter(layer.weight.to(dtype), requires_grad=False)
+    report = liger_hw.float8(block, smallest=16, keep_frozen=True)
+    assert list(report.linears) == ["2"] and "its weight is quantised" in report.left_alone["1"]
+
+
+def test_weights_that_are_not_here_are_not_kept_and_nothing_changes(tmp_path):
+    """On the meta device, and sharded before; one sharded since is not given back, which FSDP would not see."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for how in ("meta", "sharded"):
+            block = torch.nn.Sequential(torch.nn.Linear(32, 32)).requires_grad_(False)
+            block = block.to("meta") if how == "meta" else fully_shard(block, mesh=mesh)
+            with pytest.raises(ValueError, match="0.weight are not all here"):
+                liger_hw.float8(block, smallest=16, keep_frozen=True)
+            assert type(block[0]) is torch.nn.Linear
+        block = torch.nn.Sequential(torch.nn.Linear(32, 32)).requires_grad_(False)
+        report = liger_hw.float8(block, smallest=16, keep_frozen=True)
+        fully_shard(block, mesh=mesh)
+        with pytest.raises(ValueError, match="sharded since"):
+            report.undo()
+        assert block(torch.ones(2, 32)).isfinite().all()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.daily(recipe="rowwise")
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_torch_compile(recipe):

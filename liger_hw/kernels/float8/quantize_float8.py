@@ -311,7 +311,8 @@ def quantized(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
     """A matrix in FP8, with a scale of each row or one of all."""
     if rowwise:
         return Float8Rows(*float8_rows(x, format))
-    scale = float8_scales(x, format).amax(0, keepdim=True)
+    scale = float8_scales(x, format)
+    scale = scale.amax(0, keepdim=True) if len(scale) else scale.new_ones(1)
     return Float8Rows(float8_cast(x, scale, format), scale)
 
 
