@@ -47,7 +47,7 @@ class FakeTensors(TorchDispatchMode):
         if func.namespace == "liger_hw" and (launcher := launchers.get(name.removeprefix("liger_hw::"))):
             with self:  # an operator may call another
                 return launcher(*args, **kwargs)
-        if name.endswith("_") and torch.Tag.inplace_view not in func.tags:
+        if name.endswith("_") and not name.endswith("__") and torch.Tag.inplace_view not in func.tags:
             return args[0]  # changed in place, and has no values
         fakes: dict[int, torch.Tensor] = {}
         devices = []

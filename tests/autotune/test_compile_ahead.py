@@ -350,3 +350,11 @@ def test_a_launcher_that_is_loaded_again_stays_itself(tmp_path, monkeypatch):
     compile_ahead.name_launchers_apart()
     compile_ahead.name_launchers_apart()  # changes nothing more
     assert loaded() == [1, 2, 1, 2]
+
+
+def test_a_fake_shift_has_the_shape_of_both_operands():
+    """`__lshift__` ends as the names of operators that write over their argument."""
+    with FakeTensors():
+        row, column = torch.empty(1, 8, dtype=torch.int32), torch.empty(4, 1, dtype=torch.int32)
+        assert (column << row).shape == (4, 8)
+        assert column.add_(1) is column
