@@ -46,11 +46,13 @@ def is_wanted(device: torch.device) -> bool:
 @contextlib.contextmanager
 def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstForward | None"]:
     """Compile ahead what ops launch inside, once for each model configuration of a process."""
-    if id(config) in _seen:
-        yield None
-        return
-    _seen[id(config)] = config
-    if _operator.before_apply is not None or not is_wanted(device):
+    is_first = id(config) not in _seen
+    if is_first:
+        try:
+            _seen[id(config)] = config
+        except TypeError:  # a configuration without weak references: nothing is compiled ahead for it
+            is_first = False
+    if not is_first or _operator.before_apply is not None or not is_wanted(device):
         yield None
         return
     first = FirstForward(device)

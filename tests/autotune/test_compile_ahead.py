@@ -207,6 +207,8 @@ def test_one_forward_of_a_configuration_compiles_ahead(monkeypatch, compiled):
     kept = weakref.ref(config)
     del config
     assert kept() is None, "a configuration lives as long as its model"
+    with compile_ahead.during_first_forward({"hidden_size": 8}, device) as first:  # no weak references to a dict
+        assert first is None
 
 
 def test_the_first_call_of_an_op_of_many_kernels_compiles_ahead(monkeypatch, compiled, on_sm90):

@@ -136,7 +136,7 @@ def test_attention_convolved_channels_last(lane, sizes, bias, seed, monkeypatch)
         scores, weight, shift = (None if t is None else t.detach() for t in sample.args)
         y, p, last = multi_token_attention._fwd(scores, weight, shift, [1, 1], [1, 1], [1, 1], 1, False)
         assert y.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
-        dx, dw, _ = multi_token_attention._bwd(y, p, last, bias, [1, 1], [1, 1], [1, 1], 1, False, [True] * 3)
+        dx, dw, _ = multi_token_attention._bwd(y, p, last, [1, 1], [1, 1], [1, 1], 1, False, [True] * 3)
         assert dx.is_contiguous() and dw.is_contiguous()
 
 
