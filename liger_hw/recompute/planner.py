@@ -557,6 +557,7 @@ def model_named(name: str) -> "Model":
     """What autotune.models finds by a name. Raises `ValueError` for a model that is not of the planner's kind."""
     from ..autotune import models
 
+    Planner(models.find(name), 1, 1)  # before a model of a billion layers is built to count its parameters
     model, count = models.find_and_count(name)
     if count is not None:
         check_parameters(Planner(model, 1, 1), [count], 0)
