@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")
     add("--steps", type=positive, default=20, help="steps of each arm (default 20)")
     add("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
-    arms = "of hf, liger, liger_hw, compile, float8, float8-tensorwise, float8-kept, torchao, torchao-compile, te "
-    arms += f"(default: {','.join(ARMS['e2e'])}; for float8 {','.join(ARMS['float8'])})"
+    arms = "of hf, hf-eager, liger, liger_hw, compile, float8, float8-tensorwise, float8-kept, torchao, "
+    arms += f"torchao-compile, te (default: {','.join(ARMS['e2e'])}; for float8 {','.join(ARMS['float8'])})"
     add("--arms", type=WORDS, help=arms)
     add("--checkpointing", action="store_true", help="recompute activations in the backward")
     add("--lora", action="store_true", help="train adapters of rank 16 on all linears (peft), and nothing else")

@@ -182,14 +182,16 @@ class Float8Linear(nn.Linear):
 
 @dataclass
 class Float8Report:
-    """What `float8` did. linears: path -> sizes of each linear in FP8; left_alone: path -> why it is not.
+    """What `float8` did. linears: path -> sizes of each linear in FP8; left_alone: path -> why it is not;
+    unmatched: texts of `skip` that are in no linear's path.
 
-    `print(report)` lists both; `overflow` tells where numbers were not finite; `undo` takes it back.
+    `print(report)` lists all; `overflow` tells where numbers were not finite; `undo` takes it back.
     """
 
     recipe: str
     linears: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
     _modules: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> int:
@@ -225,6 +227,7 @@ class Float8Report:
         for what, entries in ((f"in FP8, {self.recipe}", self.linears), ("left alone", self.left_alone)):
             kinds = Counter((path.rpartition(".")[2], text) for path, text in entries.items())
             lines += [(str(count), name, f"{what}: {text}") for (name, text), count in kinds.items()]
+        lines += [("0", text, "skip= has this text, but no linear's path does") for text in self.unmatched]
         return table(lines)
 
 
@@ -232,7 +235,7 @@ def float8(
     model: nn.Module,
     recipe: str = "rowwise",
     *,
-    skip: Iterable[str] = (),
+    skip: Iterable[str] | None = (),
     smallest: int = SMALLEST,
     keep_frozen: bool = False,
 ) -> Float8Report:
@@ -241,8 +244,8 @@ def float8(
     model: on a device that has FP8, or on the CPU, where FP8 is computed exactly and slowly
     recipe: `rowwise`, a scale for each row of each tensor, or `tensorwise`, one for each tensor
     skip: linears whose path contains one of these texts stay as they are. So do the loss head, routers, linears with
-    fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones), and
-    linears with a replaced forward.
+    fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones, GPT-2's
+    Conv1D), and linears with a replaced forward.
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
     quantising in a step. `state_dict` and `undo` give them in their dtype, but not what rounding took.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
@@ -256,13 +259,13 @@ def float8(
     if not isinstance(model, nn.Module):
         raise TypeError(f"float8: model must be a loaded model, got {type(model).__name__}")
     report, heads, groups = Float8Report(recipe), _heads(model), {}
-    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    skip = (skip,) if isinstance(skip, str) else tuple(skip or ())
     if env.get("LIGER_HW_DISABLE"):
         linears = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
         report.left_alone = dict.fromkeys(linears, "LIGER_HW_DISABLE is set")
         return report
     for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":
             continue
         why_invalid = "the loss head" if module in heads else _why_not(path, module, skip, smallest)
         if why_invalid:
@@ -274,6 +277,8 @@ def float8(
         report._modules.append(module)
         parent = path.removesuffix(".base_layer").rpartition(".")[0]  # what LoRA wraps is one level deeper
         groups.setdefault((parent, module.in_features), []).append(module)
+    paths = (*report.linears, *report.left_alone)
+    report.unmatched = tuple(text for text in skip if not any(text in path for path in paths))
     if not report.linears:
         raise ValueError("float8: no linear of this model fits:\n" + str(report))
     if keep_frozen and all(module.weight.requires_grad for module in report._modules):

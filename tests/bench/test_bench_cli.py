@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from liger_hw.bench import moe
+from liger_hw.bench import moe, training
 from liger_hw.bench.cases import make_inputs
 from liger_hw.cli import COMMANDS, main
 
@@ -35,6 +35,12 @@ def test_an_op_against_torch(tmp_path, capsys):
     assert document["complete"] and document["machine"]["copy_gb_s"] > 0
     assert [row["arm"] for row in document["rows"]] == ["liger_hw", "torch"]
     assert {"device", "driver", "torch", "triton", "liger_hw", "commit", "date", "config"} <= set(document["rows"][0])
+
+
+def test_help_names_every_arm(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # no name is broken at a hyphen
+    arms = said(capsys, "--help")[1].partition("--arms ARMS  ")[2].partition("(default")[0]
+    assert arms.strip() == "of " + ", ".join(training.ARMS)
 
 
 def test_each_case_is_named_before_it_runs(capsys):

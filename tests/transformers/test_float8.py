@@ -85,10 +85,23 @@ def test_what_is_left_alone():
         "model.layers.1.self_attn.q_proj": "its forward was replaced",
     }.items():
         assert report.left_alone[path] == why and why in str(report)
-    again = liger_hw.float8(_llama(), smallest=16)
+    assert report.unmatched == ()
+    again = liger_hw.float8(_llama(), smallest=16, skip=None)
     with pytest.raises(ValueError, match="no linear of this model fits"):
         liger_hw.float8(model, smallest=48, skip="")
     assert "in FP8, rowwise: 64 -> 96" in str(again)
+
+
+def test_a_text_of_skip_that_no_path_contains_is_reported():
+    report = liger_hw.float8(_llama(), smallest=16, skip=("q_proj", "q_porj"))
+    assert report.unmatched == ("q_porj",) and len(report.linears) == 12
+    assert "q_porj" in str(report) and "no linear's path" in str(report)
+
+
+def test_a_model_of_conv1d_is_refused_by_its_name():
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    with pytest.raises(ValueError, match="c_fc +left alone: a Conv1D"):
+        liger_hw.float8(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), smallest=16)
 
 
 @pytest.mark.parametrize("arguments", [("mxfp8",), ("e4m3",)])
@@ -136,9 +149,9 @@ def test_the_gate_writes_float8_itself(monkeypatch):
     monkeypatch.setattr(float8_linears, "gated_linear", lambda *args: calls.append(args[1].shape) or fused(*args))
     result = _gradients(model)
     assert len(calls) == 2
-    hook = [layer.mlp.down_proj.register_forward_pre_hook(lambda *_: None) for layer in model.model.layers]
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda *_: None)
     assert _same(_gradients(model), result) and len(calls) == 2, "a hook sees its input, which then exists"
-    assert len(hook) == 2
 
 
 def test_an_input_that_changed_is_quantised_again():

@@ -33,14 +33,7 @@ from ... import private, registry
 from ...registry import Sample, normal
 from ...runtime.operator import Function, autocast_dtype, check, check_tensors, first_order, no_view
 from .formats import E4M3, E5M2, Float8Rows, aligned, float8_dtype, why_no_float8
-from .quantize_float8 import (
-    QUANTIZED,
-    TRANSPOSED,
-    float8_transposed,
-    quantized,
-    scales_reference,
-    wide,
-)
+from .quantize_float8 import QUANTIZED, TRANSPOSED, float8_transposed, quantized, scales_reference, wide
 
 
 class Recipe(NamedTuple):
@@ -98,10 +91,8 @@ class _ReferenceFunction(torch.autograd.Function):
         (x, weight), recipe = ctx.saved_tensors, ctx.recipe
         if not x.shape[0]:
             return torch.zeros_like(x), torch.zeros_like(weight), None
-        rows, gradients = (
-            _reference_rows(x, E4M3, recipe.rowwise),
-            _reference_rows(dy, recipe.gradients, recipe.rowwise),
-        )
+        rows = _reference_rows(x, E4M3, recipe.rowwise)
+        gradients = _reference_rows(dy, recipe.gradients, recipe.rowwise)
         weights = _reference_rows(weight, E4M3, False)
         token_scales = gradients.scale * rows.scale
         largest = token_scales.amax()
@@ -200,16 +191,16 @@ class Float8LinearFunction(Function):
         dy = as_rows(dy)
         dx = dw = db = None
         if ctx.needs_input_grad[2]:
-            db = wide(dy).sum(0).to(b_dtype)
+            db = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(b_dtype)
         gradients = quantized(dy, recipe.gradients, recipe.rowwise)
         if ctx.scales is not None:
             ctx.scales.note(gradient=gradients.scale)
         if weight is not None:
             if weight.dtype.itemsize == 1:
-                turned, largest = _with_one_scale(weight, weight_scale, E4M3, recipe.rowwise)
+                transposed, largest = _with_one_scale(weight, weight_scale, E4M3, recipe.rowwise)
             else:
-                turned, largest = float8_transposed(weight, weight_scale.reciprocal(), E4M3), weight_scale
-            dx = product(gradients.data, turned, gradients.scale, largest, recipe.rowwise)
+                transposed, largest = float8_transposed(weight, weight_scale.reciprocal(), E4M3), weight_scale
+            dx = product(gradients.data, transposed, gradients.scale, largest, recipe.rowwise)
             dx = dx.to(x_dtype).reshape(ctx.shape)
         if data is not None:
             token_scales = gradients.scale * scale
@@ -237,8 +228,7 @@ def liger_float8_linear(
     """x weight^T + bias with x, weight and the gradient in FP8, in the forward and in both products of the backward.
 
     x: [..., n_in]; weight: [n_out, n_in]; bias: [n_out] or None, of one dtype (unless autocast is on): fp32, fp16 or
-    bf16. On the CPU fp64 too, where nothing is rounded. n_in and n_out should be
-    multiples of 16: others are copied.
+    bf16. On the CPU fp64 too, where nothing is rounded. n_in and n_out should be multiples of 16: others are copied.
     recipe: `rowwise` (a scale for each row, gradients in E4M3) or `tensorwise` (one scale, gradients in E5M2)
     Returns [..., n_out] in x's dtype or autocast's.
     Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.

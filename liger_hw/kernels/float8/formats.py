@@ -3,8 +3,8 @@
 A number x is stored as q = round(x / scale). The scale is the smallest power of two with amax / scale <= the largest
 number of the format, so that x / scale is exact and q errs by the format's rounding alone. It is at least 2^-100: rows
 of zeros have that, and smaller numbers underflow. The scale of a row with an infinity or NaN is NaN, and so is then
-all that is computed with it, as without FP8. Quantising overflows nothing finite; a product of
-numbers above about 1e30 may.
+all that is computed with it, as without FP8. Quantising overflows nothing finite; a product of numbers above about
+1e30 may.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .formats import Float8Rows, why_no_float8
 from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
 from .normed_rows import WORKLOADS as WORKLOADS
 from .rms_norm_float8 import rms_norm_float8_reference
-from .whole_rows import linears, standing, too_wide
+from .whole_rows import linears, placeholder, too_wide
 
 FWD = normed_tunable("fused_add_rms_norm_float8")
 
@@ -57,14 +57,14 @@ fused_add_rms_norm_float8_rows = define(
 
 
 class FusedAddRMSNormFloat8Function(Function):
-    """Autograd for the fused add and RMSNorm in FP8: what stands for it, data, scale, and s. Saves s, w and rstd."""
+    """Autograd for the fused add and RMSNorm in FP8: its placeholder, data, scale, and s. Saves s, w and rstd."""
 
     @staticmethod
     def forward(ctx, X, R, W, eps, offset, casting):
         ctx.offset, ctx.casting = offset, casting
         data, scale, rstd, S = fused_add_rms_norm_float8_rows(X, R, W, eps, offset, casting)
         ctx.save_for_backward(S, W, rstd)
-        return *standing(ctx, S, Float8Rows(data, scale), out_dtype(S, W, casting)), S
+        return *placeholder(ctx, S, Float8Rows(data, scale), out_dtype(S, W, casting)), S
 
     @staticmethod
     @first_order

@@ -19,7 +19,7 @@ from ..rows.blocks import load_tile, tile_mask
 from .float8_linear import as_rows, check_shapes, linear
 from .formats import E4M3, Float8Rows
 from .quantize_float8 import rows_reference
-from .whole_rows import ROWWISE, launch_rows, standing, store_float8_rows, too_wide, whole_rows_tunable
+from .whole_rows import ROWWISE, launch_rows, placeholder, store_float8_rows, too_wide, whole_rows_tunable
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -92,13 +92,13 @@ def _launch(tunable, kind, a, b):
 
 
 class GatedRowsFunction(Function):
-    """Autograd for act(a) * b in FP8: what stands for it in the graph, data and scale. Saves a and b."""
+    """Autograd for act(a) * b in FP8: its placeholder in the graph, data and scale. Saves a and b."""
 
     @staticmethod
     def forward(ctx, a, b, gate, owned):
         ctx.save_for_backward(a, b)
         ctx.of_gate, ctx.numbers, ctx.owned = gate.backward, gate.numbers, owned
-        return standing(ctx, a, Float8Rows(*gate.rows(as_rows(a), as_rows(b))))
+        return placeholder(ctx, a, Float8Rows(*gate.rows(as_rows(a), as_rows(b))))
 
     @staticmethod
     @first_order

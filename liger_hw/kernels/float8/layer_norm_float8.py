@@ -21,7 +21,7 @@ from .formats import Float8Rows, why_no_float8
 from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
 from .normed_rows import WORKLOADS as WORKLOADS
 from .quantize_float8 import wide
-from .whole_rows import linears, linears_reference, standing, too_wide
+from .whole_rows import linears, linears_reference, placeholder, too_wide
 
 FWD = normed_tunable("layer_norm_float8", rows=2)
 layer_norm_bwd = LayerNormFunction.bwd  # torch.compile takes it from here, not from the class
@@ -43,13 +43,13 @@ layer_norm_float8_rows = define(
 
 
 class LayerNormFloat8Function(Function):
-    """Autograd for LayerNorm in FP8: what stands for it in the graph, data and scale. Saves what LayerNorm does."""
+    """Autograd for LayerNorm in FP8: its placeholder in the graph, data and scale. Saves what LayerNorm does."""
 
     @staticmethod
     def forward(ctx, X, W, B, eps):
         data, scale, stats = layer_norm_float8_rows(X, W, B, eps)
         ctx.save_for_backward(X, W, B, stats)
-        return standing(ctx, X, Float8Rows(data, scale))
+        return placeholder(ctx, X, Float8Rows(data, scale))
 
     @staticmethod
     @first_order

@@ -1,7 +1,7 @@
 """Core of the norms that write FP8: rms_norm, fused_add_rms_norm and layer_norm are flags of one kernel.
 
 y is rounded as the RMS norm's own op rounds it (../norms/forward.py), LayerNorm's not, then quantised, never stored.
-The backward is the own op's, from the gradient that the linears give.
+The backward is the plain norm's, with the gradient that the linears give.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..norms.rms_norm import RMSNormFunction, casting_code, fwd_reference, rms_n
 from .formats import Float8Rows, why_no_float8
 from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
 from .normed_rows import WORKLOADS as WORKLOADS
-from .whole_rows import linears, linears_reference, standing, too_wide
+from .whole_rows import linears, linears_reference, placeholder, too_wide
 
 FWD = normed_tunable("rms_norm_float8")
 rms_norm_bwd = RMSNormFunction.bwd  # torch.compile takes it from here, not from the class
@@ -42,14 +42,14 @@ rms_norm_float8_rows = define(
 
 
 class RMSNormFloat8Function(Function):
-    """Autograd for RMSNorm in FP8: what stands for it in the graph, data and scale. Saves what RMSNorm does."""
+    """Autograd for RMSNorm in FP8: its placeholder in the graph, data and scale. Saves what RMSNorm does."""
 
     @staticmethod
     def forward(ctx, X, W, eps, offset, casting):
         ctx.offset, ctx.casting = offset, casting
         data, scale, rstd = rms_norm_float8_rows(X, W, eps, offset, casting)
         ctx.save_for_backward(X, W, rstd)
-        return standing(ctx, X, Float8Rows(data, scale), out_dtype(X, W, casting))
+        return placeholder(ctx, X, Float8Rows(data, scale), out_dtype(X, W, casting))
 
     @staticmethod
     @first_order

@@ -1,9 +1,9 @@
 """What the ops share that compute rows and write them in FP8: the end of their kernels, their tunable, and autograd.
 
 A program holds whole rows, rounds them as the op without FP8 does, and quantises them, so that they are never stored
-wider. What reads them are linears in FP8. In autograd's graph a tensor without memory stands for the rows: it has
-their shape and dtype, and takes the gradient that the linears give. The transposed copy that a weight's gradient wants
-is made of the FP8 bytes in the backward: written here, it would be kept until then beside them.
+wider. What reads them are linears in FP8. In autograd's graph a placeholder stands for the rows: a tensor without
+memory, of their shape and dtype, which takes the gradient that the linears give. The transposed copy that a weight's
+gradient wants is made of the FP8 bytes in the backward: written here, it would be kept until then beside them.
 """
 
 from __future__ import annotations
@@ -94,15 +94,17 @@ def launch_rows(tunable, kernel, x, n_rows, tensors, numbers, flags) -> Float8Ro
     return Float8Rows(data, scale)
 
 
-def standing(ctx, like: torch.Tensor, rows: Float8Rows, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
-    """What a Function's forward returns: a tensor without memory that stands for the rows, their data and scales."""
+def placeholder(
+    ctx, like: torch.Tensor, rows: Float8Rows, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
+    """What a Function's forward returns: a placeholder of the rows, a tensor without memory; their data and scales."""
     ctx.mark_non_differentiable(*rows)
     ctx.set_materialize_grads(False)
     return like.new_full((1,), math.nan, dtype=dtype).expand(like.shape), *rows
 
 
 def linears(name: str, x: torch.Tensor, rows: Float8Rows, weights, biases) -> tuple[torch.Tensor, ...]:
-    """A linear in FP8 for each weight, of rows for which x stands."""
+    """A linear in FP8 for each weight, of rows whose placeholder is x."""
     for argument, value in {"weights": weights, "biases": () if biases is None else biases}.items():
         check(isinstance(value, (list, tuple)), name, f"{argument} must be a list or tuple, got {type(value).__name__}")
     biases = (None,) * len(weights) if biases is None else tuple(biases)
