@@ -34,7 +34,7 @@ from ... import env
 from ...runtime.operator import cdiv, with_fallback
 from ..losses.log_prob_rows import LogProbOptions, LogProbs, row_log_prob_gradients, row_log_probs
 from .chunk_plan import STEP, padded
-from .linear_head import TILE, Needs, dweight_of, dx_of, logits_buffer, logits_of, tile_logits
+from .linear_head import TILE, Needs, dweight_of, dx_of, logits_buffer, logits_memory, logits_of, tile_logits
 
 MAX_SLICES = 12
 """Of a slab of `hidden` rows; a shorter slab has fewer."""
@@ -67,7 +67,7 @@ class KeepPlan(NamedTuple):
         """Uninitialised memory for it; rows of the rest are multiples of `tile`."""
         shape = weight.shape if self.slab else (0,)
         waiting = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        rest = x.new_empty((cdiv(self.rest, tile) * tile if tile else self.rest, padded(weight.shape[0])))
+        rest = logits_memory(x, cdiv(self.rest, tile) * tile if tile else self.rest, padded(weight.shape[0]))
         return KeptLogits(waiting, x.new_empty(self.tail), rest, self.slab, self.width)
 
 

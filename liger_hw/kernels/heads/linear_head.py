@@ -264,7 +264,7 @@ def sweep_in_fp32(
     borrows = lent is not None and len(lent[0]) > 0
     rows = max((stop - start for start, stop in chunks.bounds[1 if borrows else 0 :]), default=0)
     part = max(rows * itemsize // 8, min(rows, MIN_PART))
-    memory = torch.empty(max(chunks.rows, rows + part * 8 // itemsize) * stride, dtype=x.dtype, device=x.device)
+    memory = logits_memory(x, max(chunks.rows, rows + part * 8 // itemsize) * stride)
     buffer, fp32_part = logits_in(memory, chunks.rows, vocab), _fp32_logits_in(memory[rows * stride :], vocab)
     for start, stop in chunks.bounds:
         logits, logits2 = lent if borrows and not start else fp32_part
@@ -284,9 +284,15 @@ def _halves(rows: int) -> list[slice]:
     return [slice(0, half), slice(half, rows)] if half else [slice(0, rows)]
 
 
+def logits_memory(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Uninitialised memory of the dtype and device of `like`; zeros on a CPU, where torch's bf16 products with AMX read
+    up to 31 numbers behind a row, and a NaN among them makes theirs."""
+    return like.new_zeros(shape) if like.device.type == "cpu" else like.new_empty(shape)
+
+
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
     """Uninitialised logits [rows, vocab] with padded rows, of the dtype and device of `like`."""
-    return logits_in(torch.empty(rows * padded(vocab), dtype=like.dtype, device=like.device), rows, vocab)
+    return logits_in(logits_memory(like, rows * padded(vocab)), rows, vocab)
 
 
 def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:

@@ -166,10 +166,16 @@ class _Reader(ast.NodeVisitor):
 
     visit_IfExp = visit_If
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:  # whose later parts may not be evaluated
-        if not self._is_settled(node):
-            self._refuse(node)
-        self.generic_visit(node)
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        for number, value in enumerate(node.values):
+            self.visit(value)
+            if number + 1 == len(node.values):
+                return
+            decided = self._decided(value)
+            if decided is isinstance(node.op, ast.Or):  # Python does not evaluate the rest
+                return
+            if decided is None and not self._is_settled(value):
+                self._refuse(value)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         for test in node.ifs:
@@ -184,6 +190,11 @@ class _Reader(ast.NodeVisitor):
 
     def _decided(self, test: ast.expr) -> bool | None:
         """What a condition answers wherever the guards hold; None where that is not known."""
+        if isinstance(test, ast.BoolOp):
+            answers = [self._decided(value) for value in test.values]
+            decisive = isinstance(test.op, ast.Or)
+            known = [answer for answer in answers if answer is not None]
+            return decisive if decisive in known else None if len(known) < len(answers) else not decisive
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             answer = self._decided(test.operand)
             return None if answer is None else not answer
