@@ -23,7 +23,7 @@ CONSTRAINTS := $(if $(findstring =,$(TORCH)),$(VENV)/constraints.txt,ci/constrai
 help:
 	@echo "make demo    train a small Mistral before and after patching and compare  (DEMO='--size tiny' adds options)"
 	@echo "make check   lint and a quick look at every part: two minutes on two cores"
-	@echo "make test    the lanes that need no GPU: nine minutes  (LANES=full: with everything; LANES='cpu gpu' picks lanes)"
+	@echo "make test    the lanes that need no GPU: seven minutes  (LANES=full: with everything; LANES='cpu gpu' picks lanes)"
 	@echo "make lint    ruff, its formatter, shellcheck, and whether what is generated in ci/ and docs/ is current"
 	@echo "make release-check   the wheel in environments of its own, the sdist's tests, types, version and changelog"
 	@echo "make docs    build the site into site/; a broken link fails  (make docs-serve: look at it while writing)"
