@@ -153,13 +153,12 @@ def _config_path(name: str) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def find_and_count(name: str) -> tuple[Model, int | None]:
-    """A model as `find` has it, and the parameters of the causal language model that transformers makes of its config.
+def count_parameters(name: str, model: Model) -> tuple[Model, int | None]:
+    """`model` as `find` has it, and the parameters of the causal language model that transformers makes of its config.
 
     Of a multimodal config it is the text part's. None for a name of `KNOWN`, without transformers, and for a family
     that it does not know. Raises `ValueError` for a config of another kind of model. Takes no memory.
     """
-    model = find(name)
     if _known(name) is not None:
         return model, None
     try:

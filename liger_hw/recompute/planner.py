@@ -557,8 +557,9 @@ def model_named(name: str) -> "Model":
     """What autotune.models finds by a name. Raises `ValueError` for a model that is not of the planner's kind."""
     from ..autotune import models
 
-    Planner(models.find(name), 1, 1)  # before a model of a billion layers is built to count its parameters
-    model, count = models.find_and_count(name)
+    model = models.find(name)
+    Planner(model, 1, 1)  # before a model of a billion layers is built to count its parameters
+    model, count = models.count_parameters(name, model)
     if count is not None:
         check_parameters(Planner(model, 1, 1), [count], 0)
     return model

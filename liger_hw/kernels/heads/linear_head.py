@@ -285,8 +285,8 @@ def _halves(rows: int) -> list[slice]:
 
 
 def logits_memory(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Uninitialised memory of the dtype and device of `like`; zeros on a CPU, where torch's bf16 products with AMX read
-    up to 31 numbers behind a row, and a NaN among them makes theirs."""
+    """Uninitialised memory of the dtype and device of `like`; zeros on a CPU, where torch's bf16 products with AMX also
+    read up to 31 numbers behind a row, so that a NaN there would make the row's results NaN."""
     return like.new_zeros(shape) if like.device.type == "cpu" else like.new_empty(shape)
 
 
