@@ -44,7 +44,7 @@ ELSEWHERE = {
     "autotune/compile.py": (1, "Triton's front half alone, where it has no compiler for a target"),
     "autotune/compile_ahead.py": (2, "up to Triton 3.6 launchers of several threads take each other's place in Python"),
     "bench/inputs.py": (1, "torch._foreach_copy_: one launch writes back what a timed call overwrote"),
-    "distributed/owners.py": (1, "whose hook a function is"),
+    "distributed/owners.py": (2, "whose hook a function is; how FSDP2 shards what it has gathered"),
     "transformers/report.py": (1, "whether copy.deepcopy asks for a state"),
     "transformers/probing/guards.py": (1, _FORWARDS),
     "transformers/probing/mixers.py": (1, _FORWARDS),

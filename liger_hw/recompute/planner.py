@@ -600,13 +600,11 @@ def of_module(
 
 def _sharding(source: "torch.nn.Module", parameters: "list[torch.nn.Parameter]") -> tuple[str, int]:
     """The engine, of `ENGINES`, that shards a live model's state, and over how many devices."""
-    from ..distributed.owners import FSDP2, ZERO3, is_dtensor, sharded_by
+    from ..distributed.owners import FSDP2, ZERO3, fsdp2_shards, sharded_by
 
     owner = sharded_by(source)
     if owner == FSDP2:
-        one = next(p for p in parameters if is_dtensor(p))
-        parts = [one.device_mesh.size(i) for i, placement in enumerate(one.placements) if placement.is_shard()]
-        return "fsdp2", math.prod(parts)
+        return "fsdp2", fsdp2_shards(source)
     if owner == ZERO3:
         return "zero3", next(p.ds_process_group.size() for p in parameters if hasattr(p, "ds_process_group"))
     if owner:

@@ -9,11 +9,13 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 import liger_hw
+from liger_hw.kernels.pointwise import tiled_mlp
 from liger_hw.recompute import dial, recipes
 from liger_hw.recompute.dial import class_patch
-from tests.activations.small_decoder import Decoder, gradients, identical
+from tests.activations.small_decoder import Decoder, gradients, identical, some_input
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
@@ -85,24 +87,37 @@ def check_levels(rank, device):
 
 
 def check_budgets_of_shards(rank, device):
-    """A plan models FSDP2's shards, of a live model at the call and of a patched class in its first step."""
-    mesh = dist.init_device_mesh("cpu", (2,))
-    liger_hw.activations("4GiB", sharded(llama(), mesh=mesh)).revert()
-    model = llama()
-    patch = class_patch(type(model.model.layers[0]), "4GiB")
-    patch.apply()
+    """A plan counts FSDP2's shards: of a live model, whole or by layer, and of a patched class in its first step."""
+    mesh, of_module, shards = dist.init_device_mesh("cpu", (2,)), dial.of_module, []
+
+    def recording(*args):
+        planner = of_module(*args)
+        shards.append((planner.assumptions.engine, planner.assumptions.shards))
+        return planner
+
+    dial.of_module = recording
     try:
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        model(torch.arange(8)[None])
+        for by_layer in (False, True):
+            model = llama()
+            sharded(model, *(model.model.layers if by_layer else ()), mesh=mesh)
+            with liger_hw.activations("4GiB", model):
+                model(IDS)
+        cls_to_fsdp_cls.clear()  # transformers wraps what a layer's class has when FSDP2 first makes one of it
+        model = llama()
+        patch = class_patch(type(model.model.layers[0]), "4GiB")
+        patch.apply()
+        try:
+            sharded(model, *model.model.layers, mesh=mesh)
+            model(IDS)
+        finally:
+            patch.revert()
     finally:
-        patch.revert()
+        dial.of_module = of_module
+    assert shards == [("fsdp2", 2)] * 5, "each live model at the call and in its first step"
 
 
 def check_default_level(rank, device):
     """The last layer of a live model, patched before it is sharded or after, or of a class, at cheap."""
-    from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
-
     dial.LEAST_BYTES = 0  # this model is small
     mesh = dist.init_device_mesh("cpu", (2,))
 
@@ -127,6 +142,36 @@ def check_default_level(rank, device):
                 assert names.count("swiglu_fwd") == 1, (order, setting, names)
 
 
-@pytest.mark.parametrize("check", ["check_levels", "check_budgets_of_shards", "check_default_level"])
+def check_tiled_mlps(rank, device):
+    """Two processes have the gradients of one, summed in fp32 as those of plain parameters are."""
+    tiles, are_plain, plain = tiled_mlp.TILE_ROWS, tiled_mlp._are_plain, []
+    tiled_mlp.TILE_ROWS = 3
+    tiled_mlp._are_plain = lambda *args: plain.append(are_plain(*args)) or plain[-1]
+    try:
+        x = (some_input(torch.float64, tokens=20) * (1 + rank)).detach()
+        alone = Decoder(count=3, dtype=torch.float64)
+        alone(x).square().mean().backward()
+        expected = [p.grad for p in alone.parameters()]
+        for gradient in expected:
+            dist.all_reduce(gradient)
+        plain.clear()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for level in ("tiled", "offload"):
+            model = Decoder(count=3, dtype=torch.float64)
+            sharded(model, *model.layers, mesh=mesh)
+            with liger_hw.activations(level, model):
+                for _ in range(2):
+                    model.zero_grad()
+                    model(x).square().mean().backward()
+            for gradient, reference in zip(whole(p.grad for p in model.parameters()), expected, strict=True):
+                torch.testing.assert_close(gradient, reference / 2, rtol=1e-12, atol=1e-14)
+        assert plain and all(plain), "the sums in fp32 are those of plain parameters"
+    finally:
+        tiled_mlp.TILE_ROWS, tiled_mlp._are_plain = tiles, are_plain
+
+
+@pytest.mark.parametrize(
+    "check", ["check_levels", "check_budgets_of_shards", "check_default_level", "check_tiled_mlps"]
+)
 def test_two_ranks(check):
     ranks.run(__file__, check)
