@@ -21,6 +21,6 @@ e2e() { # name, arguments
 
 tests -m gpu tests/transformers/test_experts.py
 tests -m gpu tests/transformers/test_families.py -k "device and (mixtral or deepseek_v3 or gpt_oss)"
-tests -m multigpu tests/transformers/test_expert_parallel.py
+tests -m multigpu tests/distributed/test_expert_parallel.py
 for model in qwen3_moe mixtral gpt_oss; do e2e "$model" --model "$model" --arms hf,liger_hw; done
 if [ "${LIGER:-1}" = 1 ]; then e2e qwen3_moe-liger --model qwen3_moe --arms liger --steps 6; fi
