@@ -74,7 +74,7 @@ def backward_of(
             outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
             pairs = [(y, args[place]) for y, place in zip(outputs, incoming) if place is not None]
             outputs, slopes = zip(*[(y, dy.to(y.dtype)) for y, dy in pairs if dy is not None])
-            by_leaf = torch.autograd.grad(outputs, list(leaves.values()), slopes, allow_unused=True)
+            by_leaf = torch.autograd.grad(outputs, list(leaves.values()), slopes, materialize_grads=True)
         by_place = dict(zip(leaves, by_leaf))
         for result, places in zip(filled, owners or written):
             if result.numel():

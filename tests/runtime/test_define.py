@@ -49,7 +49,7 @@ def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator():
 
 def _operator(schema, reference, derivative_of=None):
     name = schema.partition("(")[0]
-    shapes = "; ".join(re.findall(r"Tensor (\w+)[,)]", schema))
+    shapes = "; ".join(re.findall(r"Tensor (\w+)[,)]", schema.partition("->")[0]))
     run = {"reference": reference} if derivative_of is None else {"derivative_of": derivative_of}
     operator = define(schema, shapes=shapes, launcher=reference, **run)
     launchers.pop(name)
@@ -101,3 +101,12 @@ def test_a_derivative_sees_what_its_forward_writes_into_views():
     for mode in (contextlib.nullcontext(), _Passing()):
         with mode:
             assert backward.overload(torch.ones(4), x).tolist() == [5.0, 5.0, 3.0, 3.0]
+
+
+@pytest.mark.cpu
+def test_a_derivative_is_zero_where_its_forward_reads_nothing():
+    forward = _operator("first_alone_fwd(Tensor x, Tensor z) -> Tensor y", lambda x, z: 2 * x)
+    schema = "first_alone_bwd(Tensor dy, Tensor x, Tensor z) -> (Tensor dx, Tensor dz)"
+    backward = _operator(schema, None, derivative_of=forward)
+    dx, dz = backward.overload(torch.ones(3), torch.ones(3), torch.ones(3))
+    assert dx.tolist() == [2.0] * 3 and dz.tolist() == [0.0] * 3
