@@ -32,7 +32,7 @@ from .fake import FakeTensors
 from .record import tensors_in
 
 log = logging.getLogger("liger_hw")
-_seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Configurations of models whose first forward has begun, and Functions whose first call has, by id."""
 
 
@@ -46,10 +46,10 @@ def is_wanted(device: torch.device) -> bool:
 @contextlib.contextmanager
 def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstForward | None"]:
     """Compile ahead what ops launch inside, once for each model configuration of a process."""
-    is_first = id(config) not in _seen
+    is_first = id(config) not in seen
     if is_first:
         try:
-            _seen[id(config)] = config
+            seen[id(config)] = config
         except TypeError:  # a configuration without weak references: nothing is compiled ahead for it
             is_first = False
     if not is_first or _operator.before_apply is not None or not is_wanted(device):
@@ -67,7 +67,7 @@ def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstFo
 def before_first_call(function: Any, args: tuple) -> None:
     """Compile ahead what the first call of a Function launches, outside a model's first forward; args[0] is a
     tensor."""
-    if id(function) not in _seen and is_wanted(args[0].device):
+    if id(function) not in seen and is_wanted(args[0].device):
         with during_first_forward(function, args[0].device) as first:
             if first is not None:
                 first.note_call(function, args)

@@ -113,7 +113,8 @@ def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, 
 
 
 def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dict[str, int]]) -> None:
-    """Called by a patched causal LM's forward that trains: `sync` before the first step among several ranks.
+    """`sync` before the first step of a patched causal LM among several ranks; called by each forward that trains in a
+    process group.
 
     parts: counts a model's patched places by kernel. Ranks whose models have the same modules must have the same
     kernels on them. Once a process group, when they agreed: a step that is captured in a graph or traced by
@@ -121,8 +122,6 @@ def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dic
     leaves it out. Raises as `sync` does.
     """
     global _stepped
-    if not (dist.is_available() and dist.is_initialized()):
-        return
     store = _store()
     if store is None or store is _stepped:
         return

@@ -23,6 +23,11 @@ from .. import autotune, env, registry
 from ..private import has_transforms, is_profiling, keeps_graph, n_dispatch_modes, unwrap_if_dead
 from ..recompute.recipes import offer, offer_all
 from .checks import (  # noqa: F401  op files take these from here
+    NO_TENSORS,
+    TENSORS,
+    NumberTypes,
+    Shapes,
+    are_plain,
     autocast_dtype,
     cdiv,
     check,
@@ -33,6 +38,7 @@ from .checks import (  # noqa: F401  op files take these from here
     check_integers,
     check_numbers,
     check_tensors,
+    coerced,
     dense,
     empty_like,
     nested,
@@ -46,8 +52,7 @@ from .checks import (  # noqa: F401  op files take these from here
 )
 from .derivative import backward_of
 from .launch import LaunchFailed, Routine, call_routine, launch, observed, observers  # noqa: F401  as above
-from .replay import MISSED, NO_TENSORS, TENSORS, UNSEEN, NumberTypes, are_plain, coerced, replay
-from .shapes import Shapes
+from .replay import MISSED, UNSEEN, replay
 from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
 from .triton_import import INTERPRET
 
@@ -80,7 +85,7 @@ def define(
     reference: the same results in plain torch
     derivative_of: in place of a reference, and of a fake where none is named, the forward operator of a backward one
     (`derivative.py`)
-    shapes: what the tensors must be, in the words of `shapes.py`; checked in every way that the operator is called
+    shapes: what the tensors must be, in the words of `checks.Shapes`; checked in every way that the operator is called
     misfit: an error for arguments that pass `shapes` but still do not fit, or ""
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
     and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives the

@@ -18,23 +18,20 @@ from __future__ import annotations
 
 from functools import wraps
 from operator import itemgetter
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
-from ..private import assert_async, is_batched
+from ..private import assert_async
 from . import launch as _launch
+from .checks import PLAIN_NUMBERS, TENSORS, NumberTypes, are_plain, coerced
 from .launch import Observer, observers, observing
 
 MISSED, UNSEEN = object(), object()
 _SEEN, _REFUSED = "seen", "refused"
 _MOST = 4096  # layouts that never repeat must not be kept without end
-TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
-_PLAIN_NUMBERS = NO_TENSORS | {tuple}
-_PLAIN = _PLAIN_NUMBERS | TENSORS
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     {
@@ -51,44 +48,7 @@ _REPEATED = {
 """Operators on an allocation that are done again, between the launches."""
 
 
-class NumberTypes(NamedTuple):
-    """Of an operator's arguments that are numbers: the places, and the types that the schema asks for."""
-
-    places: tuple[int, ...]
-    kinds: tuple[type, ...]
-
-
 _NO_NUMBER_TYPES = NumberTypes((), ())
-
-
-def are_plain(args: tuple) -> bool:
-    """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
-
-    A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
-    have no memory of their own.
-    """
-    if not _PLAIN.issuperset(map(type, args)) or type(args[0]) not in TENSORS or args[0].get_device() < 0:
-        return False
-    for arg in args:
-        kind = type(arg)
-        if kind in NO_TENSORS:
-            continue
-        if is_batched(arg) if kind in TENSORS else not NO_TENSORS.issuperset(map(type, arg)):
-            return False
-    return True
-
-
-def coerced(args: tuple, numbers: NumberTypes) -> tuple:
-    """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
-    places, kinds = numbers
-    if tuple(map(type, map(args.__getitem__, places))) == kinds:
-        return args
-    arguments = list(args)
-    for place, kind in zip(places, kinds):
-        number = args[place]
-        if type(number) is not kind and (kind is not int or type(number) is bool):
-            arguments[place] = kind(number)
-    return tuple(arguments)
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +105,7 @@ def replay(
     if type(entry) is not tuple:
         if entry is _REFUSED:
             return MISSED
-        if not are_plain(args) or not _PLAIN_NUMBERS.issuperset(map(type, args[end:])):
+        if not are_plain(args) or not PLAIN_NUMBERS.issuperset(map(type, args[end:])):
             return UNSEEN  # of a tensor given as a number the key knows nothing but which tensor it is
         if entry is _SEEN and not _launch.is_profiled():
             return _record(cache, key, launcher, args, numbers)

@@ -26,12 +26,13 @@ from ..runtime.operator import check_flags
 from . import probing
 from .choice import CHOICE, SLOT, Choice, chosen_by_default, names_another
 from .experts import as_before, is_spread, register_experts
+from .guards import EVERYTHING, Guards, current_forward, guards_of, holds, reads
 from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .replacing import guarded, marked, where_kernels_run, while_its_class_has, while_its_module_has
+from .replacing import guarded, marked, while_its_class_has, while_its_module_has
 from .report import ALREADY, PATCH_LOCK, PATCHED, NewModels, Patch, PatchReport, PatchRow, forward_slot
 
 log = logging.getLogger("liger_hw")
@@ -166,7 +167,7 @@ class _Patcher:
         if not options.get("short_conv") and probing.mixers.is_candidate(module):
             return None
         forward = type(module).forward
-        guards = probing.guards_of(module, forward, frozenset())
+        guards = guards_of(module, forward, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
         own_gate = probing.experts.has_own_gate(module)
         children = tuple(module._modules)
@@ -283,7 +284,7 @@ class _ModelPatcher(_Patcher):
         if SLOT in vars(module):
             return
         original, switch = type(module).forward, [True]
-        guards = probing.experts.while_named(probing.guards_of(module, original, match.used))
+        guards = probing.experts.while_named(guards_of(module, original, match.used))
         forward = marked(guarded(match, guards, as_before, switch), part, match.kernel, original, switch)
         self._choose(module)
         self.change(part, where, match.kernel, Patch(module, SLOT, types.MethodType(forward, module)), match.variant)
@@ -298,7 +299,7 @@ class _ModelPatcher(_Patcher):
 
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
         """The match's forward while the module is what it is now; if that changes, `original` runs."""
-        guards = probing.guards_of(module, original, match.used)
+        guards = guards_of(module, original, match.used)
         guards = tuple(guard for guard in guards if guard[1] not in match.used)  # probed with its own weights
         if match.kernel == "fused_moe":
             guards = probing.experts.while_named(guards)
@@ -320,7 +321,7 @@ class _ModelPatcher(_Patcher):
                 if rotary.functions_called(type(module).forward):
                     self.keep("rope", f"{type(module).__name__}.forward", "rope", _REPLACED, module)
                 continue
-            forward = probing.current_forward(module, slot)
+            forward = current_forward(module, slot)
             where, unpatched = f"{type(module).__name__}.forward", forward
             if getattr(forward, PATCH_MARK, ("",))[0] == "rope":
                 self.keep("rope", where, "rope", ALREADY)
@@ -359,7 +360,7 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
         scope = scope.__wrapped__
     private = private_name(name, match.variant)
     if private not in scope.__globals__:  # harmless, shared by every patched instance, so never taken away
-        replacement = where_kernels_run(match.replacement, function)
+        replacement = match.replacement
         module = sys.modules.get(scope.__globals__["__name__"])
         if module is not None:
             replacement = while_its_module_has(module, name, function, replacement)
@@ -417,11 +418,11 @@ class _ClassPatcher(_Patcher):
     def _patch_class(self, cls: type, part: str, results: list[tuple[Any, Match | Refused | None]]) -> None:
         """One forward for all instances of a class: each match, under the guards of the sample it came from."""
         where, original = f"{cls.__name__}.forward", cls.forward
-        unknown = probing.EVERYTHING in probing.reads(cls, original)
-        matches: list[tuple[probing.Guards, Match]] = []
+        unknown = EVERYTHING in reads(cls, original)
+        matches: list[tuple[Guards, Match]] = []
         for module, result in results:
             if isinstance(result, Match) and not unknown:
-                guards = probing.guards_of(module, original, result.used)
+                guards = guards_of(module, original, result.used)
                 if not any(g == guards and m is result for g, m in matches):
                     matches.append((guards, result))
         matches = [pair for pair in matches if not any(_contradicts(*pair, *sample) for sample in results)]
@@ -490,14 +491,13 @@ class _ClassPatcher(_Patcher):
                 if isinstance(result, Refused):
                     self.keep("rope", where, "rope", f"left alone: {result.reason}")
                     continue
-                replacement = where_kernels_run(result.replacement, function)
-                replacement = marked(replacement, "rope", result.kernel, function)
+                replacement = marked(result.replacement, "rope", result.kernel, function)
                 self.change("rope", where, result.kernel, Patch(self.modeling, name, replacement), result.variant)
         if not done:
             self.keep("rope", short, "rope", "left alone: no attention of its own calls a rotary function")
 
 
-def _contradicts(guards: probing.Guards, match: Match, module: Any, result: Match | Refused | None) -> bool:
+def _contradicts(guards: Guards, match: Match, module: Any, result: Match | Refused | None) -> bool:
     """Whether the guards would give `module` this `match`, although its own `result` differs."""
     same = isinstance(result, Match) and (result.kernel, result.variant) == (match.kernel, match.variant)
-    return not same and probing.holds(module, guards)
+    return not same and holds(module, guards)

@@ -22,6 +22,7 @@ import torch.nn.utils.parametrize
 from ..distributed import owners
 from . import probing
 from .choice import CHOICE, NAME, SLOT, Chosen
+from .guards import guards_of
 from .marks import original_of
 from .replacing import guarded
 
@@ -76,7 +77,7 @@ def _recognised(module: torch.nn.Module) -> Callable:
     of_class = original_of(type(plain).forward)
     result = probing.recognise(plain, of_class)
     if isinstance(result, probing.Match):
-        forward = guarded(result, probing.guards_of(plain, of_class, result.used), default, [True])
+        forward = guarded(result, guards_of(plain, of_class, result.used), default, [True])
     else:
         why_invalid = result.reason if result else "they are no experts"
         _log_once(f"liger_hw: {type(module).__name__} runs by {_DEFAULT}: {why_invalid}")

@@ -21,6 +21,7 @@ import weakref
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..autotune import compile_ahead
@@ -366,7 +367,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         return _with_attributes(run(self, args, kwargs, skip_logits, return_token_accuracy, return_predicted_tokens))
 
     def run(self, args, kwargs, skip_logits, return_token_accuracy, return_predicted_tokens):
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        alone = not (dist.is_available() and dist.is_initialized())
+        if not alone and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             agreement.at_first_step(self, patched_parts)
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
         shifted_alone = labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None
@@ -400,7 +402,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             counted = CountedRows(labels if shifted is None else (labels, shifted))
         head = OutputHead(module, fused and skip, wants, counted, rows, not known_loss and not is_replica)
         try:
-            with compile_ahead.during_first_forward(self.config, labels.device) if skip else contextlib.nullcontext():
+            begins = skip and id(self.config) not in compile_ahead.seen
+            with compile_ahead.during_first_forward(self.config, labels.device) if begins else contextlib.nullcontext():
                 outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
             if skip and (reason := head.why_not_asked(type(self).__name__)):
                 _warn(reason)

@@ -12,7 +12,7 @@ import ast
 import types
 from typing import Callable
 
-from .probing.source import NoSource, cell_contents, tree_of
+from .source import NoSource, cell_contents, tree_of
 
 PREFIX = "_liger_hw_"
 

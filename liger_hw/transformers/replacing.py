@@ -1,20 +1,27 @@
-"""The functions that a patch puts in the place of a forward, and the mark by which they are known."""
+"""What stands in the place of a forward: a kernel on a module's own weights, under guards (`guarded`).
+
+In order: when a kernel runs at all, the methods that call it, and for each kind of part what such a method computes.
+probing/ says which of these computes what a module does.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
+from torch import nn
 
 from .. import env
-from ..recompute.recipes import recomputing
+from ..kernels.pointwise.tiled_mlp import tileable
+from ..recompute.recipes import owns_outputs, project, recomputing
 from ..runtime.operator import is_transformed
 from ..runtime.triton_import import INTERPRET
-from . import probing
+from . import functional
+from .guards import Guards, holds
 from .marks import mark, note_original, original_of
-from .probing import Match
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """What kernels take; their references take float64 too."""
@@ -47,19 +54,37 @@ def _references_wanted() -> bool:
 _references_wanted._dynamo_marked_constant = True
 
 
-def where_kernels_run(replacement: Callable, original: Callable) -> Callable:
-    """A rotary function: `replacement` where kernels run, else `original`."""
+def runs_kernels(x: Any) -> bool:
+    """Whether a kernel may take this input of a patched part."""
+    return not keeps_own_code(x) and not x.is_nested
 
-    def function(*args, **kwargs):
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        return (original if keeps_own_code(first) or first.is_nested else replacement)(*args, **kwargs)
 
-    function.__signature__ = inspect.signature(replacement)
-    return function
+# -- methods that a patch puts in place -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Match:
+    """A kernel that computes what a module or a rotary function computes.
+
+    kernel: op name; variant: in words, for the report
+    replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
+    used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
+    inputs: how many tensors `replacement` takes after the module
+    ready: asked (module, input) at every call, beside the guards, whether the match holds then; None if it always does
+    takes: asked at every call whether `replacement` takes the arguments after the input, by name; None if it takes none
+    """
+
+    kernel: str
+    variant: str
+    replacement: Callable
+    used: frozenset[str] = frozenset()
+    inputs: int = 1
+    ready: Callable[[Any, torch.Tensor], bool] | None = None
+    takes: Callable[[dict[str, Any]], bool] | None = None
 
 
 def guarded(
-    match: Match, guards: probing.Guards, original: Callable, switch: list[bool], of_one_module: bool = False
+    match: Match, guards: Guards, original: Callable, switch: list[bool], of_one_module: bool = False
 ) -> Callable:
     """A method that computes `match.replacement` in `original`'s place, with its argument's name.
 
@@ -75,7 +100,7 @@ def guarded(
     instead = _forward_of_its_class if of_one_module else original
 
     def applies(self: Any, x: Any) -> bool:
-        if not switch or keeps_own_code(x) or x.is_nested or (guards and not probing.holds(self, guards)):
+        if not switch or not runs_kernels(x) or (guards and not holds(self, guards)):
             return False
         if of_one_module and _is_another(type(self).forward, original):
             return False
@@ -173,3 +198,253 @@ def marked(
     mark(function, part, kernel, switch)
     note_original(function, original)
     return function
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, casting_mode: str) -> Callable:
+    """RMSNorm of (module, x), whose attributes have these names. No weight: no scaling; eps may be a number."""
+    liger_rms_norm = functional.liger_rms_norm
+    if not isinstance(eps, str):
+        return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), eps, offset, casting_mode)
+    return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), getattr(self, eps), offset, casting_mode)
+
+
+def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
+    """LayerNorm likewise; `offset` is added to the weight."""
+    liger_layer_norm = functional.liger_layer_norm
+
+    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = None if weight is None else getattr(self, weight)
+        shift = None if bias is None else getattr(self, bias)
+        if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # autocast runs torch's own in fp32
+        value = getattr(self, eps) if isinstance(eps, str) else eps
+        return liger_layer_norm(x, scale + offset if offset else scale, shift, value)
+
+    return replacement
+
+
+def gated_rms_norm_replacement(
+    weight: str, eps: str | float, activation: str, casting_mode: str, norm_before_gate: bool, groups: Any
+) -> Callable:
+    """Gated RMSNorm of (module, x, gate) likewise."""
+    liger_gated_rms_norm = functional.liger_gated_rms_norm
+
+    def replacement(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        value = getattr(self, eps) if isinstance(eps, str) else eps
+        options = activation, casting_mode, norm_before_gate, groups.columns(self, x.shape[-1])
+        return liger_gated_rms_norm(x, gate, getattr(self, weight), value, *options)
+
+    return replacement
+
+
+def takes_what_is_there(
+    weights: tuple[str, ...], eps: str | float, one_dtype: bool, outside_autocast: bool
+) -> Callable[[Any, torch.Tensor], bool]:
+    """Asked (module, x): whether each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
+
+    A user may have replaced either since by something else that the module's own code takes. A weight that a
+    parametrization computes is not looked up, which would compute it once more.
+    one_dtype: x must have the first weight's dtype too; outside_autocast: and autocast must be off
+    """
+
+    by_name = isinstance(eps, str)
+
+    def ready(self: Any, x: torch.Tensor) -> bool:
+        if outside_autocast and torch.is_autocast_enabled(x.device.type):
+            return False
+        parameters, others = self._parameters, self.__dict__  # FSDP1 and replicas have weights among the others
+        for name in weights:
+            computed = x  # stands for a weight that is in neither
+            weight = parameters[name] if name in parameters else others.get(name, computed)
+            if weight is None or (weight is not computed and (weight.dim() != 1 or weight.size(0) != x.size(-1))):
+                return False
+        if by_name and not isinstance(others.get(eps), (float, int)):
+            return False
+        return not one_dtype or x.dtype is getattr(self, weights[0]).dtype
+
+    return ready
+
+
+# -- MLPs -------------------------------------------------------------------------------------------------------------
+
+Cast = frozenset[torch.dtype]
+"""Dtypes of a projection's weight that its input is cast to, by the module it belongs to (T5's `wo`, kept in fp32)."""
+
+
+def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
+    if cast:
+        weight = down.weight
+        if isinstance(weight, torch.Tensor) and weight.dtype in cast:
+            y = y.to(weight.dtype)
+    return down(y)
+
+
+def _gate_kernel(act: str) -> Callable[..., torch.Tensor]:
+    """The kernel of act(gate) * up."""
+    if act == "silu":
+        return functional.liger_swiglu
+    geglu, approximate = functional.liger_geglu, "tanh" if act == "gelu_tanh" else "none"
+    return lambda gate, up, owned=False: geglu(gate, up, approximate, owned=owned)
+
+
+def gated_replacement(
+    act: str, gate: str, up: str, down: str, *, up_first: bool, gate_scale: str, out_scale: str, cast: Cast
+) -> Callable:
+    """down(act(gate(x)) * up(x)) of (module, x), with the module's projections of these names.
+
+    gate_scale, out_scale: attributes that multiply the gate and the result, or empty. up_first: up is called first.
+    cast: what down is given is cast to its weight's dtype where that is one of these
+    """
+    kernel = _gate_kernel(act)
+
+    @tileable
+    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if up_first:
+            u = project(getattr(self, up), x)
+            g = project(getattr(self, gate), x)
+        else:
+            g = project(getattr(self, gate), x)
+            u = project(getattr(self, up), x)
+        scales = (getattr(self, gate_scale),) if gate_scale else ()
+        owned, projection = owns_outputs(getattr(self, gate), getattr(self, up)), getattr(self, down)
+        y = None
+        if not scales and not cast and hasattr(projection, "after_gate"):  # a linear in FP8: the gate writes FP8 itself
+            y = projection.after_gate(act, g, u, owned)
+        if y is None:
+            y = _projected(projection, kernel(g, u, *scales, owned=owned), cast)
+        return y * getattr(self, out_scale) if out_scale else y
+
+    return replacement
+
+
+def halves_replacement(act: str, gate_first: bool) -> Callable:
+    """act(gate) * up of (module, gate_up), the two halves of one tensor, and whether the caller owns it."""
+    if act == "silu" and gate_first:
+        fused = functional.liger_fused_gate_up_swiglu
+        return lambda self, gate_up, owned=False: fused(gate_up, owned=owned)
+    kernel = _gate_kernel(act)
+
+    def replacement(self: Any, gate_up: torch.Tensor, owned: bool = False) -> torch.Tensor:
+        one, other = gate_up.chunk(2, -1)
+        return kernel(one, other, owned=owned) if gate_first else kernel(other, one, owned=owned)
+
+    return replacement
+
+
+def one_projection_replacement(activation: Callable, up: str, down: str, out_scale: str, cast: Cast) -> Callable:
+    """down(activation(module, up(x), owned)) of (module, x); cast as above."""
+
+    @tileable
+    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
+        projection = getattr(self, up)
+        y = activation(self, project(projection, x), owned=owns_outputs(projection))
+        y = _projected(getattr(self, down), y, cast)
+        return y * getattr(self, out_scale) if out_scale else y
+
+    return replacement
+
+
+# -- rotary functions -------------------------------------------------------------------------------------------------
+#
+# Each maker takes the original and returns a function of the same arguments, which calls one kernel. A call that the
+# kernel has no form for (no k, a cache of another length, learned angles, another layout) runs the original.
+
+
+def of_q_and_k(kernel: Callable, original: Callable) -> Callable:
+    """For functions of (q, k, cos, sin, [position_ids], unsqueeze_dim=1).
+
+    kernel: function of (q, k, cos, sin, None, unsqueeze_dim). position_ids is ignored, as in transformers since 4.40:
+    cos and sin are gathered already.
+    """
+
+    def rotated(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:
+        if not runs_kernels(q):
+            return None
+        if axis == 0 and cos.dim() == 2:  # one image's patches: [T, width] for every batch and head
+            cos, sin, axis = cos[None], sin[None], 1
+        return kernel(q, k, cos, sin, None, axis) if _fits_q_and_k(q, k, cos, sin, axis) else None
+
+    if "position_ids" in inspect.signature(original).parameters:
+
+        def rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+            return rotated(q, k, cos, sin, unsqueeze_dim) or original(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+    else:
+
+        def rotary(q, k, cos, sin, unsqueeze_dim=1):
+            return rotated(q, k, cos, sin, unsqueeze_dim) or original(q, k, cos, sin, unsqueeze_dim)
+
+    return rotary
+
+
+def _fits_q_and_k(q: torch.Tensor, k: Any, cos: torch.Tensor, sin: torch.Tensor, axis: int) -> bool:
+    if k is None or axis not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
+        return False
+    tokens = q.shape[3 - axis]
+    if k.shape[3 - axis] != tokens or k.shape[0] != q.shape[0] or cos.shape[1] != tokens:
+        return False
+    return cos.shape[0] in (1, q.shape[0]) and not cos.requires_grad and not sin.requires_grad
+
+
+def three_axes(original: Callable) -> Callable:
+    """Qwen2-VL's in transformers 4: cos and sin of three position axes, and the sections that belong to each."""
+    mrope = functional.liger_qwen2vl_mrope
+
+    def rotary(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+        if not runs_kernels(q) or cos.requires_grad or q.dim() != 4 or cos.dim() != 4:
+            return original(q, k, cos, sin, mrope_section, unsqueeze_dim)
+        return mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+    return rotary
+
+
+def packed_patches(original: Callable) -> Callable:
+    """Packed patches of all images: q and k [T, heads, width], cos and sin [T, width]."""
+    rope = functional.liger_vision_rope
+
+    def rotary(q, k, cos, sin):
+        packed = runs_kernels(q) and q.dim() == 3 and cos.dim() == 2 and cos.shape[0] == q.shape[0] == k.shape[0]
+        if not packed or cos.requires_grad or sin.requires_grad:
+            return original(q, k, cos, sin)
+        return rope(q, k, cos, sin)
+
+    return rotary
+
+
+def complex_angles(tokens_axis: int, original: Callable) -> Callable:
+    """(q, k, angles) with complex angles.
+
+    q and k: [B, T, heads, width] for tokens_axis 1 (Llama 4), [B, heads, T, width] for 2 (DeepSeek-V2). Angles:
+    [B or 1, T, half], or [T, 1, half] in Llama 4's vision tower.
+    """
+    rope = functional.liger_llama4_rope
+
+    def rotated(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Any:
+        if not runs_kernels(q) or q.dim() != 4 or k.dim() != 4 or angles.dim() != 3 or angles.requires_grad:
+            return None
+        if not angles.is_complex():  # a buffer of angles that model.to(torch.bfloat16) has made real
+            return None
+        tokens = q.shape[tokens_axis]
+        if angles.shape[1] == 1 and angles.shape[0] == tokens != 1:
+            angles = angles.transpose(0, 1)
+        if k.shape[tokens_axis] != tokens or angles.shape[1] != tokens or angles.shape[0] not in (1, q.shape[0]):
+            return None
+        angles = angles.to(q.device)
+        if tokens_axis == 1:
+            return rope(q, k, angles)
+        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), angles)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def rotary(*args, **kwargs):
+        inputs = *args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)
+        result = rotated(*inputs) if len(inputs) == len(args) + len(kwargs) == 3 else None
+        return result or original(*args, **kwargs)
+
+    del rotary.__wrapped__  # what rebind looks for is a decorator around an original that still runs
+    return rotary

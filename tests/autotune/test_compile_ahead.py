@@ -215,7 +215,7 @@ def test_the_first_call_of_an_op_of_many_kernels_compiles_ahead(monkeypatch, com
     """Outside a model's first forward too, once: all that forward and backward launch."""
     op, foreseen = registry.get_op("fused_moe"), {}
     sample = op.sample((19, 32, 16, 5, 3), torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(compile_ahead, "_seen", {})
+    monkeypatch.setattr(compile_ahead, "seen", {})
     monkeypatch.setattr(compile_ahead, "is_wanted", lambda device: True)
     monkeypatch.setattr(compile_ahead.FirstForward, "_note_launch", lambda first, *launch: noted(foreseen)(*launch))
     op.function(*sample.args)

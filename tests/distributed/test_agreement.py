@@ -241,6 +241,7 @@ def test_a_forward_without_gradients_is_no_training_step(monkeypatch):
 
     asked = []
     monkeypatch.setattr(agreement, "at_first_step", lambda *args: asked.append(args))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     model = tiny_model(transformers.LlamaForCausalLM, num_hidden_layers=1)
     ids = torch.tensor([[5, 6, 7, 8]])
     with liger_hw.patch(model):

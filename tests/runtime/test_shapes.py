@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_hw.runtime.shapes import Shapes
+from liger_hw.runtime.checks import Shapes
 
 pytestmark = pytest.mark.cpu
 

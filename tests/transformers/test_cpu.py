@@ -18,12 +18,12 @@ pytestmark = pytest.mark.cpu
 def test_a_rotary_function_may_be_called_with_its_axis_first():
     """By keyword, in any order: the first value need not be a tensor."""
 
-    def original(q, k, unsqueeze_dim=1):
+    def original(q, k, cos, sin, unsqueeze_dim=1):
         return q
 
-    turn = replacing.where_kernels_run(original, original)
+    turn = replacing.of_q_and_k(original, original)
     q = torch.ones(2)
-    assert turn(unsqueeze_dim=1, k=q, q=q) is q
+    assert turn(unsqueeze_dim=1, sin=None, cos=torch.ones(2), k=q, q=q) is q
 
 
 @pytest.fixture

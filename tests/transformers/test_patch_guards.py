@@ -16,6 +16,7 @@ from torch import nn
 
 import liger_hw
 from liger_hw.transformers import probing
+from liger_hw.transformers.guards import guards_of, holds
 from liger_hw.transformers.report import Patch
 
 pytestmark = pytest.mark.cpu
@@ -84,12 +85,12 @@ def test_activations_of_one_class_differ_by_what_they_compute(name, backwards):
 
 def test_guards_tell_activations_of_one_class_apart():
     one, other, same = SomeMLP(Scaled(1.0)), SomeMLP(Scaled(2.0)), SomeMLP(Scaled(1.0))
-    guards = probing.guards_of(one, SomeMLP.forward, probing.recognise(one).used)
-    assert probing.holds(same, guards) and not probing.holds(other, guards)
+    guards = guards_of(one, SomeMLP.forward, probing.recognise(one).used)
+    assert holds(same, guards) and not holds(other, guards)
     tanh, again, exact = (SomeMLP(OfFunction(kind)) for kind in ("tanh", "tanh", "none"))
-    guards = probing.guards_of(tanh, SomeMLP.forward, probing.recognise(tanh).used)
-    assert probing.holds(again, guards) and not probing.holds(exact, guards)
-    assert probing.holds(copy.deepcopy(tanh), guards)
+    guards = guards_of(tanh, SomeMLP.forward, probing.recognise(tanh).used)
+    assert holds(again, guards) and not holds(exact, guards)
+    assert holds(copy.deepcopy(tanh), guards)
 
 
 CHANGES = {

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_hw.transformers import probing
+from liger_hw.transformers.guards import EVERYTHING, guards_of, holds, reads
 from liger_hw.transformers.probing import Match, Refused, rotary
 
 pytestmark = pytest.mark.cpu
@@ -533,14 +534,14 @@ def test_guards_tell_apart_what_a_forward_reads():
         return F.dropout(self.down_proj(y), self.residual_dropout, self.training)
 
     module = mlp(forward)
-    guards = probing.guards_of(module, forward, probing.recognise(module).used)
-    assert probing.holds(module, guards)
+    guards = guards_of(module, forward, probing.recognise(module).used)
+    assert holds(module, guards)
     module.limit = 3.0  # not read
-    assert probing.holds(module, guards)
+    assert holds(module, guards)
     module.act_fn = nn.GELU()
-    assert not probing.holds(module, guards)
+    assert not holds(module, guards)
     module.act_fn, module.residual_dropout = nn.SiLU(), 0.1
-    assert not probing.holds(module, guards)
+    assert not holds(module, guards)
 
 
 def _called_by_another(self, x):
@@ -561,7 +562,7 @@ def _inside_another(self, x):
     ],
 )
 def test_a_forward_that_hands_itself_on_may_read_everything(forward, everything):
-    assert (probing.EVERYTHING in probing.reads(SomeMLP, forward)) is everything
+    assert (EVERYTHING in reads(SomeMLP, forward)) is everything
 
 
 def test_a_7b_model_is_patched_by_little_work():

@@ -10,7 +10,7 @@ alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, als
 rounding, and the gradients.
 
 probe.py has how a copy is run; norms.py, mlps.py, experts.py, mixers.py and rotary.py have one kind each;
-guards.py says when a match that was found on one module applies to another.
+../guards.py says when a match that was found on one module applies to another.
 """
 
 from __future__ import annotations
@@ -22,21 +22,8 @@ from torch import nn
 
 from ...distributed import owners
 from . import experts, mixers, mlps, norms
-from .guards import EVERYTHING, Guards, current_forward, guards_of, holds, reads
 from .probe import Match, Refused, quiet
 
-__all__ = [
-    "EVERYTHING",
-    "Guards",
-    "Match",
-    "Refused",
-    "current_forward",
-    "guards_of",
-    "holds",
-    "is_overlooked",
-    "reads",
-    "recognise",
-]
 _KINDS = (norms, experts, mlps, mixers)
 
 

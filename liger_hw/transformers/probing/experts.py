@@ -20,8 +20,9 @@ from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
 from .. import functional
 from ..choice import CHOICE, NAME
+from ..guards import EVERYTHING, Guards, is_method_of, reads
 from ..marks import is_our_method
-from .guards import EVERYTHING, Guards, is_method_of, reads
+from ..source import Facts, open_branch
 from .probe import (
     LARGE,
     Match,
@@ -35,7 +36,6 @@ from .probe import (
     required_inputs,
     run,
 )
-from .source import Facts, open_branch
 
 KERNEL = "fused_moe"
 _BIASES = "_bias"

@@ -1,6 +1,6 @@
 """MLPs: gated, or of squared ReLU, whatever their projections are.
 
-In order: what takes an MLP's place, which modules may be one, how a copy is run with stand-ins for its projections,
+In order: which modules may be one, how a copy is run with stand-ins for its projections,
 and how the activation between them is recognised.
 
 Projections are never looked into: a stand-in notes what it is called with and answers with random numbers, so sharded,
@@ -20,10 +20,10 @@ from torch import nn
 from ...kernels.pointwise.geglu import geglu_reference
 from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
-from ...kernels.pointwise.tiled_mlp import tileable
-from ...recompute.recipes import owns_outputs, project
 from .. import functional
-from .guards import EVERYTHING, is_customised, reads
+from ..guards import EVERYTHING, is_customised, reads
+from ..replacing import Cast, gated_replacement, halves_replacement, one_projection_replacement
+from ..source import Facts, open_branch
 from .probe import (
     BATCH,
     LARGE,
@@ -38,87 +38,6 @@ from .probe import (
     required_inputs,
     run,
 )
-from .source import Facts, open_branch
-
-# -- what takes its place --------------------------------------------------------------------------------------------
-
-
-Cast = frozenset[torch.dtype]
-"""Dtypes of a projection's weight that its input is cast to, by the module it belongs to (T5's `wo`, kept in fp32)."""
-
-
-def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
-    if cast:
-        weight = down.weight
-        if isinstance(weight, torch.Tensor) and weight.dtype in cast:
-            y = y.to(weight.dtype)
-    return down(y)
-
-
-def _gate_kernel(act: str) -> Callable[..., torch.Tensor]:
-    """The kernel of act(gate) * up."""
-    if act == "silu":
-        return functional.liger_swiglu
-    geglu, approximate = functional.liger_geglu, "tanh" if act == "gelu_tanh" else "none"
-    return lambda gate, up, owned=False: geglu(gate, up, approximate, owned=owned)
-
-
-def gated_replacement(
-    act: str, gate: str, up: str, down: str, *, up_first: bool, gate_scale: str, out_scale: str, cast: "Cast"
-) -> Callable:
-    """down(act(gate(x)) * up(x)) of (module, x), with the module's projections of these names.
-
-    gate_scale, out_scale: attributes that multiply the gate and the result, or empty. up_first: up is called first.
-    cast: what down is given is cast to its weight's dtype where that is one of these
-    """
-    kernel = _gate_kernel(act)
-
-    @tileable
-    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if up_first:
-            u = project(getattr(self, up), x)
-            g = project(getattr(self, gate), x)
-        else:
-            g = project(getattr(self, gate), x)
-            u = project(getattr(self, up), x)
-        scales = (getattr(self, gate_scale),) if gate_scale else ()
-        owned, projection = owns_outputs(getattr(self, gate), getattr(self, up)), getattr(self, down)
-        y = None
-        if not scales and not cast and hasattr(projection, "after_gate"):  # a linear in FP8: the gate writes FP8 itself
-            y = projection.after_gate(act, g, u, owned)
-        if y is None:
-            y = _projected(projection, kernel(g, u, *scales, owned=owned), cast)
-        return y * getattr(self, out_scale) if out_scale else y
-
-    return replacement
-
-
-def halves_replacement(act: str, gate_first: bool) -> Callable:
-    """act(gate) * up of (module, gate_up), the two halves of one tensor, and whether the caller owns it."""
-    if act == "silu" and gate_first:
-        fused = functional.liger_fused_gate_up_swiglu
-        return lambda self, gate_up, owned=False: fused(gate_up, owned=owned)
-    kernel = _gate_kernel(act)
-
-    def replacement(self: Any, gate_up: torch.Tensor, owned: bool = False) -> torch.Tensor:
-        one, other = gate_up.chunk(2, -1)
-        return kernel(one, other, owned=owned) if gate_first else kernel(other, one, owned=owned)
-
-    return replacement
-
-
-def one_projection_replacement(activation: Callable, up: str, down: str, out_scale: str, cast: "Cast") -> Callable:
-    """down(activation(module, up(x), owned)) of (module, x); cast as above."""
-
-    @tileable
-    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
-        projection = getattr(self, up)
-        y = activation(self, project(projection, x), owned=owns_outputs(projection))
-        y = _projected(getattr(self, down), y, cast)
-        return y * getattr(self, out_scale) if out_scale else y
-
-    return replacement
-
 
 # -- which modules may be an MLP -------------------------------------------------------------------------------------
 

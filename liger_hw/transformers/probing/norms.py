@@ -1,7 +1,7 @@
 """Norms: RMSNorm with its offset, casting mode and epsilon, gated RMSNorm, and LayerNorm with or without scale and
 shift.
 
-In order: what takes a norm's place, which modules may be a norm, which are refused at once, how a copy is run, and how
+In order: which modules may be a norm, which are refused at once, how a copy is run, and how
 the variant is recognised.
 """
 
@@ -18,78 +18,10 @@ from ...distributed import owners
 from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
-from .. import functional
-from .guards import EVERYTHING, reads
+from ..guards import EVERYTHING, reads
+from ..replacing import gated_rms_norm_replacement, layer_norm_replacement, rms_norm_replacement, takes_what_is_there
+from ..source import Facts, open_branch
 from .probe import BATCH, LARGE, Match, Refused, agrees, autocast, generator, probe_copy, random, required_inputs, run
-from .source import Facts, open_branch
-
-# -- what takes its place --------------------------------------------------------------------------------------------
-
-
-def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, casting_mode: str) -> Callable:
-    """RMSNorm of (module, x), whose attributes have these names. No weight: no scaling; eps may be a number."""
-    liger_rms_norm = functional.liger_rms_norm
-    if not isinstance(eps, str):
-        return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), eps, offset, casting_mode)
-    return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), getattr(self, eps), offset, casting_mode)
-
-
-def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
-    """LayerNorm likewise; `offset` is added to the weight."""
-    liger_layer_norm = functional.liger_layer_norm
-
-    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
-        scale = None if weight is None else getattr(self, weight)
-        shift = None if bias is None else getattr(self, bias)
-        if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # autocast runs torch's own in fp32
-        value = getattr(self, eps) if isinstance(eps, str) else eps
-        return liger_layer_norm(x, scale + offset if offset else scale, shift, value)
-
-    return replacement
-
-
-def gated_rms_norm_replacement(
-    weight: str, eps: str | float, activation: str, casting_mode: str, norm_before_gate: bool, groups: "_Groups"
-) -> Callable:
-    """Gated RMSNorm of (module, x, gate) likewise."""
-    liger_gated_rms_norm = functional.liger_gated_rms_norm
-
-    def replacement(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        value = getattr(self, eps) if isinstance(eps, str) else eps
-        options = activation, casting_mode, norm_before_gate, groups.columns(self, x.shape[-1])
-        return liger_gated_rms_norm(x, gate, getattr(self, weight), value, *options)
-
-    return replacement
-
-
-def takes_what_is_there(
-    weights: tuple[str, ...], eps: str | float, one_dtype: bool, outside_autocast: bool
-) -> Callable[[Any, torch.Tensor], bool]:
-    """Asked (module, x): whether each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
-
-    A user may have replaced either since by something else that the module's own code takes. A weight that a
-    parametrization computes is not looked up, which would compute it once more.
-    one_dtype: x must have the first weight's dtype too; outside_autocast: and autocast must be off
-    """
-
-    by_name = isinstance(eps, str)
-
-    def ready(self: Any, x: torch.Tensor) -> bool:
-        if outside_autocast and torch.is_autocast_enabled(x.device.type):
-            return False
-        parameters, others = self._parameters, self.__dict__  # FSDP1 and replicas have weights among the others
-        for name in weights:
-            computed = x  # stands for a weight that is in neither
-            weight = parameters[name] if name in parameters else others.get(name, computed)
-            if weight is None or (weight is not computed and (weight.dim() != 1 or weight.size(0) != x.size(-1))):
-                return False
-        if by_name and not isinstance(others.get(eps), (float, int)):
-            return False
-        return not one_dtype or x.dtype is getattr(self, weights[0]).dtype
-
-    return ready
-
 
 # -- which modules may be a norm -------------------------------------------------------------------------------------
 

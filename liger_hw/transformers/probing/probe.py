@@ -17,33 +17,13 @@ from torch import nn
 
 from ...private import n_dispatch_modes
 from ...text import first_line
-from .guards import INSTANCE_FORWARDS
+from ..guards import INSTANCE_FORWARDS
+from ..replacing import Match  # noqa: F401  each kind of module takes it from here
 
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
 LARGE = 1e4
 """About the size of numbers that meet every limit there may be in a module's code."""
-
-
-@dataclass(frozen=True)
-class Match:
-    """A kernel that computes what a module or a rotary function computes.
-
-    kernel: op name; variant: in words, for the report
-    replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
-    used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
-    inputs: how many tensors `replacement` takes after the module
-    ready: asked (module, input) at every call, beside the guards, whether the match holds then; None if it always does
-    takes: asked at every call whether `replacement` takes the arguments after the input, by name; None if it takes none
-    """
-
-    kernel: str
-    variant: str
-    replacement: Callable
-    used: frozenset[str] = frozenset()
-    inputs: int = 1
-    ready: Callable[[Any, torch.Tensor], bool] | None = None
-    takes: Callable[[dict[str, Any]], bool] | None = None
 
 
 @dataclass(frozen=True)

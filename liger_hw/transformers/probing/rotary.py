@@ -1,6 +1,6 @@
 """Rotary functions, `apply_rotary_pos_emb(q, k, cos, sin, ...)` and alike.
 
-In order: what takes a rotary function's place, which functions a forward calls, the forms of arguments there are with
+In order: which functions a forward calls, the forms of arguments there are with
 the kernels each may be, and how the variant is recognised.
 """
 
@@ -19,110 +19,9 @@ from ...kernels.rotary.qwen2vl_mrope import qwen2vl_mrope_reference
 from ...kernels.rotary.rope import rope_reference
 from ...kernels.rotary.vision_rope import vision_rope_reference
 from .. import functional
+from ..replacing import complex_angles, of_q_and_k, packed_patches, three_axes
+from ..source import Facts, open_branch
 from .probe import Match, Refused, agrees, generator, normal, quiet
-from .source import Facts, open_branch
-
-# -- what takes its place --------------------------------------------------------------------------------------------
-#
-# Each maker takes the original and returns a function of the same arguments, which calls one kernel. A call that the
-# kernel has no form for (no k, a cache of another length, learned angles, another layout) runs the original.
-
-
-def _of_q_and_k(kernel: Callable, original: Callable) -> Callable:
-    """For functions of (q, k, cos, sin, [position_ids], unsqueeze_dim=1).
-
-    kernel: function of (q, k, cos, sin, None, unsqueeze_dim). position_ids is ignored, as in transformers since 4.40:
-    cos and sin are gathered already.
-    """
-
-    def rotated(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:
-        if axis == 0 and cos.dim() == 2:  # one image's patches: [T, width] for every batch and head
-            cos, sin, axis = cos[None], sin[None], 1
-        return kernel(q, k, cos, sin, None, axis) if _fits_q_and_k(q, k, cos, sin, axis) else None
-
-    code = original.__code__
-    if "position_ids" in code.co_varnames[: code.co_argcount]:
-
-        def rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-            return rotated(q, k, cos, sin, unsqueeze_dim) or original(q, k, cos, sin, position_ids, unsqueeze_dim)
-
-    else:
-
-        def rotary(q, k, cos, sin, unsqueeze_dim=1):
-            return rotated(q, k, cos, sin, unsqueeze_dim) or original(q, k, cos, sin, unsqueeze_dim)
-
-    return rotary
-
-
-def _fits_q_and_k(q: torch.Tensor, k: Any, cos: torch.Tensor, sin: torch.Tensor, axis: int) -> bool:
-    if k is None or axis not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
-        return False
-    tokens = q.shape[3 - axis]
-    if k.shape[3 - axis] != tokens or k.shape[0] != q.shape[0] or cos.shape[1] != tokens:
-        return False
-    return cos.shape[0] in (1, q.shape[0]) and not cos.requires_grad and not sin.requires_grad
-
-
-def _three_axes(original: Callable) -> Callable:
-    """Qwen2-VL's in transformers 4: cos and sin of three position axes, and the sections that belong to each."""
-    mrope = functional.liger_qwen2vl_mrope
-
-    def rotary(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-        if cos.requires_grad or q.dim() != 4 or cos.dim() != 4:
-            return original(q, k, cos, sin, mrope_section, unsqueeze_dim)
-        return mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
-
-    return rotary
-
-
-def _packed_patches(original: Callable) -> Callable:
-    """Packed patches of all images: q and k [T, heads, width], cos and sin [T, width]."""
-    rope = functional.liger_vision_rope
-
-    def rotary(q, k, cos, sin):
-        packed = q.dim() == 3 and cos.dim() == 2 and cos.shape[0] == q.shape[0] == k.shape[0]
-        if not packed or cos.requires_grad or sin.requires_grad:
-            return original(q, k, cos, sin)
-        return rope(q, k, cos, sin)
-
-    return rotary
-
-
-def _complex_angles(tokens_axis: int, original: Callable) -> Callable:
-    """(q, k, angles) with complex angles.
-
-    q and k: [B, T, heads, width] for tokens_axis 1 (Llama 4), [B, heads, T, width] for 2 (DeepSeek-V2). Angles:
-    [B or 1, T, half], or [T, 1, half] in Llama 4's vision tower.
-    """
-    rope = functional.liger_llama4_rope
-
-    def rotated(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Any:
-        if q.dim() != 4 or k.dim() != 4 or angles.dim() != 3 or angles.requires_grad:
-            return None
-        if not angles.is_complex():  # a buffer of angles that model.to(torch.bfloat16) has made real
-            return None
-        tokens = q.shape[tokens_axis]
-        if angles.shape[1] == 1 and angles.shape[0] == tokens != 1:
-            angles = angles.transpose(0, 1)
-        if k.shape[tokens_axis] != tokens or angles.shape[1] != tokens or angles.shape[0] not in (1, q.shape[0]):
-            return None
-        angles = angles.to(q.device)
-        if tokens_axis == 1:
-            return rope(q, k, angles)
-        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), angles)
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    names = list(inspect.signature(original).parameters)
-
-    @functools.wraps(original)
-    def rotary(*args, **kwargs):
-        inputs = *args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)
-        result = rotated(*inputs) if len(inputs) == len(args) + len(kwargs) == 3 else None
-        return result or original(*args, **kwargs)
-
-    del rotary.__wrapped__  # what rebind looks for is a decorator around an original that still runs
-    return rotary
-
 
 # -- which functions a forward calls ---------------------------------------------------------------------------------
 
@@ -254,12 +153,12 @@ def _q_and_k_form() -> _Form:
 
     make = functools.partial
     kernels = [
-        _Kernel("rope", "", rope_reference, make(_of_q_and_k, rope)),
+        _Kernel("rope", "", rope_reference, make(of_q_and_k, rope)),
         _Kernel(
             "rope",
             "cos and sin of half the width",
             rope_reference,
-            make(_of_q_and_k, half_width),
+            make(of_q_and_k, half_width),
             {"rotary_dim": _WIDTH},
         ),
     ]
@@ -268,7 +167,7 @@ def _q_and_k_form() -> _Form:
         ("one angle a pair", {"shared_halves": True}),
         ("one angle a pair, taken apart", {"shared_halves": True, "to_halves": True}),
     ):
-        kernel = make(_of_q_and_k, make(interleaved, **options))
+        kernel = make(of_q_and_k, make(interleaved, **options))
         kernels.append(_Kernel("interleaved_rope", variant, interleaved_rope_reference, kernel, options))
     return _Form(takes, cases, kernels)
 
@@ -281,9 +180,7 @@ def _patches_form() -> _Form:
         q, k = (normal(_TOKENS, heads, _WIDTH, source=source) for heads in (4, 2))
         cos, sin = _angles(source, _TOKENS, width)
         cases.append({"q": q, "k": k, "cos": cos, "sin": sin})
-    return _Form(
-        lambda names: names == _QK, cases, [_Kernel("vision_rope", "", vision_rope_reference, _packed_patches)]
-    )
+    return _Form(lambda names: names == _QK, cases, [_Kernel("vision_rope", "", vision_rope_reference, packed_patches)])
 
 
 def _three_axes_form() -> _Form:
@@ -293,7 +190,7 @@ def _three_axes_form() -> _Form:
     cos, sin = _angles(source, 3, 2, _TOKENS, _WIDTH)
     cases = [{"q": q, "k": k, "cos": cos, "sin": sin, "mrope_section": [2, 3, 3]}]
     names = [*_QK, "mrope_section", "unsqueeze_dim"]
-    kernels = [_Kernel("qwen2vl_mrope", "", qwen2vl_mrope_reference, _three_axes)]
+    kernels = [_Kernel("qwen2vl_mrope", "", qwen2vl_mrope_reference, three_axes)]
     return _Form(lambda others: others == names, cases, kernels)
 
 
@@ -311,7 +208,7 @@ def _complex_form(tokens_axis: int, tower: bool = False) -> _Form:
         return tuple(t.transpose(1, 2) for t in llama4_rope_reference(q.transpose(1, 2), k.transpose(1, 2), angles))
 
     words = "" if tokens_axis == 1 else "heads first"
-    kernel = _Kernel("llama4_rope", words, reference, functools.partial(_complex_angles, tokens_axis))
+    kernel = _Kernel("llama4_rope", words, reference, functools.partial(complex_angles, tokens_axis))
     takes = lambda names: len(names) == 3 and names[0] != "x"  # noqa: E731
     return _Form(takes, [{"q": q, "k": k, "angles": angles}], [kernel])
 

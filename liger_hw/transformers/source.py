@@ -20,7 +20,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import nn
 
-from ..marks import original_of
+from .marks import original_of
 
 
 class NoSource(Exception):

@@ -14,8 +14,8 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import nn
 
-from ...distributed import owners
-from ..marks import original_of
+from ..distributed import owners
+from .marks import original_of
 from .source import hands_itself_on
 
 Guards = tuple[tuple[str, str, Any], ...]
