@@ -142,16 +142,6 @@ def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.
     return y
 
 
-def causal_conv_backward_reference(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x, in its dtype, and of the weight, in the weight's."""
-    ahead = None if seq_idx is None else seq_idx.flip(1)
-    dx = causal_conv_reference(dy.flip(1), weight, ahead).flip(1)  # the same taps, backwards in time
-    sums = [(dy * _earlier(x, back, seq_idx)).sum((0, 1)) for back in reversed(range(weight.shape[-1]))]
-    return dx.contiguous(), torch.stack(sums, -1).to(weight.dtype)
-
-
 def check_taps(weight: torch.Tensor) -> str:
     """What is wrong with a weight [channels, taps], or ""."""
     taps = weight.shape[-1]

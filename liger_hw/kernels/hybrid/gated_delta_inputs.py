@@ -35,7 +35,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
 from .causal_conv import (
     blocks_of,
-    causal_conv_backward_reference,
     causal_conv_reference,
     check_taps,
     conv_key,
@@ -376,25 +375,6 @@ def _fwd_reference(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
     return gated_delta_inputs_reference(qkv, weight, b, a, A_log, dt_bias, *sizes)
 
 
-def _bwd_reference(dq, dk, dv, dbeta, dg, qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    x, n_k_heads, k_dim = qkv.to(wide), heads.n_k_heads, heads.k_dim
-    z = causal_conv_reference(x, weight, seq_idx)
-    qk, v = torch.nn.functional.silu(z).split((2 * n_k_heads * k_dim, z.shape[-1] - 2 * n_k_heads * k_dim), -1)
-    qk = qk.unflatten(-1, (2 * n_k_heads, k_dim))
-    rstd = torch.rsqrt(qk.square().sum(-1, keepdim=True) + heads.eps)
-    dqk, y = torch.cat((dq, dk), -2).to(wide), qk * rstd
-    dqk = rstd * (dqk - y * (dqk * y).sum(-1, keepdim=True))
-    dz = torch.cat((dqk.flatten(-2), dv.to(wide).flatten(-2)), -1) * z.sigmoid() * (1 + z * (1 - z.sigmoid()))
-    dx, dweight = causal_conv_backward_reference(dz, x, weight, seq_idx)
-    beta, a_in = b.to(wide).sigmoid(), a.to(wide) + dt_bias.to(wide)
-    dg = -A_log.to(wide).exp() * dg.to(wide)
-    da = dg * a_in.sigmoid()
-    params = torch.cat(((dg * torch.nn.functional.softplus(a_in)).sum((0, 1)), da.sum((0, 1))))
-    db = (dbeta.to(wide) * beta * (1 - beta)).to(b.dtype)
-    return dx.to(qkv.dtype), dweight, db, da.to(a.dtype), params.to(params_dtype(b, A_log, dt_bias))
-
-
 def _misfit(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
     if heads.n_k_heads < 1 or not 1 <= heads.k_dim <= WIDEST:
         return f"n_k_heads and k_dim must be positive, k_dim at most {WIDEST}, got {heads.n_k_heads} and {heads.k_dim}"
@@ -438,7 +418,7 @@ class GatedDeltaInputsFunction(OperatorFunction):
         "dbeta, dg [batch, tokens, heads]",
         misfit=_bwd_misfit,
         launcher=_bwd,
-        reference=_bwd_reference,
+        derivative_of=fwd,
         numbers=Heads,
     )
 

@@ -18,7 +18,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from .causal_conv import (
     blocks_of,
-    causal_conv_backward_reference,
     causal_conv_reference,
     check_taps,
     conv_key,
@@ -191,13 +190,6 @@ def _bwd(dy, bcx, weight, seq_idx):
     return dbcx, column_sum(DW, partial, weight.dtype).view(n_cols, taps)
 
 
-def _bwd_reference(dy, bcx, weight, seq_idx):
-    b, c, x = bcx.to(torch.promote_types(bcx.dtype, torch.float32)).chunk(3, -1)
-    dc = dy.to(b.dtype) * causal_conv_reference(b * x, weight, seq_idx)
-    du, dweight = causal_conv_backward_reference(dy.to(b.dtype) * c, b * x, weight, seq_idx)
-    return torch.cat((du * x, dc, du * b), -1).to(bcx.dtype), dweight
-
-
 def _misfit(*args):
     return check_taps(args[-2])
 
@@ -220,8 +212,7 @@ class ShortConvFunction(OperatorFunction):
         shapes=f"{_SHAPES}; dy [batch, tokens, n]",
         misfit=_misfit,
         launcher=_bwd,
-        reference=_bwd_reference,
-        fake=("bcx", "weight"),
+        derivative_of=fwd,
     )
 
 
