@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import warnings
@@ -140,23 +139,6 @@ def check_indices(op: str, name: str, indices: Any, rows: torch.Tensor, hint: Ca
         check(False, op, f"{name} must have shape {expected} to match the rows, got {got}{hint()}")
     if indices.device != rows.device:
         check(False, op, f"{name} is on {indices.device} but the rows are on {rows.device}; move them to one device")
-
-
-def remembered(misfit: Callable[..., str]) -> Callable[..., str]:
-    """Keeps the answers of `misfit` in eager code: a function of shapes and options, never of tensors, that says what
-    is wrong with them, or "".
-    """
-    known = functools.lru_cache(maxsize=1024, typed=True)(misfit)
-
-    def ask(*arguments: Any) -> str:
-        if torch.compiler.is_compiling():
-            return misfit(*arguments)
-        try:
-            return known(*arguments)
-        except TypeError:  # what cannot be hashed, as symbolic sizes
-            return misfit(*arguments)
-
-    return ask
 
 
 def row_major(x: torch.Tensor) -> torch.Tensor:

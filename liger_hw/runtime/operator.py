@@ -44,7 +44,6 @@ from .checks import (  # noqa: F401  op files take these from here
     nested,
     no_view,
     no_weight,
-    remembered,
     row_major,
     rows_of,
     to_flatten,

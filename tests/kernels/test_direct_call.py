@@ -199,13 +199,3 @@ def test_a_transform_around_vmap_is_refused_too(loss):
     ):
         with pytest.raises(RuntimeError, match="(liger_hw::|Liger).*torch.func.*reference"):
             run(x)
-
-
-def test_remembered_answers_are_those_of_the_very_arguments():
-    """4.0 and True equal 4 and 1, and are neither; what cannot be hashed is asked again each time."""
-    asked = []
-    ask = _op.remembered(lambda shape, n: asked.append(n) or ("" if type(n) is int else "no int"))
-    shape = torch.ones(2, 3).shape
-    assert [ask(shape, n) for n in (4, 4, 4.0, 1, True)] == ["", "", "no int", "", "no int"]
-    assert asked == [4, 4.0, 1, True]
-    assert ask(shape, [4]) == ask(shape, [4]) == "no int" and asked[4:] == [[4], [4]]

@@ -155,7 +155,7 @@ WRONG = {
     "interleaved_rope": [
         (lambda a: (*a[:2], a[2][..., :5], a[3][..., :5]), {}, "even"),
         (lambda a: (a[0], a[1], a[2], a[3]), {"unsqueeze_dim": 3}, "unsqueeze_dim"),
-        (lambda a: (a[0], a[1], a[2][0], a[3][0]), {}, "1 or B, T, width"),
+        (lambda a: (a[0], a[1], a[2][0], a[3][0]), {}, "to match q"),
     ],
     "llama4_rope": [
         (lambda a: (*a[:2], a[2].real), {}, "complex"),
@@ -165,12 +165,12 @@ WRONG = {
     "qwen2vl_mrope": [
         (lambda a: (*a[:4], [1, 2]), {}, "three positive integers"),
         (lambda a: (*a[:4], None), {}, "three positive integers"),
-        (lambda a: (*a[:4], [8, 8, 8]), {}, "turns 48 dimensions"),
-        (lambda a: (*a[:2], a[2][:1], a[3][:1], a[4]), {}, "to match q and mrope_section"),
+        (lambda a: (*a[:4], [8, 8, 8]), {}, "head width 8, got 48"),
+        (lambda a: (*a[:2], a[2][:1], a[3][:1], a[4]), {}, "to match q"),
     ],
     "vision_rope": [
         (lambda a: (a[0][None], *a[1:]), {}, r"\[T, heads, D\]"),
-        (lambda a: (*a[:2], a[2][:-1], a[3][:-1]), {}, "width even"),
+        (lambda a: (*a[:2], a[2][:-1], a[3][:-1]), {}, r"\[10, width\]"),
     ],
 }
 

@@ -17,9 +17,9 @@ import torch
 
 from ... import registry
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, first_order
+from ...runtime.operator import Function, first_order
 from . import rope
-from .rope import rope_angles, rope_misfit
+from .rope import check_rope, rope_angles
 from .rotary import PAIRS, SMALL, Form, Rotary, turned
 
 
@@ -72,10 +72,8 @@ def liger_interleaved_rope(
     Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does.
     Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
-    check_tensors("liger_interleaved_rope", q=q, k=k, cos=cos, sin=sin)
-    if reason := rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim):
-        check(False, "liger_interleaved_rope", reason)
-    check_flags("liger_interleaved_rope", shared_halves=shared_halves, to_halves=to_halves)
+    flags = {"shared_halves": shared_halves, "to_halves": to_halves}
+    check_rope("liger_interleaved_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags)
     return InterleavedRopeFunction.apply(q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
 
 

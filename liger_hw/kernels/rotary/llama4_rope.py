@@ -16,8 +16,8 @@ import torch
 
 from ... import registry
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_tensors, first_order, nested, remembered
-from .rotary import COMPLEX, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
+from ...runtime.operator import Function, check, check_tensors, first_order, nested
+from .rotary import COMPLEX, SMALL, Form, Rotary, check_no_gradient, rotary_sample, turned
 
 _HEAD_AXIS = 2
 _FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
@@ -56,7 +56,7 @@ def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tenso
     Returns new tensors of their shapes and dtypes. Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors("liger_llama4_rope", xq=xq, xk=xk)
-    if reason := _angles_misfit(xq, freqs_cis) or _misfit(xq.shape, xk.shape, freqs_cis.shape):
+    if reason := _angles_misfit(xq, freqs_cis):
         check(False, "liger_llama4_rope", reason)
     check_no_gradient("liger_llama4_rope", freqs_cis)
     return Llama4RopeFunction.apply(xq, xk, freqs_cis)
@@ -70,18 +70,9 @@ def _angles_misfit(xq, freqs_cis) -> str:
         return nested("freqs_cis")
     if freqs_cis.device != xq.device:
         return f"freqs_cis is on {freqs_cis.device} but xq is on {xq.device}; move them to one device"
-    return ""
-
-
-@remembered
-def _misfit(xq, xk, freqs_cis) -> str:
-    if reason := heads_misfit(xq, xk, _HEAD_AXIS):
-        return reason
-    batch, seq_len, _, width = xq
-    if len(freqs_cis) != 3 or freqs_cis[0] not in (1, batch) or freqs_cis[1] != seq_len:
-        return f"freqs_cis must be [1 or {batch}, {seq_len}, half] to match xq, got {tuple(freqs_cis)}"
-    if not 0 < 2 * freqs_cis[2] <= width:
-        return f"freqs_cis turns {2 * freqs_cis[2]} dimensions, a head has {width}"
+    angles = freqs_cis.shape
+    if xq.dim() == 4 and (len(angles) != 3 or angles[0] not in (1, xq.shape[0]) or angles[1] != xq.shape[1]):
+        return f"freqs_cis must be [1 or {xq.shape[0]}, {xq.shape[1]}, half] to match xq, got {tuple(angles)}"
     return ""
 
 

@@ -33,9 +33,7 @@ from ...runtime.operator import (
     Function,
     cdiv,
     check,
-    check_flags,
     check_floats,
-    check_tensors,
     define,
     dense,
     first_order,
@@ -48,7 +46,7 @@ from ..rows.reduce import column_sum, column_sum_tunable
 from ..rows.tuning import persistent_misfit
 from . import rope, rotary
 from .qk_norm_rope_kernels import _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_kernel
-from .rope import rope_angles, rope_misfit
+from .rope import check_rope, rope_angles
 
 MODES = {name: CASTING_MODES[name] for name in ("llama", "gemma")}
 
@@ -328,12 +326,9 @@ def liger_qk_norm_rope(
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit, and for angles that require a
     gradient.
     """
-    check_tensors("liger_qk_norm_rope", q=q, k=k, cos=cos, sin=sin)
+    check_rope("liger_qk_norm_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves=shared_halves)
     casting = casting_code("liger_qk_norm_rope", casting_mode, MODES)
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
-    check_flags("liger_qk_norm_rope", shared_halves=shared_halves)
-    if why_invalid := rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim):
-        check(False, "liger_qk_norm_rope", why_invalid)
     norm = (eps, offset, casting)
     return QKNormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, norm, unsqueeze_dim, rotary_dim, shared_halves)
 

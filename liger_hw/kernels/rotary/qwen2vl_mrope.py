@@ -20,13 +20,13 @@ import torch
 
 from ... import registry
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
-from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
+from ...runtime.operator import Function, check, check_flags, check_integers, check_tensors, first_order
+from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, rotary_sample, turned
 
 
 def qwen2vl_mrope_reference(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    how = cos, sin, cos.shape[-1], unsqueeze_dim, _form(mrope_section, shared_halves)
+    how = cos, sin, 2 * sum(mrope_section), unsqueeze_dim, _form(mrope_section, shared_halves)
     return turned(q, *how), turned(k, *how)
 
 
@@ -45,7 +45,7 @@ class Qwen2VLMRopeFunction(Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves):
         form = _form(mrope_section, shared_halves)
-        return _rotary.forward(ctx, q, k, cos, sin, cos.shape[-1], unsqueeze_dim, form)
+        return _rotary.forward(ctx, q, k, cos, sin, 2 * sum(mrope_section), unsqueeze_dim, form)
 
     @staticmethod
     @first_order
@@ -71,34 +71,14 @@ def liger_qwen2vl_mrope(
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_qwen2vl_mrope", q=q, k=k, cos=cos, sin=sin)
-    shapes = q.shape, k.shape, cos.shape, sin.shape
-    if reason := _sections_misfit(mrope_section) or _misfit(*shapes, unsqueeze_dim, *mrope_section):
-        check(False, "liger_qwen2vl_mrope", reason)
-    check_no_gradient("liger_qwen2vl_mrope", cos, sin)
-    check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
-    return Qwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
-
-
-def _sections_misfit(mrope_section) -> str:
     fits = hasattr(mrope_section, "__len__") and len(mrope_section) == 3
     if not fits or any([type(n) is not int or n < 1 for n in mrope_section]):
-        return f"mrope_section must be three positive integers (time, height, width), got {mrope_section!r}"
-    return ""
-
-
-@remembered
-def _misfit(q, k, cos, sin, head_axis, *sections) -> str:
-    if reason := heads_misfit(q, k, head_axis):
-        return reason
-    batch, seq_len, width = q[0], q[3 - head_axis], 2 * sum(sections)
-    if width > q[3]:
-        return f"mrope_section {list(sections)} turns {width} dimensions, a head has {q[3]}"
-    if cos != sin or tuple(cos) not in ((3, 1, seq_len, width), (3, batch, seq_len, width)):
-        have = f"{tuple(cos)} and {tuple(sin)}"
-        return (
-            f"cos and sin must both be [3, 1 or {batch}, {seq_len}, {width}] to match q and mrope_section, got {have}"
-        )
-    return ""
+        expected = "three positive integers (time, height, width)"
+        check(False, "liger_qwen2vl_mrope", f"mrope_section must be {expected}, got {mrope_section!r}")
+    check_no_gradient("liger_qwen2vl_mrope", cos, sin)
+    check_integers("liger_qwen2vl_mrope", unsqueeze_dim=unsqueeze_dim)
+    check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
+    return Qwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
 
 
 def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):

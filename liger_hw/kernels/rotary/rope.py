@@ -19,9 +19,9 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
+from ...runtime.operator import Function, check_flags, check_integers, check_tensors, first_order
 from ...runtime.sharding import RotaryRule
-from .rotary import HALVES, SHARED, Form, Rotary, heads_misfit, rotary_sample, turned
+from .rotary import HALVES, SHARED, Form, Rotary, check_no_gradient, rotary_sample, turned
 
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
@@ -33,7 +33,7 @@ def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_di
 
 def rope_angles(cos, rotary_dim, shared_halves, whole=HALVES):
     """(rotary_dim, how the angles lie); whole: how they lie where the halves of rotary_dim columns are not shared"""
-    width = cos.shape[-1]
+    width = cos.shape[-1] if cos.dim() else 0
     rotary_dim = width if rotary_dim is None else rotary_dim
     return rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
 
@@ -85,40 +85,19 @@ def liger_rope(
     Returns new tensors of q's and k's shapes and dtypes; see the top of rotary.py for their layout.
     Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
-    check_tensors("liger_rope", q=q, k=k, cos=cos, sin=sin)
+    check_rope("liger_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves=shared_halves)
     if cos.dim() == 4 and cos.shape == sin.shape and 1 in (of_heads := cos.shape[1:3]):
         heads_at = 1 + list(of_heads).index(1)
         cos, sin = cos.squeeze(heads_at), sin.squeeze(heads_at)
-    if reason := rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim):
-        check(False, "liger_rope", reason)
-    check_flags("liger_rope", shared_halves=shared_halves)
     return RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves)
 
 
-def rope_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim) -> str:
-    """What is wrong with the arguments and what was expected, or nothing."""
-    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        return "cos and sin get no gradient; pass cos.detach() and sin.detach()"
-    return _shapes_misfit(q.shape, k.shape, cos.shape, sin.shape, unsqueeze_dim, rotary_dim)
-
-
-@remembered
-def _shapes_misfit(q, k, cos, sin, unsqueeze_dim, rotary_dim) -> str:
-    """`rope_misfit` of shapes."""
-    if reason := heads_misfit(q, k, unsqueeze_dim):
-        return reason
-    batch, seq_len, head_dim = q[0], q[3 - unsqueeze_dim], q[3]
-    if cos != sin or len(cos) != 3:
-        return f"cos and sin must both be [1 or B, T, width], got {tuple(cos)} and {tuple(sin)}"
-    width = cos[-1]
-    rotary = width if rotary_dim is None else rotary_dim
-    if not isinstance(rotary, (int, torch.SymInt)) or rotary < 2 or rotary % 2 or rotary > head_dim:
-        return f"the rotary width (rotary_dim) must be even and at most the head width {head_dim}, got {rotary!r}"
-    if width not in (rotary, rotary // 2):
-        return f"cos and sin must be {rotary} (or {rotary // 2}) wide to rotate {rotary} dimensions, got {width}"
-    if cos[0] not in (1, batch) or cos[1] != seq_len:
-        return f"cos and sin must be [1 or {batch}, {seq_len}, {width}] to match q, got {tuple(cos)}"
-    return ""
+def check_rope(op: str, q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags) -> None:
+    """Raise for arguments that no operator is called with; it checks the shapes."""
+    check_tensors(op, q=q, k=k, cos=cos, sin=sin)
+    check_no_gradient(op, cos, sin)
+    check_integers(op, unsqueeze_dim=unsqueeze_dim, **({} if rotary_dim is None else {"rotary_dim": rotary_dim}))
+    check_flags(op, **flags)
 
 
 WORKLOADS = {

@@ -194,9 +194,9 @@ def dense_like(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Ten
 
 
 def heads_inside(x: torch.Tensor, head_axis: int) -> bool:
-    """Whether one token's heads lie closer in memory than one head's tokens."""
+    """Whether one token's heads lie closer in memory than one head's tokens; False where the operator refuses x."""
     strides = x.stride()
-    return strides[head_axis] <= strides[3 - head_axis]
+    return len(strides) == 4 and head_axis in (1, 2) and strides[head_axis] <= strides[3 - head_axis]
 
 
 class Geometry(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, no_view, remembered
+from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, no_view
 from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, turned
 
 _HEAD_AXIS = 2
@@ -70,18 +70,12 @@ def liger_vision_rope(
     return VisionRopeFunction.apply(q, k, cos, sin, shared_halves)
 
 
-@remembered
 def _misfit(q, k, cos, sin) -> str:
-    """What is wrong with the shapes and what was expected, or nothing."""
-    if len(q) != 3 or len(k) != 3 or q[0] != k[0] or q[2] != k[2]:
-        return f"q and k must be [T, heads, D] and differ in heads only, got {tuple(q)} and {tuple(k)}"
-    if not q[1] or not k[1]:
-        return f"q and k need at least one head, got {tuple(q)} and {tuple(k)}"
-    tokens, _, head_dim = q
-    width = cos[-1] if len(cos) else 0
-    if cos != sin or tuple(cos) != (tokens, width) or width % 2 or not 0 < width <= head_dim:
-        have = f"{tuple(cos)} and {tuple(sin)}"
-        return f"cos and sin must both be [{tokens}, width], width even and at most {head_dim}, got {have}"
+    """What is wrong with the shapes and what was expected, or nothing; the operator sees a batch of one."""
+    if len(q) != 3 or len(k) != 3:
+        return f"q and k must be [T, heads, D], got {tuple(q)} and {tuple(k)}"
+    if cos != sin or len(cos) != 2 or cos[0] != q[0]:
+        return f"cos and sin must both be [{q[0]}, width], got {tuple(cos)} and {tuple(sin)}"
     return ""
 
 
