@@ -299,6 +299,21 @@ def generator(seed: int):
 
 
 @pytest.fixture
+def set_env():
+    """Sets a variable that liger_hw reads; after the test what the environment said before holds again."""
+    from liger_hw import env
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def set_variable(name: str, value: object) -> None:
+            patch.setenv(name, str(value))
+            env.clear()
+
+        yield set_variable
+    env.clear()
+
+
+@pytest.fixture
 def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The registry without anything resolved, stored, overridden or set aside, before and after the test."""
     from liger_hw import registry

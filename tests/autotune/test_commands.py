@@ -34,19 +34,8 @@ def run(capsys, *words: str, code: int = 0) -> str:
 
 
 def test_a_dry_run_needs_no_device(clean_registry, capsys):
-    out = run(
-        capsys,
-        "autotune",
-        "--dry-run",
-        "--device",
-        "gfx942",
-        "--ops",
-        "rms_norm,swiglu",
-        "--shapes",
-        "8192x4096",
-        "--json",
-    )
-    data = json.loads(out)
+    words = ("--device", "gfx942", "--ops", "rms_norm,swiglu", "--shapes", "8192x4096", "--json")
+    data = json.loads(run(capsys, "autotune", "--dry-run", *words))
     assert data["target"]["arch"] == "gfx942" and not data["problems"]
     assert {(j["op"], j["variant"]) for j in data["jobs"]} == {
         *(("rms_norm", v) for v in ("fwd", "bwd", "dw")),
@@ -275,20 +264,8 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
 def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, monkeypatch):
     """Also where LIGER_HW_LOCK_FILE names the file, as it does on the machine where somebody would check it."""
     path = tmp_path / "l"
-    run(
-        capsys,
-        "lock",
-        "--model",
-        "llama-3-8b",
-        "--ops",
-        "rms_norm",
-        "--seq",
-        "8192",
-        "--device",
-        "sm90",
-        "-o",
-        str(path),
-    )
+    words = ("--model", "llama-3-8b", "--ops", "rms_norm", "--seq", "8192", "--device", "sm90", "-o", str(path))
+    run(capsys, "lock", *words)
     words = ("lock", "--check", str(path), "--device", "gfx942", "--json")
     differ = json.loads(run(capsys, *words))["other"]
     monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(path))

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_hw
-from liger_hw import env, registry
+from liger_hw import registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.autotune.fake import FakeTensors
 from liger_hw.kernels.norms import rms_norm
@@ -253,8 +253,6 @@ def test_a_step_launches_what_is_compiled_ahead(kind, batch, compiled, on_sm90, 
     cls = getattr(transformers, specs()[kind].models[0], None)
     if cls is None:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "1")
-    env.clear()
     config, foreseen, launched = tiny_config(cls.config_class), {}, {}
     ids = torch.zeros(batch, 32, dtype=torch.long)
     before = torch.get_default_dtype()

@@ -384,20 +384,7 @@ class TestLock:
                 fwd.plan(DEVICE, KEY)
         assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 2
         assert "LIGER_HW_LOCK_FILE" in capsys.readouterr().err
-        words = [
-            "lock",
-            "--model",
-            "mistral-7b",
-            "--ops",
-            "rms_norm",
-            "--seq",
-            "64",
-            "--device",
-            "sm90",
-            "--force",
-            "-o",
-            str(path),
-        ]
-        assert main(words) == 0  # what repairs it
+        words = ("--model", "mistral-7b", "--ops", "rms_norm", "--seq", "64", "--device", "sm90", "--force")
+        assert main(["lock", *words, "-o", str(path)]) == 0  # what repairs it
         registry.reload()
         assert registry.explain("rms_norm", (64, 4096), torch.bfloat16, "sm90")[0].chosen.layer == "lock"

@@ -10,7 +10,7 @@ import pytest
 
 from liger_hw import registry
 from liger_hw.backends import VENDORS, LaunchConfig, backend, known_target
-from liger_hw.backends.base import HINTS, Resources
+from liger_hw.backends.base import Resources
 
 KIB = 1024
 
@@ -83,11 +83,6 @@ def test_refused_with_the_reason(arch, config, more, reason):
 @pytest.mark.parametrize(("arch", "config", "more"), GOOD)
 def test_passes(arch, config, more):
     assert _refusal(arch, config, **more) is None
-
-
-@pytest.mark.parametrize("vendor", VENDORS)
-def test_no_hint_is_a_cache_modifier_with_an_eviction_policy(vendor):
-    assert not any(all(backend(vendor).load_hint(hint)) for hint in HINTS)
 
 
 def test_no_kernel_writes_both_on_one_access():

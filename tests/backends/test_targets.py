@@ -10,6 +10,7 @@ import pytest
 from recorded import CUDA, DEVICES, KIB, MIB, ROCM, XPU
 
 from liger_hw.backends import VENDORS, LaunchConfig, Target, backend, known_target, target_of
+from liger_hw.backends.base import HINTS
 
 # vendor, device -> arch, family, multiprocessors, warp sizes, warp, threads a block, of a multiprocessor,
 #                   shared memory a block, registers, L2 (bytes), GB/s
@@ -176,7 +177,7 @@ def test_limits_hold_both_ways(arch):
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_load_hint_is_never_a_cache_modifier_and_an_eviction_policy(vendor):
-    for hint in ("none", "stream", "keep"):
+    for hint in HINTS:
         cache, evict = backend(vendor).load_hint(hint)
         assert not (cache and evict), "PTXAS refuses both on one load"
     assert backend(vendor).load_hint("none") == ("", "")

@@ -8,7 +8,6 @@ from cases import CASES, ONE_OF_EACH, VOCAB
 from harness import tensors
 
 import liger_hw.chunked_loss as chunked_loss
-from liger_hw import env
 
 pytestmark = pytest.mark.gpu
 
@@ -52,10 +51,9 @@ def test_captured_and_replayed(name, gpu, generator):
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
-def test_a_long_sample_keeps_the_budget(kind, gpu, monkeypatch):
+def test_a_long_sample_keeps_the_budget(kind, gpu, set_env):
     """Two sequences of 16384 tokens whose logits would be 2 GiB, with 256 MiB for everything but inputs."""
-    monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", "256")
-    env.clear()
+    set_env("LIGER_HW_LOSS_MEMORY_MIB", 256)
     length, hidden, vocab = 16384, 512, 32768
     generator = torch.Generator(gpu).manual_seed(0)
     x = torch.randn(2, length, hidden, generator=generator, device=gpu, dtype=torch.bfloat16).requires_grad_()
@@ -74,8 +72,6 @@ def test_a_long_sample_keeps_the_budget(kind, gpu, monkeypatch):
     before = torch.cuda.memory_allocated()
     calls[kind]()[0].backward()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    monkeypatch.undo()
-    env.clear()
     rounded = 16384 * 2 / 8 * vocab * 2 / 2**20  # the chunks that eight roundings of a bf16 gradient ask for
     assert peak < rounded + 2 * (2 * length * hidden + vocab * hidden) * 2 / 2**20 + 64, f"{peak:.0f} MiB"
     assert x.grad.isfinite().all() and weight.grad.isfinite().all()

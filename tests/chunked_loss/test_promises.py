@@ -15,7 +15,7 @@ from harness import tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_hw.chunked_loss as chunked_loss
-from liger_hw import compat, env
+from liger_hw import compat
 from liger_hw.chunked_loss import functional, grpo_loss, log_prob_loss
 from liger_hw.kernels.heads import chunk_plan, linear_head
 from liger_hw.kernels.heads.chunk_plan import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
@@ -35,17 +35,6 @@ def _loss(op, sample):
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def budget(monkeypatch):
-    def set_budget(mib):
-        monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
-        env.clear()
-
-    yield set_budget
-    monkeypatch.undo()
-    env.clear()
-
-
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("vocab", [32768, 131072, 262144])
 @pytest.mark.parametrize("group", [1, 512, 2048, 8192, 65536])
@@ -63,12 +52,12 @@ def test_plan_covers_the_rows_and_keeps_the_budget(group, vocab, itemsize):
         assert chunks.rows * row <= most, f"{chunks.rows * row >> 20} MiB of logits"
 
 
-def test_a_larger_budget_keeps_a_group_whole(budget):
+def test_a_larger_budget_keeps_a_group_whole(set_env):
     sizes = 16384, 16384, 4096, 131072, 2, True  # one pair of 8192 tokens: 4 GiB of logits
     assert plan_groups(*sizes).rows < 16384
-    budget(8192)
+    set_env("LIGER_HW_LOSS_MEMORY_MIB", 8192)
     assert plan_groups(*sizes).bounds == ((0, 16384),)
-    budget(1536)
+    set_env("LIGER_HW_LOSS_MEMORY_MIB", 1536)
     assert plan_groups(*sizes).rows < 4096
 
 

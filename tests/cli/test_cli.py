@@ -95,18 +95,15 @@ def test_as_a_module_it_returns_the_exit_code():
         (KeyError("BLOCK\x1b[2J"), 3, "this is a bug in liger_hw: KeyError: 'BLOCK\\x1b[2J'"),
     ],
 )
-def test_every_error_is_one_line_and_one_document(capsys, monkeypatch, error, code, line):
+def test_every_error_is_one_line_and_one_document(capsys, monkeypatch, set_env, error, code, line):
     def fails(arguments: argparse.Namespace) -> int:
         raise error
 
     monkeypatch.setattr(info, "run", fails)
-    monkeypatch.delenv("LIGER_HW_DEBUG", raising=False)
-    liger_hw.env.clear()
     got, out, err = said(capsys, "info", "--json")
     assert got == code and err.startswith(f"liger-hw: {line}") and err.count("\n") == 1
     assert json.loads(out)["error"] in err
-    monkeypatch.setenv("LIGER_HW_DEBUG", "1")
-    liger_hw.env.clear()
+    set_env("LIGER_HW_DEBUG", 1)
     assert ("Traceback" in said(capsys, "info")[2]) == (code == 3)
 
 

@@ -109,6 +109,5 @@ def check_llama(rank, device):
 @pytest.mark.cpu
 @pytest.mark.full
 @needs_torchtitan
-def test_llama_by_fsdp_and_by_tensor_parallelism(monkeypatch):
-    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "1")
+def test_llama_by_fsdp_and_by_tensor_parallelism():
     ranks.run(__file__, "check_llama")

@@ -11,7 +11,7 @@ import torch
 from harness import make, verify
 from torch.torch_version import TorchVersion
 
-from liger_hw import env, private
+from liger_hw import private
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products, routing
 from liger_hw.kernels.moe.fused_moe import (
@@ -56,11 +56,6 @@ def sample(lane, generator, route, dtype=torch.float32, weights=None):
 @pytest.mark.parametrize("route", ROUTES)
 def test_routes(lane, generator, seed, route):
     verify(get_op("fused_moe"), sample(lane, generator, ROUTES[route]), seed)
-
-
-def _two_of_two(n_tokens):
-    """(expert indices, weights) of tokens that choose both experts."""
-    return torch.tensor([[0, 1]] * n_tokens), torch.full((n_tokens, 2), 0.5)
 
 
 @pytest.mark.cpu
@@ -464,11 +459,10 @@ def test_a_configuration_without_experts_is_refused():
 
 @pytest.mark.lanes("cpu", "interpret", "gpu")
 @pytest.mark.parametrize(("index", "said"), [(-1, r"\[8, 0\] is -1"), (EXPERTS + 1, r"\[8, 0\] is 7")])
-def test_an_index_out_of_range_is_an_error_on_request(lane, generator, monkeypatch, clean_registry, index, said):
+def test_an_index_out_of_range_is_an_error_on_request(lane, generator, set_env, index, said):
     made = sample(lane, generator, [[1, EXPERTS]] * (TOKENS - 1) + [[index, 0]])
     liger_fused_moe(*made.args)
-    monkeypatch.setenv("LIGER_HW_CHECK_TARGETS", "1")
-    env.clear()
+    set_env("LIGER_HW_CHECK_TARGETS", 1)
     with pytest.raises(IndexError, match=said):
         liger_fused_moe(*made.args)
     rest = [t if t.dtype.is_floating_point and t.dim() == 3 else t[: TOKENS - 1] for t in made.args]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from harness import make, verify
 
-from liger_hw import env
 from liger_hw.kernels.heads import fused_linear_log_probs, kept_logits
 from liger_hw.kernels.heads.fused_linear_log_probs import (
     LogProbsCall,
@@ -190,16 +189,11 @@ def test_memory(n_rows, hidden, vocab):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("mib, rest", [(2304, 4096), (1600, 1536), (1024, None)])
-def test_a_budget_says_how_much(monkeypatch, mib, rest):
+def test_a_budget_says_how_much(set_env, mib, rest):
     """All rows of the rest, some of them, and no memory even for the weight's gradient and a tail."""
-    monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
-    env.clear()
-    try:
-        kept = plan_kept(8192, 4096, 128256, 2)
-        assert (kept and kept.rest) == rest
-    finally:
-        monkeypatch.undo()
-        env.clear()
+    set_env("LIGER_HW_LOSS_MEMORY_MIB", mib)
+    kept = plan_kept(8192, 4096, 128256, 2)
+    assert (kept and kept.rest) == rest
 
 
 @pytest.mark.lanes("interpret", "gpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import make, verify
 
-from liger_hw import env, registry
+from liger_hw import registry
 from liger_hw.backends import known_target
 from liger_hw.kernels.embedding import row_sums, stable_sort
 from liger_hw.kernels.heads import chunk_plan, head_targets, linear_head
@@ -161,29 +161,19 @@ def test_an_odd_vocabulary_is_multiplied_in_two_products():
 
 
 @pytest.mark.cpu
-def test_a_set_budget_is_kept(monkeypatch):
-    monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", "1500")
-    env.clear()
-    try:
-        chunks = plan_chunks(8192, 4096, 131072, 2, with_targets=True)
-        assert (8192 + 131072) * 4096 * 2 + chunks.rows * 131072 * 2 <= 1500 * MIB and chunks.rows == 1536
-    finally:
-        monkeypatch.undo()
-        env.clear()
+def test_a_set_budget_is_kept(set_env):
+    set_env("LIGER_HW_LOSS_MEMORY_MIB", 1500)
+    chunks = plan_chunks(8192, 4096, 131072, 2, with_targets=True)
+    assert (8192 + 131072) * 4096 * 2 + chunks.rows * 131072 * 2 <= 1500 * MIB and chunks.rows == 1536
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("n_rows, mib", [(16384, 2950), (8192, 2000), (20000, 3000), (65536, 6000)])
-def test_a_budget_has_the_frequent_targets_sums(monkeypatch, n_rows, mib):
+def test_a_budget_has_the_frequent_targets_sums(set_env, n_rows, mib):
     """Gradients, one chunk's logits, the sums [n_rows / 16, hidden] fp32 and their columns of the chunk: within the
     budget."""
-    monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
-    env.clear()
-    try:
-        chunks = plan_chunks(n_rows, 4096, 131072, 2, with_targets=True)
-    finally:
-        monkeypatch.undo()
-        env.clear()
+    set_env("LIGER_HW_LOSS_MEMORY_MIB", mib)
+    chunks = plan_chunks(n_rows, 4096, 131072, 2, with_targets=True)
     slots = n_rows // head_targets.FREQUENT
     taken = (n_rows + 131072) * 4096 * 2 + slots * 4096 * 4 + chunks.rows * (131072 + slots) * 2
     assert taken <= mib * MIB and 1 < len(chunks.bounds) <= chunk_plan.MAX_CHUNKS_WITH_TARGETS and not chunks.wide

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from harness import few_sizes, make, run, verify
 
-from liger_hw import env, registry
+from liger_hw import registry
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
 from liger_hw.kernels.losses.kl_div import liger_kl_div
@@ -93,7 +93,7 @@ def test_torchs_old_names_of_reductions(generator, size_average, reduce):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypatch):
+def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypatch, set_env):
     """chunk_mem_const: twice the memory, half the chunks, the same results."""
     from liger_hw.kernels.heads import chunk_plan
     from liger_hw.kernels.heads.linear_head import sweep
@@ -107,19 +107,14 @@ def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypat
     monkeypatch.setattr("liger_hw.kernels.heads.fused_linear_cross_entropy.sweep", seen)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 8)
     monkeypatch.setattr(chunk_plan, "STEP", 8)
-    monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", "1")
-    env.clear()
-    try:
-        x, weight = torch.randn(256, 16, generator=generator), torch.randn(3000, 16, generator=generator)
-        target = torch.randint(3000, (256,), generator=generator).to(lane.device)
-        found = []
-        for scale in (1, 2):
-            leaves = [t.to(lane.device, copy=True).requires_grad_() for t in (x, weight)]
-            loss = liger_fused_linear_cross_entropy(*leaves, target, chunk_mem_const=scale)
-            found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-    finally:
-        monkeypatch.undo()
-        env.clear()
+    set_env("LIGER_HW_LOSS_MEMORY_MIB", 1)
+    x, weight = torch.randn(256, 16, generator=generator), torch.randn(3000, 16, generator=generator)
+    target = torch.randint(3000, (256,), generator=generator).to(lane.device)
+    found = []
+    for scale in (1, 2):
+        leaves = [t.to(lane.device, copy=True).requires_grad_() for t in (x, weight)]
+        loss = liger_fused_linear_cross_entropy(*leaves, target, chunk_mem_const=scale)
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
     assert heights[1] >= 2 * heights[0] >= 16
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

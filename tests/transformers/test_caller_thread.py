@@ -167,10 +167,7 @@ def test_another_thread_that_reads_a_model_is_noticed(touched):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_touches_the_model_on_the_callers_thread_only(
-    form, engine, touched, threads, on_sm90, monkeypatch, request
-):
-    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "1")
+def test_a_step_touches_the_model_on_the_callers_thread_only(form, engine, touched, threads, on_sm90, request):
     if engine == "ddp":
         request.getfixturevalue("group")
     patch, kind, options = FORMS[form]

@@ -27,13 +27,9 @@ def test_a_rotary_function_may_be_called_with_its_axis_first():
 
 
 @pytest.fixture
-def own_code(monkeypatch):
+def own_code(set_env):
     """As for a user: the rest of the tests compare what the kernels' references compute."""
-    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "0")
-    env.clear()
-    yield
-    monkeypatch.undo()
-    env.clear()
+    set_env("LIGER_HW_CPU_REFERENCE", 0)
 
 
 def _model():

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.cpu
 transformers = pytest.importorskip("transformers")
 
 import liger_hw  # noqa: E402
-from liger_hw import env  # noqa: E402
 from liger_hw.recompute import dial, recipes  # noqa: E402
 from liger_hw.transformers.report import patched_parts  # noqa: E402
 
@@ -277,14 +276,12 @@ def test_checkpointing_stays_on(classes, options):
 
 
 @both
-def test_a_cpu_runs_its_own_code(classes, monkeypatch, recomputed):
+def test_a_cpu_runs_its_own_code(classes, set_env, recomputed):
     model = tiny()
     expected = step(model)
-    with monkeypatch.context() as changed, patched(model, classes=classes):
-        changed.setenv("LIGER_HW_CPU_REFERENCE", "0")
-        env.clear()
+    with patched(model, classes=classes):
+        set_env("LIGER_HW_CPU_REFERENCE", 0)
         assert same(step(model), expected) and not recomputed
-    env.clear()
 
 
 @pytest.mark.full  # test_patch_compile.py compiles a patched model as it comes, with this default
@@ -396,10 +393,9 @@ def test_what_is_changed_in_place_is_noticed(classes):
 
 
 @both
-def test_jit_trace_and_torch_func(classes, monkeypatch):
+def test_jit_trace_and_torch_func(classes, set_env):
     """A trace is of the family's own code, and so is what torch.func transforms on a CPU."""
-    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "0")
-    env.clear()
+    set_env("LIGER_HW_CPU_REFERENCE", 0)
     model = tiny(num_hidden_layers=2, attn_implementation="eager")
     layer, weights = model.model.layers[-1], {name: w.detach() for name, w in model.named_parameters()}
     x, angles = torch.randn(2, 11, SIZES["hidden_size"], requires_grad=True), torch.randn(2, 1, 11, 8)
@@ -416,4 +412,3 @@ def test_jit_trace_and_torch_func(classes, monkeypatch):
     with patched(model, classes=classes):
         assert same([torch.jit.trace(once, (x, *angles), check_trace=False)(x, *angles)], [expected])
         assert same(list(torch.func.grad(loss)(weights).values()), list(gradients.values()))
-    env.clear()

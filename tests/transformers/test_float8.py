@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import liger_hw
-from liger_hw import env
 from liger_hw.kernels.float8.float8_linear import liger_float8_linear
 from liger_hw.recompute.recipes import owns_outputs
 from liger_hw.transformers.float8_linears import Float8Linear
@@ -456,12 +455,8 @@ def test_a_model_without_storage_gives_shapes():
 
 
 @pytest.fixture
-def disabled(monkeypatch):
-    monkeypatch.setenv("LIGER_HW_DISABLE", "1")
-    env.clear()
-    yield
-    monkeypatch.undo()
-    env.clear()
+def disabled(set_env):
+    set_env("LIGER_HW_DISABLE", 1)
 
 
 def test_disabled(disabled):

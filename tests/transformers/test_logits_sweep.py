@@ -28,20 +28,16 @@ IDS = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) % VOCAB
 @pytest.fixture(scope="module")
 def models():
     """(unpatched, patched) with the same weights; references run in the place of kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LIGER_HW_CPU_REFERENCE", "1")
-        liger_hw.env.clear()
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
-        )
-        unpatched = transformers.LlamaForCausalLM(config).double().train()
-        with torch.no_grad():
-            unpatched.lm_head.weight.mul_(30)  # logits that differ from one another
-        patched = copy.deepcopy(unpatched)
-        liger_hw.patch(patched)
-        yield unpatched, patched
-    liger_hw.env.clear()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    unpatched = transformers.LlamaForCausalLM(config).double().train()
+    with torch.no_grad():
+        unpatched.lm_head.weight.mul_(30)  # logits that differ from one another
+    patched = copy.deepcopy(unpatched)
+    liger_hw.patch(patched)
+    return unpatched, patched
 
 
 def outcome(model: Any, program: Callable[[Any], Any]) -> tuple[str, list[torch.Tensor]]:

@@ -51,11 +51,6 @@ def _trained(model, **inputs):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(autouse=True)
-def _references(monkeypatch):
-    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "1")
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """An item for each call of an op of the family, the probes' among them; not for those without data that compile."""
