@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Iterator
 
 from .. import registry
 from ..backends import Target
@@ -77,28 +77,18 @@ class Result:
 
 
 def each(
-    jobs: list[Job],
-    choose: Callable[[int, float], Result],
-    done: Callable[[Result], None],
-    budget: float | None,
-    clock: Callable[[], float],
-) -> list[Result]:
-    """`choose(number of a job, seconds left)` for each job; none is begun once `budget` seconds are spent.
-
-    Returns the results in the order of the jobs; `done` is called with each as it is known.
-    """
-    results = []
+    jobs: list[Job], choose: Callable[[int, float], Result], budget: float | None, clock: Callable[[], float]
+) -> Iterator[Result]:
+    """`choose(number of a job, seconds left)` for each job, in order; none is begun once `budget` seconds are spent."""
     deadline = clock() + (math.inf if budget is None else budget)
     for number, job in enumerate(jobs):
         began = clock()
         if began >= deadline:
-            result = Result(job, note=OUT_OF_BUDGET)
-        else:
-            result = choose(number, deadline - began)
-            result.seconds = round(clock() - began, 3)
-        results.append(result)
-        done(result)
-    return results
+            yield Result(job, note=OUT_OF_BUDGET)
+            continue
+        result = choose(number, deadline - began)
+        result.seconds = round(clock() - began, 3)
+        yield result
 
 
 def scan(target: Target) -> Scan:

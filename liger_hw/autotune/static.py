@@ -26,7 +26,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -64,11 +64,9 @@ class StaticTuner:
     ) -> None:
         self.target, self.pool, self.most, self.save = target, pool, candidates, save
 
-    def run(
-        self, jobs: list[Job], done: Callable[[Result], None] = lambda result: None, budget: float | None = None
-    ) -> list[Result]:
-        """Results in the order of `jobs`; `done` is called with each. After `budget` seconds no job is begun."""
-        return each(jobs, lambda number, left: self.choose(jobs[number]), done, budget, time.monotonic)
+    def run(self, jobs: list[Job], budget: float | None = None) -> Iterator[Result]:
+        """The result of each job, in order. After `budget` seconds no job is begun."""
+        return each(jobs, lambda number, left: self.choose(jobs[number]), budget, time.monotonic)
 
     def choose(self, job: Job, among: Sequence[LaunchConfig] | None = None) -> Result:
         """The configuration that the model prefers, with the certificates of the kernels it decides.

@@ -19,7 +19,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
@@ -90,10 +90,8 @@ class Tuner:
         self.clock, self.progress = clock, progress
         self._relative: dict[str, dict[Key, dict[LaunchConfig, float]]] = {}
 
-    def run(
-        self, jobs: list[Job], done: Callable[[Result], None] = lambda result: None, budget: float | None = None
-    ) -> list[Result]:
-        """Results in the order of `jobs`; `done` is called with each. Where time is short, less is tried."""
+    def run(self, jobs: list[Job], budget: float | None = None) -> Iterator[Result]:
+        """The result of each job, in order. Where time is short, less is tried."""
         for job in jobs[:SUBMITTED_AHEAD]:
             self._submit_all(job)
 
@@ -103,7 +101,7 @@ class Tuner:
             limit = min(self.effort.job_seconds, max(0.3, 1.5 * left / (len(jobs) - number)))
             return self._tune(jobs[number], self.clock() + limit)
 
-        return each(jobs, choose, done, budget, self.clock)
+        return each(jobs, choose, budget, self.clock)
 
     def _tune(self, job: Job, until: float) -> Result:
         tunable = registry.get_tunable(job.name)

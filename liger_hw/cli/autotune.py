@@ -86,16 +86,9 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
     from .. import registry
     from ..backends import VENDORS, backend, backends, known_target, target_of
 
-    here = [b for b in backends() if b.device_type != "cpu" and getattr(torch, b.device_type).device_count()]
-    names = ", ".join(b.vendor for b in here) or "none"
-    if name is None:
-        if not here:
-            raise UsageError(
-                "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
-                "one that is not here, by compiling and a model; `--list` has the names"
-            )
-        return f"{here[0].device_type}:0", []
-    kind, _, index = name.partition(":")
+    gpus = {b: getattr(torch, b.device_type).device_count() for b in backends() if b.device_type != "cpu"}
+    here = ", ".join(f"{b.vendor} x{count}" for b, count in gpus.items() if count) or "none"
+    kind, _, index = (name or "").partition(":")
     if kind == "cpu":
         if not registry.interpreting():
             raise UsageError(
@@ -103,32 +96,24 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
                 "the tuner out)"
             )
         return "cpu", []
-    for one in here:
-        if kind == one.vendor:
-            count = getattr(torch, one.device_type).device_count()
-            if index and not (index.isdigit() and int(index) < count):
-                raise UsageError(
-                    f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to "
-                    f"{one.device_type}:{count - 1})"
-                )
+    for one, count in gpus.items():
+        is_named = kind in ("", one.vendor) and (not index or index.isdigit()) and int(index or 0) < count
+        if is_named or count and one.is_called(target_of(torch.device(one.device_type, 0)), kind):
             return f"{one.device_type}:{index or 0}", []
-        if one.is_called(target_of(torch.device(one.device_type, 0)), name):
-            return f"{one.device_type}:0", []
+    if name is None:
+        raise UsageError(
+            "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
+            "one that is not here, by compiling and a model; `--list` has the names"
+        )
     if name in VENDORS:
         return "", [known_target(arch) for arch in backend(name).known_archs()]
-    try:
+    with contextlib.suppress(ValueError):
         return "", [known_target(name)]
-    except ValueError:
-        pass
-    if kind in VENDORS:
-        raise UsageError(
-            f"autotune: {name!r} is not in this machine (GPUs here: {names}; torch {torch.__version__}). "
-            "Name a device or an architecture, as in --device mi300x, to choose for one that is not here"
-        )
     kinds = [*VENDORS, *(one for v in VENDORS for one in (*backend(v).known_archs(), *backend(v).known_devices()))]
     near = difflib.get_close_matches(kind.lower(), kinds, 1)
-    hint = f"did you mean {near[0]}?" if near else "`liger-hw autotune --list` has the names"
-    raise UsageError(f"autotune: {name!r} is no known device or architecture (GPUs here: {names}); {hint}")
+    hint = f"did you mean {near[0]}?" if near and kind not in VENDORS else "`liger-hw autotune --list` has the names"
+    what = "not in this machine" if kind in VENDORS else "no known device or architecture"
+    raise UsageError(f"autotune: {name!r} is {what} (GPUs here: {here}; torch {torch.__version__}); {hint}")
 
 
 def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:
@@ -180,18 +165,16 @@ def _dry_run(arguments: argparse.Namespace, device: str, absent: list["Target"])
             rows.append({**job.to_json(), "legal": len(legal), "refused": dict(refused)})
         documents.append({"target": target.to_json(), "jobs": rows, "problems": problems})
         if not arguments.json:
-            print(f"{target.name} ({target.vendor} {target.arch}): {len(jobs)} to tune")
-            print(table([("kernel", "key", "sizes", "legal", "refused"), *map(_planned, rows)]))
+            lines = [("kernel", "key", "sizes", "legal", "refused")]
+            for job, row in zip(jobs, rows):
+                counts = str(row["legal"]), str(sum(row["refused"].values()))
+                lines.append((job.name, str(job.key), "x".join(map(str, job.sizes)), *counts))
+            print(f"{target.name} ({target.vendor} {target.arch}): {len(jobs)} to tune\n{table(lines)}")
             for problem in problems:
                 print(f"not planned: {problem}")
     if arguments.json:
         print(json_text(documents[0] if len(documents) == 1 else documents, indent=2))
     return 0
-
-
-def _planned(row: dict[str, Any]) -> tuple[str, ...]:
-    name, key = f"{row['op']}.{row['variant']}", str(tuple(row["key"]))
-    return name, key, _by(row["sizes"]), str(row["legal"]), str(sum(row["refused"].values()))
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -245,14 +228,12 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             progress=screen.update,
         )
         results = screen.run(tuner, jobs, arguments.budget)
-    screen.line(f"{screen.ended()}; {sum(r.stored for r in results)} stored")
     if arguments.json:
         data = {"facts": {**facts, "target": target.to_json()}, "results": [r.to_json() for r in results]}
         print(json_text({**data, "problems": problems, "interrupted": screen.interrupted}, indent=2))
-    else:
-        print(_table(results))
     failed = bool(results) and all(r.error for r in results)
-    return screen.conclude("go on with the same command and --resume", failed)
+    stored = f"; {sum(r.stored for r in results)} stored"
+    return screen.conclude(stored, "go on with the same command and --resume", failed)
 
 
 # -- for a device that is not here -----------------------------------------------------------------------------------
@@ -273,44 +254,38 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     )
     if arguments.first and len(targets) > 1:
         screen.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
-    documents, rows = [], []
+    documents, rows, exports = [], [], []
     deadline = time.monotonic() + (arguments.budget or math.inf)
     with CompilePool(arguments.workers or os.cpu_count() or 1, seconds=120.0) as pool:
         for number, target in enumerate(targets):
-            compiles = backend(target.vendor).triton_target(target) is not None
-            how, kind = (
-                ("compiled", "static") if compiles else ("brought to TTIR (no compiler for it here)", "modelled")
-            )
-            margin = MARGINS["binary" if compiles else "ttir"]
+            how, kind, margin = "compiled", "static", MARGINS["binary"]
+            if backend(target.vendor).triton_target(target) is None:
+                how, kind, margin = "brought to TTIR (no compiler for it here)", "modelled", MARGINS["ttir"]
             kept = f"kept as `{kind}` is what should beat the heuristic by {margin:.0%}"
             jobs, problems = screen.plan(target, f"{how}; {kept}")
             tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=_unless_measured(target))
             results = screen.run(tuner, jobs, (deadline - time.monotonic()) / (len(targets) - number))
-            if not arguments.json:
-                print(_table(results, measured=False))
             facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today()}
             facts |= {"margin": margin, "results": [r.to_json() for r in results], "problems": problems}
             documents.append({"kind": "static", **facts, "interrupted": screen.interrupted})
             rows += results
+            if any(result.stored for result in results):
+                exports.append(target.arch if len(targets) > 1 else arguments.device)
             if screen.interrupted:
                 break
-    failed = sum(bool(row.error) for row in rows)
-    stored = sum(row.stored for row in rows)
-    screen.line(f"{screen.ended()}: of {screen.count} kernels and keys {stored} stored, {failed} failed")
+    failed, stored = sum(bool(row.error) for row in rows), sum(row.stored for row in rows)
     if arguments.json:
         print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
-    elif not stored:
-        if not screen.interrupted and not screen.left_out:  # else it is unknown
-            print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
-    else:
+    elif exports:
         print(f"The choices lie in {store.root()}. On the machine with the GPU:", file=sys.stderr)
-        for document in documents:
-            name = document["target"]["arch"] if len(targets) > 1 else arguments.device
-            if any(row["stored"] for row in document["results"]):
-                export = f"liger-hw cache export --device {name} -o {name}.json"
-                print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
+        for name in exports:
+            export = f"liger-hw cache export --device {name} -o {name}.json"
+            print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
         print("  then: liger-hw autotune    # measures there, and replaces what it beats", file=sys.stderr)
-    return screen.conclude("the same command goes on, what was compiled is kept by Triton", failed=failed > 0)
+    elif not screen.interrupted and not screen.left_out:  # else it is unknown
+        print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
+    counts = f": of {screen.count} kernels and keys {stored} stored, {failed} failed"
+    return screen.conclude(counts, "the same command goes on, what was compiled is kept by Triton", failed > 0)
 
 
 def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
@@ -322,30 +297,6 @@ def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
-
-
-def _table(results: list["Result"], measured: bool = True) -> str:
-    """A row a job: of measured ones the noise and the share of the floor, of others how many were tried and dropped."""
-    from ..autotune.jobs import OUT_OF_BUDGET
-
-    last = ("noise", "of floor") if measured else ("tried", "dropped")
-    rows = [("kernel", "sizes", "key", "heuristic us", "winner us", "gain", *last, "")]
-    for r in results:
-        if r.note == OUT_OF_BUDGET:  # counted in one line
-            continue
-        head = (r.job.name, _by(r.job.sizes), str(r.job.key))
-        if r.error or not r.heuristic_us:
-            rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80] if r.error else r.note))
-            continue
-        share = f"{r.floor_share:.0%}" if r.floor_share else ""
-        what = f"stored{', ' + r.note if r.note else ''}" if r.stored else r.note
-        last = (f"{r.noise:.1%}", share) if measured else (str(r.tried), str(r.failed))
-        rows.append((*head, f"{r.heuristic_us:.2f}", f"{r.winner_us:.2f}", f"{r.gain:.1%}", *last, what))
-    return table(rows) + ("" if measured else "\nTimes are the model's, not measured.")
-
-
-def _by(sizes: Any) -> str:
-    return "x".join(map(str, sizes))
 
 
 class _Progress:
@@ -375,23 +326,24 @@ class _Progress:
 
     def run(self, tuner: Any, jobs: list["Job"], budget: float | None) -> list["Result"]:
         """The results of a tuner's run, so far as it came."""
+        from ..autotune.jobs import OUT_OF_BUDGET
+
         results: list["Result"] = []
-
-        def done(result: "Result") -> None:
-            results.append(result)
-            self.finished(result)
-
         try:
-            tuner.run(jobs, done, budget)
+            for result in tuner.run(jobs, budget):
+                results.append(result)
+                if result.note == OUT_OF_BUDGET:
+                    self.left_out += 1
+                else:
+                    self.count += 1
+                    self.line(f"[{self.count}/{self.total}] {_shown(result.job)}: {_outcome(result)}{self._eta()}")
         except KeyboardInterrupt:
             self.interrupted = True
         return results
 
-    def ended(self) -> str:
-        return f"{'interrupted' if self.interrupted else 'done'} after {self.elapsed():.0f} s"
-
-    def conclude(self, again: str, failed: bool) -> int:
-        """The exit code, after saying how to go on with what was left out."""
+    def conclude(self, counts: str, again: str, failed: bool) -> int:
+        """The exit code, after the last line and how to go on with what was left out."""
+        self.line(f"{'interrupted' if self.interrupted else 'done'} after {self.elapsed():.0f} s{counts}")
         if self.left_out:
             spent = f"the budget of {self.budget:.0f} s is spent"
             self.line(f"{self.left_out} of {self.total} were not begun: {spent}; {again}")
@@ -408,30 +360,27 @@ class _Progress:
         print(fold(text, "    "), file=self.stream, flush=True)
 
     def update(self, job: "Job", text: str) -> None:
-        self.status.update(f"[{self.count + 1}/{self.total}] {job.name} {_by(job.sizes)}: {text}{self._eta()}")
-
-    def finished(self, result: "Result") -> None:
-        from ..autotune.jobs import OUT_OF_BUDGET
-
-        if result.note == OUT_OF_BUDGET:
-            self.left_out += 1
-            return
-        self.count += 1
-        job = result.job
-        tried = f", {result.tried} tried" + f" ({result.failed} of them dropped)" * bool(result.failed)
-        if result.error:
-            what = f"failed: {result.error.splitlines()[0]}"
-        elif not result.heuristic_us:
-            what = result.note
-        elif result.evidence and not result.gain:
-            what = f"{result.note}, {result.heuristic_us:.1f} us by the model{tried}"
-        else:
-            sure = "by the model" if result.evidence else f"noise {result.noise:.1%}"
-            what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure}){tried}"
-            note = "stored" if result.stored else result.note
-            what += f", {result.seconds:.1f} s" + f", {note}" * bool(note)
-        self.line(f"[{self.count}/{self.total}] {job.name} {_by(job.sizes)}: {what}{self._eta()}")
+        self.status.update(f"[{self.count + 1}/{self.total}] {_shown(job)}: {text}{self._eta()}")
 
     def _eta(self) -> str:
         most = math.inf if self.budget is None else self.budget - self.elapsed()
         return time_left(self.elapsed(), self.count, self.total, most)
+
+
+def _shown(job: "Job") -> str:
+    return f"{job.name} {'x'.join(map(str, job.sizes))}"
+
+
+def _outcome(result: "Result") -> str:
+    if result.error:
+        return f"failed: {result.error.splitlines()[0]}"
+    if not result.heuristic_us:
+        return result.note
+    tried = f", {result.tried} tried" + f" ({result.failed} of them dropped)" * bool(result.failed)
+    if result.evidence and not result.gain:
+        return f"{result.note}, {result.heuristic_us:.1f} us by the model{tried}"
+    sure = "by the model" if result.evidence else f"noise {result.noise:.1%}"
+    sure += f"; {result.floor_share:.0%} of the floor" if result.floor_share else ""
+    times = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure}){tried}"
+    note = ", ".join(filter(None, ["stored" * result.stored, result.note]))
+    return f"{times}, {result.seconds:.1f} s" + f", {note}" * bool(note)

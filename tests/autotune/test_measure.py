@@ -198,5 +198,5 @@ def test_tuning_end_to_end_in_the_interpreter(measurer):
     tuner = Tuner(
         measurer.target, measurer, facts=measurer.facts(), save=lambda n, e: saved.update({n: e}) or True, effort=effort
     )
-    results = tuner.run(launched(measurer, "swiglu", (8, 64)))
+    results = list(tuner.run(launched(measurer, "swiglu", (8, 64))))
     assert [r.error for r in results] == ["", ""] and all(r.heuristic_us > 0 and r.tried == 3 for r in results)

@@ -255,7 +255,7 @@ def test_the_budget_ends_a_run(monkeypatch):
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     tuner = static.StaticTuner(H200, FakePool(answer), candidates=2)
-    results = tuner.run([JOB] * 3, budget=5)
+    results = list(tuner.run([JOB] * 3, budget=5))
     assert [bool(r.heuristic_us) for r in results] == [True, False, False]
     assert results[1].note == "skipped: the budget is spent" and not results[1].error
 
@@ -270,8 +270,8 @@ def test_no_more_is_compiled_than_asked_for():
 def test_an_interrupted_command_shows_what_it_has(capsys, clean_registry, monkeypatch):
     from liger_hw.cli import main
 
-    def run(tuner, jobs, done, budget):
-        done(Result(jobs[0], heuristic_us=2.0, winner_us=2.0, note="the heuristic stays"))
+    def run(tuner, jobs, budget):
+        yield Result(jobs[0], heuristic_us=2.0, winner_us=2.0, note="the heuristic stays")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(static.StaticTuner, "run", run)
@@ -281,7 +281,7 @@ def test_an_interrupted_command_shows_what_it_has(capsys, clean_registry, monkey
     assert data["interrupted"] and len(data["results"]) == 1
     assert main(words) == 130
     out, err = capsys.readouterr()
-    assert "relu_squared.fwd  4096x4096" in out and "nothing is predicted" not in err
+    assert "relu_squared.fwd 4096x4096: " in out and "nothing is predicted" not in err
 
 
 @pytest.mark.aot
@@ -291,10 +291,10 @@ def test_a_budget_is_shared_among_architectures_and_said_once(capsys, clean_regi
 
     given = []
 
-    def run(tuner, jobs, done, budget):
+    def run(tuner, jobs, budget):
         given.append(budget)
         for job in jobs:
-            done(Result(job, note=OUT_OF_BUDGET))
+            yield Result(job, note=OUT_OF_BUDGET)
 
     monkeypatch.setattr(static.StaticTuner, "run", run)
     assert main(["autotune", "--device", "xpu", "--ops", "relu_squared", "--budget", "100"]) == 0
@@ -309,9 +309,9 @@ def test_candidates_are_dropped_and_kernels_fail(capsys, clean_registry, monkeyp
     """One word for each in the lines, the table and the last line: else "11 failed" stands above "0 failed"."""
     from liger_hw.cli import main
 
-    def run(tuner, jobs, done, budget):
+    def run(tuner, jobs, budget):
         for job in jobs:
-            done(Result(job, heuristic_us=2.0, winner_us=2.0, tried=22, failed=11, evidence={"kernels": {}}))
+            yield Result(job, heuristic_us=2.0, winner_us=2.0, tried=22, failed=11, evidence={"kernels": {}})
 
     monkeypatch.setattr(static.StaticTuner, "run", run)
     assert main(["autotune", "--device", "bmg", "--ops", "relu_squared", "--first"]) == 0

@@ -51,7 +51,7 @@ def tune(measure=cost, jobs=(JOB,), kept=None, measurer=None, **kwargs):
     measurer = measurer or FakeMeasurer(START, measure, kwargs.pop("noise", 0.0), kwargs.pop("verify", lambda c: ""))
     budget = kwargs.pop("budget", None)
     tuner = Tuner(H200, measurer, facts=kwargs.pop("facts", FACTS), save=kept.save, **kwargs)
-    return tuner.run(list(jobs), budget=budget), kept, measurer
+    return list(tuner.run(list(jobs), budget=budget)), kept, measurer
 
 
 def test_it_finds_the_best_and_keeps_its_evidence():
@@ -246,7 +246,7 @@ def test_a_killed_run_resumes_where_it_was(clean_registry):
             save=lambda name, entry: store.add(H200, [(name, entry)]),
             known=store.lines_of(H200),
         )
-        return tuner.run([JOB])[0]
+        return next(tuner.run([JOB]))
 
     with pytest.raises(Killed):
         again(Fragile(START, cost))
