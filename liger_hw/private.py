@@ -1,7 +1,7 @@
 """Every interface of torch that is not public, each with the reason why nothing public does; the code takes them from
 here alone (`tests/test_structure.py`).
 
-A name that a version of torch lacks has None in its place.
+A name that a version of torch lacks has None in its place. The list of other files is at the end.
 """
 
 from __future__ import annotations
@@ -10,32 +10,55 @@ import torch
 from torch import _C
 from torch.nn.modules import module as _module
 
-REASONS = {
-    "has_transforms": "whether a transform of torch.func is active: such a call must be refused, once per call",
-    "n_dispatch_modes": "how many torch modes see operators: with none, the dispatcher would only pass a call on",
-    "is_profiling": "whether torch's profiler wants to see operators",
-    "unwrap_if_dead": "what torch's own Function.apply does with tensors that a finished transform left",
-    "is_batched": "whether a tensor is one of is_grads_batched, without memory of its own",
-    "is_functorch_wrapped": "whether a tensor is a transform's, without memory of its own",
-    "innermost_transform": "the transform that a backward runs under",
-    "autograd_inside_operator": "an operator's body runs below autograd, with which its reference is differentiated",
-    "keeps_graph": "whether this backward may run again over the same saved tensors (retain_graph)",
-    "graph_task": "whether autograd runs a backward now",
-    "has_forward_gradients": "whether forward-mode gradients are on: off inside an autograd.Function alone",
-    "hooks_on_top": "the innermost saved-tensor hooks of this thread: ours, or another program's; since torch 2.8",
-    "allows_saved_tensor_hooks": "whether saved-tensor hooks are forbidden here",
-    "without_torch_function": "a subclass's own work must not come back to it; the public form stops modes too",
-    "refuses_data_ptr": "a tensor without memory must raise when asked for its address",
-    "assert_async": "an assertion on the device without waiting for it",
-    "integer_matmul": "int8 times int8 to int32 by the vendor's library",
-    "has_integer_matmul": "whether a device type has it",
-    "scaled_matmul": "torch has no other product in FP8",
-    "hooks_on_every_module": "whether another program hooks every module, whose outputs or gradients it then sees",
-    "grouped_matmul": "several matrix products in one launch by the vendor's library",
-    "current_device": "the index of the present GPU, without asking whether torch.cuda is initialised, at every launch",
-    "current_stream": "the present stream's handle, without a Stream object, at every launch",
-}
-"""Name in this module -> why it is needed."""
+# of calls of operators
+has_transforms = _C._are_functorch_transforms_active  # such a call is refused: asked at every one
+n_dispatch_modes = _C._len_torch_dispatch_stack  # with no torch mode, the dispatcher would only pass a call on
+is_profiling = _C._autograd._profiler_enabled  # whether torch's profiler wants to see operators
+unwrap_if_dead = _C._functorch.unwrap_if_dead  # as torch's Function.apply does with what a finished transform left
+is_batched = _C._functorch.is_legacy_batchedtensor  # a tensor of is_grads_batched, without memory of its own
+is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor  # a transform's tensor, without memory of its own
+innermost_transform = _C._functorch.peek_interpreter_stack  # the transform that a backward runs under
+without_torch_function = _C.DisableTorchFunctionSubclass  # of a subclass's own work; the public form stops modes too
+refuses_data_ptr = _C._set_throw_on_mutable_data_ptr  # a tensor without memory must raise when asked for its address
+
+# of autograd
+keeps_graph = getattr(_C._autograd, "_get_current_graph_task_keep_graph", None)  # whether a backward may run again
+graph_task = _C._current_graph_task_id  # whether autograd runs a backward now
+has_forward_gradients = _C._is_fwd_grad_enabled  # off inside an autograd.Function alone
+hooks_on_top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)  # ours or another's; since torch 2.8
+allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled  # whether they are forbidden here
+
+# of libraries and devices
+assert_async = torch._assert_async  # an assertion on the device without waiting for it
+integer_matmul = torch._int_mm  # int8 times int8 to int32 by the vendor's library
+scaled_matmul = getattr(torch, "_scaled_mm", None)  # torch has no other product in FP8
+grouped_matmul = getattr(torch, "_grouped_mm", None)  # several products in one launch by the vendor's library
+current_device = getattr(_C, "_cuda_getDevice", None)  # at every launch, without torch.cuda's own checks
+current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)  # a handle at every launch, without a Stream object
+
+hooks_on_every_module = (
+    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
+    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
+)
+"""The dictionaries of hooks before and after a forward, and before and after a backward: with one, another program sees
+the outputs or gradients of every module."""
+
+
+def has_integer_matmul(device_type: str) -> bool:
+    """Whether torch multiplies int8 matrices on a device type: nothing public says so."""
+    return _C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", _C._dispatch_key_for_device(device_type))
+
+
+def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
+    """A context in which the body of an operator on the CPU builds graphs, which the dispatcher has switched off.
+
+    torch.func does the same, but not where a torch mode called the operator.
+    """
+    excluded, keys = _C._dispatch_tls_local_exclude_set(), _C.DispatchKey
+    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradXPU, keys.ADInplaceOrView):  # the last for views
+        excluded = excluded.remove(key)
+    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
+
 
 _FORWARDS = (
     "a model's forward is recognised by what its code names and changed by another name: there is no other way in"
@@ -55,45 +78,3 @@ ELSEWHERE = {
     "transformers/replacing.py": (2, _FORWARDS),
 }
 """File -> how often it names a private interface of torch, Triton or Python, and why."""
-
-has_transforms = _C._are_functorch_transforms_active
-n_dispatch_modes = _C._len_torch_dispatch_stack
-is_profiling = _C._autograd._profiler_enabled
-unwrap_if_dead = _C._functorch.unwrap_if_dead
-is_batched = _C._functorch.is_legacy_batchedtensor
-is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
-innermost_transform = _C._functorch.peek_interpreter_stack
-keeps_graph = getattr(_C._autograd, "_get_current_graph_task_keep_graph", None)
-graph_task = _C._current_graph_task_id
-has_forward_gradients = _C._is_fwd_grad_enabled
-hooks_on_top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
-allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled
-without_torch_function = _C.DisableTorchFunctionSubclass
-refuses_data_ptr = _C._set_throw_on_mutable_data_ptr
-assert_async = torch._assert_async
-integer_matmul = torch._int_mm
-scaled_matmul = getattr(torch, "_scaled_mm", None)
-grouped_matmul = getattr(torch, "_grouped_mm", None)
-current_device = getattr(_C, "_cuda_getDevice", None)
-current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)
-hooks_on_every_module = (
-    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
-    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
-)
-"""The dictionaries of hooks before and after a forward, and before and after a backward."""
-
-
-def has_integer_matmul(device_type: str) -> bool:
-    """Whether torch multiplies int8 matrices on a device type."""
-    return _C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", _C._dispatch_key_for_device(device_type))
-
-
-def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
-    """A context in which the body of an operator on the CPU builds graphs, which the dispatcher has switched off.
-
-    torch.func does the same, but not where a torch mode called the operator.
-    """
-    excluded, keys = _C._dispatch_tls_local_exclude_set(), _C.DispatchKey
-    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradXPU, keys.ADInplaceOrView):  # the last for views
-        excluded = excluded.remove(key)
-    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import inspect
 import io
 import json
 import re
@@ -306,8 +307,10 @@ def test_private_interfaces_stand_in_one_list():
     """private.py has torch's, each with its reason; `private.ELSEWHERE` names the files that read other ones."""
     from liger_hw import private
 
-    names = {name for name in vars(private) if not name.startswith("_")} - {"annotations", "torch"}
-    assert names == {*private.REASONS, "REASONS", "ELSEWHERE"}
+    explained = set(re.findall(r"^(\w+) = .*  # .+", (PACKAGE / "private.py").read_text(), re.MULTILINE))
+    explained |= {"hooks_on_every_module", "ELSEWHERE"}  # by strings below them
+    documented = {name for name, value in vars(private).items() if inspect.isfunction(value) and value.__doc__}
+    assert not {name for name in vars(private) if name[0] != "_"} - {"annotations", "torch"} - explained - documented
     files = {
         str(p.relative_to(PACKAGE)): len(PRIVATE.findall(p.read_text())) for p in SOURCES if p.name != "private.py"
     }

@@ -116,14 +116,10 @@ def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
 
 def find(name: str) -> Model:
     """A model by known name, `config.json` path or Hugging Face id. Raises `ValueError` that says what was tried."""
-    if (model := _known(name)) is not None:
-        return model
-    check_name(name)
-    path = _config_path(name)
-    if path.exists():
+    if (public := known_id(name)) is not None:
+        return KNOWN[public]
+    if (path := local(name)) is not None:
         return from_config(read_config(path), path.parent.name or name)
-    if path != Path(name) or name.endswith(".json") or name.startswith((".", "/", "~")):
-        raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
     known = ", ".join(model.name for model in KNOWN.values())
     try:
         config = published(name).to_dict()
@@ -139,18 +135,26 @@ def find(name: str) -> Model:
     return from_config(config, name)
 
 
-def _known(name: str) -> Model | None:
-    """The model of `KNOWN` by its id, with or without the owner, or its short name, hyphens or not."""
+def known_id(name: str) -> str | None:
+    """The id in `KNOWN` of a model's id, with or without the owner, or its short name, hyphens or not."""
     plain = name.lower().replace("-", "")
     for public, model in KNOWN.items():
         if plain in (one.lower().replace("-", "") for one in (public, public.split("/")[1], model.name)):
-            return model
+            return public
     return None
 
 
-def _config_path(name: str) -> Path:
+def local(name: str) -> Path | None:
+    """The config.json that a name means as a path; None for a Hugging Face id. Raises `ValueError` for no file."""
+    if not name.strip():  # as of a variable that is not set: as a path it would be this folder
+        raise ValueError("the model's name is empty; '.' means the config.json here")
     path = Path(name)
-    return path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if path.is_dir() else path
+    if path.exists():
+        return path
+    if path != Path(name) or name.endswith(".json") or name.startswith((".", "/", "~")):
+        raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
+    return None
 
 
 def count_parameters(name: str, model: Model) -> tuple[Model, int | None]:
@@ -159,15 +163,13 @@ def count_parameters(name: str, model: Model) -> tuple[Model, int | None]:
     Of a multimodal config it is the text part's. None for a name of `KNOWN`, without transformers, and for a family
     that it does not know. Raises `ValueError` for a config of another kind of model. Takes no memory.
     """
-    if _known(name) is not None:
+    if known_id(name) is not None:
         return model, None
     try:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        path = _config_path(name)
-        config = AutoConfig.from_pretrained(path) if path.exists() else published(name)
-        config = config.get_text_config()
+        config = published(name).get_text_config()
     except Exception:  # transformers raises many kinds; what is wrong with the name, `find` has said
         return model, None
     try:
@@ -177,12 +179,6 @@ def count_parameters(name: str, model: Model) -> tuple[Model, int | None]:
         reason = first_line(error)
         raise ValueError(f"{name}: transformers makes no causal language model of it ({reason})") from None
     return from_config(config.to_dict(), model.name), count  # with the family's defaults
-
-
-def check_name(name: str) -> None:
-    """Raise `ValueError` for an empty name, as of a variable that is not set: as a path it would be this folder."""
-    if not name.strip():
-        raise ValueError("the model's name is empty; '.' means the config.json here")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -197,17 +193,19 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def published(name: str) -> Any:
-    """transformers' configuration of a Hugging Face id, from its cache or the hub. Raises where it is in neither.
+    """transformers' configuration of a path or a Hugging Face id, from the cache or the hub. Raises if neither has it.
 
     transformers retries an unreachable hub for a long time; here one request decides. A configuration that is code of
     the repository's own is not run.
     """
     from transformers import AutoConfig
 
+    path = local(name)
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path or name, local_files_only=True, trust_remote_code=False)
     except OSError:  # not in the cache
-        pass
+        if path is not None:
+            raise
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

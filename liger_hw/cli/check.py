@@ -14,7 +14,6 @@ import argparse
 import os
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from ..text import StatusLine, first_line, fold, json_text, table, with_notes
@@ -69,21 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(name: str) -> Any:
     """The configuration that a name means. Raises `UsageError` that says what was tried."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    from ..autotune.models import KNOWN, check_name, published
+    from ..autotune import models
 
     if name in CONFIG_MAPPING:
         return CONFIG_MAPPING[name]()
-    name = next((public for public, model in KNOWN.items() if model.name == name.lower()), name)
-    path = Path(name)
+    name = models.known_id(name) or name
     try:
-        check_name(name)
-        if path.exists():
-            return AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if name.endswith(".json") or name.startswith((".", "/", "~")):
-            raise FileNotFoundError(f"no such file (looked in {Path.cwd()})")
-        return published(name)
+        return models.published(name)
     except Exception as error:  # transformers raises many kinds: no such file, no network, a type that it does not know
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())  # Qwen/Qwen3-8B begins as qwen3 does
