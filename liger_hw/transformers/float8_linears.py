@@ -2,9 +2,9 @@
 
 Each one's class becomes `Float8Linear`, a subclass of `nn.Linear`: parameters, buffers, hooks and names stay the very
 objects, so that state_dict, optimizers, checkpointing and FSDP see no difference, and `undo` gives the class back. Only
-where `keep_frozen` asks for it, a weight that does not train becomes its FP8, beside a buffer `weight_scale`, and a
-state_dict has it in its dtype all the same. Linears of one parent share the FP8 copy of an input that several of them
-take (q, k, v; gate, up).
+where `keep_frozen` asks for it, a linear whose weight does not train becomes a `KeptFloat8Linear`, which has its FP8
+alone; who reads `weight`, as a state_dict does, gets it in its dtype all the same. Linears of one parent share the FP8
+copy of an input that several of them take (q, k, v; gate, up).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from ..kernels.float8.formats import E4M3, Float8Rows, float8_dtype
 from ..kernels.float8.gated_rows import gated_linear
 from ..kernels.float8.quantize_float8 import quantized
 from ..kernels.float8.whole_rows import too_wide
+from ..private import without_torch_function
 from ..runtime.sharding import is_dtensor
 from ..text import table
 from .replacing import is_traced
@@ -71,12 +71,11 @@ class SharedInput:
 @dataclass
 class Settings:
     """How one linear computes. shared: with whom it shares an input, or None; kept: the dtype of a weight before it was
-    kept in FP8, or None; adapter: PEFT's, around such a linear."""
+    kept in FP8, or None."""
 
     recipe: Recipe
     shared: SharedInput | None = None
     kept: torch.dtype | None = None
-    adapter: nn.Module | None = None
     scales: Scales = field(default_factory=Scales)
 
 
@@ -87,16 +86,17 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features]; returns [..., out_features]."""
-        settings, weight = self.float8, self.weight
+        if isinstance(input, torch.fx.Proxy):
+            return nn.functional.linear(input, self._widened(), self.bias)
+        settings, (weight, *state) = self.float8, self._operands()
         if is_dtensor(weight) or is_dtensor(input):
             raise ValueError(
                 "float8: this linear's weight is split over ranks (tensor parallelism), whose scales would differ; "
                 "call report.undo(), or shard with FSDP2, which gathers a weight before it is used"
             )
-        is_proxy, rows = isinstance(input, torch.fx.Proxy), None
-        state = () if is_proxy else self._state()
-        if is_proxy or _is_left_to_torch(input):
-            return nn.functional.linear(input, weight if settings.kept is None else self._widened(), self.bias)
+        if _is_left_to_torch(input):
+            return nn.functional.linear(input, self._widened(), self.bias)
+        rows = None
         if settings.shared is not None and not torch.compiler.is_compiling():
             rows = settings.shared.rows(input, settings)
         return linear(input, weight, self.bias, rows, settings.recipe, "float8", *state)
@@ -104,42 +104,99 @@ class Float8Linear(nn.Linear):
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
         """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
-        settings, weight = self.float8, self.weight
-        if any(hooks) or act not in GATES or not settings.recipe.rowwise or too_wide(a):
+        if any(hooks) or act not in GATES or not self.float8.recipe.rowwise or too_wide(a):
             return None
+        weight, *state = self._operands()
         if is_dtensor(weight) or is_dtensor(a) or _is_left_to_torch(a):
             return None
-        return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *self._state())
+        return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *state)
 
-    def _state(self) -> tuple[torch.Tensor | None, Scales | None]:
-        """The scale of a weight that is kept in FP8, and where scales are left, which torch.compile does not trace."""
-        settings = self.float8
-        if settings.kept is not None and self.weight.dtype.itemsize > 1:
+    def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
+        """The weight, its scale where it is kept in FP8, and where scales are left, which torch.compile does not
+        trace."""
+        return self.weight, None, None if torch.compiler.is_compiling() else self.float8.scales
+
+    def _widened(self) -> torch.Tensor:
+        """The weight in its dtype."""
+        return self.weight
+
+    def give_back(self) -> None:
+        """Become the linear from before, but for the rounding of a weight that was kept in FP8."""
+        del self.float8
+        self.__class__ = nn.Linear
+
+
+_KEPT_AS_IT_IS = (
+    "float8: a weight kept in FP8 cannot be changed, trained, or have an adapter merged into it; call report.undo() "
+    "first, which gives the weights back in their dtype"
+)
+
+
+class KeptWeight(torch.Tensor):
+    """What `weight` of a `KeptFloat8Linear` reads: its numbers in their dtype, for this one use. Writing to them raises
+    `ValueError`, since nothing would keep what is written."""
+
+    _is_param = True  # for isinstance(weight, nn.Parameter)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        target = kwargs["out"] if "out" in kwargs else next(iter((*args, *kwargs.values())), None)
+        name = func.__name__
+        writes = name.endswith("_") and not name.endswith("__") or name.startswith(("__i", "__set")) or "out" in kwargs
+        freezes = name in ("__set__", "requires_grad_") and args[-1] is False
+        if isinstance(target, KeptWeight) and writes and not freezes:
+            raise ValueError(_KEPT_AS_IT_IS)
+        with without_torch_function():
+            result = func(*args, **kwargs)
+            tensors = isinstance(result, torch.Tensor) and isinstance(target, KeptWeight)
+            is_view = tensors and result.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+            return result.as_subclass(cls) if is_view else result
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return self.clone()
+
+
+class KeptFloat8Linear(Float8Linear):
+    """A `Float8Linear` whose weight, which does not train, is kept in FP8 alone: a parameter `weight_fp8` and a buffer
+    `weight_scale`. `weight`, and a state_dict, have it in its dtype."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight in its dtype, computed at each read."""
+        weight = self._widened()
+        if not is_dtensor(weight):
+            weight = weight.as_subclass(KeptWeight)
+            weight.linear = self
+        return weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif getattr(value, "linear", None) is not self:  # PEFT's unload() writes back what it has read
+            raise ValueError(_KEPT_AS_IT_IS)
+
+    def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
+        weight = self.weight_fp8
+        if weight.dtype.itemsize > 1:
             raise ValueError(
-                f"float8: a weight kept in FP8 was cast to {self.weight.dtype}, without its scale; do not cast the "
+                f"float8: a weight kept in FP8 was cast to {weight.dtype}, without its scale; do not cast the "
                 "model (model.to(dtype), FSDP's MixedPrecisionPolicy(param_dtype=)), or leave out keep_frozen"
             )
-        if settings.kept is not None and self.weight.requires_grad:
-            raise ValueError(
-                "float8: a weight kept in FP8 cannot train; call report.undo() before you unfreeze weights, then "
-                "liger_hw.float8 again"
-            )
-        return getattr(self, "weight_scale", None), None if torch.compiler.is_compiling() else settings.scales
+        if weight.requires_grad:
+            raise ValueError(_KEPT_AS_IT_IS)
+        return weight, self.weight_scale, None if torch.compiler.is_compiling() else self.float8.scales
 
-    def keep(self, adapter: nn.Module | None) -> None:
-        """Replace the weight by its FP8 and a buffer `weight_scale`; the wider one is freed. The adapter around this
-        linear merges no more."""
-        if adapter is not None:
-            adapter.merge = adapter.unmerge = _refuse_merge
-            self.float8.adapter = adapter
-        rows = quantized(self.weight.detach(), E4M3, self.float8.recipe.rowwise)
-        self.float8.kept = self.weight.dtype
-        self.weight = nn.Parameter(rows.data, requires_grad=False)
+    def keep(self) -> None:
+        """Replace the weight of a linear that has just become one of this class; the wider one is freed."""
+        weight = self._parameters.pop("weight")
+        rows = quantized(weight.detach(), E4M3, self.float8.recipe.rowwise)
+        self.float8.kept = weight.dtype
+        self._parameters = {"weight_fp8": nn.Parameter(rows.data, requires_grad=False), **self._parameters}
         self.register_buffer("weight_scale", rows.scale, persistent=False)
 
     def _widened(self) -> torch.Tensor:
-        """A weight that is kept in FP8, in its dtype."""
-        weight, scale = self.weight.detach(), self.weight_scale[:, None]
+        weight, scale = self.weight_fp8.detach(), self.weight_scale[:, None]
         if is_dtensor(weight):  # FSDP2's: some rows on each rank, but all scales
             from torch.distributed.tensor import Replicate
 
@@ -148,36 +205,35 @@ class Float8Linear(nn.Linear):
         return (weight.float() * scale).to(self.float8.kept)
 
     def give_back(self) -> None:
-        """Become the linear from before, but for the rounding of a weight that was kept in FP8."""
-        if self.float8.kept is not None:
-            self.weight = nn.Parameter(self._widened(), requires_grad=False)
-            del self.weight_scale
-            if self.float8.adapter is not None:
-                del self.float8.adapter.merge, self.float8.adapter.unmerge
-        del self.float8
-        self.__class__ = nn.Linear
+        weight = nn.Parameter(self._widened(), requires_grad=False)
+        del self.weight_fp8, self.weight_scale
+        self._parameters = {"weight": weight, **self._parameters}
+        super().give_back()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """A weight kept in FP8 is stored in its dtype: on the CPU, for which the device may have no room."""
+        """The weight is stored in its dtype: on the CPU, for which the device may have no room."""
+        weight = self._widened()
+        destination[f"{prefix}weight"] = weight if is_dtensor(weight) else weight.cpu()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.float8.kept is not None:
-            weight = self._widened()
-            destination[f"{prefix}weight"] = weight if is_dtensor(weight) else weight.cpu()
+        del destination[f"{prefix}weight_fp8"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A checkpoint's weight is quantised where it is kept in FP8."""
-        name = f"{prefix}weight"
-        weight, kept = state_dict.get(name), self.weight
-        if self.float8.kept is not None and weight is not None and weight.shape == kept.shape:
+        """A checkpoint's weight is quantised."""
+        weight, kept = state_dict.pop(f"{prefix}weight", None), self.weight_fp8
+        if weight is not None and weight.shape == kept.shape:
             weight = weight.full_tensor() if is_dtensor(weight) else weight
-            data, scale = quantized(weight.to(self.weight_scale.device), E4M3, self.float8.recipe.rowwise)
+            weight, scale = quantized(weight.to(self.weight_scale.device), E4M3, self.float8.recipe.rowwise)
             self.weight_scale.copy_(scale)
             if is_dtensor(kept):
                 from torch.distributed.tensor import distribute_tensor
 
-                data = distribute_tensor(data, kept.device_mesh, kept.placements, src_data_rank=None)
-            state_dict[name] = data
+                weight = distribute_tensor(weight, kept.device_mesh, kept.placements, src_data_rank=None)
+        if weight is not None:
+            state_dict[f"{prefix}weight_fp8"] = weight
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_CLASSES = (Float8Linear, KeptFloat8Linear)
 
 
 @dataclass
@@ -198,11 +254,11 @@ class Float8Report:
         """Give every linear its class back; how many there were. Raises `ValueError` for one parametrised since,
         and for a weight kept in FP8 and sharded since."""
         for path, module in zip(self.linears, self._modules):
-            if isinstance(module, Float8Linear) and type(module) is not Float8Linear:
+            if isinstance(module, Float8Linear) and type(module) not in _CLASSES:
                 raise ValueError(f"float8: {path} was parametrised since; remove its parametrizations before undo()")
-            if hasattr(module, "weight_scale") and is_dtensor(module.weight):
+            if is_dtensor(getattr(module, "weight_fp8", None)):
                 raise ValueError(f"float8: {path}'s weight is kept in FP8 and was sharded since; save a state_dict")
-        ours = [module for module in self._modules if type(module) is Float8Linear]
+        ours = [module for module in self._modules if type(module) in _CLASSES]
         for module in ours:
             module.give_back()
         self._modules.clear()
@@ -247,9 +303,10 @@ def float8(
     fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones, GPT-2's
     Conv1D), and linears with a replaced forward.
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
-    quantising in a step. `state_dict` and `undo` give them in their dtype, but not what rounding took.
+    quantising in a step. `weight`, `state_dict` and `undo` give them in their dtype, but not what rounding took. A
+    weight that several modules share stays as it is.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
-    FP8, for a model of which no linear fits, and for keep_frozen where all weights train or an adapter reads them.
+    FP8, for a model of which no linear fits, and for keep_frozen where all weights train.
     """
     if recipe not in tuple(RECIPES):
         reason = ""
@@ -286,11 +343,6 @@ def float8(
             "float8: keep_frozen=True, but every weight of the linears trains; call it after get_peft_model or after "
             "requires_grad_(False), or leave it out"
         )
-    if keep_frozen and (path := next(filter(partial(_reads_weight, model), report.linears), "")):
-        raise ValueError(
-            f"float8: keep_frozen=True, but the adapter around {path} computes with the weight itself, as DoRA does, "
-            "and would miss its scale; use LoRA, or leave keep_frozen out"
-        )
     for path, module in zip(report.linears, report._modules) if keep_frozen else ():
         if is_dtensor(module.weight) or module.weight.is_meta or not module.weight.numel():
             raise ValueError(
@@ -302,33 +354,19 @@ def float8(
         for module in modules:
             module.__class__ = Float8Linear
             module.float8 = Settings(RECIPES[recipe], shared)
+    uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     for path, module in zip(report.linears, report._modules) if keep_frozen else ():
-        if not module.weight.requires_grad and module.weight.dtype is not torch.float64:
-            adapter = path.removesuffix(".base_layer")
-            module.keep(model.get_submodule(adapter) if adapter != path else None)
+        weight = module.weight
+        if not weight.requires_grad and weight.dtype is not torch.float64 and uses[weight] == 1:
+            module.__class__ = KeptFloat8Linear
+            module.keep()
             report.linears[path] += ", kept"
     return report
-
-
-def _refuse_merge(*_: Any, **__: Any) -> None:
-    """In place of `merge` and `unmerge` of an adapter whose weight is kept in FP8."""
-    raise ValueError(
-        "float8: an adapter cannot be merged into a weight kept in FP8; call report.undo() first, which gives the "
-        "weights back in their dtype"
-    )
 
 
 def _is_left_to_torch(x: torch.Tensor) -> bool:
     """Whether an input is not multiplied in FP8: traced, in fp64, empty, or on the meta device."""
     return is_traced() or x.dtype is torch.float64 or not x.numel() or x.device.type == "meta"
-
-
-def _reads_weight(model: nn.Module, path: str) -> bool:
-    """Whether PEFT's adapter around a linear reads its weight: all may, but for LoRA without DoRA's magnitudes."""
-    if not path.endswith(".base_layer"):
-        return False
-    adapter = model.get_submodule(path.removesuffix(".base_layer"))
-    return not hasattr(adapter, "lora_A") or len(getattr(adapter, "lora_magnitude_vector", ())) > 0
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
@@ -348,7 +386,7 @@ def _heads(model: nn.Module) -> set[nn.Module]:
 
 def _why_not(path: str, module: nn.Linear, skip: tuple[str, ...], smallest: int) -> str:
     """Why a linear stays as it is, or ""."""
-    if type(module) is Float8Linear:
+    if isinstance(module, Float8Linear):
         return "in FP8 already"
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}"
