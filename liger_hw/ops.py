@@ -246,7 +246,8 @@ class Tunable:
 class Op:
     """One op file's registration: what tests, bench, tuner and CLI iterate over.
 
-    function: the public `liger_<op>`; reference: the same computation in plain differentiable torch
+    function: the public `liger_<op>`
+    reference: its specification in plain differentiable torch; computes in fp32, or in fp64 where its inputs are fp64
     workloads: name -> problem sizes, in the order of the tunables' `dims`
     sample: (sizes, dtype, device, generator, **options) -> Sample, inputs for tests, bench and tuner
     """

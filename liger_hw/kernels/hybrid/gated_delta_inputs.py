@@ -3,12 +3,8 @@
     q, k, v = split(silu(conv(qkv)));  q and k of each head / sqrt(sum of squares + eps)
     beta = sigmoid(b);  g = -exp(A_log) * softplus(a + dt_bias)
 
-Shapes: qkv [batch, tokens, channels], of 2 * n_k_heads * k_dim + n_v_heads * v_dim channels; weight [channels, taps];
-b, a [batch, tokens, n_v_heads]; A_log, dt_bias [n_v_heads]; seq_idx [batch, tokens] int or None. Returns q, k [batch,
-tokens, n_k_heads, k_dim] and v [batch, tokens, n_v_heads, v_dim] in qkv's dtype, beta like b, and g like b in fp32.
-conv is causal_conv.py's. Dtypes: fp32, fp16 or bf16, each tensor its own; computed in fp32, rounded once. Saved for
-backward: the inputs; everything else is computed again. The scan, which is flash-linear-attention's, is to be called
-with use_qk_l2norm_in_kernel=False.
+conv is causal_conv.py's. Everything is fp32, rounded once. Saved for backward: the inputs; everything else is computed
+again. The scan, which is flash-linear-attention's, is to be called with use_qk_l2norm_in_kernel=False.
 
 Source: Yang et al., "Gated Delta Networks", https://arxiv.org/abs/2412.06464
 """
@@ -62,7 +58,6 @@ class Heads(NamedTuple):
 
 
 def gated_delta_inputs_reference(qkv, weight, b, a, A_log, dt_bias, n_k_heads, k_dim, seq_idx=None, eps=1e-6):
-    """The specification in plain torch; computes in fp32, or in fp64 when `qkv` is fp64."""
     wide = torch.promote_types(qkv.dtype, torch.float32)
     n_k_heads, n_v_heads, k_dim, v_dim = Heads(n_k_heads, k_dim, eps).sizes(qkv, A_log.shape[0])
     y = torch.nn.functional.silu(causal_conv_reference(qkv.to(wide), weight, seq_idx))
@@ -401,8 +396,6 @@ _SHAPES = (
 
 
 class GatedDeltaInputsFunction(OperatorFunction):
-    """Autograd for the inputs of the gated delta rule: saves its own inputs."""
-
     fwd = define(
         f"gated_delta_inputs_fwd({_TENSORS}) -> (Tensor q, Tensor k, Tensor v, Tensor beta, Tensor g)",
         shapes=_SHAPES,

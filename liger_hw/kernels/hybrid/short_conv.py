@@ -1,8 +1,7 @@
 """LFM2's gated short convolution: y = C * conv(B * x), with (B, C, x) the thirds of one projection.
 
-Shapes: bcx [batch, tokens, 3 * n_cols], weight [n_cols, taps], seq_idx [batch, tokens] int or None -> y [batch, tokens,
-n_cols] in bcx's dtype. conv is causal_conv.py's. Dtypes: fp32, fp16 or bf16, each tensor its own; sums in fp32,
-rounded once. Saved for backward: bcx and the weight; the convolution is computed again.
+conv is causal_conv.py's. Sums are fp32, rounded once. Saved for backward: bcx and the weight; the convolution is
+computed again.
 
 Source: Liquid AI, "LFM2 Technical Report", https://arxiv.org/abs/2511.23404
 """
@@ -31,7 +30,6 @@ from .causal_conv import (
 
 
 def short_conv_reference(bcx, weight, seq_idx=None):
-    """The specification in plain torch; computes in fp32, or in fp64 when `bcx` is fp64."""
     b, c, x = bcx.to(torch.promote_types(bcx.dtype, torch.float32)).chunk(3, -1)
     return (c * causal_conv_reference(b * x, weight, seq_idx)).to(bcx.dtype)
 
@@ -198,8 +196,6 @@ _SHAPES = "bcx [batch, tokens, 3n]; weight [n, taps]; int seq_idx [batch, tokens
 
 
 class ShortConvFunction(OperatorFunction):
-    """Autograd for the gated short convolution: saves its inputs."""
-
     fwd = define(
         "short_conv_fwd(Tensor bcx, Tensor weight, Tensor? seq_idx) -> Tensor y",
         shapes=_SHAPES,

@@ -1,8 +1,6 @@
 """Dynamic tanh: y = gamma * tanh(alpha * x) + beta, an element-wise stand-in for a norm, over the last dimension.
 
-Shapes: x [..., n_cols], alpha one element, gamma [n_cols], beta [n_cols] or None (no shift) -> y like x.
-Dtypes: each tensor in fp32, fp16 or bf16; arithmetic and sums in fp32, y rounded once to x's dtype.
-Saved for backward: x, alpha, gamma (and beta, for its dtype).
+Arithmetic and sums are fp32; y is rounded once. Saved for backward: x, alpha, gamma (and beta, for its dtype).
 Backward, with t = tanh(alpha * x) and d = dy * gamma * (1 - t^2):  dx = alpha * d,  dalpha = sum of d * x,
 dgamma = sum over rows of dy * t,  dbeta = sum over rows of dy.
 
@@ -52,7 +50,6 @@ from ..rows.tuning import persistent_misfit, row_tunable, rows_per_program
 
 
 def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
-    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = gamma.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
     return (y if beta is None else y + beta.to(wide)).to(x.dtype)
@@ -306,8 +303,6 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
 
 
 class DyTFunction(OperatorFunction):
-    """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
-
     sharding, params = RowsRule(inputs=("x",), weights=("alpha", "gamma", "beta")), ("alpha", "gamma", "beta")
     fwd = define(
         "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor y",

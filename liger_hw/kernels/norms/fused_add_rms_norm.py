@@ -1,8 +1,6 @@
 """Residual add and RMSNorm in one pass: s = x + r, y = s / sqrt(mean(s^2) + eps) * (offset + w).
 
-Shapes: x, r [..., n_cols], w [n_cols] -> (y, s), both like x.
-Dtypes: x and r share one of fp32, fp16, bf16; w may differ. s is rounded to x's dtype, as `x + r` is in torch, and the
-statistics are taken of the rounded s. Casting modes and the dtype of y are as in rms_norm.py.
+s is rounded to x's dtype, as `x + r` is in torch, and the statistics are taken of the rounded s.
 Saved for backward: s (an output, so it costs nothing), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row.
 Backward, with m = dy * (offset + w) and h = s * rstd:  dx = dr = ds + rstd * (m - h * mean(m * h)), added in fp32 and
 rounded once; dw = sum over rows of dy * h. x and r get the same tensor: autograd never writes into a gradient that
@@ -28,7 +26,6 @@ from .rms_norm import LigerRMSNorm, rms_norm_reference
 
 
 def fused_add_rms_norm_reference(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     S = X + R
     return rms_norm_reference(S, W, eps, offset, casting_mode), S
 
@@ -78,8 +75,6 @@ def _normalised_again(s, w, eps, offset, casting):
 
 
 class FusedAddRMSNormFunction(Function):
-    """Autograd for the fused add and RMSNorm: saves s, w and rstd."""
-
     sharding = RowsRule(inputs=("X", "R"), weights=("W",))
 
     @staticmethod
@@ -115,7 +110,7 @@ def liger_fused_add_rms_norm(
 
     X, R: [..., n_cols], of one shape and dtype; W: [n_cols]. fp32, fp16 or bf16 (fp64 too on the CPU).
     Y and S are [..., n_cols]; S is the next block's residual.
-    casting_mode: `llama`, `gemma` or `none`, see rms_norm.py.
+    casting_mode: `llama`, `gemma` or `none`, as for `liger_rms_norm`.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """

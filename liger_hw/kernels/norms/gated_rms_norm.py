@@ -3,14 +3,8 @@
     norm first   y = h(x) * w * act(gate)          h(u) = u / sqrt(mean(u^2) + eps)
     gate first   y = h(x * act(gate)) * w
 
-act is silu or sigmoid. Each row is normalised in groups of group_size columns on their own; w is not shared by groups.
-
-Shapes: x, gate [..., n_cols], w [n_cols] -> y [..., n_cols].
-Dtypes: fp32, fp16 or bf16, of x and w each its own; statistics, sums and the gate are fp32. Casting modes, of what is
-rounded before y (`rms_norm.py` has the words):
-    llama   h to x's dtype, and h * w to the promoted dtype of x and w
-    gemma   nothing
-y has x's dtype; gate first with llama, the promoted one.
+Each row is normalised in groups of group_size columns on their own; w is not shared by groups. Statistics, sums and the
+gate are fp32.
 Saved for backward: x, gate, w, and rstd = 1 / sqrt(mean(u^2) + eps), one fp32 a group. Backward, with h and rstd as
 above and m the gradient of h:  du = rstd * (m - h * mean(m * h)), dw = sum over rows of dy * h (* act(gate)).
 
@@ -55,7 +49,6 @@ CASTING_MODES = ("llama", "gemma")
 def gated_rms_norm_reference(
     X, gate, W, eps=1e-6, activation="silu", casting_mode="llama", norm_before_gate=True, group_size=None
 ):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     g = gate.to(wide)
     factor = torch.sigmoid(g) if activation == "sigmoid" else torch.nn.functional.silu(g)
@@ -330,8 +323,6 @@ def _misfit(n_cols, group_size) -> str:
 
 
 class GatedRMSNormFunction(OperatorFunction):
-    """Autograd for the gated RMSNorm: saves x, gate, w and rstd."""
-
     fwd = define(
         "gated_rms_norm_fwd(Tensor X, Tensor gate, Tensor W, float eps, bool sigmoid, bool llama, bool norm_first, "
         "int group_size) -> (Tensor Y, Tensor rstd)",

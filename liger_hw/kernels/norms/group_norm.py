@@ -1,9 +1,8 @@
 """GroupNorm: y = (x - mean) / sqrt(var + eps) * w + b, with mean and var over all values of a group of channels.
 
-Shapes: x [batch, num_channels, ...] with any shape behind, w and b [num_channels] or None -> y like x. A group is
-num_channels / num_groups neighbouring channels of one example: in memory a row of `channels * spatial` values.
-Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once to x's
-dtype. Saved for backward: x, w, b (for its dtype), and mean and rstd = 1 / sqrt(var + eps), two fp32 a group.
+A group is num_channels / num_groups neighbouring channels of one example: in memory a row of `channels * spatial`
+values. Statistics, products and sums are fp32; y is rounded once. Saved for backward: x, w, b (for its dtype), and mean
+and rstd = 1 / sqrt(var + eps), two fp32 a group.
 Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). The sums of dy and
 of dy * h over each channel of each example give both means and, summed over examples, db and dw.
 
@@ -50,7 +49,6 @@ from .group_norm_kernels import (
 
 
 def group_norm_reference(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     grouped = X.to(wide).reshape(X.shape[0], num_groups, math.prod(X.shape[1:]) // num_groups)
     centred = grouped - grouped.mean(-1, keepdim=True)
@@ -285,8 +283,6 @@ def _misfit(X, W, B, num_groups) -> str:
 
 
 class GroupNormFunction(OperatorFunction):
-    """Autograd for GroupNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
-
     params = "affine_scaling_weight", "affine_shifting_bias"
     fwd = define(
         "group_norm_fwd(Tensor X, Tensor? affine_scaling_weight, Tensor? affine_shifting_bias, int num_groups,"

@@ -1,8 +1,6 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * w + b, over the last dimension.
 
-Shapes: x [..., n_cols], w [n_cols] or None (no scaling), b [n_cols] or None (no shift; only with a w) -> y like x.
-Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once, to x's
-dtype. var is the mean squared deviation.
+Statistics, products and sums are fp32; y is rounded once. var is the mean squared deviation.
 Saved for backward: x, w, and mean and rstd = 1 / sqrt(var + eps), two fp32 a row.
 Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)),
 dw = sum over rows of dy * h,  db = sum over rows of dy.
@@ -31,7 +29,6 @@ from .forward import GEMMA, norm_forward, norm_forward_tunable
 
 
 def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     x = X.to(wide)
     centred = x - x.mean(-1, keepdim=True)
@@ -119,8 +116,6 @@ def misfit(X, W, B, eps) -> str:
 
 
 class LayerNormFunction(OperatorFunction):
-    """Autograd for LayerNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
-
     sharding, params, is_cheap = RowsRule(inputs=("X",), weights=("W", "B")), ("W", "B"), True
     fwd = define(
         "layer_norm_fwd(Tensor X, Tensor? W, Tensor? B, float eps) -> (Tensor Y, Tensor stats)",

@@ -1,10 +1,8 @@
 """Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift.
 
-Shapes: x [..., n_cols], w [n_cols] or None -> y like x. scale [..., n_cols] flattens to n_mods rows, each of which
-serves n_rows / n_mods consecutive rows of x: [n_cols] serves all rows, [batch, n_cols] the rows of one example, and a
-scale of x's shape one row each. shift is like scale, or None.
-Dtypes: fp32, fp16 or bf16, each tensor its own; statistics, products and sums in fp32. Casting modes are rms_norm's,
-and everything after the cast to x's dtype (llama) stays in fp32 until y is rounded, to the dtype rms_norm would give.
+scale flattens to n_mods rows, each of which serves n_rows / n_mods consecutive rows of x. Statistics, products and sums
+are fp32. Casting modes are rms_norm's, and everything after the cast to x's dtype (llama) stays in fp32 until y is
+rounded, to the dtype rms_norm would give.
 Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
 Backward, with g = (offset + w) * (1 + scale), m = dy * g and h = x * rstd:  dx = rstd * (m - h * mean(m * h)), and with
 q = sum of dy * h over the rows that share a modulation:  dscale = (offset + w) * q,  dshift = the same sum of dy,
@@ -46,7 +44,6 @@ from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm, casting_code
 
 
 def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     n_cols = X.shape[-1]
     x = X.to(wide)
@@ -220,8 +217,6 @@ def _misfit(X, W, scale, shift, *numbers) -> str:
 
 
 class ModulatedRMSNormFunction(OperatorFunction):
-    """Autograd for the modulated RMSNorm: saves its inputs and rstd."""
-
     params = "W", "scale", "shift"
     fwd = define(
         "modulated_rms_norm_fwd(Tensor X, Tensor? W, Tensor scale, Tensor? shift, float eps, float offset, int casting)"

@@ -2,8 +2,7 @@
 
 Here norm(u) = u / sqrt(mean(u^2) + eps).
 
-Shapes: x [..., n_cols], w [3], b one element of any shape, or None (no shift) -> y like x.
-Dtypes: x, w, b in fp32, fp16 or bf16, each its own; powers, sums and products in fp32, y rounded once to x's dtype.
+Powers, sums and products are fp32; y is rounded once.
 Saved for backward: x, w, b (for its dtype), and rstd = 1 / sqrt(mean(u^2) + eps) of the three powers, three fp32 a row.
 Backward, with u_p = x^p, n_p = u_p * rstd_p, w_p the weight of power p and c_p = mean(dy * n_p):
 dx = sum over p of  p * x^(p - 1) * w_p * rstd_p * (dy - n_p * c_p),  dw_p = sum over rows of n_cols * c_p,  db = sum
@@ -40,7 +39,6 @@ from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_sampl
 
 
 def poly_norm_reference(X, W, B, eps=1e-6, in_place=True):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     x, w = X.to(wide), W.to(wide)
     y = 0.0
@@ -292,8 +290,6 @@ poly_norm_bwd = define(
 
 
 class PolyNormFunction(Function):
-    """Autograd for PolyNorm: saves x, w, b (only for its shape and dtype) and rstd. dw and db share one storage."""
-
     sharding = RowsRule(inputs=("X",), weights=("W", "B"))
 
     @staticmethod

@@ -1,11 +1,6 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * (offset + w), over the last dimension.
 
-Shapes: x [..., n_cols], w [n_cols] or None (no scaling) -> y like x.
-Dtypes: x, w in fp32, fp16 or bf16; w may differ from x. Statistics and sums are fp32. Casting modes:
-    llama   the normalised x is rounded to x's dtype, then multiplied by (offset + w)
-    gemma   everything in fp32, y rounded once to x's dtype
-    none    everything in fp32 with no rounding to x's dtype before the product; y in the promoted dtype of x and w
-Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 per row.
+Statistics and sums are fp32. Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 per row.
 Backward, with m = dy * (offset + w) and h = x * rstd:  dx = rstd * (m - h * mean(m * h)),
 dw = sum over rows of dy * h.
 
@@ -31,7 +26,6 @@ CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
 
 
 def rms_norm_reference(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     x = X.to(wide)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -83,8 +77,6 @@ def bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
 
 
 class RMSNormFunction(OperatorFunction):
-    """Autograd for RMSNorm: saves x, w and rstd."""
-
     sharding, params, is_cheap = RowsRule(inputs=("X",), weights=("W",)), ("W",), True
     fwd = define(
         "rms_norm_fwd(Tensor X, Tensor? W, float eps, float offset, int casting) -> (Tensor Y, Tensor rstd)",

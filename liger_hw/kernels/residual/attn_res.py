@@ -4,8 +4,7 @@
 
 Here rstd_n = 1 / sqrt(mean(v_n^2) + eps).
 
-Shapes: V [n_blocks, ..., n_cols], w_query and w_norm [n_cols] -> h [..., n_cols] in V's dtype.
-Dtypes: fp32, fp16 or bf16, each tensor its own; all arithmetic in fp32, h rounded once.
+All arithmetic is fp32; h is rounded once.
 Saved for backward: V, both weights, and in fp32 the scores and rstd [n_blocks, n_rows] and the logarithm of the
 softmax's sum [n_rows].
 Backward, with g = dh and q = w_query * w_norm:  ds_n = alpha_n * (g . v_n - sum over m of alpha_m * g . v_m),
@@ -45,7 +44,6 @@ WIDEST = 65536
 
 
 def attn_res_reference(V, w_query, w_norm, eps=1e-6):
-    """The specification in plain torch; computes in fp32, or in fp64 when `V` is fp64."""
     v = V.to(torch.promote_types(V.dtype, torch.float32))
     keys = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * w_norm.to(v.dtype)
     alpha = (keys * w_query.to(v.dtype)).sum(-1, keepdim=True).softmax(0)
@@ -297,8 +295,6 @@ attn_res_bwd = define(
 
 
 class AttnResFunction(Function):
-    """Autograd for attention residuals: saves V, both weights, the scores and their statistics."""
-
     @staticmethod
     def forward(ctx, V, w_query, w_norm, eps):
         H, SCORE, RSTD, LSE = attn_res_fwd(V, w_query, w_norm, float(eps))

@@ -7,10 +7,7 @@
 
 sinkhorn divides columns by their sums plus sinkhorn_eps, and tmax - 1 times rows and then columns.
 
-Shapes: x [..., n_streams, n_cols], phi [n_streams * n_cols, n_mix], b [n_mix] with n_mix = n_streams * (n_streams + 2),
-alphas of one element -> h_pre, h_post [..., n_streams], h_res [..., n_streams, n_streams], all in fp32.
-Dtypes: x, phi, b and the alphas in fp32, fp16 or bf16, each its own; sums are fp32. In half precision the gradient of
-x @ phi is rounded to x's dtype before it is multiplied.
+Sums are fp32. In half precision the gradient of x @ phi is rounded to x's dtype before it is multiplied.
 Saved for backward: x, phi, b, the alphas, h_res, mix, 1 / sqrt(...), and the sums that Sinkhorn divided by.
 Backward: Sinkhorn's steps are undone by multiplying with their sums, and each passes its gradient g of k = a / s on as
 (g - sum(g * k)) / s. Then softmax and sigmoid, dx = dz @ phi^T - x * rstd^2 * mean-weighted dot, dphi = x^T @ dz.
@@ -77,7 +74,6 @@ def _mixed(x, phi, eps):
 
 
 def mhc_coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, **numbers):
-    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     options = Options(**numbers)
     z, rstd = _mixed(x.to(wide), phi.to(wide), options.rms_eps)
@@ -544,8 +540,6 @@ mhc_coeffs_bwd = define(
 
 
 class MHCCoeffsFunction(Function):
-    """Autograd for the coefficients: saves the inputs, h_res, the projections and Sinkhorn's sums."""
-
     @staticmethod
     def forward(ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, options):
         ctx.options = options

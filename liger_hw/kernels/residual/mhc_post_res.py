@@ -1,7 +1,6 @@
 """Residual streams after a layer under hyper-connections: out[o] = sum over i of h_res[o, i] x[i] + h_post[o] f_out.
 
-Shapes: x [..., n_streams, n_cols], f_out [..., n_cols], h_post [..., n_streams], h_res [..., n_streams, n_streams]
--> out like x. Dtypes: fp32, fp16 or bf16, each its own; sums in fp32, rounded once. Saved for backward: all inputs.
+Sums are fp32, rounded once. Saved for backward: all inputs.
 Backward, with g = dout:  dx[i] = sum over o of h_res[o, i] * g[o],  df = sum over o of h_post[o] * g[o],
 dh_post[o] = g[o] . f,  dh_res[o, i] = g[o] . x[i].
 
@@ -24,7 +23,6 @@ from .streams import mix, mix_backward, mix_tunables
 
 
 def mhc_post_res_reference(x, f_out, h_post, h_res):
-    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     mixed = (h_res.to(wide)[..., None] * x.to(wide)[..., None, :, :]).sum(-2)
     return (mixed + h_post.to(wide)[..., None] * f_out.to(wide)[..., None, :]).to(x.dtype)
@@ -47,8 +45,6 @@ _SHAPES = "x [*, streams, n]; f_out [*, n]; h_post [*, streams]; h_res [*, strea
 
 
 class MHCPostResFunction(OperatorFunction):
-    """Autograd for the mix of streams after a layer: saves its inputs."""
-
     fwd = define(
         "mhc_post_res_fwd(Tensor x, Tensor f_out, Tensor h_post, Tensor h_res) -> Tensor out",
         shapes=_SHAPES,

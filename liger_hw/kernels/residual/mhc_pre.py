@@ -1,7 +1,6 @@
 """The input of a layer under hyper-connections: out = sum over i of h_pre[i] * x[i], over residual streams.
 
-Shapes: x [..., n_streams, n_cols], h_pre [..., n_streams] -> out [..., n_cols] in x's dtype. Dtypes: fp32, fp16 or
-bf16, each its own; sums in fp32, rounded once. Saved for backward: x and h_pre. Backward:  dx[i] = h_pre[i] * dout,
+Sums are fp32, rounded once. Saved for backward: x and h_pre. Backward:  dx[i] = h_pre[i] * dout,
 dh_pre[i] = dout . x[i].
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880
@@ -19,7 +18,6 @@ from .streams import mix, mix_backward, mix_tunables
 
 
 def mhc_pre_reference(x, h_pre):
-    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * h_pre.to(wide)[..., None]).sum(-2).to(x.dtype)
 
@@ -39,8 +37,6 @@ def _bwd(dout, x, h_pre):
 
 
 class MHCPreFunction(OperatorFunction):
-    """Autograd for the mix of streams before a layer: saves x and h_pre."""
-
     fwd = define(
         "mhc_pre_fwd(Tensor x, Tensor h_pre) -> Tensor out",
         shapes="x [*, streams, n]; h_pre [*, streams]",

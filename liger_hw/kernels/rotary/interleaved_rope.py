@@ -3,10 +3,7 @@
     q'[2i]     = q[2i] * cos[2i] - q[2i+1] * sin[2i]            2i < rotary_dim
     q'[2i + 1] = q[2i+1] * cos[2i+1] + q[2i] * sin[2i+1]        dimensions from rotary_dim on pass through; k likewise
 
-Shapes, layouts, dtypes and saved tensors are as in rope.py. cos and sin are rotary_dim wide as above (Cohere), or
-rotary_dim // 2 wide with one angle a pair (GPT-J). GLM passes rotary_dim columns whose halves are equal: shared_halves
-takes the first half as one angle a pair. DeepSeek also wants the result with its pairs taken apart, first elements in
-the first half and second ones in the second: that is to_halves.
+Layouts, arithmetic, output and saved tensors are as in rope.py.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
 """
@@ -26,7 +23,6 @@ from .rotary import PAIRS, SMALL, Form, Rotary, turned
 def interleaved_rope_reference(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
 ):
-    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)
     how = cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles)
     return turned(q, *how), turned(k, *how)
@@ -36,8 +32,6 @@ _rotary = Rotary("interleaved_rope")
 
 
 class InterleavedRopeFunction(Function):
-    """Autograd for interleaved rope: saves cos and sin."""
-
     @staticmethod
     def forward(ctx, q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves, to_halves):
         rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)

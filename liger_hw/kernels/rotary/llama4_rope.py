@@ -2,10 +2,8 @@
 
     (q'[2i] + j q'[2i+1]) = (q[2i] + j q[2i+1]) * freqs_cis[i]          k likewise; j the imaginary unit
 
-Shapes: q [B, T, n_q_heads, D], k [B, T, n_k_heads, D], of any strides; freqs_cis [1 or B, T, half] complex, half <= D
-// 2 (dimensions from 2 half on pass through). The vision tower's freqs_ci [T, 1, half] serves every image of the batch.
-Dtypes: q, k in fp32, fp16 or bf16; freqs_cis complex64 (complex128 too on the CPU). Arithmetic in fp32, rounded once.
-Saved for backward: freqs_cis. It gets no gradient. Backward multiplies with its conjugate.
+Dimensions from 2 half on pass through. Layouts, arithmetic and output: rotary.py's. Saved for backward: freqs_cis,
+complex64 (complex128 too on the CPU). Backward multiplies with its conjugate.
 
 Source: Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, in the complex form of Meta's Llama code
 """
@@ -24,7 +22,6 @@ _FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
 
 
 def llama4_rope_reference(xq, xk, freqs_cis):
-    """The specification in plain torch; computes in fp32, or in fp64 when `xq` is fp64."""
     freqs = torch.view_as_real(freqs_cis.resolve_conj())
     how = freqs, None, 2 * freqs_cis.shape[-1], _HEAD_AXIS, _FORM
     return turned(xq, *how), turned(xk, *how)
@@ -34,8 +31,6 @@ _rotary = Rotary("llama4_rope", flat=True)
 
 
 class Llama4RopeFunction(Function):
-    """Autograd for Llama 4's rope: saves the angles."""
-
     @staticmethod
     def forward(ctx, q, k, freqs_cis):
         rotary_dim = 2 * freqs_cis.shape[-1]

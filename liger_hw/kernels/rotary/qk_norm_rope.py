@@ -4,13 +4,9 @@
     y[:r/2] = h[:r/2] * cos[:r/2] - h[r/2:r] * sin[:r/2]        r = rotary_dim
     y[r/2:r] = h[r/2:r] * cos[r/2:] + h[:r/2] * sin[r/2:]       dimensions from r on are normalised only
 
-Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (unsqueeze_dim=1), or both [B, T, heads, D] (unsqueeze_dim=2), of
-any strides (a model passes its projections, viewed and transposed); q_weight, k_weight [D]; cos, sin as in rope.py.
-Dtypes: fp32, fp16 or bf16. Everything in fp32, rounded once to x's dtype at the end. Casting modes, as in rms_norm.py:
-    llama   the normalised x is rounded to x's dtype before the weight (Qwen3, OLMo)
-    gemma   it is not
-The models round once more between the two and several times inside rope; here that is not imitated.
-Output: new tensors, dense, with heads and tokens in memory in the input's order, as rope.py.
+Everything is fp32, rounded once at the end; with casting_mode llama (Qwen3, OLMo) the normalised x is rounded to x's
+dtype before the weight. The models round once more between the two and several times inside rope; here that is not
+imitated. Layouts and output: rotary.py's.
 Saved for backward: the inputs, nothing else; 1 / rms is computed again from x.
 Backward, with g the gradient turned back, m = g * (offset + w) and n = x / rms:
     dx = (m - n * mean(m * n)) / rms,  dw = sum over tokens and heads of g * n
@@ -68,7 +64,6 @@ def qk_norm_rope_reference(
     rotary_dim: int | None = None,
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
     how = cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, angles
     return _normed_and_turned(q, q_weight, *how), _normed_and_turned(k, k_weight, *how)
@@ -275,8 +270,6 @@ qk_norm_rope_bwd = define(
 
 
 class QKNormRopeFunction(Function):
-    """Autograd for QK norm and rope: saves the inputs."""
-
     sharding = RotaryRule(weights=("q_weight", "k_weight"))
 
     @staticmethod

@@ -4,10 +4,8 @@ Half-split as rope.py, but every token has three sets of angles, and column i of
 whose section it lies in: time for the first mrope_section[0] columns, height for the next mrope_section[1], width for
 the rest.
 
-Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (unsqueeze_dim=1) or [B, T, heads, D] (unsqueeze_dim=2), of any
-strides; cos, sin [3, 1 or B, T, width], width = 2 * sum(mrope_section) <= D; dimensions from width on pass through.
-Both halves of cos and sin are read unless shared_halves says that they are equal. Dtypes, layouts and what is saved are
-as in rope.py. Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
+Dimensions from 2 * sum(mrope_section) on pass through. Layouts, arithmetic, output and saved tensors are as in rope.py.
+Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
 
 Source: Wang et al., "Qwen2-VL", https://arxiv.org/abs/2409.12191
 """
@@ -25,7 +23,6 @@ from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, rota
 
 
 def qwen2vl_mrope_reference(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
-    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     how = cos, sin, 2 * sum(mrope_section), unsqueeze_dim, _form(mrope_section, shared_halves)
     return turned(q, *how), turned(k, *how)
 
@@ -40,8 +37,6 @@ _rotary = Rotary("qwen2vl_mrope")
 
 
 class Qwen2VLMRopeFunction(Function):
-    """Autograd for multimodal rope: saves cos and sin."""
-
     @staticmethod
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves):
         form = _form(mrope_section, shared_halves)

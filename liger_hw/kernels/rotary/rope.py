@@ -3,11 +3,7 @@
     q'[:h] = q[:h] * cos[:h] - q[h:2h] * sin[:h]        h = rotary_dim // 2
     q'[h:2h] = q[h:2h] * cos[h:] + q[:h] * sin[h:]      dimensions from rotary_dim on pass through; k likewise
 
-Shapes, layouts and output: rotary.py's. cos, sin [1 or B, T, width]. width is either rotary_dim, as Hugging Face passes
-it (both halves are read, nothing is assumed about them), or rotary_dim // 2 when rotary_dim is given: then both halves
-share it, which spares half the reading of cos and sin. Dtypes: fp32, fp16 or bf16; cos and sin may differ from q and k.
-Arithmetic in fp32, rounded once to q's (k's) dtype. Saved for backward: cos and sin. They get no gradient. Backward is
-the transposed rotation.
+Layouts, arithmetic and output: rotary.py's. Saved for backward: cos and sin. Backward is the transposed rotation.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
 """
@@ -25,7 +21,6 @@ from .rotary import HALVES, SHARED, Form, Rotary, check_no_gradient, rotary_samp
 
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
-    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
     how = cos, sin, rotary_dim, unsqueeze_dim, Form(angles=angles)
     return turned(q, *how), turned(k, *how)
@@ -42,8 +37,6 @@ _rotary = Rotary("rope", by_position=16, heads_first=False)
 
 
 class RopeFunction(Function):
-    """Autograd for rope: saves cos and sin."""
-
     sharding = RotaryRule()
 
     @staticmethod

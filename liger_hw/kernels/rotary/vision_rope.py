@@ -3,10 +3,8 @@
     q'[:h] = q[:h] * cos[:h] - q[h:] * sin[:h]        h = D // 2
     q'[h:] = q[h:] * cos[h:] + q[:h] * sin[h:]        k likewise
 
-Shapes: q [T, n_q_heads, D], k [T, n_k_heads, D], of any strides (they are slices of one projection); cos, sin [T,
-width], width even and at most D (dimensions from width on pass through). Both halves of cos and sin are read unless
-shared_halves says that they are equal. Dtypes: fp32, fp16 or bf16; cos and sin may differ, and usually are fp32.
-Arithmetic in fp32, rounded once. Saved for backward: cos and sin. They get no gradient.
+q and k are slices of one projection; dimensions from the width of cos on pass through. cos and sin usually are fp32.
+Layouts, arithmetic, output and saved tensors are as in rope.py.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
 """
@@ -24,7 +22,6 @@ _HEAD_AXIS = 2
 
 
 def vision_rope_reference(q, k, cos, sin, shared_halves=False):
-    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     how = cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
     return turned(q[None], *how)[0], turned(k[None], *how)[0]
 
@@ -37,8 +34,6 @@ _rotary = Rotary("vision_rope", flat=True)
 
 
 class VisionRopeFunction(Function):
-    """Autograd for vision rope: saves cos and sin."""
-
     @staticmethod
     def forward(ctx, q, k, cos, sin, shared_halves):
         layout = cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
