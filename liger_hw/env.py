@@ -11,7 +11,6 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Callable
 
 from .kernels import EXPORTS
@@ -49,19 +48,6 @@ _mebibytes = _number(int, 1, "a positive number of MiB, as 512")
 _seconds = _number(float, 0, "a number of seconds, 0 or more, of ten years at most")
 
 
-def _folder(text: str) -> str:
-    try:
-        path = Path(text).expanduser()
-        is_file = path.exists() and not path.is_dir()
-    except RuntimeError:
-        raise ValueError("there is no such user") from None
-    except OSError:  # no permission to look: the first read or write warns and goes on without a cache
-        is_file = False
-    if is_file:
-        raise ValueError("expected a folder, this is a file")
-    return text
-
-
 @dataclass(frozen=True)
 class Variable:
     name: str
@@ -73,7 +59,7 @@ class Variable:
 _TABLE = (
     Variable("LIGER_HW_DISABLE", _flag, False, "patch nothing, and run every op's reference in torch, on a GPU too"),
     Variable("LIGER_HW_INTERPRET", _flag, False, "run the Triton kernels in Triton's interpreter on CPU tensors"),
-    Variable("LIGER_HW_CACHE_DIR", _folder, None, "folder of the user cache (default: $XDG_CACHE_HOME/liger_hw)"),
+    Variable("LIGER_HW_CACHE_DIR", str, None, "folder of the user cache (default: $XDG_CACHE_HOME/liger_hw)"),
     Variable("LIGER_HW_LOCK_FILE", str, None, "lock file that pins every configuration (default: none)"),
     Variable("LIGER_HW_AUTOTUNE", _flag, False, "tune inline on a registry miss; off, a miss takes the heuristic"),
     Variable("LIGER_HW_DETERMINISTIC", _flag, False, "fix every numerics-affecting knob to the heuristic's value"),

@@ -23,7 +23,9 @@ from .transformers.deferred import DeferredLogits, Surroundings
 from .transformers.marks import is_ours
 
 log = logging.getLogger("liger_hw")
-_warned: set[str] = set()
+_warn = functools.lru_cache(maxsize=64)(
+    functools.partial(log.warning, "liger_hw: Megatron's linear cross-entropy is not used for this output layer: %s")
+)
 
 
 def linear_cross_entropy(
@@ -145,9 +147,3 @@ def loss_of_deferred(original: Callable[..., Any]) -> Callable[..., Any]:
         return losses.view(by_token.shape).transpose(0, 1).contiguous()
 
     return compute_language_model_loss
-
-
-def _warn(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        log.warning("liger_hw: Megatron's linear cross-entropy is not used for this output layer: %s", reason)

@@ -78,8 +78,8 @@ def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
     ]
 
 
-def with_notes(rows: Sequence[Sequence[str]], places: Sequence[int]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Rows of a table whose cells at `places` are short, and the lines that stand below it.
+def with_notes(rows: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows of a table whose third and fourth cells are short, and the lines that stand below it.
 
     A longer cell keeps what stands before its first colon, semicolon or bracket and the number of its line:
     `left alone (1)`. The line has the whole cell, so that one long cell does not widen every row.
@@ -94,7 +94,7 @@ def with_notes(rows: Sequence[Sequence[str]], places: Sequence[int]) -> tuple[li
             return cell
         return f"{start} ({numbers.setdefault(cell, len(numbers) + 1)})"
 
-    short_rows = [tuple(short(cell) if i in places else cell for i, cell in enumerate(row)) for row in rows]
+    short_rows = [tuple(short(cell) if i in (2, 3) else cell for i, cell in enumerate(row)) for row in rows]
     return short_rows, [f"({number}) {cell}" for cell, number in numbers.items()]
 
 
@@ -143,10 +143,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def first_line(error: BaseException, width: int = 200) -> str:
+def first_line(error: BaseException) -> str:
     """`Type: message`, one line of it."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:width].rstrip(": ")
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
 
 
 def time_left(elapsed: float, done: int, total: int, most: float = math.inf) -> str:

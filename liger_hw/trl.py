@@ -120,11 +120,6 @@ def uninstall() -> None:
     setattr(_trl_utils(), _NAME, _function_of_trl())
 
 
-def is_installed() -> bool:
-    """Whether TRL's trainers run on `log_probs` now."""
-    return getattr(_trl_utils(), _NAME) is _Function
-
-
 def _function_of_trl() -> Any:
     from trl.kernels import ChunkedLogProbFunction
 

@@ -123,14 +123,6 @@ def test_a_time_that_no_clock_counts_is_refused(clean_registry, monkeypatch, tex
         env.get("LIGER_HW_SYNC_SECONDS")
 
 
-def test_a_file_is_no_cache_folder(clean_registry, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "file"))
-    registry.reload()
-    with pytest.raises(env.SettingError, match="LIGER_HW_CACHE_DIR=.*expected a folder, this is a file"):
-        env.get("LIGER_HW_CACHE_DIR")
-
-
 def test_a_folder_that_cannot_be_looked_at_is_no_crash(clean_registry, monkeypatch, tmp_path, caplog):
     """A name too long fails in stat, as a folder of somebody else's does where the user is not root."""
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / ("a" * 300)))
@@ -138,10 +130,6 @@ def test_a_folder_that_cannot_be_looked_at_is_no_crash(clean_registry, monkeypat
     assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 0
     assert main(["cache", "list"]) == 2  # one line that says why, not "nothing is stored"
     assert any("cannot be read" in r.getMessage() for r in caplog.records)
-    monkeypatch.setenv("LIGER_HW_CACHE_DIR", "~nosuchuser/cache")
-    registry.reload()
-    with pytest.raises(env.SettingError, match="LIGER_HW_CACHE_DIR='~nosuchuser.*no such user"):
-        env.get("LIGER_HW_CACHE_DIR")
 
 
 def test_a_bad_value_is_reported_wherever_it_would_be_used(clean_registry, monkeypatch, capsys):

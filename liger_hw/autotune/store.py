@@ -66,7 +66,7 @@ def root() -> Path | None:
     """The user cache's folder (it may not exist), or None if there is no home to put one in."""
     chosen = env.get("LIGER_HW_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the XDG spec says: ignore relative paths
         return Path(base) / "liger_hw"

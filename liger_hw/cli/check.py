@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         words = f"{kernel} ({variant})" if variant else kernel
         rows.append((part, f"{where} x{count}" if count > 1 else where, words, state))
     print(f"{type(model).__name__}, model type {config.model_type}")
-    rows, notes = with_notes(rows, places=(2, 3))
+    rows, notes = with_notes(rows)
     print("\n".join([table(rows), *map(fold, notes)]))
     if not report.patched:
         print("nothing of this model would run on a kernel")

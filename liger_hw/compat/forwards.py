@@ -19,9 +19,8 @@ import torch
 from ..distributed.owners import head_loss
 from ..kernels.losses.cross_entropy import CrossEntropyOutput
 from ..transformers.loss import causal_lm_forward
-from ..transformers.marks import is_ours, original_of
+from ..transformers.marks import is_ours, marked, original_of
 from ..transformers.models import specs
-from ..transformers.replacing import marked
 from .loss_utils import LigerForCausalLMLoss
 
 _NAMES = {

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from .. import private
+from ..runtime.sharding import is_dtensor
 
 FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
 """Whose hooks are on a module. `hooks_of` gives the set of them."""
@@ -126,11 +127,6 @@ def _check_whole(weight: torch.Tensor) -> None:
         )
 
 
-def is_dtensor(t: Any) -> bool:
-    """Whether a tensor is a DTensor; imports nothing."""
-    return type(t).__name__ == "DTensor"
-
-
 # -- which heads may be read ------------------------------------------------------------------------------------------
 
 _CORRECT = "its logits are computed in full, which is right but takes their memory"
@@ -209,7 +205,7 @@ def hooks_of(module: nn.Module) -> set[str]:
 def _owner_of(hook: Any) -> str:
     function = inspect.unwrap(hook)  # of a group of modules, FSDP2 registers functions that wrap its state's methods
     if getattr(function, "__module__", "") == "deepspeed.utils.nvtx":  # it names the range of a function that it calls
-        function = _cells(function).get("func", function)
+        function = closure_of(function).get("func", function)
     owner = type(function.__self__) if inspect.ismethod(function) else function
     module = getattr(owner, "__module__", "")
     if module.startswith("torch.distributed.fsdp._fully_shard"):
@@ -248,7 +244,7 @@ def fsdp2_shards(module: nn.Module) -> int:
 # -- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
-def _cells(function: Any) -> dict[str, Any]:
+def closure_of(function: Any) -> dict[str, Any]:
     """The variables that a closure holds."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or not cells:
@@ -261,7 +257,7 @@ def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
     """(style's class, arguments it was given, DeviceMesh) of a hook of torch's `distribute_module`, or None."""
     if getattr(hook, "__module__", "") != "torch.distributed.tensor._api":
         return None
-    cells = _cells(hook)
+    cells = closure_of(hook)
     partial = cells.get("input_fn", cells.get("output_fn"))
     name = getattr(getattr(partial, "func", None), "__qualname__", "")
     return name.rpartition(".")[0], getattr(partial, "args", ()), cells.get("device_mesh")
@@ -272,7 +268,7 @@ def tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
     forward = module.__dict__.get("forward")
     if getattr(forward, "__module__", "") != "transformers.distributed.tensor_parallel":
         return None
-    return _cells(forward)
+    return closure_of(forward)
 
 
 def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:

@@ -20,6 +20,7 @@ from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
 from ..private import graph_task, has_forward_gradients, is_functorch_wrapped
 from ..recompute import recipes
@@ -478,15 +479,7 @@ def _is_number(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """`value` with every DeferredLogits inside tuples, lists and dicts computed."""
-    if isinstance(value, DeferredLogits):
-        return value.materialise()
-    if isinstance(value, tuple) and type(value) is not torch.Size:
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return value
+    return tree_map_only(DeferredLogits, DeferredLogits.materialise, value)
 
 
 def _keeps_last_dimension(items: tuple, ndim: int) -> bool:

@@ -29,10 +29,10 @@ from .experts import as_before, is_spread, register_experts
 from .guards import EVERYTHING, Guards, current_forward, guards_of, holds, reads
 from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
-from .marks import PATCH_MARK, mark
+from .marks import PATCH_MARK, mark, marked
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .replacing import guarded, marked, while_its_class_has, while_its_module_has
+from .replacing import guarded, while_its_class_has, while_its_module_has
 from .report import ALREADY, PATCH_LOCK, PATCHED, NewModels, Patch, PatchReport, PatchRow, forward_slot
 
 log = logging.getLogger("liger_hw")

@@ -42,7 +42,6 @@ _SLICED = (
     "its weight is split over ranks, and the loss weighs classes or the logits have a bias of their own; its logits "
     "are computed in full, which is right but takes their memory"
 )
-_warned: set[str] = set()
 
 
 class ModelView:
@@ -286,25 +285,21 @@ class OutputHead:
 @torch.compiler.assume_constant_result
 def _note_compiled() -> None:
     """Said while torch.compile traces, once."""
-    reason = (
+    warn_once(
         "it is compiled while its weight is gathered by hooks; its logits are computed in full, which is right but "
         "takes their memory. To fuse it, compile the layers instead of the whole model"
     )
-    _warn_once(reason)
 
 
 # -- the wrapper -----------------------------------------------------------------------------------------------------
 
 
+warn_once = functools.lru_cache(maxsize=256)(functools.partial(log.warning, _UNUSED))
+
+
 def _warn(reason: str) -> None:
     if not torch.compiler.is_compiling():
-        _warn_once(reason)
-
-
-def _warn_once(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        log.warning(_UNUSED, reason)
+        warn_once(reason)
 
 
 def head_path(model: nn.Module) -> str:

@@ -30,9 +30,17 @@ def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None =
     _OURS.add(function)
 
 
-def note_original(function: Callable, original: Callable) -> None:
-    """Note what a function that a patch puts in place stands for."""
+def marked(
+    function: Callable, part: str, kernel: str, original: Callable, switch: list[bool] | None = None
+) -> Callable:
+    """`function` with the mark of a patch, under the names of `original`, which it stands for."""
+    function.__name__ = getattr(original, "__name__", function.__name__)
+    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
+    function.__module__ = getattr(original, "__module__", function.__module__)
+    function.__doc__ = original.__doc__
+    mark(function, part, kernel, switch)
     setattr(function, _ORIGINAL, original)
+    return function
 
 
 def original_of(function: Callable) -> Callable:

@@ -12,7 +12,8 @@ import ast
 import types
 from typing import Callable
 
-from .source import NoSource, cell_contents, tree_of
+from ..distributed.owners import closure_of
+from .source import NoSource, tree_of
 
 PREFIX = "_liger_hw_"
 
@@ -42,10 +43,12 @@ def rebind(function: Callable, name: str, private: str) -> Callable:
     inner = getattr(function, "__wrapped__", None)
     if inner is None or function.__closure__ is None:
         raise CannotRebind(f"{function.__qualname__} does not call {name}")
-    if not any(cell_contents(cell) is inner for cell in function.__closure__):
+    variables = [variable for variable, value in closure_of(function).items() if value is inner]
+    if not variables:
         raise CannotRebind(f"a decorator of {function.__qualname__} hides the function that calls {name}")
     copied = rebind(inner, name, private)
-    closure = tuple(types.CellType(copied) if cell_contents(cell) is inner else cell for cell in function.__closure__)
+    cells = zip(code.co_freevars, function.__closure__)
+    closure = tuple(types.CellType(copied) if variable in variables else cell for variable, cell in cells)
     outer = _copy(function, code, closure)
     outer.__wrapped__ = copied
     return outer

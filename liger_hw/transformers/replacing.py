@@ -21,7 +21,7 @@ from ..runtime.operator import is_transformed
 from ..runtime.triton_import import INTERPRET
 from . import functional
 from .guards import Guards, holds
-from .marks import mark, note_original, original_of
+from .marks import original_of
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """What kernels take; their references take float64 too."""
@@ -106,27 +106,19 @@ def guarded(
             return False
         return ready is None or ready(self, x)
 
-    if match.inputs > 1:
+    if match.inputs > 1 or match.takes is not None:
+        takes = match.takes or (lambda options: not options)
+        parameters = inspect.signature(original).parameters.values()
+        by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+        input_names = by_place[: match.inputs]
 
         def forward(self, *args, **kwargs):
-            inputs = (*args, *(kwargs[name] for name in names[1 + len(args) :] if name in kwargs))
-            fits = len(inputs) == len(args) + len(kwargs) == match.inputs and all(t is not None for t in inputs)
-            if not fits or not applies(self, inputs[0]):
-                return instead(self, *args, **kwargs)
-            return replacement(self, *inputs)
-
-    elif match.takes is not None:
-        by_place = [
-            p.name for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
-        ]
-
-        def forward(self, *args, **kwargs):
-            options = {**kwargs, **dict(zip(by_place[1:], args))}
+            options = {**kwargs, **dict(zip(by_place, args))}
             fits = len(options) == len(args) + len(kwargs)  # none is one too many, or given twice
-            x = options.pop(names[1], None)
-            if not fits or x is None or not match.takes(options) or not applies(self, x):
+            inputs = [options.pop(name, None) for name in input_names]
+            if not fits or any(t is None for t in inputs) or not takes(options) or not applies(self, inputs[0]):
                 return instead(self, *args, **kwargs)
-            return replacement(self, x, **options)
+            return replacement(self, *inputs, **options)
 
     elif len(names) > 2:
 
@@ -141,12 +133,8 @@ def guarded(
             return replacement(self, x) if applies(self, x) else instead(self, x)
 
     code = forward.__code__
-    if (
-        match.inputs == 1
-        and match.takes is None
-        and len(names) > 1
-        and names[1] not in (*code.co_varnames, *code.co_freevars)
-    ):
+    takes_one = code.co_varnames[1:2] == ("x",) and len(names) > 1
+    if takes_one and names[1] not in (*code.co_varnames, *code.co_freevars):
         # for callers who pass the input by keyword
         forward.__code__ = code.replace(co_varnames=(code.co_varnames[0], names[1], *code.co_varnames[2:]))
     if len(names) > 2:
@@ -185,19 +173,6 @@ def while_its_module_has(module: Any, name: str, original: Callable, function: C
 
     current.__signature__ = inspect.signature(function)
     return current
-
-
-def marked(
-    function: Callable, part: str, kernel: str, original: Callable, switch: list[bool] | None = None
-) -> Callable:
-    """`function` under the names of what it replaces, with the mark of a patch."""
-    function.__name__ = getattr(original, "__name__", function.__name__)
-    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
-    function.__module__ = getattr(original, "__module__", function.__module__)
-    function.__doc__ = original.__doc__
-    mark(function, part, kernel, switch)
-    note_original(function, original)
-    return function
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------

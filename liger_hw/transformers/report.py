@@ -330,7 +330,7 @@ class PatchReport:
         return f"<PatchReport {self.family} ({self.target}): {len(self.patched)} patched{left}; print() shows them>"
 
     def __str__(self) -> str:
-        cells, notes = with_notes(self._cells(), places=(2, 3))
+        cells, notes = with_notes(self._cells())
         lines = map(fold, [*notes, *self._others(), self._in_short()])
         return "\n".join([f"{self.family}: {self.target}", table(cells), *lines])
 

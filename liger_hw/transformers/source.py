@@ -20,6 +20,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import nn
 
+from ..distributed.owners import closure_of
 from .marks import original_of
 
 
@@ -131,8 +132,7 @@ class _Reader(ast.NodeVisitor):
     def __init__(self, function: Any, owner: Any, facts: Facts) -> None:
         self.function, self.owner, self.facts = function, owner, facts
         self.code = function.__code__
-        cells = zip(self.code.co_freevars, function.__closure__ or ())
-        self.names = {**vars(builtins), **function.__globals__, **{name: cell_contents(cell) for name, cell in cells}}
+        self.names = {**vars(builtins), **function.__globals__, **closure_of(function)}
         self.me = self.code.co_varnames[0] if owner is not None and self.code.co_argcount else None
         parameters = inspect.signature(function, follow_wrapped=False).parameters
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -358,11 +358,3 @@ def _asks_for_no_backend(test: ast.Compare) -> bool:
 
 def _only_raises(way: list[Any]) -> bool:
     return bool(way) and all(isinstance(line, ast.Raise) for line in way)
-
-
-def cell_contents(cell: types.CellType) -> Any:
-    """What a variable of a closure holds, None for an empty cell."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None

@@ -142,11 +142,11 @@ def test_install_is_undone(monkeypatch):
     utils = _fake_trl(monkeypatch, "1.16.0", _as_in_1_16)
     before = utils._ChunkedLogProbFunction
     with liger_hw.trl.install() as installed:
-        assert liger_hw.trl.is_installed() and utils._ChunkedLogProbFunction.apply is liger_hw.trl.log_probs
+        assert utils._ChunkedLogProbFunction.apply is liger_hw.trl.log_probs
         with liger_hw.trl.install():
-            assert liger_hw.trl.is_installed()
-        assert liger_hw.trl.is_installed()  # the outer one still is
-    assert utils._ChunkedLogProbFunction is before and not liger_hw.trl.is_installed()
+            assert utils._ChunkedLogProbFunction.apply is liger_hw.trl.log_probs
+        assert utils._ChunkedLogProbFunction.apply is liger_hw.trl.log_probs  # the outer one still is
+    assert utils._ChunkedLogProbFunction is before
     installed.uninstall()
     liger_hw.trl.install()
     liger_hw.trl.uninstall()

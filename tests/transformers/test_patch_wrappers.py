@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 
 @pytest.fixture(autouse=True)
 def warn_again(monkeypatch):
-    monkeypatch.setattr(loss_module, "_warned", set())
+    loss_module.warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -4,10 +4,11 @@
 no constructor, `self` is the module of transformers, and `type(self).forward` is the forward of that module's class. It
 runs wherever the kernel would not compute the same: for a dtype that kernels do not take, or for a width, an activation
 or a module of another form.
-
 """
 
 from __future__ import annotations
+
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -54,49 +55,55 @@ class _Layer(nn.Module):
     can_torch_compile = True
 
 
+def _rms_norm(eps: str, offset: float = 0.0, casting_mode: str = "llama") -> Callable:
+    """The forward of an RMSNorm with its epsilon in the attribute of this name."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _share_a_dtype(hidden_states, self.weight):
+            return type(self).forward(self, hidden_states)
+        return liger_rms_norm(hidden_states, self.weight, getattr(self, eps), offset, casting_mode)
+
+    return forward
+
+
 class RMSNorm(_Layer):
     """RMSNorm of Llama: the normalised input is rounded to its dtype, then scaled."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _share_a_dtype(hidden_states, self.weight):
-            return type(self).forward(self, hidden_states)
-        return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    forward = _rms_norm("variance_epsilon")
 
 
 class RMSNormFp32Weight(_Layer):
     """RMSNorm of OLMo 2 and gpt-oss: scaled in fp32, then rounded."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _share_a_dtype(hidden_states, self.weight):
-            return type(self).forward(self, hidden_states)
-        return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, 0.0, "gemma")
+    forward = _rms_norm("variance_epsilon", 0.0, "gemma")
 
 
 class RMSNormZeroCentered(_Layer):
     """RMSNorm of Gemma and Qwen3.5: scaled by 1 + weight in fp32, then rounded."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not _share_a_dtype(x, self.weight):
-            return type(self).forward(self, x)
-        return liger_rms_norm(x, self.weight, self.eps, 1.0, "gemma")
+    forward = _rms_norm("eps", 1.0, "gemma")
+
+
+def _gated_rms_norm(casting_mode: str) -> Callable:
+    def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
+            return type(self).forward(self, hidden_states, gate)
+        options = self.variance_epsilon, self.activation, casting_mode
+        return liger_gated_rms_norm(hidden_states, gate, self.weight, *options)
+
+    return forward
 
 
 class RMSNormGated(_Layer):
     """Gated RMSNorm of Qwen3-Next and Qwen3.5: rounded after the norm, after the scale and after the gate."""
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
-            return type(self).forward(self, hidden_states, gate)
-        return liger_gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)
+    forward = _gated_rms_norm("llama")
 
 
 class RMSNormGatedFp32Weight(_Layer):
     """Gated RMSNorm of Kimi Linear: scaled and gated in fp32, then rounded."""
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
-            return type(self).forward(self, hidden_states, gate)
-        return liger_gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation, "gemma")
+    forward = _gated_rms_norm("gemma")
 
 
 class LayerNorm(_Layer):
