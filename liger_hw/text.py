@@ -37,8 +37,7 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
     if (most := columns()) is not None:
         room = most - 2 * (len(widths) - 1) - len(indent)
         words = [max(len(word) for row in full for word in (row[i].split() or [""])) for i in places]
-        pieces = [max(map(len, _PIECE.findall(" ".join(row[i] for row in full))), default=4) for i in places]
-        for least in (words, pieces, [4] * len(words)):
+        for least in (words, [4] * len(words)):
             while sum(widths) > room and (wide := [i for i in places if widths[i] > least[i]]):
                 widths[max(wide, key=widths.__getitem__)] -= 1
     lines = []
@@ -49,29 +48,9 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
     return "\n".join(lines)
 
 
-_PIECE = re.compile(r"[A-Z]+(?![a-z])[._/]?|[A-Z]?[^\s._/A-Z]+[._/]?|[._/]")
-"""Of a word: what ends at a dot, an underscore, a slash or before a capital."""
-
-
-def _cut(cell: str, width: int) -> str:
-    """The cell with spaces in words that are wider than `width`, at the ends of `_PIECE`."""
-    words = []
-    for word in cell.split(" "):
-        parts = [""]
-        for piece in _PIECE.findall(word) if len(word) > width else [word]:
-            if parts[-1] and len(parts[-1] + piece) > width:
-                parts.append("")
-            parts[-1] += piece
-        words.append(" ".join(parts))
-    return " ".join(words)
-
-
 def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
     """A row as lines; a cell that is wider than its column goes on below, cut at spaces where it has them."""
-    cells = [
-        textwrap.wrap(_cut(cell, width), max(1, width)) if len(cell) > width else [cell]
-        for cell, width in zip(row, widths)
-    ]
+    cells = [textwrap.wrap(cell, max(1, width)) if len(cell) > width else [cell] for cell, width in zip(row, widths)]
     return [
         (indent + "  ".join(part.ljust(width) for part, width in zip(parts, widths))).rstrip()
         for parts in itertools.zip_longest(*cells, fillvalue="")

@@ -265,14 +265,15 @@ class NoSample(Exception):
 def sample(cls: type) -> Any:
     """A model of `cls` without weights (on the meta device), for a class patch to examine.
 
-    It is made from the default configuration, or from a tiny one where the default is not valid. Raises `NoSample`.
+    It is made from the default configuration, or from a tiny one where the default is not valid: a tiny one first
+    before transformers 5, where each of up to 512 experts in a layer is a module. Raises `NoSample`.
     """
     from .tiny import tiny_config
 
-    reasons = []
+    makers, reasons = [cls.config_class, lambda: tiny_config(cls.config_class)], []
     state = torch.get_rng_state()
     try:
-        for make in (lambda: _with_few_experts(cls.config_class()), lambda: tiny_config(cls.config_class)):
+        for make in makers if int(version("transformers").split(".")[0]) >= 5 else makers[::-1]:
             try:
                 with torch.device("meta"):
                     return cls(make()).train()
@@ -281,25 +282,6 @@ def sample(cls: type) -> Any:
     finally:
         torch.set_rng_state(state)
     raise NoSample(f"{cls.__name__} cannot be made from its default configuration ({reasons[-1]})")
-
-
-_FEW_EXPERTS = 4
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-"""What families call the number of experts in a layer."""
-
-
-def _with_few_experts(config: Any) -> Any:
-    """The configuration with `_FEW_EXPERTS` at most, before transformers 5: there each expert is a module of its own.
-
-    They are all alike, and to make and to recognise a family's default of up to 512 in each layer takes half a minute.
-    """
-    if int(version("transformers").split(".")[0]) >= 5:
-        return config
-    for part in {id(each): each for each in (config, config.get_text_config())}.values():
-        for name in _EXPERTS:
-            if isinstance(count := getattr(part, name, None), int):
-                setattr(part, name, min(count, _FEW_EXPERTS))
-    return config
 
 
 # -- what frameworks look for ----------------------------------------------------------------------------------------

@@ -343,14 +343,3 @@ def test_bench_runs_at_small_sizes_on_a_cpu_and_e2e_says_what_it_needs(capsys):
     assert code == 0 and f" {small} " in out and "reference path" in out
     code, _, err = said(capsys, "bench", "e2e", "--device", "cpu")
     assert code == 2 and "--hidden 64" in err
-
-
-def test_a_narrow_table_cuts_long_names_where_their_parts_end(monkeypatch):
-    monkeypatch.setattr(text, "columns", lambda: 40)
-    rows = [("part", "where"), ("fused_linear_cross_entropy", "LlamaForCausalLM.forward")]
-    assert text.table(rows).splitlines() == [
-        "part                 where",
-        "-------------------  -------------------",
-        "fused_linear_cross_  LlamaForCausalLM.",
-        "entropy              forward",
-    ]
