@@ -198,11 +198,8 @@ def no_weight(x: torch.Tensor) -> torch.Tensor:
 # -- an operator's arguments, in eager code ----------------------------------------------------------------------------
 
 
-class NumberTypes(NamedTuple):
-    """Of an operator's arguments that are numbers: the places, and the types that the schema asks for."""
-
-    places: tuple[int, ...]
-    kinds: tuple[type, ...]
+NumberTypes = tuple[tuple[int, ...], tuple[type, ...]]
+"""Of an operator's arguments that are numbers: the places, and the types that the schema asks for."""
 
 
 def are_plain(args: tuple) -> bool:

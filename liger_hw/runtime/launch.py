@@ -97,7 +97,7 @@ def launch(
     kernel's arguments, and what it takes after them. None if Triton or an observer made the launch.
     """
     if observers and not was_observed:
-        return observed("launch", _launch_observed, plan, kernel, grid, args, flags)
+        return observed("launch", partial(launch, was_observed=True), plan, kernel, grid, args, flags)
     compiled = plan.compiled
     if compiled is None or not CAN_BE_FAST:
         launch_ordinary(plan, kernel, grid, args, flags)
@@ -135,10 +135,6 @@ def launch(
     except Exception as error:
         _raise(plan, error)
     return entry
-
-
-def _launch_observed(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
-    return launch(plan, kernel, grid, args, flags, was_observed=True)
 
 
 def tensor_count(kernel: Any, args: tuple) -> int:

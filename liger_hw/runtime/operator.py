@@ -25,7 +25,6 @@ from ..recompute.recipes import offer, offer_all
 from .checks import (  # noqa: F401  op files take these from here
     NO_TENSORS,
     TENSORS,
-    NumberTypes,
     Shapes,
     are_plain,
     autocast_dtype,
@@ -124,7 +123,7 @@ def define(
     is_compiling = torch.compiler.is_compiling
     kinds = [str(argument.real_type) for argument in overload._schema.arguments]
     places = tuple(place for place, kind in enumerate(kinds) if kind in _NUMBERS)
-    coercions = NumberTypes(places, tuple(_NUMBERS[kinds[place]] for place in places))
+    coercions = places, tuple(_NUMBERS[kinds[place]] for place in places)
     tensors_end = 1 + max(place for place, kind in enumerate(kinds) if "Tensor" in kind)
 
     def replayed(args: tuple) -> Any:

@@ -48,16 +48,13 @@ _REPEATED = {
 """Operators on an allocation that are done again, between the launches."""
 
 
-_NO_NUMBER_TYPES = NumberTypes((), ())
-
-
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a part of a launcher that takes a tensor, then tensors and numbers, and returns what it allocated."""
     name = f"{part.__module__}.{part.__qualname__}"
 
     @wraps(part)
     def call(*args: Any) -> Any:
-        result = replay(name, part, _no_check, args, len(args), _NO_NUMBER_TYPES)
+        result = replay(name, part, _no_check, args, len(args), ((), ()))
         return part(*args) if result is MISSED or result is UNSEEN else result
 
     return call

@@ -55,11 +55,6 @@ class Choice:
         return True
 
 
-def names_another(config: Any) -> bool:
-    """Whether a configuration, if it names an implementation at all, names another than liger_hw's."""
-    return getattr(config, CHOICE, NAME) != NAME
-
-
 def release(config: Any) -> None:
     """Undo `Choice` on a configuration, without its report."""
     chosen = getattr(config, CHOICE, None)

@@ -24,7 +24,7 @@ from ..distributed import owners
 from ..recompute.dial import put_default, put_on
 from ..runtime.operator import check_flags
 from . import probing
-from .choice import CHOICE, SLOT, Choice, chosen_by_default, names_another
+from .choice import CHOICE, NAME, SLOT, Choice, chosen_by_default
 from .experts import as_before, is_spread, register_experts
 from .guards import EVERYTHING, Guards, current_forward, guards_of, holds, reads
 from .hybrids import slow_recurrence
@@ -292,7 +292,7 @@ class _ModelPatcher(_Patcher):
     def _choose(self, module: nn.Module) -> None:
         """Have the configuration of experts name liger_hw, if it names another implementation."""
         config = vars(module).get("config")
-        if names_another(config):
+        if getattr(config, CHOICE, NAME) != NAME:
             choice = Choice(config)
             choice.apply()
             self.report.patches.append(choice)
