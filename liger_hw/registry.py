@@ -24,18 +24,19 @@ Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py`
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
+import sys
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
 
 from . import autotune, env
 from .autotune import notes, store
-from .autotune.notes import is_quiet
 from .autotune.store import Table
-from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
+from .backends import VENDORS, Backend, LaunchConfig, Target, backend, known_target, target_of
 from .locks import fork_safe
 from .ops import (  # noqa: F401
     Candidate,
@@ -359,7 +360,7 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
             return True
         _failed[mark] = f"failed at launch: {reason}"
         if plan.device.type != "cpu" and not pretended():
-            notes.note_failure(plan, _failed[mark], error)
+            notes.note_failure(plan, _failed[mark], error, at_once=not is_quiet())
     failed = plan.layer, plan.config.to_text(), plan.tunable.name, reason
     log.warning("liger_hw: %s configuration %s of %s failed and is quarantined: %s", *failed)
     return True
@@ -481,6 +482,26 @@ def target_named(device: Any) -> Target:
         except RuntimeError:
             return known_target(device)
     return target_of(device)
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    return tuple({backend(vendor).device_type: None for vendor in VENDORS if vendor != "cpu"})
+
+
+def is_quiet() -> bool:
+    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    for name in _device_types():
+        module = getattr(torch, name, None)
+        capturing = getattr(module, "is_current_stream_capturing", None)
+        if capturing is not None and module.is_initialized() and capturing():
+            return True
+    return False
 
 
 def backend_of(device: "torch.device") -> Backend:

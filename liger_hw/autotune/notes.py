@@ -1,19 +1,17 @@
 """What a process notes for later ones in the user cache: configurations that failed, and keys without an entry.
 
-The registry calls `note`. Nothing here touches a file while a graph is captured or torch.compile traces; what came up
-then, and every miss, is written at exit.
+The registry calls `note_miss` and `note_failure`. What comes up while a graph is captured or torch.compile traces, and
+every miss, is written at exit.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
-import sys
 from typing import TYPE_CHECKING, Hashable
 
-from ..backends import VENDORS, Target, backend
+from ..backends import Target
 from ..ops import Entry
 from . import store
 from .tables import Line
@@ -25,26 +23,6 @@ _pending: dict[Target, dict[Hashable, Line]] = {}
 _muted = False
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pending.clear)  # the parent writes its own
-
-
-@functools.cache
-def _device_types() -> tuple[str, ...]:
-    return tuple({backend(vendor).device_type: None for vendor in VENDORS if vendor != "cpu"})
-
-
-def is_quiet() -> bool:
-    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    for name in _device_types():
-        module = getattr(torch, name, None)
-        capturing = getattr(module, "is_current_stream_capturing", None)
-        if capturing is not None and module.is_initialized() and capturing():
-            return True
-    return False
 
 
 def mute() -> None:
@@ -63,15 +41,15 @@ def note_miss(plan: "Plan") -> None:
     _note(plan, {"kind": "missed"})
 
 
-def note_failure(plan: "Plan", reason: str, error: BaseException) -> None:
-    """Quarantine a configuration for later processes too.
+def note_failure(plan: "Plan", reason: str, error: BaseException, at_once: bool) -> None:
+    """Quarantine a configuration for later processes too; at_once: a file may be written now.
 
     Not where the machine failed: a full disk, memory, or a cooperative launch refused for the share of the device that
     this process has, which the next one need not have.
     """
     if not (isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason):
         _note(plan, {"kind": "failed", "reason": reason, "date": store.today()})
-        if not is_quiet():
+        if at_once:
             flush()
 
 
@@ -83,11 +61,10 @@ def _note(plan: "Plan", provenance: dict[str, str]) -> None:
 
 
 def flush() -> None:
-    """Write what was noted so far. Runs at exit; safe to call at any quiet time."""
-    if _pending and not _muted and not is_quiet():
-        while _pending:
-            target, lines = _pending.popitem()
-            store.add(target, lines.values())
+    """Write what was noted so far. Runs at exit too."""
+    while _pending and not _muted:
+        target, lines = _pending.popitem()
+        store.add(target, lines.values())
 
 
 @atexit.register

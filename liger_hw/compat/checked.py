@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ..autotune.notes import is_quiet
 from ..kernels.heads.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss as _LinearLoss
 from ..kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy as _linear_loss
 from ..kernels.losses.cross_entropy import LigerCrossEntropyLoss as _Loss
 from ..kernels.losses.cross_entropy import liger_cross_entropy as _loss
 from ..kernels.losses.cross_entropy_reference import CrossEntropyOutput, check_targets
+from ..registry import is_quiet
 
 
 def _check(logits: Any, target: Any, ignore_index: Any) -> None:
