@@ -1,6 +1,5 @@
 """What stands in the place of a forward: a kernel on a module's own weights, under guards (`guarded`).
 
-In order: when a kernel runs at all, the methods that call it, and for each kind of part what such a method computes.
 probing/ says which of these computes what a module does.
 """
 

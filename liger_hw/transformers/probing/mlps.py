@@ -1,8 +1,5 @@
 """MLPs: gated, or of squared ReLU, whatever their projections are.
 
-In order: which modules may be one, how a copy is run with stand-ins for its projections,
-and how the activation between them is recognised.
-
 Projections are never looked into: a stand-in notes what it is called with and answers with random numbers, so sharded,
 quantised, adapted and not yet loaded (meta) projections are alike. They are called as before, in the family's own
 order, so that LoRA's dropout draws the same random numbers.

@@ -1,8 +1,5 @@
 """Norms: RMSNorm with its offset, casting mode and epsilon, gated RMSNorm, and LayerNorm with or without scale and
 shift.
-
-In order: which modules may be a norm, which are refused at once, how a copy is run, and how
-the variant is recognised.
 """
 
 from __future__ import annotations

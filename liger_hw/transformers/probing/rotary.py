@@ -1,8 +1,4 @@
-"""Rotary functions, `apply_rotary_pos_emb(q, k, cos, sin, ...)` and alike.
-
-In order: which functions a forward calls, the forms of arguments there are with
-the kernels each may be, and how the variant is recognised.
-"""
+"""Rotary functions, `apply_rotary_pos_emb(q, k, cos, sin, ...)` and alike."""
 
 from __future__ import annotations
 
