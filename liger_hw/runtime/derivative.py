@@ -2,8 +2,8 @@
 
 Names are as `OperatorFunction` has them: `dY` is the gradient of the forward's result Y, a result `dA` is the gradient
 of the argument A, and `dA_dB` holds both behind one another. With `needs_params` False all results but the first are
-empty, and an argument without a tensor gets an empty gradient. An operator without results writes the gradients over
-the arguments that its schema marks as written.
+empty; `needed` has a flag for each result. An argument without a tensor gets an empty gradient. An operator without
+results writes the gradients over the arguments that its schema marks as written.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _autograd() -> Iterator[None]:
 
 
 def backward_of(
-    forward: Any, schema: Any, fake: Callable[..., Any] | None = None
+    forward: Any, schema: Any, fake: Callable[..., Any] | None = None, run: Callable[..., Any] | None = None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(reference, fake) of the backward operator with this schema.
 
     The reference differentiates the forward's by autograd in fp32 or wider and rounds each gradient once. fake: where
-    the results are not as the names say.
+    the results are not as the names say. run: of the backward's arguments, where it also reads what the forward saved.
     """
     names = [argument.name for argument in schema.arguments]
     inputs = [names.index(argument.name) for argument in forward.overload._schema.arguments]
@@ -41,7 +41,7 @@ def backward_of(
     incoming = [names.index(name) if name in names else None for name in returned]
     owners = [[names.index(name) for name in result.name[1:].split("_d")] for result in schema.returns]
     written = [[i] for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    flag = names.index("needs_params") if "needs_params" in names else None
+    flag, flags = (names.index(name) if name in names else None for name in ("needs_params", "needed"))
 
     def empty_gradients(*args: Any) -> Any:
         def gradient(places: list[int], is_needed: bool) -> torch.Tensor:
@@ -53,11 +53,12 @@ def backward_of(
             dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
             return tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=dtype)
 
-        needed = flag is None or args[flag]
-        gradients = [gradient(places, needed or not number) for number, places in enumerate(owners)]
+        needed = args[flags] if flags else [True] + [flag is None or args[flag]] * len(owners)
+        gradients = [gradient(places, is_needed) for places, is_needed in zip(owners, needed)]
         return None if not owners else gradients[0] if len(owners) == 1 else tuple(gradients)
 
     fake = fake or empty_gradients
+    run = run or (lambda *args: forward.reference(*[args[place] for place in inputs]))
 
     def gradients(*args: Any) -> Any:
         results = fake(*args) if owners else [args[place] for (place,) in written]
@@ -70,7 +71,7 @@ def backward_of(
                 for place in places
                 if args[place] is not None
             }
-            outputs = forward.reference(*[leaves.get(place, args[place]) for place in inputs])
+            outputs = run(*[leaves.get(place, arg) for place, arg in enumerate(args)])
             outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
             pairs = [(y, args[place]) for y, place in zip(outputs, incoming) if place is not None]
             outputs, slopes = zip(*[(y, dy.to(y.dtype)) for y, dy in pairs if dy is not None])

@@ -81,8 +81,8 @@ def define(
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
     reference: the same results in plain torch
-    derivative_of: in place of a reference, and of a fake where none is named, the forward operator of a backward one
-    (`derivative.py`)
+    derivative_of: in place of a fake where none is named, and of a reference, the forward operator of a backward one
+    (`derivative.py`); a reference beside it gives the forward's results from the backward's arguments
     shapes: what the tensors must be, in the words of `checks.Shapes`; checked in every way that the operator is called
     misfit: an error for arguments that pass `shapes` but still do not fit, or ""
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
@@ -100,13 +100,15 @@ def define(
     if call_numbers is not None:
         arguments, _, results = schema.partition(") ->")
         schema, n_others = f"{arguments}, {call_numbers.schema}) ->{results}", arguments.count(",") + 1
-        launcher, reference = (call_numbers.taking_numbers(run, n_others) for run in (launcher, reference))
-        fake, misfit = (call_numbers.taking_numbers(run, n_others) if callable(run) else run for run in (fake, misfit))
+        launcher, reference, fake, misfit = (
+            call_numbers.taking_numbers(run, n_others) if callable(run) else run
+            for run in (launcher, reference, fake, misfit)
+        )
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.liger_hw, name).default
     expected = declared[name] = Shapes(overload._schema, shapes, misfit)
     if derivative_of is not None:
-        reference, fake = backward_of(derivative_of, overload._schema, fake)
+        reference, fake = backward_of(derivative_of, overload._schema, fake, reference)
     check_args = expected.check
 
     def checked(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,19 +48,26 @@ from .multi_token_attention_kernels import (
     _channels_softmax_bwd_kernel,
     _channels_softmax_fwd_kernel,
 )
+from .softmax import SoftmaxFunction
 from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
+
+softmax_bwd = SoftmaxFunction.bwd
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
 def multi_token_attention_reference(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
     """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded P."""
+    return _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse)[0]
+
+
+def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse):
     wide = torch.promote_types(scores.dtype, torch.float32)
     masked = scores.masked_fill(_future(scores), -float("inf"))
     p = sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)
     parts = (p.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     y = torch.conv2d(*parts, stride, padding, dilation, groups)
-    return y.masked_fill(_future(y), 0.0).to(scores.dtype)
+    return y.masked_fill(_future(y), 0.0).to(scores.dtype).contiguous(), p.contiguous(), no_weight(p)
 
 
 def _future(x: torch.Tensor) -> torch.Tensor:
@@ -114,32 +121,26 @@ _WIDEST = 4096
 """Keys that a program of these holds at most."""
 
 
-def _channels_heuristic(target: Target, key: Key, most: int) -> LaunchConfig:
-    """16 channels of a query, 32 contiguous bytes, of at most `most` values in all; 64 values a thread."""
-    block = min(key[0], _WIDEST)
-    channels = max(1, min(16, most // block))
-    return LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, target.warps(block * channels, 64, 16))
-
-
-def _channels_space(target: Target, key: Key) -> list[LaunchConfig]:
-    tiles = [{"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": channels} for channels in (1, 2, 4, 8, 16, 32)]
-    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(8, 64))
-
-
-def _channels_valid(config: LaunchConfig, key: Key) -> str | None:
-    whole = config.blocks["BLOCK_SIZE"] >= min(key[0], _WIDEST)
-    return None if whole else f"BLOCK_SIZE must hold all {key[0]} keys"
-
-
 def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
-    return _tunable(
-        variant,
-        kernel,
-        heuristic=lambda target, key: _channels_heuristic(target, key, most),
-        safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": 1}, 4),
-        space=_channels_space,
-        valid=_channels_valid,
-    )
+    """16 channels of a query a program, 32 contiguous bytes, of at most `most` values in all; 64 values a thread."""
+
+    def heuristic(target: Target, key: Key) -> LaunchConfig:
+        block = min(key[0], _WIDEST)
+        channels = max(1, min(16, most // block))
+        return LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, target.warps(block * channels, 64, 16))
+
+    def space(target: Target, key: Key) -> list[LaunchConfig]:
+        tiles = [{"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": channels} for channels in (1, 2, 4, 8, 16, 32)]
+        return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(8, 64))
+
+    def valid(config: LaunchConfig, key: Key) -> str | None:
+        whole = config.blocks["BLOCK_SIZE"] >= min(key[0], _WIDEST)
+        return None if whole else f"BLOCK_SIZE must hold all {key[0]} keys"
+
+    def channels_safe(target: Target, key: Key) -> LaunchConfig:
+        return LaunchConfig({"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": 1}, 4)
+
+    return _tunable(variant, kernel, heuristic=heuristic, safe=channels_safe, space=space, valid=valid)
 
 
 CHANNELS_FWD = _channels_tunable("channels_fwd", _channels_softmax_fwd_kernel, 32768)
@@ -197,48 +198,44 @@ def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     """(Y, P, and where P's channels are last a copy of weight with its channels last; otherwise an empty tensor)."""
     scores = scores.contiguous()
-    if _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse):
-        p, last = _softmax_to_channels_last(scores), weight.clone(memory_format=torch.channels_last)
-        y = torch.conv2d(*_summable(p, last, None), stride, padding, dilation, groups).to(p.dtype)
-        return _fill_from_channels_last(y, dense(bias)), p, last
-    p = empty_like(scores, scores.dtype)
-    if sparse:
-        _fill(scores, p, infinite=True)
-        p = sparsemax_fwd(p)
+    channels_last = _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
+    if channels_last:
+        p, weight = _softmax_to_channels_last(scores), weight.clone(memory_format=torch.channels_last)
     else:
-        _over_rows(FWD, (scores, p))
-    y = _convolved(p, weight, None, stride, padding, dilation, groups)
-    _fill(y, y, bias=dense(bias))  # torch's convolution would add the bias in a launch of its own, and sum its gradient
+        p = empty_like(scores, scores.dtype)
+        if sparse:
+            _fill(scores, p, infinite=True)
+            p = sparsemax_fwd(p)
+        else:
+            _over_rows(FWD, (scores, p))
+    # torch's convolution would add the bias in a launch of its own, and sum its gradient
+    y = torch.conv2d(*_summable(p, weight), None, stride, padding, dilation, groups).to(p.dtype)
+    if channels_last:
+        return _fill_from_channels_last(y, dense(bias)), p, weight
+    y = y.contiguous()
+    _fill(y, y, bias=dense(bias))
     return y, p, no_weight(p)
 
 
 def _bwd(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
-    how = stride, padding, dilation, groups
-    if _convolves_channels_last(p, weight.shape[0], padding, groups, sparse):
-        return _bwd_channels_last(dy, p, weight, how, needs)
-    dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
+    channels_last = _convolves_channels_last(p, weight.shape[0], padding, groups, sparse)
     sums = _empty_sums(dy) if needs[2] else None
-    _fill(dy, g, sums=sums)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, *how, (*needs[:2], False))
-    if sums is not None:
-        dbias = _bias_gradient(sums, p.dtype)
-    if needs[0]:
+    if channels_last:
+        g, weight = _fill_to_channels_last(dy, sums), weight.contiguous(memory_format=torch.channels_last)
+    else:
+        dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
+        _fill(dy, g, sums=sums)
+    dp, dweight = _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs)
+    dbias = no_weight(p) if sums is None else _bias_gradient(sums, p.dtype)
+    if needs[0] and channels_last:
+        dp = _softmax_gradient(dp, p)
+    elif needs[0]:
         dp = dp.contiguous()
         if sparse:
             dp = sparsemax_bwd(dp, p)
         else:
             _over_rows(BWD, (dp, p, dp))
-    return dp, dweight, dbias
-
-
-def _bwd_channels_last(dy, p, weight, how, needs):
-    """As `_bwd`, of a p whose channels are last: the gradients have theirs last too, up to the softmax's."""
-    g, *sums = _fill_to_channels_last(dy, needs[2])
-    weight = weight.contiguous(memory_format=torch.channels_last)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, *how, (*needs[:2], False), dense=False)
-    if sums:
-        dbias = _bias_gradient(*sums, p.dtype)
-    return _softmax_gradient(dp, p) if needs[0] else dp, dweight.contiguous(), dbias
+    return dp, dweight.contiguous(), dbias
 
 
 # -- channels last ---------------------------------------------------------------------------------------------------
@@ -280,55 +277,42 @@ def _fill_from_channels_last(x: torch.Tensor, bias: torch.Tensor | None) -> torc
 
 
 @repeated
-def _fill_to_channels_last(dy: torch.Tensor, needs_sums: bool) -> tuple[torch.Tensor, ...]:
-    """dy up to the diagonal and zero after it, with its channels last; and, if asked for, its sums over the keys."""
+def _fill_to_channels_last(dy: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+    """dy up to the diagonal and zero after it, with its channels last; `sums` from `_empty_sums`."""
     g = _empty_channels_last(dy)
-    sums = _empty_sums(dy) if needs_sums else None
     _over_queries(CHANNELS_FILL, (dy, g), None, sums)
-    return (g,) if sums is None else (g, sums)
+    return g
 
 
 # -- the convolution, torch's ----------------------------------------------------------------------------------------
 
 
-def _convolved(p, weight, bias, *how):
-    return torch.conv2d(*_summable(p, weight, bias), *how).to(p.dtype).contiguous()
-
-
-def _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs, dense=True):
-    """Gradients of p, weight and bias, empty where not needed; contiguous if `dense`."""
-    how = ((weight.shape[0],), stride, padding, dilation, False, (0, 0), groups, needs)
+def _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs):
+    """Gradients of p and weight, empty where not needed."""
+    how = (None, stride, padding, dilation, False, (0, 0), groups, (*needs[:2], False))
     grads = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
-    grads = [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads, needs)]
-    return tuple(grad.contiguous() for grad in grads) if dense else tuple(grads)
+    return [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads[:2], needs)]
 
 
 def _summable(*tensors):
     """Tensors as torch's convolution takes them to sum in fp32: on the CPU its 16-bit one does not."""
     if tensors[0].device.type != "cpu" or tensors[0].dtype in (torch.float32, torch.float64):
         return tensors
-    return tuple(None if t is None else t.float() for t in tensors)
+    return tuple(t.float() for t in tensors)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse):
-    masked = scores.masked_fill(_future(scores), -float("inf"))
-    p = (sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)).contiguous()
-    y = _convolved(p, weight, bias, stride, padding, dilation, groups)
-    return y.masked_fill_(_future(y), 0.0), p, no_weight(p)
-
-
 def _bwd_reference(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
     g = dy.masked_fill(_future(dy), 0.0)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs)
+    dp, dweight = _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs)
+    dbias = (
+        g.sum((0, 2, 3), dtype=torch.promote_types(g.dtype, torch.float32)).to(g.dtype) if needs[2] else no_weight(p)
+    )
     if needs[0]:
-        wide = torch.promote_types(p.dtype, torch.float32)
-        y, inside = p.to(wide), p.to(wide) > 0
-        share = inside.to(wide) / inside.sum(-1, keepdim=True) if sparse else y
-        dp = ((inside if sparse else y) * (dp.to(wide) - (share * dp.to(wide)).sum(-1, keepdim=True))).to(p.dtype)
-    return dp.contiguous(), dweight, dbias
+        dp = (sparsemax_bwd if sparse else softmax_bwd)(dp.contiguous(), p)
+    return dp, dweight.contiguous(), dbias
 
 
 def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):

@@ -65,12 +65,6 @@ def _above(z, tau):
     return tl.maximum(z - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
-def _any(flags):
-    """Whether one of the flags [rows, 1] is set, as a number that a loop can test."""
-    return tl.sum(tl.sum(flags.to(tl.int32), axis=1), axis=0) > 0
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _sparsemax_fwd_kernel(
     X_ptr,
@@ -106,7 +100,7 @@ def _sparsemax_fwd_kernel(
             inside = z > tau
             support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
             tau = tl.div_rn(tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0, support)
-            shrinking = _any(support < count)
+            shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0  # a number, for the loop
             count = support
         y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
         store_row(y_ptrs, _above(z, tau), exist, pad, n_cols, VECTOR)

@@ -78,97 +78,6 @@ def _embedding_unsorted_kernel(
         _zero_rows(DW_ptr, rows, (rows < n_rows) & ((same == 0) | (rows == padding_idx)), n_cols, ROWS, BLOCK_SIZE)
 
 
-@triton.jit
-def _zero_other_rows(
-    Sorted_ptr, DW_ptr, first, n_tokens, top, n_rows, n_cols, padding_idx, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
-    """Write zeros to the rows of dW, of ROWS, that no token names: the sorted tokens are bisected.
-
-    top: the largest power of two that is at most n_tokens
-    """
-    rows = first.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    below = tl.zeros([ROWS], dtype=tl.int32)  # tokens of smaller rows
-    step = top
-    while step > 0:
-        probe = tl.load(Sorted_ptr + below + (step - 1), mask=below + step <= n_tokens, other=0).to(tl.int64)
-        below += tl.where((below + step <= n_tokens) & (probe < rows), step, 0)
-        step //= 2
-    named = tl.load(Sorted_ptr + below, mask=below < n_tokens, other=-1).to(tl.int64) == rows
-    unnamed = (rows < n_rows) & ((named == 0) | (rows == padding_idx))
-    _zero_rows(DW_ptr, rows, unnamed, n_cols, ROWS, BLOCK_SIZE)
-
-
-@triton.jit
-def _sum_chunk(
-    DY_ptr,
-    Sorted_ptr,
-    Order_ptr,
-    Scale_ptr,
-    DW_ptr,
-    Earlier_ptr,
-    Later_ptr,
-    DY_row_stride,
-    part,
-    n_tokens,
-    n_rows,
-    n_cols,
-    padding_idx,
-    ACCUMULATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """BLOCK_SIZE columns of one chunk of the sorted tokens, GROUP tokens read at a time.
-
-    Rows that lie wholly in the chunk are stored in dW, or with ACCUMULATE added to it. The sum of a row that began in
-    an earlier chunk goes to Earlier[chunk], of one that goes on in a later chunk to Later[chunk], both [n_chunks,
-    n_cols] fp32; a row that does both counts as the former.
-    """
-    blocks = tl.cdiv(n_cols, BLOCK_SIZE)
-    chunk = (part // blocks).to(tl.int64)
-    cols = part % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
-    start = chunk * CHUNK
-    group = tl.arange(0, GROUP)
-    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    row = tl.load(Sorted_ptr + start).to(tl.int64)
-    before = tl.load(Sorted_ptr + start - 1, mask=start > 0, other=-1).to(tl.int64)
-    began_here = (start == 0) | (before != row)
-    for at in range(0, CHUNK, GROUP):
-        places = start + at + group
-        rows = tl.load(Sorted_ptr + places, mask=places < n_tokens, other=-1).to(tl.int64)
-        counts = (rows >= 0) & (rows < n_rows) & (rows != padding_idx)
-        tokens = tl.load(Order_ptr + places, mask=counts, other=0).to(tl.int64)
-        if Scale_ptr is not None:
-            scale = tl.load(Scale_ptr + tokens, mask=counts, other=0.0)
-            counts = counts & (scale != 0.0)  # true for nan
-        ptrs = DY_ptr + tokens[:, None] * DY_row_stride + cols[None, :]
-        dy = tl.load(ptrs, mask=counts[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
-        if Scale_ptr is not None:
-            dy = dy * scale[:, None]
-        for i in tl.static_range(GROUP):
-            place = start + at + i
-            following = tl.load(Sorted_ptr + place + 1, mask=place + 1 < n_tokens, other=-1).to(tl.int64)
-            has_gradient = (row >= 0) & (row < n_rows) & (row != padding_idx)
-            total += tl.sum(tl.where((group == i)[:, None], dy, 0.0), axis=0)
-            ends = following != row
-            last = at + i == CHUNK - 1
-            out = DW_ptr + row * n_cols + cols
-            whole = has_gradient & ends & began_here & col_mask
-            if ACCUMULATE:
-                raised = total + tl.load(out, mask=whole, other=0.0).to(tl.float32)
-                tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
-            else:
-                tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
-            # rare; the branch spares the others a change of layout
-            if has_gradient & (ends | last) & ((ends & began_here) == 0):
-                tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
-                tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)
-            total = tl.where(ends, 0.0, total)
-            began_here = began_here | ends
-            row = following
-
-
 @triton.jit(do_not_specialize=["n_tokens", "top", "n_sums"])
 def _embedding_bwd_kernel(
     DY_ptr,
@@ -191,16 +100,72 @@ def _embedding_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The first n_sums programs sum, the others write zeros: what waits longest begins first."""
+    """The first n_sums programs sum, the others write zeros: what waits longest begins first.
+
+    A summing program has BLOCK_SIZE columns of one chunk of the sorted tokens, and reads GROUP tokens at a time. Rows
+    that lie wholly in the chunk are stored in dW, or with ACCUMULATE added to it. The sum of a row that began in an
+    earlier chunk goes to Earlier[chunk], of one that goes on in a later chunk to Later[chunk], both [n_chunks, n_cols]
+    fp32; a row that does both counts as the former.
+
+    Of the others each has ROWS rows of dW, and clears those that no token names: the sorted tokens are bisected.
+    top: the largest power of two that is at most n_tokens.
+    """
     program = tl.program_id(0)
     if program < n_sums:
-        _sum_chunk(
-            DY_ptr, Sorted_ptr, Order_ptr, Scale_ptr, DW_ptr, Earlier_ptr, Later_ptr, DY_row_stride, program,
-            n_tokens, n_rows, n_cols, padding_idx, ACCUMULATE, CHUNK, GROUP, BLOCK_SIZE,
-        )  # fmt: skip
+        blocks = tl.cdiv(n_cols, BLOCK_SIZE)
+        chunk = (program // blocks).to(tl.int64)
+        cols = program % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        col_mask = cols < n_cols
+        start = chunk * CHUNK
+        group = tl.arange(0, GROUP)
+        total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        row = tl.load(Sorted_ptr + start).to(tl.int64)
+        before = tl.load(Sorted_ptr + start - 1, mask=start > 0, other=-1).to(tl.int64)
+        began_here = (start == 0) | (before != row)
+        for at in range(0, CHUNK, GROUP):
+            places = start + at + group
+            rows = tl.load(Sorted_ptr + places, mask=places < n_tokens, other=-1).to(tl.int64)
+            counts = (rows >= 0) & (rows < n_rows) & (rows != padding_idx)
+            tokens = tl.load(Order_ptr + places, mask=counts, other=0).to(tl.int64)
+            if Scale_ptr is not None:
+                scale = tl.load(Scale_ptr + tokens, mask=counts, other=0.0)
+                counts = counts & (scale != 0.0)  # true for nan
+            ptrs = DY_ptr + tokens[:, None] * DY_row_stride + cols[None, :]
+            dy = tl.load(ptrs, mask=counts[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
+            if Scale_ptr is not None:
+                dy = dy * scale[:, None]
+            for i in tl.static_range(GROUP):
+                place = start + at + i
+                following = tl.load(Sorted_ptr + place + 1, mask=place + 1 < n_tokens, other=-1).to(tl.int64)
+                has_gradient = (row >= 0) & (row < n_rows) & (row != padding_idx)
+                total += tl.sum(tl.where((group == i)[:, None], dy, 0.0), axis=0)
+                ends = following != row
+                last = at + i == CHUNK - 1
+                out = DW_ptr + row * n_cols + cols
+                whole = has_gradient & ends & began_here & col_mask
+                if ACCUMULATE:
+                    raised = total + tl.load(out, mask=whole, other=0.0).to(tl.float32)
+                    tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
+                else:
+                    tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
+                # rare; the branch spares the others a change of layout
+                if has_gradient & (ends | last) & ((ends & began_here) == 0):
+                    tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
+                    tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)
+                total = tl.where(ends, 0.0, total)
+                began_here = began_here | ends
+                row = following
     else:
-        first = program - n_sums
-        _zero_other_rows(Sorted_ptr, DW_ptr, first, n_tokens, top, n_rows, n_cols, padding_idx, ROWS, BLOCK_SIZE)
+        rows = (program - n_sums).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        below = tl.zeros([ROWS], dtype=tl.int32)  # tokens of smaller rows
+        step = top
+        while step > 0:
+            probe = tl.load(Sorted_ptr + below + (step - 1), mask=below + step <= n_tokens, other=0).to(tl.int64)
+            below += tl.where((below + step <= n_tokens) & (probe < rows), step, 0)
+            step //= 2
+        named = tl.load(Sorted_ptr + below, mask=below < n_tokens, other=-1).to(tl.int64) == rows
+        unnamed = (rows < n_rows) & ((named == 0) | (rows == padding_idx))
+        _zero_rows(DW_ptr, rows, unnamed, n_cols, ROWS, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])

@@ -37,18 +37,11 @@ from ...runtime.operator import (
     define,
     dense,
     first_order,
+    no_weight,
     row_major,
 )
 from . import gates, products, routing, sums
-from .reference import (
-    Gate,
-    How,
-    check_index,
-    experts_bwd_reference,
-    experts_fwd_reference,
-    experts_reference,
-    only_needed,
-)
+from .reference import Gate, How, check_index, experts_reference
 from .routing import Routing
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -74,7 +67,7 @@ def fused_moe_reference(
     """
     gate = Gate.checked("fused_moe_reference", **options)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    return experts_reference(*tensors, gate, is_transposed, rounded)
+    return experts_reference(*tensors, How(gate, is_transposed), rounded)[0]
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -101,21 +94,21 @@ def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, d
 
 
 def _bwd(
-    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
+    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, z,
     order, token, row, offsets, largest, needed, how,
 ):  # fmt: skip
     if not top_k_index.numel():
-        zeros = (torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, top_k_weights))
-        n_experts, hidden = down_proj.shape[0], x.shape[1]
-        zeros = (*zeros, x.new_zeros((n_experts, z.shape[1])), x.new_zeros((n_experts, hidden)))
-        return only_needed(zeros, needed, x, top_k_weights)
-    dout, x = row_major(dout), row_major(x)
-    top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
-    inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-    where = Routing(order, token, row, offsets, largest)
-    dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, where, needed, how)
-    ddown, ddown_bias = _down_gradients(dout, *inputs, z, where, needed, how)
-    return only_needed((dx, dup, ddown, dweights, dup_bias, ddown_bias), needed, x, top_k_weights)
+        tensors = x, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias
+        gradients = [t.new_zeros(t.shape) if is_needed else None for t, is_needed in zip(tensors, needed)]
+    else:
+        dout, x = row_major(dout), row_major(x)
+        top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
+        inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
+        where = Routing(order, token, row, offsets, largest)
+        dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, where, needed, how)
+        ddown, ddown_bias = _down_gradients(dout, *inputs, z, where, needed, how)
+        gradients = dx, dup, ddown, dweights, dup_bias, ddown_bias
+    return tuple([no_weight(x) if gradient is None else gradient for gradient in gradients])
 
 
 # At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept, and each of
@@ -162,10 +155,13 @@ def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
-_INPUTS = "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights"
+_INPUTS = (
+    "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights, Tensor? gate_up_bias,"
+    " Tensor? down_bias"
+)
 _SHAPES = (
     "T x [tokens, hidden]; T gate_up_proj, down_proj [experts, ., .]; int top_k_index [tokens, k]; "
-    "top_k_weights [tokens, k]"
+    "top_k_weights [tokens, k]; T gate_up_bias [experts, .]; T down_bias [experts, hidden]"
 )
 
 
@@ -176,73 +172,50 @@ def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bi
     return x.new_empty(x.shape), z, *numbers
 
 
-def _bwd_fake(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, *others):
-    needed, how = others[-2:]
-    experts, hidden, n_z = down_proj.shape[0], x.shape[1], gate_up_proj.shape[2 if how.is_transposed else 1]
-    shapes = (x.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, (experts, n_z), (experts, hidden))
-    likes = (x, x, x, top_k_weights, x, x)
-    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, needed)])
-
-
-def _misfit(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, _, how) -> str:
-    hidden, experts, inner = x.shape[1], down_proj.shape[0], down_proj.shape[1 if how.is_transposed else 2]
+def _misfit(
+    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how, z=None, offsets=None
+) -> str:
+    experts, hidden, inner = down_proj.shape[0], x.shape[1], down_proj.shape[1 if how.is_transposed else 2]
     if not experts:
         return f"down_proj must have at least one expert, got {tuple(down_proj.shape)}"
-    columns = _columns(down_proj, how)
-    transposed = how.is_transposed
+    columns = 2 * inner if how.gate.has_gate else inner
+    down, up = (hidden, inner), (columns, hidden)
+    if how.is_transposed:
+        down, up = down[::-1], up[::-1]
     shapes = {
-        "down_proj": (down_proj, (experts, inner, hidden) if transposed else (experts, hidden, inner)),
-        "gate_up_proj": (gate_up_proj, (experts, hidden, columns) if transposed else (experts, columns, hidden)),
+        "down_proj": (down_proj, (experts, *down)),
+        "gate_up_proj": (gate_up_proj, (experts, *up)),
         "gate_up_bias": (gate_up_bias, (experts, columns)),
+        "z": (z, (top_k_index.numel(), columns)),
+        "offsets": (offsets, (experts + 1,)),
     }
-    return _first_misfit(shapes, x)
-
-
-def _columns(down_proj, how) -> int:
-    """Columns of the first product: of g and u, or of g alone."""
-    inner = down_proj.shape[1 if how.is_transposed else 2]
-    return 2 * inner if how.gate.has_gate else inner
-
-
-def _first_misfit(shapes: dict[str, tuple], x) -> str:
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and tensor.shape != shape:
             return f"{name} must be {list(shape)} for x {tuple(x.shape)}, got {list(tensor.shape)}"
     return ""
 
 
-def _bwd_misfit(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *others) -> str:
-    *_, offsets, largest, _, how = others
-    inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-    experts, n_rows = down_proj.shape[0], top_k_index.shape[0] * top_k_index.shape[1]
-    shapes = {
-        "z": (z, (n_rows, _columns(down_proj, how))),
-        "offsets": (offsets, (experts + 1,)),
-        "largest": (largest, (experts,)),
-    }
-    return _misfit(*inputs, None, down_bias, how) or _first_misfit(shapes, x)
-
-
 fused_moe_fwd = define(
-    f"fused_moe_fwd({_INPUTS}, Tensor? gate_up_bias, Tensor? down_bias)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; T gate_up_bias [experts, .]; T down_bias [experts, hidden]",
+    f"fused_moe_fwd({_INPUTS}) -> (Tensor out, Tensor z, Tensor order, Tensor token, Tensor row, Tensor offsets,"
+    " Tensor largest)",
+    shapes=_SHAPES,
     misfit=_misfit,
     launcher=_fwd,
-    reference=experts_fwd_reference,
+    reference=experts_reference,
     fake=_fwd_fake,
     numbers=How,
     recorded=False,
 )
 fused_moe_bwd = define(
-    f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor? down_bias, Tensor z, Tensor order, Tensor token, Tensor row,"
-    " Tensor offsets, Tensor largest, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; T down_bias [experts, hidden]; dout [tokens, hidden]; T z [n_rows, columns]; "
-    "int order, token, row [n_rows]; int offsets; int largest",
-    misfit=_bwd_misfit,
+    f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor z, Tensor order, Tensor token, Tensor row, Tensor offsets,"
+    " Tensor largest, bool[] needed) -> (Tensor dx, Tensor dgate_up_proj, Tensor ddown_proj, Tensor dtop_k_weights,"
+    " Tensor dgate_up_bias, Tensor ddown_bias)",
+    shapes=f"{_SHAPES}; dout [tokens, hidden]; T z [n_rows, columns]; int order, token, row [n_rows]; int offsets; "
+    "int largest [experts]",
+    misfit=lambda dout, *args: _misfit(*args[:7], args[-1], z=args[7], offsets=args[11]),
     launcher=_bwd,
-    reference=experts_bwd_reference,
-    fake=_bwd_fake,
+    derivative_of=fused_moe_fwd,
+    reference=lambda dout, *args: experts_reference(*args[:7], args[-1], rounded=args[7].dtype),
     numbers=How,
     recorded=False,
 )
@@ -256,9 +229,9 @@ class FusedMoEFunction(Function):
     @staticmethod
     def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
         ctx.how = how
-        inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-        out, *saved = fused_moe_fwd(*inputs, gate_up_bias, down_bias, ctx.how)
-        ctx.save_for_backward(*inputs, down_bias, *saved)
+        inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
+        out, *saved = fused_moe_fwd(*inputs, how)
+        ctx.save_for_backward(*inputs, *saved)
         return out
 
     @staticmethod

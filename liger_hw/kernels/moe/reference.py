@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ... import env
-from ...runtime.operator import check, check_numbers, no_weight
+from ...runtime.operator import check, check_numbers
 
 ACTIVATIONS = "silu", "gelu", "gelu_tanh", "relu", "relu2"
 
@@ -62,31 +62,6 @@ class Gate(NamedTuple):
             return torch.nn.functional.gelu(gate, approximate="tanh")
         return gate.relu() if self.activation == "relu" else gate.relu().square()
 
-    def gradient(self, z: torch.Tensor, dact: torch.Tensor) -> torch.Tensor:
-        """Backward of `apply`, in closed form: an operator's body runs below autograd."""
-        if not self.has_gate:
-            if not self.limit:
-                return dact * self._slope(z)
-            return dact * self._slope(z.clamp(max=self.limit)) * (z <= self.limit)
-        gate, up = z.chunk(2, -1) if self.is_concatenated else (z[..., ::2], z[..., 1::2])
-        of_gate = of_up = 1.0
-        if self.limit:
-            of_gate, of_up = gate <= self.limit, up.abs() <= self.limit  # clamp's gradient: 1 at the bounds too
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        dgate = dact * (up + self.up_offset) * self._slope(gate) * of_gate
-        dup = dact * self._activate(gate) * of_up
-        return torch.cat((dgate, dup), -1) if self.is_concatenated else torch.stack((dgate, dup), -1).flatten(-2)
-
-    def _slope(self, gate: torch.Tensor) -> torch.Tensor:
-        """The derivative of `_activate`."""
-        if self.activation == "silu":
-            s = torch.sigmoid(self.alpha * gate)
-            return s * (1 + self.alpha * gate * (1 - s))
-        if self.activation in ("gelu", "gelu_tanh"):
-            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-            return torch.ops.aten.gelu_backward(torch.ones_like(gate), gate, approximate=approximate)
-        return (gate > 0).to(gate.dtype) if self.activation == "relu" else 2 * gate.relu()
-
 
 class How(NamedTuple):
     """The numbers of both operators: the gate, and the layout of the weights."""
@@ -111,106 +86,46 @@ def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
         )
 
 
-def _sorted_slots(top_k_index: torch.Tensor, n_experts: int) -> list[torch.Tensor]:
-    """The slots of each expert, in order; the last entry has the slots without an expert."""
+def experts_reference(
+    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how: How, rounded=None
+):
+    """What the operator `fused_moe_fwd` returns: the output [T, H], z, and the five parts of `routing.Routing`.
+
+    Products and pre-activations are rounded to x's dtype, as GEMMs leave them; everything else is fp32 (fp64 for fp64).
+    rounded: the dtype that pre-activations are rounded to, where it is a narrower one; their gradient is not rounded
+    """
+    (n_tokens, top_k), wide = top_k_index.shape, torch.promote_types(x.dtype, torch.float32)
+    n_experts = len(down_proj)
+    check_index(top_k_index, n_experts)
+    if not how.is_transposed:
+        gate_up_proj, down_proj = gate_up_proj.mT, down_proj.mT
     expert_of = top_k_index.reshape(-1)
     slots = [torch.where(expert_of == expert)[0] for expert in range(n_experts)]
-    return [*slots, torch.where((expert_of < 0) | (expert_of >= n_experts))[0]]
+    others = torch.where((expert_of < 0) | (expert_of >= n_experts))[0]
+    y, z = x.new_zeros((n_tokens * top_k, x.shape[1])), []
+    for expert, chosen in enumerate(slots):
+        z_rows = x[chosen // top_k] @ gate_up_proj[expert]
+        if gate_up_bias is not None:
+            z_rows = _rounded(z_rows, rounded) + gate_up_bias[expert]
+        z.append(_rounded(z_rows, rounded))
+        rows = how.gate.apply(z[-1].to(wide)).to(x.dtype) @ down_proj[expert]
+        if down_bias is not None:
+            rows = rows + down_bias[expert]
+        y = y.index_copy(0, chosen, rows)
+    z.append(x.new_zeros((len(others), gate_up_proj.shape[2])))
+    weights = top_k_weights.reshape(-1, 1).to(wide).index_fill(0, others, 0.0)
+    out = (weights * y.to(wide)).view(n_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
+    order = torch.cat([*slots, others])
+    row = torch.empty_like(order)
+    row[order] = torch.arange(len(order), device=x.device)
+    row = row.index_fill(0, others, -1)
+    counts = torch.tensor([len(chosen) for chosen in slots])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    largest = counts.argsort(descending=True, stable=True)
+    numbers = order, order // top_k, row, offsets, largest
+    return out, torch.cat(z), *(t.to(device=x.device, dtype=torch.int32) for t in numbers)
 
 
 def _rounded(z: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """z with the values it has after rounding to `dtype`, in its dtype; the gradient passes unchanged."""
     return z if dtype is None else z + (z.to(dtype).to(z.dtype) - z).detach()
-
-
-def _experts(
-    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed, rounded=None
-):
-    """(the layer's output, the pre-activations of each expert's rows, its slots, the slots without an expert last)"""
-    (n_tokens, top_k), wide = top_k_index.shape, torch.promote_types(x.dtype, torch.float32)
-    if not is_transposed:
-        gate_up_proj, down_proj = gate_up_proj.mT, down_proj.mT
-    slots, kept = _sorted_slots(top_k_index, len(down_proj)), []
-    y = x.new_zeros((n_tokens * top_k, x.shape[1]))
-    for expert, chosen in enumerate(slots[:-1]):
-        z = _rounded(x[chosen // top_k] @ gate_up_proj[expert], rounded)
-        if gate_up_bias is not None:
-            z = _rounded(z + gate_up_bias[expert], rounded)
-        rows = gate.apply(z.to(wide)).to(x.dtype) @ down_proj[expert]
-        if down_bias is not None:
-            rows = rows + down_bias[expert]
-        y = y.index_copy(0, chosen, rows)
-        kept.append(z)
-    weights = top_k_weights.reshape(-1, 1).to(wide).index_fill(0, slots[-1], 0.0)
-    weighted = (weights * y.to(wide)).view(n_tokens, top_k, x.shape[1])
-    return weighted.sum(1).to(x.dtype), kept, slots
-
-
-def experts_reference(*args):
-    """The layer's output [T, H]; the arguments of `liger_fused_moe` in order, a checked `Gate`, is_transposed
-    and optionally a narrower dtype.
-
-    Products and pre-activations are rounded to x's dtype, as GEMMs leave them; everything else is fp32 (fp64 for fp64).
-    Pre-activations are rounded to the narrower dtype unless it is None. Differentiable.
-    """
-    return _experts(*args)[0]
-
-
-def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
-    """What the operator `fused_moe_fwd` returns: the output, z, and the five parts of `routing.Routing`."""
-    check_index(top_k_index, down_proj.shape[0])
-    inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    out, kept, slots = _experts(*inputs, how.gate, how.is_transposed)
-    z = torch.cat([*kept, x.new_zeros((len(slots[-1]), kept[0].shape[1]))])
-    order = torch.cat(slots)
-    row = torch.empty_like(order)
-    row[order] = torch.arange(len(order), device=x.device)
-    row = row.index_fill(0, slots[-1], -1)
-    counts = torch.tensor([len(chosen) for chosen in slots[:-1]])
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    largest = counts.argsort(descending=True, stable=True)
-    numbers = order, order // top_k_index.shape[1], row, offsets, largest
-    return out, z, *(t.to(device=x.device, dtype=torch.int32) for t in numbers)
-
-
-def experts_bwd_reference(
-    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
-    order, token, row, offsets, largest, needed, how,
-):  # fmt: skip
-    """What the operator `fused_moe_bwd` returns: six gradients, empty where not needed."""
-    gate, is_transposed = how.gate, how.is_transposed
-    top_k, wide = top_k_index.shape[1], torch.promote_types(x.dtype, torch.float32)
-    up_weights, down_weights = (gate_up_proj, down_proj) if is_transposed else (gate_up_proj.mT, down_proj.mT)
-    dx = torch.zeros((top_k_index.numel(), x.shape[1]), dtype=wide, device=x.device)
-    dup, ddown = (torch.zeros(w.shape, dtype=x.dtype, device=x.device) for w in (up_weights, down_weights))
-    dup_bias, ddown_bias = (
-        torch.zeros(w.shape[::2], dtype=x.dtype, device=x.device) for w in (up_weights, down_weights)
-    )
-    dweights = torch.zeros(top_k_index.numel(), dtype=wide, device=x.device)
-    start = 0
-    for expert, chosen in enumerate(_sorted_slots(top_k_index, len(down_proj))[:-1]):
-        rows, dy = chosen // top_k, dout[chosen // top_k]
-        weight = top_k_weights.reshape(-1)[chosen].to(wide).unsqueeze(1)
-        z_rows = z[start : start + len(chosen)].to(wide)
-        act, start = gate.apply(z_rows).to(x.dtype), start + len(chosen)
-        da = (dy @ down_weights[expert].T).to(wide)
-        dz = gate.gradient(z_rows, weight * da).to(x.dtype)
-        dweights[chosen] = (act.to(wide) * da).sum(1)
-        if down_bias is not None:
-            dweights[chosen] += (dy.to(wide) * down_bias[expert].to(wide)).sum(1)
-        ddown[expert] = (weight * act.to(wide)).to(x.dtype).T @ dy
-        ddown_bias[expert] = (weight * dy.to(wide)).sum(0)
-        dup[expert] = x[rows].T @ dz
-        dup_bias[expert] = dz.to(wide).sum(0)
-        dx[chosen] = (dz @ up_weights[expert].T).to(wide)
-    dx = dx.view(*top_k_index.shape, x.shape[1]).sum(1).to(x.dtype)
-    if not is_transposed:
-        dup, ddown = dup.mT.contiguous(), ddown.mT.contiguous()
-    gradients = dx, dup, ddown, dweights.view(top_k_index.shape).to(top_k_weights.dtype), dup_bias, ddown_bias
-    return only_needed(gradients, needed, x, top_k_weights)
-
-
-def only_needed(gradients, needed, x, top_k_weights) -> tuple[torch.Tensor, ...]:
-    """The six gradients, or an empty tensor of the same dtype for each that is not needed."""
-    likes = x, x, x, top_k_weights, x, x
-    return tuple([g if want else no_weight(like) for g, want, like in zip(gradients, needed, likes)])

@@ -135,11 +135,9 @@ def _activation_fwd_kernel(
         b = a + b_offset
     c = C_ptr + row * n_cols + cols
     by, down = gate_multiplier, down_multiplier
-    if SPLIT:
-        if whole:
-            _fwd_tile(a, b, c, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
-        else:
-            _fwd_tile(a, b, c, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+    unmasked = whole if SPLIT else False
+    if unmasked:
+        _fwd_tile(a, b, c, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
     else:
         _fwd_tile(a, b, c, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
 
@@ -232,11 +230,9 @@ def _activation_bwd_kernel(
     elif IS_GATED:
         db = da + b_offset
     by, down = gate_multiplier, down_multiplier
-    if SPLIT:
-        if whole:
-            _bwd_tile(dc, a, b, da, db, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
-        else:
-            _bwd_tile(dc, a, b, da, db, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+    unmasked = whole if SPLIT else False
+    if unmasked:
+        _bwd_tile(dc, a, b, da, db, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
     else:
         _bwd_tile(dc, a, b, da, db, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
 
