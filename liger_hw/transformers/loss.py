@@ -115,7 +115,7 @@ class OutputHead:
     is fused and whole
     called, computed, loss_called: whether the head was called, whether its logits were computed, and whether a loss was
     asked for that could have taken hidden states
-    loss_nodes: the places in the autograd graph of the losses that took hidden states inside the forward
+    loss_nodes: the places in the autograd graph of the losses that took hidden states
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class OutputHead:
                 head = functional.liger_fused_linear_cross_entropy_tp
                 result = head(hidden, weight, target, self.access.group, **settings)
         loss = self._loss_of(result)
-        if loss.requires_grad and not torch.compiler.is_compiling() and not logits._is_detached:
+        if loss.requires_grad and not torch.compiler.is_compiling():
             self.loss_nodes.append(weakref.ref(loss.grad_fn))
         if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
             return loss

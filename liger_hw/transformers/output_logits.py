@@ -17,7 +17,7 @@ from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private import refuses_data_ptr, without_torch_function
 from ..runtime.operator import first_order
@@ -89,6 +89,7 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
     result = OutputLogitsFunction.apply(logits, *computed_from, parent)
     with without_torch_function():
         result._made_by, result._parent, result._derived = result.grad_fn, parent, []
+        result._losses = logits._head.loss_nodes if parent is None else []
     if parent is not None:
         parent._derived.append(weakref.ref(result))
     return result
@@ -105,8 +106,8 @@ class OutputLogits(torch.Tensor):
     _parent: "OutputLogits | None" = None
     _derived: "list[weakref.ref[OutputLogits]]"
     _made_by: Any = None
+    _losses: "list[weakref.ref[Any]]"
     _has_hook = False
-    _is_fused = False
     _read_from: Any = None
     _plain: torch.Tensor | None = None
 
@@ -165,8 +166,8 @@ class OutputLogits(torch.Tensor):
                 self._logits.check_unchanged()
                 loss = head.fused_loss(self._logits, target, options)
                 if loss is not None:
-                    for logits in chain:  # the loss's gradient does not pass by these
-                        logits._is_fused = True
+                    for logits in chain[:-1] if loss.requires_grad else ():
+                        logits._losses.append(head.loss_nodes[-1])
                     is_moved = not all(logits._place()[1] for logits in chain)
                     return _Passing.apply(loss, loss, self) if is_moved else loss
         if is_known and head.wants:
@@ -186,20 +187,18 @@ class OutputLogits(torch.Tensor):
             return self.requires_grad, self.grad_fn is self._made_by
 
     def _watch(self, hook: Any = None) -> None:
-        """Before a hook or `retain_grad`; raises `RuntimeError` after a fused loss: its gradient skips the hook.
-
-        The model's own loss raises in its backward instead, as a program might not use it.
-        """
-        if self._is_fused:
-            raise RuntimeError(_MISSED + "; register hooks, or call retain_grad(), before the loss")
+        """Before a hook or `retain_grad`: a fused loss, whose gradient skips the hook, raises in its backward."""
         self._has_hook = True
         if self._parent is not None:
             self.materialise()
-        elif not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_ENGINES):
-            for reference in self._logits._head.loss_nodes:
-                node = reference()
-                if node is not None:
-                    node.register_prehook(_refuse_hooked)
+        if not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_ENGINES):
+            for node in self._fused_losses():
+                node.register_prehook(_refuse_hooked)
+
+    def _fused_losses(self) -> set[Any]:
+        """The places in the graph of losses, the model's own and a program's, whose gradient does not pass by these
+        logits."""
+        return {node for reference in self._losses if (node := reference()) is not None}
 
     def _in_graph(self) -> torch.Tensor:
         """The tensor that stands in the autograd graph for these logits. For a recorded operation's result it is
@@ -238,9 +237,12 @@ class OutputLogits(torch.Tensor):
             if func in _WATCHING:
                 first._watch(*args[1:], **kwargs)
             if func is torch.autograd.grad:
-                tree_map_only(OutputLogits, _refuse_fused, (args[1:2], kwargs.get("inputs")))
+                outputs, inputs = inspect.signature(func).bind(*args, **kwargs).args[:2]
+                tree_map_only(OutputLogits, lambda logits: _refuse_fused(logits, outputs), inputs)
             args, kwargs = tree_map_only(OutputLogits, OutputLogits._in_graph, (args, kwargs))
             with without_torch_function():
+                if func == _GRAD and not first._has_hook and first._fused_losses():  # of backward(inputs=[logits])
+                    raise RuntimeError(_MISSED + _SKIP)
                 return func(*args, **kwargs)
         if isinstance(first, OutputLogits):
             rest, named = _computed(args[1:]), {k: _computed(v) for k, v in kwargs.items() if v is not first}
@@ -272,20 +274,25 @@ _ENGINES = ("torch.distributed.", "deepspeed.", "lightning.", "lightning_fabric.
 _MISSED = (
     "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"
 )
+_SKIP = "; call the model with skip_logits=False, or, before a loss of your own, retain_grad() on the logits"
 
 
 def _refuse_hooked(gradients: Any) -> None:
-    raise RuntimeError(
-        _MISSED + ", on which a hook or retain_grad() waits for it; call the model with skip_logits=False"
-    )
+    raise RuntimeError(f"{_MISSED}, on which a hook or retain_grad() waits for it{_SKIP}")
 
 
-def _refuse_fused(logits: OutputLogits) -> None:
-    if logits._is_fused and logits.is_deferred:
-        raise RuntimeError(
-            "liger_hw: these logits were never computed, since their loss was computed from the hidden states; for a "
-            "gradient with respect to them call retain_grad() on them before the loss"
-        )
+def _refuse_fused(logits: OutputLogits, outputs: Any) -> None:
+    """Before `torch.autograd.grad` with respect to logits: raises if a loss that does not pass by them is in the graph
+    of `outputs`."""
+    losses, visited = logits._fused_losses(), set()
+    nodes = [getattr(t, "node", None) or t.grad_fn for t in tree_leaves(outputs)]
+    while losses and nodes:
+        node = nodes.pop()
+        if node in losses:
+            raise RuntimeError(_MISSED + _SKIP)
+        if node is not None and node not in visited:
+            visited.add(node)
+            nodes += [following for following, _ in node.next_functions]
 
 
 def _computed(value: Any) -> Any:
@@ -311,6 +318,7 @@ _KNOWN = {
 }
 """What is known of the logits without computing them."""
 
+_GRAD = torch.Tensor.grad.__get__
 _WATCHING = _methods("register_hook", "retain_grad")
 _OF_GRAPH = {
     *_WATCHING,

@@ -174,6 +174,49 @@ def test_the_model_s_own_loss_does_not_pass_by_a_hook_in_silence(models, batch, 
         outputs.loss.backward()
 
 
+def _of_program(outputs, ids):
+    logits = outputs.logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+def _backward(loss, logits, watched):
+    loss.backward(inputs=None if watched else [logits])
+    return logits.grad
+
+
+FUSED_LOSSES = {
+    "the model's": lambda outputs, ids: outputs.loss,
+    "a program's": _of_program,
+    "both": lambda outputs, ids: outputs.loss + 2 * _of_program(outputs, ids),
+    "and a penalty": lambda outputs, ids: outputs.loss + outputs.logits.square().mean(),
+    "a program's and a penalty": lambda outputs, ids: _of_program(outputs, ids) + outputs.logits.square().mean(),
+    "a penalty": lambda outputs, ids: outputs.logits.square().mean(),
+}
+WAYS = {
+    "grad": lambda loss, logits: torch.autograd.grad(loss, logits)[0],
+    "grad of several": lambda loss, logits: torch.autograd.grad([loss, loss * 2], [logits], allow_unused=True)[0],
+    "backward to them": lambda loss, logits: _backward(loss, logits, False),
+    "retain_grad": lambda loss, logits: [logits.retain_grad(), _backward(loss, logits, True)][1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", FUSED_LOSSES)
+def test_a_gradient_with_respect_to_logits_is_right_or_refused(models, batch, loss, way):
+    """Where a fused loss is in the graph, its part would be missing. (A penalty's gradient alone, read from `.grad`,
+    could be right: which loss wrote it is not known.)"""
+    expected = models[0](**batch)
+    expected = WAYS[way](FUSED_LOSSES[loss](expected, batch["input_ids"]), expected.logits)
+    for options in ({}, {"skip_logits": False}):
+        outputs = models[1](**batch, **options)
+        value = FUSED_LOSSES[loss](outputs, batch["input_ids"])
+        if options or loss == "a penalty" and way != "backward to them":
+            torch.testing.assert_close(WAYS[way](value, outputs.logits), expected, rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(RuntimeError, match="does not pass by the logits.*; call the model with skip_logits"):
+                WAYS[way](value, outputs.logits)
+
+
 @pytest.mark.parametrize("module", ["torch.distributed.fsdp", "deepspeed.runtime.utils", "lightning.fabric.wrappers"])
 def test_an_engine_s_hook_on_every_output_waits_for_backward_to_begin(models, batch, module):
     for read in (lambda out: out.loss, lambda out: out.logits.float().square().mean()):
