@@ -17,7 +17,7 @@ from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.operator import cdiv, check, check_tensors, launch
 from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.blocks import store_tile, tile_mask
-from ..rows.tuning import row_tunable, row_warps
+from ..rows.tuning import row_tunable, row_warps, whole_rows_misfit
 from .float8_linear import RECIPES, check_shapes, float8_linear_reference, linear
 from .formats import E4M3, Float8Rows, aligned, float8_dtype, largest_bits
 from .quantize_float8 import inverse_scale, magnitude_bits, scale_bits, to_float8
@@ -42,11 +42,6 @@ def _key(n_rows: int, n_cols: int, n_out: int, itemsize: int) -> Key:
     return row_key(n_rows, aligned(n_cols), itemsize)
 
 
-def _misfit(config: LaunchConfig, key: Key) -> str | None:
-    block = config.blocks["BLOCK_SIZE"]
-    return None if block >= key[0] else f"BLOCK_SIZE={block} holds no row of {key[0]} columns"
-
-
 def whole_rows_tunable(op: str, kernel: Any, n_inputs: int, rows: int = 1) -> Tunable:
     """The tunable `<op>.fwd`. n_inputs: tensors whose rows a program holds; a thread has 32 numbers of each row, or
     fewer where rows do not fill the device. rows: of a program otherwise, where they have 4096 columns at most."""
@@ -69,7 +64,7 @@ def whole_rows_tunable(op: str, kernel: Any, n_inputs: int, rows: int = 1) -> Tu
             for hint in ("none", "stream")
             if rows * key[0] <= max(key[0], 8192) and 8 <= rows * key[0] // (warps * target.warp_size) <= 64
         ],
-        valid=_misfit,
+        valid=whole_rows_misfit,
         neutral=frozenset({"num_stages", "hint", "num_warps", "ROWS"}),
     )
 

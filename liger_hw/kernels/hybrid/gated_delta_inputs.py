@@ -17,16 +17,7 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, tile_space
-from ...runtime.operator import (
-    OperatorFunction,
-    cdiv,
-    check_integers,
-    check_numbers,
-    define,
-    dense,
-    empty_like,
-    launch,
-)
+from ...runtime.operator import OperatorFunction, cdiv, check_integers, check_numbers, define, dense, empty_like, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
 from .causal_conv import (
@@ -362,9 +353,6 @@ def _bwd(dq, dk, dv, dbeta, dg, qkv, weight, b, a, A_log, dt_bias, seq_idx, head
     return dqkv, dweight, db, da, column_sum(DW, partial, dtype)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _fwd_reference(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
     sizes = heads.n_k_heads, heads.k_dim, seq_idx, heads.eps
     return gated_delta_inputs_reference(qkv, weight, b, a, A_log, dt_bias, *sizes)
@@ -414,9 +402,6 @@ class GatedDeltaInputsFunction(OperatorFunction):
         derivative_of=fwd,
         numbers=Heads,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_gated_delta_inputs(

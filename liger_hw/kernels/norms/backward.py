@@ -46,7 +46,7 @@ from ..rows.blocks import (
 )
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.row import row_pad
-from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, row_tunable
+from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, row_tunable, tile_rule
 from .wide_backward import norm_wide_bwd_kernel, wide_heuristic
 
 
@@ -320,11 +320,6 @@ class BackwardTunables(NamedTuple):
     sums: Tunable
 
 
-def _means_config(target: Target, key: Key, widest: int, per_thread: int) -> LaunchConfig:
-    block = min(key[0], widest)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, per_thread, 16))
-
-
 def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims: tuple[str, ...] = DIMS) -> Tunable:
     """The tunable of `row_means`."""
     return Tunable(
@@ -333,8 +328,8 @@ def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims
         kernels=(_norm_bwd_means_kernel,),
         key=key,
         dims=dims,
-        heuristic=lambda target, key: _means_config(target, key, 8192, 16),
-        safe=lambda target, key: _means_config(target, key, 4096, 32),
+        heuristic=tile_rule(8192, 16, 16),
+        safe=tile_rule(4096, 32, 16),
         space=lambda target, key: [
             LaunchConfig({"BLOCK_SIZE": block}, warps) for block in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)
         ],

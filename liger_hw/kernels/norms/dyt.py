@@ -16,16 +16,7 @@ import torch
 from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, next_power_of_2, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
-from ...runtime.operator import (
-    OperatorFunction,
-    cdiv,
-    define,
-    dense,
-    empty_like,
-    launch,
-    row_major,
-    rows_of,
-)
+from ...runtime.operator import OperatorFunction, cdiv, define, dense, empty_like, launch, row_major, rows_of
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
@@ -45,8 +36,6 @@ from ..rows.blocks import (
 from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ..rows.row import row_pad, row_vector
 from ..rows.tuning import persistent_misfit, row_tunable, rows_per_program
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
@@ -299,9 +288,6 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
     return dx, params, dalpha
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 class DyTFunction(OperatorFunction):
     sharding, params = RowsRule(inputs=("x",), weights=("alpha", "gamma", "beta")), ("alpha", "gamma", "beta")
     fwd = define(
@@ -318,9 +304,6 @@ class DyTFunction(OperatorFunction):
         launcher=_bwd,
         derivative_of=fwd,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
@@ -354,8 +337,6 @@ class LigerDyT(torch.nn.Module):
         return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "llama_7b": (16384, 4096),
     "llama_13b": (8192, 5120),
@@ -377,8 +358,4 @@ def sample(sizes, dtype, device, generator, *, beta=True) -> Sample:
     )
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD, BWD, DW),
-    options=({}, {"beta": False}),
-)
+OP = registry.register_file(__name__, tunables=(FWD, BWD, DW), options=({}, {"beta": False}))

@@ -37,13 +37,20 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
-from ..rows.tuning import persistent_misfit, row_sample, row_tiles, row_tunable, row_warps, rows_per_program
+from ..rows.tuning import (
+    persistent_misfit,
+    row_sample,
+    row_tiles,
+    row_tunable,
+    row_warps,
+    rows_per_program,
+    safe_whole_rows,
+    whole_rows_misfit,
+)
 
 _NAME = "liger_gated_rms_norm"
 ACTIVATIONS = ("silu", "sigmoid")
 CASTING_MODES = ("llama", "gemma")
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def gated_rms_norm_reference(
@@ -224,17 +231,9 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(key[0] * rows, 16, 16), 1, ctas)
 
 
-def _safe(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 32), 1, 1)
-
-
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
     how = {"per_thread": (4, 64), "stages": (1, 2), "ctas": (2, 4, 8), "hints": ("none", "stream")}
     return tile_space(target, row_tiles({key[0]}), (1, 2, 4, 8, 16, 32), **how)
-
-
-def _holds_a_row(config: LaunchConfig, key: Key) -> str | None:
-    return "BLOCK_SIZE must hold a whole group" if config.blocks["BLOCK_SIZE"] < key[0] else None
 
 
 FWD = row_tunable(
@@ -242,18 +241,18 @@ FWD = row_tunable(
     "fwd",
     _gated_rms_norm_fwd_kernel,
     heuristic=_fwd_heuristic,
-    safe=_safe,
+    safe=safe_whole_rows,
     space=_space,
-    valid=_holds_a_row,
+    valid=whole_rows_misfit,
 )
 BWD = row_tunable(
     "gated_rms_norm",
     "bwd",
     _gated_rms_norm_bwd_kernel,
     heuristic=_bwd_heuristic,
-    safe=_safe,
+    safe=safe_whole_rows,
     space=_space,
-    valid=lambda config, key: persistent_misfit(config, key) or _holds_a_row(config, key),
+    valid=lambda config, key: persistent_misfit(config, key) or whole_rows_misfit(config, key),
 )
 DW = column_sum_tunable("gated_rms_norm")
 
@@ -290,9 +289,6 @@ def _bwd(dy, x, gate, w, rstd, eps, sigmoid, llama, norm_first, group_size):
     args = (dy, x, gate, w, rstd, dx, dgate, partial, *strides, n_rows, group_size, n_tiles)
     launch(plan, _gated_rms_norm_bwd_kernel, (programs, n_groups), args, (sigmoid, norm_first))
     return dx, dgate, column_sum(DW, partial, w.dtype)
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 def _options(sigmoid: bool, llama: bool, norm_first: bool, group_size: int) -> tuple:
@@ -339,9 +335,6 @@ class GatedRMSNormFunction(OperatorFunction):
         launcher=_bwd,
         derivative_of=fwd,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_gated_rms_norm(
@@ -403,13 +396,7 @@ class LigerGatedRMSNorm(torch.nn.Module):
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}, activation={self.activation}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-WORKLOADS = {
-    "qwen3_next_80b": (262144, 128),
-    "kimi_linear_48b": (262144, 128),
-    "bamba_9b": (8192, 8192),
-}
+WORKLOADS = {"qwen3_next_80b": (262144, 128), "kimi_linear_48b": (262144, 128), "bamba_9b": (8192, 8192)}
 """Problem sizes (n_rows, n_cols): 8192 tokens of 32 heads of 128; 8192 tokens of a state space layer."""
 
 

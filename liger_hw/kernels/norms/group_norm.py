@@ -45,8 +45,6 @@ from .group_norm_kernels import (
     _group_norm_fwd_kernel,
 )
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def group_norm_reference(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
     wide = torch.promote_types(X.dtype, torch.float32)
@@ -259,9 +257,6 @@ def _bwd(dy, x, w, b, stats, num_groups, eps, needs_params):
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _grouped(x: torch.Tensor, num_groups: int, wide: torch.dtype) -> torch.Tensor:
     """[batch * groups, channels, spatial] of x."""
     channels = x.shape[1] // num_groups
@@ -301,9 +296,6 @@ class GroupNormFunction(OperatorFunction):
         launcher=_bwd,
         derivative_of=fwd,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_group_norm(
@@ -358,8 +350,6 @@ class LigerGroupNorm(torch.nn.Module):
         sizes = f"{self.num_channels}, {self.num_groups}"
         return f"{sizes}, eps={self.variance_epsilon}, bias={self.bias is not None}"
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "sd_vae_64x64": (32, 32, 4096, 512),

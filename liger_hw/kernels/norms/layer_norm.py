@@ -196,8 +196,4 @@ def sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample
     return row_sample(sizes, dtype, (x, w, b, 1e-6))
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD, *BACKWARD),
-    options=({}, {"bias": False}, {"affine": False}),
-)
+OP = registry.register_file(__name__, tunables=(FWD, *BACKWARD), options=({}, {"bias": False}, {"affine": False}))

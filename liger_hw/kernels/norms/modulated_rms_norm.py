@@ -40,8 +40,6 @@ from .forward import out_dtype
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
 from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm, casting_code
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
     wide = torch.promote_types(X.dtype, torch.float32)
@@ -187,9 +185,6 @@ def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tens
     return tuple(torch.zeros_like(t) if zeros and t is not None else no_weight(x) for t in (w, scale, shift))
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _fwd_reference(x, w, scale, shift, eps, offset, casting):
     y = modulated_rms_norm_reference(x, w, scale, shift, eps, offset, MODE_NAMES[casting])
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -234,9 +229,6 @@ class ModulatedRMSNormFunction(OperatorFunction):
         launcher=_bwd,
         derivative_of=fwd,
     )
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_modulated_rms_norm(
@@ -288,8 +280,6 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
         options = self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         return liger_modulated_rms_norm(hidden_states, self.weight, scale, shift, *options)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "dit_xl": (64, 16384, 1152),

@@ -33,13 +33,7 @@ from ..rows.blocks import (
 )
 from ..rows.reduce import column_sum_tunable
 from ..rows.tuning import WIDEST_BLOCK, persistent_misfit, rows_per_program, safe
-from .backward import (
-    means_tunable,
-    normalised,
-    store_partial_sums,
-    two_gradients_heuristic,
-    two_gradients_space,
-)
+from .backward import means_tunable, normalised, store_partial_sums, two_gradients_heuristic, two_gradients_space
 
 # -- forward ---------------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
 from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_sample, row_tunable
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def poly_norm_reference(X, W, B, eps=1e-6, in_place=True):
     wide = torch.promote_types(X.dtype, torch.float32)
@@ -266,9 +264,6 @@ def _bwd(dy, x, w, b, rstd, eps):
     return dx, params[:3] if b is None else params
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _fwd_reference(x, w, b, eps):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = [torch.rsqrt((wide**power).square().mean(-1).flatten() + eps) for power in (1, 2, 3)]
@@ -307,9 +302,6 @@ class PolyNormFunction(Function):
         return dX, dP[:3], None if B is None else dP[3:].view(B.shape), None
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_poly_norm(
     X: torch.Tensor, W: torch.Tensor, B: torch.Tensor | None, eps: float = 1e-6, in_place: bool = True
 ) -> torch.Tensor:
@@ -344,8 +336,6 @@ class LigerPolyNorm(torch.nn.Module):
         return f"eps={self.variance_epsilon}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "polycom_1b": (16384, 4096),
     "polycom_moe_7b": (16384, 2048),
@@ -363,8 +353,4 @@ def sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
     return row_sample(sizes, dtype, (x, w, b), grad_reduction=n_rows * n_cols)
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD, BWD, DW),
-    options=({}, {"bias": ()}, {"bias": None}),
-)
+OP = registry.register_file(__name__, tunables=(FWD, BWD, DW), options=({}, {"bias": ()}, {"bias": None}))

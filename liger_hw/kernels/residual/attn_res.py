@@ -23,24 +23,13 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, row_key, tile_space
-from ...runtime.operator import (
-    Function,
-    cdiv,
-    check,
-    check_numbers,
-    define,
-    dense,
-    first_order,
-    launch,
-)
+from ...runtime.operator import Function, cdiv, check, check_numbers, define, dense, first_order, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
-from ..rows.tuning import persistent_misfit, rows_per_program
+from ..rows.tuning import persistent_misfit, rows_per_program, safe_whole_rows
 
 WIDEST = 65536
 """Columns that a program holds at most."""
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def attn_res_reference(V, w_query, w_norm, eps=1e-6):
@@ -186,10 +175,6 @@ def _bwd_heuristic(target, key):
     return _tile(target, key, 32, 2)  # four rows of values in fp32 are live
 
 
-def _safe(target, key):
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 32), 1, 1)
-
-
 def _space(ctas):
     def space(target, key):
         tiles = [{"BLOCK_SIZE": key[0], "ROWS": rows} for rows in (1, 2, 4, 8) if rows == 1 or rows * key[0] <= 8192]
@@ -200,7 +185,7 @@ def _space(ctas):
     return space
 
 
-RULES = {"key": _key, "dims": DIMS, "safe": _safe}
+RULES = {"key": _key, "dims": DIMS, "safe": safe_whole_rows}
 FWD = Tunable("attn_res", "fwd", kernels=(_attn_res_fwd_kernel,), heuristic=_fwd_heuristic, space=_space((0,)), **RULES)
 BWD = Tunable(
     "attn_res",
@@ -248,9 +233,6 @@ def _bwd(dh, v, w_query, w_norm, score, rstd, lse):
     args = (dh, v, w_query, w_norm, score, rstd, lse, dv, partial, n_blocks, n_rows, n_cols, n_tiles)
     launch(plan, _attn_res_bwd_kernel, (programs,), args, (next_power_of_2(n_blocks),))
     return dv, column_sum(DW, partial, torch.float32)
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 def _fwd_reference(v, w_query, w_norm, eps):
@@ -311,9 +293,6 @@ class AttnResFunction(Function):
         return dV, dw_query, dw_norm, None
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_attn_res(
     V: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
     w_query: torch.Tensor,
@@ -353,8 +332,6 @@ class LigerAttnRes(torch.nn.Module):
         return f"{self.w_query.shape[0]}, eps={self.eps}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "kimi_linear_48b": (8192, 8, 2304),
     "block_8": (8192, 8, 4096),
@@ -377,7 +354,4 @@ def sample(sizes, dtype, device, generator) -> Sample:
     )
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD, BWD, DW),
-)
+OP = registry.register_file(__name__, tunables=(FWD, BWD, DW))

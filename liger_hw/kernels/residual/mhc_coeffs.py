@@ -53,9 +53,6 @@ class Options(NamedTuple):
     post_mult: float = 2.0
 
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
-
 def _coefficients(mix, b, alphas, n, options):
     """(h_pre, h_post, h_res, the sums that Sinkhorn divided by [..., steps, n])."""
     sizes = (n, n, n * n)
@@ -466,9 +463,6 @@ def _bwd(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, 
     return dx, column_sum(DW, partial, phi.dtype).view(phi.shape), column_sum(DW, params, torch.float32)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
     wide = torch.promote_types(x.dtype, torch.float32)
     w, phi, bias = (t.to(wide) for t in (x, phi, b))
@@ -560,9 +554,6 @@ class MHCCoeffsFunction(Function):
         return dx, dphi, db.to(b.dtype) if db.dtype is not b.dtype else db.clone(), *sums, None
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_mhc_coeffs(
     x: torch.Tensor,
     phi: torch.Tensor,
@@ -596,8 +587,6 @@ def liger_mhc_coeffs(
     options = Options(tmax, float(rms_eps), float(pre_eps), float(sinkhorn_eps), float(post_mult))
     return MHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, options)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "two_streams": (16384, 2, 2048)}
 """Problem sizes (n_tokens, n_streams, n_cols)."""

@@ -168,7 +168,4 @@ def sample(sizes, dtype, device, generator) -> Sample:
     return Sample(args=(x, f_out, h_post, h_res), reduction=n_streams + 1, grad_reduction=n_cols, moved=moved)
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=TUNABLES,
-)
+OP = registry.register_file(__name__, tunables=TUNABLES)

@@ -68,7 +68,4 @@ def sample(sizes, dtype, device, generator) -> Sample:
     return Sample(args=(x, h_pre), reduction=n_streams, grad_reduction=n_cols, moved=moved)
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=TUNABLES,
-)
+OP = registry.register_file(__name__, tunables=TUNABLES)

@@ -71,10 +71,7 @@ def liger_interleaved_rope(
     return InterleavedRopeFunction.apply(q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
 
 
-WORKLOADS = {
-    "glm4_9b": (4, 4096, 32, 2, 128),
-    "command_r_35b": (2, 4096, 64, 64, 128),
-}
+WORKLOADS = {"glm4_9b": (4, 4096, 32, 2, 128), "command_r_35b": (2, 4096, 64, 64, 128)}
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
 
 
@@ -88,8 +85,5 @@ def sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sa
 
 
 OP = registry.register_file(
-    __name__,
-    tunables=_rotary.tunables,
-    small=SMALL,
-    options=({}, {"to_halves": True, "narrow": True, "partial": True}),
+    __name__, tunables=_rotary.tunables, small=SMALL, options=({}, {"to_halves": True, "narrow": True, "partial": True})
 )

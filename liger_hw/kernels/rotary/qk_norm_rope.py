@@ -25,17 +25,7 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer_all
 from ...registry import LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2, normal, tile_space
-from ...runtime.operator import (
-    Function,
-    cdiv,
-    check,
-    check_floats,
-    define,
-    dense,
-    first_order,
-    launch,
-    no_weight,
-)
+from ...runtime.operator import Function, cdiv, check, check_floats, define, dense, first_order, launch, no_weight
 from ...runtime.sharding import RotaryRule
 from ..norms.rms_norm import CASTING_MODES, casting_code
 from ..rows.reduce import column_sum, column_sum_tunable
@@ -45,8 +35,6 @@ from .qk_norm_rope_kernels import _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_ke
 from .rope import check_rope, rope_angles
 
 MODES = {name: CASTING_MODES[name] for name in ("llama", "gemma")}
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def qk_norm_rope_reference(
@@ -212,9 +200,6 @@ def _bwd(
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _fwd_reference(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
     how = cos, sin, eps, offset, casting, rotary_dim, head_axis, angles
     y_q, y_k = _normed_and_turned(q, wq, *how), _normed_and_turned(k, wk, *how)
@@ -291,9 +276,6 @@ class QKNormRopeFunction(Function):
         return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 6
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -362,12 +344,7 @@ class LigerQKNormRope(torch.nn.Module):
         )
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-WORKLOADS = {
-    "qwen3_8b": (4, 4096, 32, 8, 128),
-    "gemma3_4b": (4, 4096, 8, 4, 256),
-}
+WORKLOADS = {"qwen3_8b": (4, 4096, 32, 8, 128), "gemma3_4b": (4, 4096, 8, 4, 256)}
 """Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads
 them."""
 

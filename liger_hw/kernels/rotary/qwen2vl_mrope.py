@@ -76,15 +76,10 @@ def liger_qwen2vl_mrope(
     return Qwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
 
 
-def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-    """`liger_qwen2vl_mrope` under the name Liger gives it in Qwen2-VL's model."""
-    return liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
+liger_multimodal_rotary_pos_emb = liger_qwen2vl_mrope  # Liger's name, in Qwen2-VL's model
 
 
-WORKLOADS = {
-    "qwen2_5_vl_7b": (4, 4096, 28, 4, 128),
-    "qwen2_vl_72b": (2, 4096, 64, 8, 128),
-}
+WORKLOADS = {"qwen2_5_vl_7b": (4, 4096, 28, 4, 128), "qwen2_vl_72b": (2, 4096, 64, 8, 128)}
 """Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads
 them."""
 

@@ -385,8 +385,12 @@ def turn_misfit(
     form: Form,
 ) -> str:
     """What is wrong with the shapes of an operator's tensors, or ""."""
-    if why_invalid := heads_misfit(q.shape, q.shape if k is None else k.shape, head_axis):
-        return why_invalid
+    if head_axis not in (1, 2):
+        return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {head_axis!r}"
+    if k is not None and any(q.shape[axis] != k.shape[axis] for axis in (0, 3 - head_axis, 3)):
+        return f"q and k must differ in heads only, got {tuple(q.shape)} and {tuple(k.shape)}"
+    if not q.shape[head_axis] or k is not None and not k.shape[head_axis]:
+        return "q and k need at least one head"
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - head_axis], q.shape[3]
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         return f"rotary_dim must be even, from 2 to the head width {head_dim}, got {rotary_dim}"
@@ -418,17 +422,6 @@ def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
 
 SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
 """Test sizes: widths and heads that are no power of two, one token too few, one of everything."""
-
-
-def heads_misfit(q: torch.Size, k: torch.Size, head_axis: int) -> str:
-    """What is wrong with the shapes of q and k and what was expected, or nothing."""
-    if type(head_axis) is not int or head_axis not in (1, 2):
-        return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {head_axis!r}"
-    if len(q) != 4 or len(k) != 4 or any(q[axis] != k[axis] for axis in (0, 3 - head_axis, 3)):
-        return f"q and k must be 4-D and differ in heads only, got {tuple(q)} and {tuple(k)}"
-    if not q[head_axis] or not k[head_axis]:
-        return f"q and k need at least one head, got {tuple(q)} and {tuple(k)}"
-    return ""
 
 
 def check_no_gradient(op: str, *angles: torch.Tensor) -> None:

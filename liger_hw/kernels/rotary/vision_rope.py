@@ -74,15 +74,10 @@ def _misfit(q, k, cos, sin) -> str:
     return ""
 
 
-def liger_rotary_pos_emb_vision(q, k, cos, sin):
-    """`liger_vision_rope` under the name Liger gives it; nothing is assumed about the halves of cos and sin."""
-    return liger_vision_rope(q, k, cos, sin)
+liger_rotary_pos_emb_vision = liger_vision_rope  # Liger's name
 
 
-WORKLOADS = {
-    "qwen2_5_vl": (16, 1024, 16, 16, 80),
-    "qwen3_vl": (16, 1024, 16, 16, 72),
-}
+WORKLOADS = {"qwen2_5_vl": (16, 1024, 16, 16, 80), "qwen3_vl": (16, 1024, 16, 16, 72)}
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each. They
 come with shared_halves, as Liger reads them."""
 
@@ -106,8 +101,5 @@ def sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
 
 
 OP = registry.register_file(
-    __name__,
-    tunables=_rotary.tunables,
-    small=(*SMALL, (1, 5, 3, 2, 7)),
-    options=({}, {"shared": False}),
+    __name__, tunables=_rotary.tunables, small=(*SMALL, (1, 5, 3, 2, 7)), options=({}, {"shared": False})
 )

@@ -133,6 +133,17 @@ def safe(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 32), 1, 1)
 
 
+def safe_whole_rows(target: Target, key: Key) -> LaunchConfig:
+    """`safe` for kernels that hold whole rows, one a program."""
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 32), 1, 1)
+
+
+def whole_rows_misfit(config: LaunchConfig, key: Key) -> str | None:
+    """Why a configuration cannot serve such a kernel, or None."""
+    block = config.blocks["BLOCK_SIZE"]
+    return None if block >= key[0] else f"BLOCK_SIZE={block} holds no row of {key[0]} columns"
+
+
 def tile_rule(widest: int, per_thread: int, most_warps: int, hint: str = "none") -> Callable[..., LaunchConfig]:
     """A heuristic for kernels that go through a row tile by tile: tiles of the row's width, at most `widest` columns.
 
