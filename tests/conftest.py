@@ -314,6 +314,16 @@ def set_env():
 
 
 @pytest.fixture
+def one_rank():
+    """A gloo process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The registry without anything resolved, stored, overridden or set aside, before and after the test."""
     from liger_hw import registry

@@ -112,6 +112,18 @@ def changed(sample: Sample, change: Callable[[torch.Tensor], torch.Tensor]) -> S
     return dataclasses.replace(sample, args=mapped(sample.args, new, seen), kwargs=mapped(sample.kwargs, new, seen))
 
 
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """A copy that begins one element into its memory."""
+    room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return room[1:].view(t.shape).copy_(t)
+
+
+def padded(t: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows lie apart."""
+    wide = torch.zeros((*t.shape[:-1], t.shape[-1] + 3), dtype=t.dtype, device=t.device)
+    return wide[..., : t.shape[-1]].copy_(t)
+
+
 def shipped_tables() -> dict[str, list[tuple[Any, Any]]]:
     """`vendor/file` of every table the package ships -> its ((op, variant, key), Entry) pairs."""
     from liger_hw.autotune import store, tables

@@ -24,7 +24,7 @@ from liger_hw.registry import LAYERS, Entry, Op, Sample, Tunable, get_op, next_p
 CPU = torch.device("cpu")
 KEY = (1024, 3, 2)
 HEURISTIC, SAFE = LaunchConfig({"BLOCK": 1024}, 4, 2), LaunchConfig({"BLOCK": 128}, 1)
-SM90, GFX942, GFX1201, PVC = (known_target(name) for name in ("sm90", "gfx942", "gfx1201", "pvc"))
+SM90, GFX942, PVC = (known_target(name) for name in ("sm90", "gfx942", "pvc"))
 STORED = ("lock", "user", "shipped-device", "shipped-arch", "shipped-family")
 
 
@@ -121,25 +121,15 @@ def test_keys():
     ("target", "config", "reason"),
     [
         (GFX942, LaunchConfig({"BLOCK": 64}, 32), "2048 threads"),
-        (PVC, LaunchConfig({"BLOCK": 64}, 64, vendor={"grf_mode": "256"}), "threads|grf_mode"),
-        (SM90, LaunchConfig({"BLOCK": 64}, 3), "not a power of two"),
         (SM90, LaunchConfig({"BLOCK": 48}, 4), "BLOCK=48 is not a power of two"),
         (SM90, LaunchConfig({"BLOCK": 64}, 4, 9), "num_stages=9"),
-        (SM90, LaunchConfig({"BLOCK": 64}, 4, 1, 33), "ctas_per_mp=33"),
         (SM90, LaunchConfig({"BLOCK": 64}, hint="always"), "hint='always'"),
         (SM90, LaunchConfig({"OTHER": 64}), "blocks must be BLOCK"),
         (SM90, LaunchConfig({"BLOCK": 64}, vendor={"waves_per_eu": 2}), "'waves_per_eu' is unknown to cuda"),
-        (SM90, LaunchConfig({"BLOCK": 64}, vendor={"grf_mode": "256"}), "'grf_mode' is unknown to cuda"),
-        (SM90, LaunchConfig({"BLOCK": 64}, vendor={"num_ctas": 2}), "num_ctas"),
-        (SM90, LaunchConfig({"BLOCK": 64}, vendor={"maxnreg": 7}), "maxnreg"),
-        (GFX942, LaunchConfig({"BLOCK": 64}, vendor={"maxnreg": 64}), "'maxnreg' is unknown to rocm"),
-        (GFX942, LaunchConfig({"BLOCK": 64}, vendor={"waves_per_eu": 0.5}), "waves_per_eu"),
-        (GFX942, LaunchConfig({"BLOCK": 64}, vendor={"matrix_instr_nonkdim": 8}), "matrix_instr_nonkdim"),
-        (PVC, LaunchConfig({"BLOCK": 64}, vendor={"kpack": 2}), "'kpack' is unknown to xpu"),
-        (PVC, LaunchConfig({"BLOCK": 64}, vendor={"grf_mode": "64"}), "grf_mode"),
     ],
 )
 def test_illegal_answers_are_refused_with_the_reason(made_up, target, config, reason):
+    """tests/backends/test_legality.py has all the rules of a vendor."""
     registry, tunable, stored = made_up
     stored["lock"], stored["shipped-arch"] = config, _named(6)
     assert _layer(made_up, target) == ("shipped-arch", _named(6))
@@ -190,43 +180,6 @@ def test_blocks_are_constexpr_parameters_of_the_kernels():
                     assert tunable.illegal(target, key, LaunchConfig({}, 4)), tunable.name
                 extra = LaunchConfig({**heuristic.blocks, "BLOCK_OF_NOBODY": 16}, heuristic.num_warps)
                 assert "blocks must be" in tunable.illegal(target, key, extra), tunable.name
-
-
-@pytest.mark.parametrize(
-    ("target", "config"),
-    [
-        (
-            GFX942,
-            LaunchConfig({"BLOCK": 64}, 16, 2, vendor={"waves_per_eu": 2, "matrix_instr_nonkdim": 16, "kpack": 2}),
-        ),
-        (GFX1201, LaunchConfig({"BLOCK": 64}, 32)),
-        (SM90, LaunchConfig({"BLOCK": 64}, 32, 4, vendor={"maxnreg": 128, "num_ctas": 1})),
-        (PVC, LaunchConfig({"BLOCK": 64}, 32, vendor={"grf_mode": "256"})),
-    ],
-)
-def test_legal_answers_are_taken(made_up, target, config):
-    made_up[2]["user"] = config
-    assert _layer(made_up, target) == ("user", config)
-
-
-def test_shared_memory_of_a_compiled_kernel():
-    from liger_hw.backends import backend
-
-    config = LaunchConfig({"BLOCK": 64})
-    rocm, cuda = backend("rocm"), backend("cuda")
-    assert "98304 bytes of shared memory" in rocm.illegal(GFX942, config, 96 * 1024)
-    assert rocm.illegal(known_target("gfx950"), config, 96 * 1024) is None
-    assert rocm.illegal(GFX942, config, 64 * 1024) is None
-    assert cuda.illegal(SM90, config, 227 * 1024) is None and cuda.illegal(SM90, config, 228 * 1024)
-
-
-def test_an_entry_for_another_kernel_source_is_stale(made_up):
-    registry, tunable, stored = made_up
-    stored["user"] = Entry(_named(5), {"kind": "measured"}, 99, "entry.json")
-    stored["shipped-arch"] = Entry(_named(6), {"kind": "static"}, tunable.version, "sm90.json")
-    assert _layer(made_up) == ("shipped-arch", _named(6))
-    (explained,) = registry.explain("made_up", (8, 1024), torch.float16, SM90)
-    assert "stored for version 99 of the kernel" in next(c for c in explained.candidates if c.layer == "user").rejected
 
 
 # -- layer 0 ---------------------------------------------------------------------------------------------------------
@@ -309,25 +262,14 @@ def test_every_layer_may_fail_and_the_next_answers(made_up, caplog):
     assert all("out of resources: shared memory" in m and "made_up.fwd" in m for m in messages)
 
 
-def test_a_failing_safe_configuration_raises_its_own_error(made_up):
-    from liger_hw.runtime.launch import LaunchFailed
-    from liger_hw.runtime.operator import with_fallback
-
-    registry, tunable, _ = made_up
-
-    def launcher():
-        raise LaunchFailed(tunable.plan(CPU, KEY), ValueError("no device code for this GPU"))
-
-    with pytest.raises(ValueError, match="no device code"):
-        with_fallback(launcher)()
-
-
-def test_a_heuristic_that_is_the_safe_configuration_raises_its_own_error(made_up, monkeypatch):
+@pytest.mark.parametrize("alike", [False, True], ids=["", "the heuristic's too"])
+def test_a_failing_safe_configuration_raises_its_own_error(made_up, monkeypatch, alike):
     from liger_hw.runtime.launch import LaunchFailed
     from liger_hw.runtime.operator import with_fallback
 
     _, tunable, _ = made_up
-    monkeypatch.setattr(tunable, "heuristic", tunable.safe)
+    if alike:
+        monkeypatch.setattr(tunable, "heuristic", tunable.safe)
 
     def launcher():
         raise LaunchFailed(tunable.plan(CPU, KEY), ValueError("no device code for this GPU"))
@@ -426,22 +368,6 @@ def test_deterministic_keeps_only_neutral_knobs(made_up, monkeypatch):
     registry.set_deterministic(None)
     monkeypatch.setenv("LIGER_HW_DETERMINISTIC", "1")
     assert _layer(made_up) == ("user", kept)
-
-
-def test_two_targets_in_one_process(made_up, monkeypatch):
-    """The vendor is that of the tensor's device: two devices get plans of their own, at the same time."""
-    from liger_hw import backends
-
-    registry, tunable, _ = made_up
-    monkeypatch.setattr(tunable, "heuristic", lambda target, key: LaunchConfig({"BLOCK": 64}, 1024 // target.warp_size))
-    devices = {torch.device("cuda:0"): SM90, torch.device("cuda:1"): GFX942, torch.device("xpu:0"): PVC}
-    for device, target in devices.items():
-        monkeypatch.setitem(backends._targets, device, target)
-    for device, target in devices.items():
-        plan = tunable.plan(device, KEY)
-        assert plan.target is target and plan.config.num_warps == 1024 // target.warp_size
-    assert len({id(tunable.plan(device, KEY)) for device in devices}) == 3
-    assert registry.backend_of(torch.device("cuda:1")).vendor == "rocm"
 
 
 def test_hints_are_lowered_by_the_vendor(made_up):

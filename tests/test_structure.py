@@ -10,7 +10,6 @@ import io
 import json
 import re
 import tokenize
-from itertools import combinations
 from pathlib import Path
 
 from liger_hw import env
@@ -198,14 +197,6 @@ def test_a_new_batch_size_compiles_nothing(op):
 
 def _is_specialised(parameter) -> bool:
     return parameter.name.startswith("n_") and not parameter.is_constexpr and not parameter.do_not_specialize
-
-
-def test_no_two_vendors_ship_the_same_table():
-    files = {vendor: sorted((PACKAGE / "backends" / vendor / "configs").glob("*.json")) for vendor in VENDORS}
-    for one, other in combinations(VENDORS, 2):
-        for a in files[one]:
-            for b in files[other]:
-                assert a.read_bytes() != b.read_bytes(), f"{a} is a copy of {b}"
 
 
 def test_files_stay_readable():

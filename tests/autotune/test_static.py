@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import static_regret
 
 from liger_hw import registry
 from liger_hw.autotune import static
@@ -353,10 +354,6 @@ def test_the_command(arch, kind, capsys, clean_registry):
 
 def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path):
     """benchmarks/results/static-regret-h200.json follows from the measurements beside it and the code's constants."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "static_regret", raising=False)
-    import static_regret
-
     results = ROOT / "benchmarks" / "results"
     made = tmp_path / "regret.json"
     monkeypatch.setattr(
@@ -368,11 +365,7 @@ def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path):
     assert now["as_shipped"]["regret"]["mean"] <= 0.05 and now["as_shipped"]["regret"]["p95"] <= 0.15
 
 
-def test_the_page_has_the_published_regret(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "static_regret", raising=False)
-    import static_regret
-
+def test_the_page_has_the_published_regret():
     published = json.loads(static_regret.PUBLISHED.read_text())
     said = static_regret.PAGE.read_text().split(static_regret.MARKS[0])[1].split(static_regret.MARKS[1])[0]
     assert said.strip() == static_regret.table(published), "run: python benchmarks/static_regret.py page"

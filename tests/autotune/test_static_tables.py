@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import combinations
-from pathlib import Path
 
 import pytest
+import static_tables
 from harness import shipped_tables
 
 from liger_hw import registry
@@ -17,7 +16,6 @@ from liger_hw.backends import VENDORS, backend, known_target
 from liger_hw.registry import Entry
 from tests.autotune.fakes import other_config, tunable
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLES = {name: dict(entries) for name, entries in shipped_tables().items()}
 ARCHS = [(vendor, arch) for vendor in VENDORS if vendor != "cpu" for arch in backend(vendor).known_archs()]
 RESOURCES = ("registers", "spills", "shared", "occupancy")
@@ -73,10 +71,6 @@ def test_no_table_answers_across_warp_sizes_or_families(vendor, arch):
 @pytest.fixture
 def tool(monkeypatch, tmp_path):
     """benchmarks/static_tables.py, with its tables and records in an empty folder."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "static_tables", raising=False)
-    import static_tables
-
     monkeypatch.setattr(static_tables, "JUDGED", tmp_path / "judged.json")
     monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / vendor)
     return static_tables

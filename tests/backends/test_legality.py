@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from liger_hw import registry
-from liger_hw.backends import VENDORS, LaunchConfig, backend, known_target
+from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.backends.base import Resources
 
 KIB = 1024
@@ -122,21 +122,6 @@ def test_a_tile_that_no_program_can_hold_is_refused(blocks):
     """Legal by every other rule, it kept the compiler busy for minutes or hours at the first launch."""
     for arch in ("sm90", "gfx942", "pvc"):
         assert "elements for" in _refusal(arch, LaunchConfig(blocks, 4))
-
-
-def test_every_heuristic_and_safe_configuration_is_legal(op):
-    """On every architecture, at every workload, for every kernel."""
-    import torch
-
-    for vendor in VENDORS:
-        for arch in backend(vendor).known_archs():
-            target = known_target(arch)
-            for tunable in op.tunables:
-                for sizes in op.workloads.values():
-                    for dtype in (torch.bfloat16, torch.float32):
-                        key = tunable.key(*sizes, dtype.itemsize)
-                        for config in (tunable.heuristic(target, key), tunable.safe(target, key)):
-                            assert tunable.illegal(target, key, config) is None, f"{arch} {tunable.name} {key}"
 
 
 def test_the_large_register_file_is_taken_for_large_tiles():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +14,11 @@ import torch.nn.functional as F
 pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
 
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    return importlib.import_module
+import activations  # noqa: E402
+import long_context as long  # noqa: E402
 
 
-def test_arms_of_a_toy(script, monkeypatch):
-    activations = script("activations")
+def test_arms_of_a_toy(monkeypatch):
     real, calls = activations.train_step, []
 
     def fails_at_mlp(model, optimizer, ids):
@@ -48,9 +42,8 @@ def test_arms_of_a_toy(script, monkeypatch):
     assert "tried to allocate" in text and "full x2, cheap x1" in text
 
 
-def test_long_context(script, tmp_path, monkeypatch):
+def test_long_context(tmp_path, monkeypatch):
     """A narrow model, causal and by documents, at a level and without; the plan stands beside each step."""
-    long = script("long_context")
     monkeypatch.setattr(long, "DOCUMENT", 32)
     out = tmp_path / "long.json"
     words = ["64:2", "64:2:documents:tiled", "96:3:documents"]
@@ -72,9 +65,9 @@ def test_long_context(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.full  # three processes import torch
-def test_long_context_of_two_processes(script, tmp_path, monkeypatch):
+def test_long_context_of_two_processes(tmp_path, monkeypatch):
     """Half the tokens and half of each parameter in each: the losses of one process, step after step."""
-    long, outs = script("long_context"), [tmp_path / "one.json", tmp_path / "two.json"]
+    outs = [tmp_path / "one.json", tmp_path / "two.json"]
     arguments = [*("--device", "cpu", "--hidden", "64", "--lr", "1e-3"), *["64:2"] * 3, "--out"]
     monkeypatch.setattr(sys, "argv", ["long_context", *arguments, str(outs[0])])
     assert long.main() == 0

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import chunked_losses
+import head_sweep
 import pytest
 import sweep
 import torch
@@ -21,12 +22,6 @@ from liger_hw.bench.timing import Meter
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return lambda name: __import__(name)
 
 
 @pytest.mark.daily(name=("dpo", "grpo", "jsd_distillation", "kto"))
@@ -106,18 +101,17 @@ def test_errors_are_taken_on_fewer_rows_where_the_reference_runs_out_of_memory()
 # -- the scripts -----------------------------------------------------------------------------------------------------
 
 
-def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script, monkeypatch, capsys):
+def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     out, png = tmp_path / "sweep.json", tmp_path / "sweep.png"
-    module = script("head_sweep")
     tiny = ["--device", "cpu", "--hidden", "8", "--tokens", "1", "9", "--vocabularies", "50", "77"]
     monkeypatch.setattr(sys, "argv", ["head_sweep.py", *tiny, "--out", str(out)])
-    assert module.main() == 0
+    assert head_sweep.main() == 0
     text = capsys.readouterr().out
     assert "least share" in text and "largest fall" in text
     points = json.loads(out.read_text())["points"]
     assert [(p["vocab"], p["tokens"]) for p in points] == [(50, 1), (50, 9), (77, 1), (77, 9)]
-    assert module.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
+    assert head_sweep.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
 
 
 def test_the_floor_of_an_odd_vocabulary_is_an_even_ones():

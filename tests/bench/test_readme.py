@@ -3,29 +3,19 @@ benchmarks/results/."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+import readme
 
 pytestmark = pytest.mark.cpu
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "readme.py"
 
 
-@pytest.fixture
-def readme():
-    spec = importlib.util.spec_from_file_location("benchmarks_readme", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_readme_is_current(readme):
+def test_the_readme_is_current():
     assert readme.main(["--check"]) == 0, "run `python benchmarks/readme.py`"
 
 
-def test_an_old_table_is_found_and_made_anew(readme, tmp_path, monkeypatch, capsys):
+def test_an_old_table_is_found_and_made_anew(tmp_path, monkeypatch, capsys):
     for page in readme.PAGES:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text((readme.ROOT / page).read_text())
@@ -69,7 +59,7 @@ RESULTS = {
 }  # fmt: skip
 
 
-def test_the_tables_of_the_losses_say_what_the_files_hold(readme, tmp_path, monkeypatch):
+def test_the_tables_of_the_losses_say_what_the_files_hold(tmp_path, monkeypatch):
     for name, document in RESULTS.items():
         (tmp_path / f"{name}-h200.json").write_text(json.dumps(document))
     monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
@@ -98,7 +88,7 @@ def many(op, sizes, **ms):
     return [place | {"arm": arm, "ms": {"median": time}} for arm, time in ms.items()]
 
 
-def test_many_shapes_say_where_a_peer_wins(readme, tmp_path, monkeypatch):
+def test_many_shapes_say_where_a_peer_wins(tmp_path, monkeypatch):
     rows = many("dyt", [8, 16], liger_hw=1.0, liger=2.0, compile=1.5) + many("dyt", [1, 16], liger_hw=1.0, compile=0.9)
     readme.report.save(tmp_path / readme.published.MANY, {"rows": rows})
     monkeypatch.setattr(readme.published, "RESULTS", tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,19 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ci import workflows
+
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path.name for path in (ROOT / "ci").glob("*.sh") if path.name not in ("test.sh", "common.sh", "evidence.sh")
 )
-
-
-@pytest.fixture(scope="module")
-def workflows():
-    spec = importlib.util.spec_from_file_location("workflows", ROOT / "ci" / "workflows.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def steps(script, **environment):
@@ -95,7 +88,7 @@ def test_full_runs_the_same_lanes_with_everything(script, more, lanes):
     assert steps(script, FULL="1", **more)[-1].endswith(f"bash ci/test.sh full {lanes}")
 
 
-def test_what_a_push_leaves_out_runs_every_week_and_before_a_release(workflows):
+def test_what_a_push_leaves_out_runs_every_week_and_before_a_release():
     matrix = yaml.safe_load((ROOT / "ci" / "matrix.yaml").read_text())
     assert {(lane["script"], lane.get("transformers")) for lane in matrix["full"]} == {
         (lane["script"], lane.get("transformers"))
@@ -176,5 +169,5 @@ def test_the_releases_of_triton_around_the_pinned_one_are_a_lane():
         assert found["triton"] == version and set(found["ops"]) == set(evidence[pinned]["ops"])
 
 
-def test_the_workflows_are_current(workflows):
+def test_the_workflows_are_current():
     assert workflows.main(["--check"]) == 0

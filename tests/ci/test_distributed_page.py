@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from ci import distributed_page as pages
+
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"rms_norm_fwd": 20, "swiglu_fwd": 8, "rope": 16, "fused_linear_cross_entropy_fwd": 4}
-
-
-@pytest.fixture
-def pages():
-    spec = importlib.util.spec_from_file_location("distributed_page", ROOT / "ci" / "distributed_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def record(**changes):
@@ -36,18 +29,18 @@ def row(pages, tmp_path, *records):
     return next(line for line in lines if line.startswith("| ddp | full |")), lines
 
 
-def test_the_page_is_current(pages):
+def test_the_page_is_current():
     assert pages.main(["--check"]) == 0
 
 
-def test_a_page_that_is_not_current_fails(pages, tmp_path, monkeypatch):
+def test_a_page_that_is_not_current_fails(tmp_path, monkeypatch):
     old = tmp_path / "page.md"
     old.write_text(pages.PAGE.read_text().replace("| ddp |", "| dpp |"))
     monkeypatch.setattr(pages, "PAGE", old)
     assert pages.main(["--check"]) == 1
 
 
-def test_what_a_record_says(pages, tmp_path):
+def test_what_a_record_says(tmp_path):
     line, lines = row(pages, tmp_path, record())
     assert "same (1e-07) | same (2e-06) | - | rms_norm 20, swiglu 8, rope 16, head 4" in line
     assert "- NCCL: not run." in lines and any("commit 0123456789ab," in line for line in lines)
@@ -67,11 +60,11 @@ def test_what_a_record_says(pages, tmp_path):
         ({"failed": "ValueError: no"}, "**failed**: ValueError: no"),
     ],
 )
-def test_what_is_wrong_is_not_called_the_same(pages, tmp_path, changes, words):
+def test_what_is_wrong_is_not_called_the_same(tmp_path, changes, words):
     assert words in row(pages, tmp_path, record(**changes))[0]
 
 
-def test_bfloat16_is_held_against_the_unpatched_engine(pages, tmp_path):
+def test_bfloat16_is_held_against_the_unpatched_engine(tmp_path):
     seen = {"device": "cuda", "compute": "bfloat16", "loss_error": 1e-4, "peak_mib": 60.4}
     seen["unpatched"] = {"loss_error": 2e-4, "gradient_error": 1e-2, "peak_mib": 210.0}
     near = row(pages, tmp_path, record(**seen, gradient_error=1.4e-2))[1]
@@ -81,11 +74,11 @@ def test_bfloat16_is_held_against_the_unpatched_engine(pages, tmp_path):
     assert any("**wrong** (2e-02, unpatched 1e-02)" in line for line in far), far
 
 
-def test_records_of_two_environments_are_not_one_run(pages, tmp_path):
+def test_records_of_two_environments_are_not_one_run(tmp_path):
     with pytest.raises(ValueError, match="several environments"):
         row(pages, tmp_path, record(), record(versions={"torch": "2.11"}))
 
 
-def test_no_records_are_an_error(pages, tmp_path):
+def test_no_records_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="no records"):
         pages.collect(tmp_path, "c")

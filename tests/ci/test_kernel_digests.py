@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ci import kernel_digests as subject
 from liger_hw import registry
 from liger_hw.autotune import store, tables
 from liger_hw.backends import VENDORS
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("kernel_digests", ROOT / "ci" / "kernel_digests.py")
-subject = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(subject)
 
 PLAIN = """
 LIMIT = 4

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
 
+from ci import support
 from liger_hw import registry
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def support():
-    spec = importlib.util.spec_from_file_location("support", ROOT / "ci" / "support.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def certificate(target, spills=0, error="", level="binary", kernel="_k"):
@@ -42,11 +34,11 @@ def compiled(support, *certificates):
     return support.condense_compiled({**head, "certificates": list(certificates)})
 
 
-def test_the_page_is_current(support):
+def test_the_page_is_current():
     assert support.main(["--check"]) == 0
 
 
-def test_kernels_are_counted_once(support):
+def test_kernels_are_counted_once():
     twice = certificate("gfx942"), certificate("gfx942"), certificate("gfx942", spills=3, kernel="_other")
     assert compiled(support, *twice)["ops"]["rms_norm"]["gfx942"] == {
         "kernels": 2,
@@ -57,7 +49,7 @@ def test_kernels_are_counted_once(support):
     }
 
 
-def test_what_was_left_has_no_count(support):
+def test_what_was_left_has_no_count():
     """An op of which kernels were not reached on an architecture is not proven there."""
     head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
     some = [certificate("gfx942"), certificate("sm80")]
@@ -65,20 +57,20 @@ def test_what_was_left_has_no_count(support):
     assert set(found["ops"]["rms_norm"]) == {"gfx942"}
 
 
-def test_what_other_ops_launch_of_an_op_is_not_the_op(support):
+def test_what_other_ops_launch_of_an_op_is_not_the_op():
     head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
     some = [certificate("gfx942"), {**certificate("gfx942"), "op": "softmax"}]
     assert set(support.condense_compiled({**head, "ops": ["softmax"], "certificates": some})["ops"]) == {"softmax"}
 
 
-def test_kernels_are_told_apart_by_their_id(support):
+def test_kernels_are_told_apart_by_their_id():
     """Two that differ in what Triton specialises on alone, not in anything else that is kept."""
     head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
     twins = [{**certificate("gfx942"), "id": name} for name in ("a", "b", "b")]
     assert support.condense_compiled({**head, "certificates": twins})["ops"]["rms_norm"]["gfx942"]["kernels"] == 2
 
 
-def test_failures_are_named_on_the_page(support):
+def test_failures_are_named_on_the_page():
     found = compiled(support, certificate("sm80", error="the compiler ended its process with signal 6\nand more"))
     (said,) = found["about"]["rms_norm"]["failures"]
     assert said.startswith("sm80 rms_norm.fwd") and said.endswith("with signal 6")
@@ -93,7 +85,7 @@ def _kept(depth="quick", source="s", failures=(), **archs):
     }
 
 
-def test_compiled_runs_are_merged(support):
+def test_compiled_runs_are_merged():
     merged = support.merged_compiled
     both = merged(_kept(sm80=1, sm90=1), _kept(sm90=2))
     assert both["ops"]["dyt"] == {"sm80": {"kernels": 1}, "sm90": {"kernels": 2}}
@@ -113,7 +105,7 @@ def test_compiled_runs_are_merged(support):
     assert set(merged(_kept(sm80=1), other)["ops"]) == {"dyt", "jsd"}
 
 
-def test_what_was_not_compiled_as_it_is(support, monkeypatch, tmp_path):
+def test_what_was_not_compiled_as_it_is(monkeypatch, tmp_path):
     """Another source, a shallower depth, an architecture that is missing, an op that is new."""
     kept = _kept("deep", source=support.source_of("dyt"), sm80=1, sm90=1)
     (tmp_path / "compiled-3.7.1.json").write_text(json.dumps(kept))
@@ -133,7 +125,7 @@ def test_what_was_not_compiled_as_it_is(support, monkeypatch, tmp_path):
     assert stale("dyt") == ["dyt"]
 
 
-def test_what_is_unproven_is_listed(support):
+def test_what_is_unproven_is_listed():
     """For each architecture what was not shown of it, with a command that shows it; nothing of what was."""
     built = compiled(
         support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm90"), certificate("sm80")
@@ -148,7 +140,7 @@ def test_what_is_unproven_is_listed(support):
     assert "DEPTH=full" in lines[-1], "quick is not all of it"
 
 
-def test_what_a_bench_left_is_kept(support, monkeypatch, tmp_path):
+def test_what_a_bench_left_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(support, "ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     row = {"op": "dyt", "arm": "liger_hw", "status": "ok", "error_out": 0.0}
@@ -170,7 +162,7 @@ def test_what_a_bench_left_is_kept(support, monkeypatch, tmp_path):
             support.keep_measured(left)
 
 
-def test_states(support):
+def test_states():
     found = compiled(
         support,
         certificate("gfx942"),
@@ -191,7 +183,7 @@ def test_states(support):
     assert {arch: support._state("rms_norm", arch, timed, found, interpreted) for arch in wanted} == wanted
 
 
-def test_a_failed_interpreter_test_shows(support):
+def test_a_failed_interpreter_test_shows():
     named = '<property name="op" value="{}"/><property name="arch" value="pvc"/>'
     case = f"<testcase><properties>{named}</properties>{{}}</testcase>"
     cases = case.format("dyt", "") + case.format("dyt", "<failure/>") + "<testcase/>"
@@ -201,13 +193,13 @@ def test_a_failed_interpreter_test_shows(support):
     assert found["about"] == {"dyt": {"date": "2026-01-02", "source": support.source_of("dyt")}}
 
 
-def test_a_run_of_some_ops_replaces_only_those(support):
+def test_a_run_of_some_ops_replaces_only_those():
     before = {"about": {"a": {"date": "1"}, "b": {"date": "1"}}, "ops": {"a": {"pvc": {}}, "b": {"pvc": {}}}}
     after = support.merged(before, {"about": {"b": {"date": "2"}}, "ops": {"b": {"sm90": {}}}})
     assert after == {"about": {"a": {"date": "1"}, "b": {"date": "2"}}, "ops": {"a": {"pvc": {}}, "b": {"sm90": {}}}}
 
 
-def test_changed_kernels_make_an_op_stale(support, monkeypatch, tmp_path):
+def test_changed_kernels_make_an_op_stale(monkeypatch, tmp_path):
     """Its own kernels' code; an op that is gone is not stale."""
     evidence = tmp_path / "evidence"
     evidence.mkdir()

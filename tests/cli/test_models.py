@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
+import models_page
 import pytest
 
 from liger_hw.cli import UsageError, main, models
@@ -13,11 +12,6 @@ from liger_hw.transformers import verify
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "models_page.py"
-SPEC = importlib.util.spec_from_file_location("models_page", SCRIPT)
-models_page = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(models_page)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="this transformers has no Gemma 4")

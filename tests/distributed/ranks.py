@@ -18,11 +18,13 @@ import tempfile
 import traceback
 from pathlib import Path
 from threading import Timer
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from liger_hw.runtime.launch import Observer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,6 +111,17 @@ everywhere = pytest.mark.parametrize(
     "kind", [pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("", marks=pytest.mark.multigpu, id="gpus")]
 )
 """Of a test that takes `kind`: on the CPU, and on GPUs."""
+
+
+class Calls(Observer):
+    """The names of the operators that ran."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def operator(self, proceed: Any, call: Any, args: tuple) -> Any:
+        self.names.append(call.__name__)
+        return proceed(call, args)
 
 
 def accelerators() -> int:

@@ -254,11 +254,9 @@ def test_a_rule_names_arguments_of_its_function(function):
 
 
 @pytest.fixture
-def mesh_of_one():
+def mesh_of_one(one_rank):
     """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return dist.device_mesh.init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.cpu

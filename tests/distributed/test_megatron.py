@@ -23,7 +23,7 @@ from liger_hw.megatron import (
     _replace,
 )
 from liger_hw.megatron import apply_liger_kernel_to_megatron as apply
-from liger_hw.runtime.launch import Observer, observing
+from liger_hw.runtime.launch import observing
 from liger_hw.transformers.marks import is_ours
 from liger_hw.transformers.report import ALREADY, PATCHED, PatchReport
 
@@ -125,17 +125,6 @@ def check_gpt_model(rank, device):
     parallel_state.destroy_model_parallel()
 
 
-class Calls(Observer):
-    """The names of the operators that ran."""
-
-    def __init__(self):
-        self.names = []
-
-    def operator(self, proceed, call, args):
-        self.names.append(call.__name__)
-        return proceed(call, args)
-
-
 def check_linear_cross_entropy(device, world):
     """The output layer and the loss in one, also where the embedding shares the weight; else Megatron's own path."""
     operator = "fused_linear_cross_entropy_tp_fwd" if world > 1 else "fused_linear_cross_entropy_fwd"
@@ -147,7 +136,7 @@ def check_linear_cross_entropy(device, world):
         (False, False, lambda layer, given, found: seen.append(type(found[0]))),
     ):
         _, losses, grads = build(device, False, shared=shared)
-        calls = Calls()
+        calls = ranks.Calls()
         # torch's norm refuses sequence parallelism
         with apply(sequence_parallel, linear_cross_entropy=True) as report, observing(calls, every_thread=True):
             assert {row.part for row in report.patched} == {"linear_cross_entropy", *["rms_norm"] * sequence_parallel}
@@ -334,7 +323,7 @@ def test_logits_that_somebody_reads_are_computed(gpt_model, read, changed, fused
         loss = model._postprocess(hidden_states=hidden, labels=labels)
         return loss, *torch.autograd.grad(loss.sum(), (hidden, model.output_layer.weight))
 
-    expected, calls = step(), Calls()
+    expected, calls = step(), ranks.Calls()
     with apply(rms_norm=False, linear_cross_entropy=True), observing(calls, every_thread=True):
         found, logits = step(), model._postprocess(hidden)
     assert calls.names.count("fused_linear_cross_entropy_fwd") == fused

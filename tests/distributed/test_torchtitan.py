@@ -11,22 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import liger_hw
-from liger_hw.runtime.launch import Observer, observing
+from liger_hw.runtime.launch import observing
 
 needs_torchtitan = pytest.mark.skipif(
     not importlib.util.find_spec("torchtitan"), reason="needs torchtitan: bash ci/distributed.sh installs it"
 )
-
-
-class Calls(Observer):
-    """The names of the operators that ran."""
-
-    def __init__(self):
-        self.names = []
-
-    def operator(self, proceed, call, args):
-        self.names.append(call.__name__)
-        return proceed(call, args)
 
 
 def attention(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks=None, **_):
@@ -75,7 +64,7 @@ def train(tensor_parallel, patched, tokens):
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    calls = Calls()
+    calls = ranks.Calls()
     with observing(calls, every_thread=True):
         logits = whole(model(tokens))
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

@@ -69,16 +69,6 @@ def patches_taken_back(monkeypatch):
         report.revert()
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    """A process group of this process alone, for pages whose blocks run on every rank."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def given_to_losses(tiny):
     """What docs/losses.md takes for granted: hidden states of pairs and of a reference model."""
     hidden, ids = torch.randn(2, 8, 32), tiny["ids"]

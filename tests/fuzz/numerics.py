@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Callable, Mapping
 
 import torch
-from harness import changed, make, real_sizes, small_sizes, verify
+from harness import changed, make, misaligned, padded, real_sizes, small_sizes, verify
 
 from liger_hw import registry
 
@@ -81,13 +81,3 @@ def draw_sizes(chance: random.Random, op: registry.Op) -> tuple[int, ...]:
     while math.prod(base) > MOST or math.prod(sorted(base)[-2:]) > MOST_OF_TWO:
         base[base.index(max(base))] //= 2
     return tuple(base)
-
-
-def misaligned(t: torch.Tensor) -> torch.Tensor:
-    room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
-    return room[1:].view(t.shape).copy_(t)
-
-
-def padded(t: torch.Tensor) -> torch.Tensor:
-    wide = torch.zeros((*t.shape[:-1], t.shape[-1] + 3), dtype=t.dtype, device=t.device)
-    return wide[..., : t.shape[-1]].copy_(t)

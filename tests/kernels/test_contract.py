@@ -17,7 +17,9 @@ from harness import (
     forward,
     leaf,
     make,
+    misaligned,
     output_grads,
+    padded,
     run,
     tensors,
     verify,
@@ -29,11 +31,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 
-def _padded(t):
-    wide = torch.zeros((*t.shape[:-1], t.shape[-1] + 3), dtype=t.dtype, device=t.device)
-    return wide[..., : t.shape[-1]].copy_(t)
-
-
 def _every_other(t):
     wide = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype, device=t.device)
     return wide[..., ::2].copy_(t)
@@ -43,12 +40,7 @@ def _transposed(t):
     return t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else t.clone()
 
 
-def _misaligned(t):
-    room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
-    return room[1:].view(t.shape).copy_(t)
-
-
-LAYOUTS = {"padded": _padded, "every_other": _every_other, "transposed": _transposed, "misaligned": _misaligned}
+LAYOUTS = {"padded": padded, "every_other": _every_other, "transposed": _transposed, "misaligned": misaligned}
 
 
 # Rows apart keep their stride, what is transposed is copied; the others take one of these two ways.

@@ -14,6 +14,7 @@ from harness import (
     few_sizes,
     forward,
     make,
+    misaligned,
     output_grads,
     real_sizes,
     run,
@@ -95,7 +96,7 @@ def test_fast_launcher_gives_the_same_bits(lane, case, seed, clean_registry, mon
             sizes = (rows, *few_sizes(op)[1:])
             sample = make(op, sizes, torch.bfloat16, lane.device, seed, options)
             found += run(op.function, sample, seed).bits()
-            found += run(op.function, changed(sample, _misaligned), seed).bits()
+            found += run(op.function, changed(sample, misaligned), seed).bits()
         return found
 
     fast = all_of_them()
@@ -103,11 +104,6 @@ def test_fast_launcher_gives_the_same_bits(lane, case, seed, clean_registry, mon
     clean_registry.reload()
     for a, b in zip(fast, all_of_them()):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _misaligned(t: torch.Tensor) -> torch.Tensor:
-    room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
-    return room[1:].view(t.shape).copy_(t)
 
 
 ELEMENTS = 2**31

@@ -23,6 +23,7 @@ from liger_hw.kernels.heads.fused_linear_log_probs import (
     fused_linear_log_probs_reference,
     liger_fused_linear_log_probs,
 )
+from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
 from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
@@ -216,6 +217,7 @@ def _losses(generator, lane):
     h, w = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(COLS, HIDDEN, generator=generator)
     h, w = h.to(lane.device), w.to(lane.device)
     return {
+        "cross_entropy": (lambda a, l: liger_cross_entropy(a, l, reduction="sum"), x),
         "jsd": (lambda a, l: liger_jsd(a, y, l), x),
         "tvd": (lambda a, l: liger_tvd(a, y.exp(), l, "batchmean"), x.exp()),
         "tvd_none": (lambda a, l: liger_tvd(a, y.exp(), l, "none").sum(), x.exp()),
@@ -229,10 +231,11 @@ def _losses(generator, lane):
     }
 
 
-NAMES = ["jsd", "tvd", "tvd_none", "fused_linear_jsd", "fused_linear_kl_div", "fused_ce_tvd", "fused_linear_scaled"]
+NAMES = ["cross_entropy", "jsd", "tvd", "tvd_none", "fused_ce_tvd"]
+HEADS = ["fused_linear_jsd", "fused_linear_kl_div", "fused_linear_scaled"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + HEADS)
 def test_nothing_counts(lane, generator, name):
     loss, x = _losses(generator, lane)[name]
     x = x.clone().requires_grad_()
@@ -240,7 +243,7 @@ def test_nothing_counts(lane, generator, name):
     assert float(found.detach()) == 0.0 and not _grad(found, x).any()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("fused_linear")])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_an_ignored_row_holds_does_not_matter(lane, generator, name):
     loss, x = _losses(generator, lane)[name]
     labels = torch.tensor([0, 1, -100, 3, 4, 36], device=lane.device)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from small_models import VOCAB, Family, assert_same_gradients, gradients
 
 from liger_hw.transformers import functional
+from liger_hw.transformers import loss as loss_module
 
 FAMILIES = {name: Family(name) for name in ("llama", "mistral")}
 """The families that every test of the engine runs on (daily one); test_families.py has all the others."""
@@ -41,6 +42,12 @@ def nothing_left_patched():
     for each in FAMILIES.values():
         for owner, name in each.slots():
             assert vars(owner).get(name) is before[id(owner), name], f"{owner.__name__}.{name} was left patched"
+
+
+@pytest.fixture(autouse=True)
+def warn_again():
+    """What is said once a process is said in every test."""
+    loss_module.warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -138,14 +138,6 @@ def _checkpointed(model):
 ENGINES = {"plain": _plain, "ddp": _ddp, "checkpointed": _checkpointed}
 
 
-@pytest.fixture
-def group(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def _small(kind):
     cls = getattr(transformers, CLASSES[kind])
     return cls(tiny_config(cls.config_class, num_hidden_layers=2)).train()
@@ -169,7 +161,7 @@ def test_another_thread_that_reads_a_model_is_noticed(touched):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_touches_the_model_on_the_callers_thread_only(form, engine, touched, threads, on_sm90, request):
     if engine == "ddp":
-        request.getfixturevalue("group")
+        request.getfixturevalue("one_rank")
     patch, kind, options = FORMS[form]
     model = _small(kind)
     hooked: set[int] = set()

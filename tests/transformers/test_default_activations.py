@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from small_models import SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -23,16 +24,6 @@ from liger_hw.transformers.report import patched_parts  # noqa: E402
 if not recipes.supported():
     pytest.skip("recipes need torch 2.8", allow_module_level=True)
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 IDS = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(1))
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "olmo2": "Olmo2", "qwen3": "Qwen3", "granite": "Granite"}
 KEEP = {"activations": "keep"}
@@ -41,7 +32,7 @@ both = pytest.mark.parametrize("classes", [False, True], ids=["instance", "class
 
 def tiny(family="llama", **changes):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(**{**SIZES, **changes})
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**{**SIZES, "num_hidden_layers": 3, **changes})
     return getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).train()
 
 

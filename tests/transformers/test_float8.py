@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -153,14 +154,19 @@ def test_the_gate_writes_float8_itself(monkeypatch):
     assert _same(_gradients(model), result) and len(calls) == 2, "a hook sees its input, which then exists"
 
 
-def test_an_input_that_changed_is_quantised_again():
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+def test_an_input_that_changed_is_quantised_again(mode):
     block = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 32), "b": torch.nn.Linear(32, 32)})
     liger_hw.float8(block, smallest=16)
-    x = torch.randn(16, 32)
-    first = block["a"](x)
-    x.mul_(2)
-    assert torch.equal(block["b"](x), liger_float8_linear(x, block["b"].weight, block["b"].bias))
-    assert first.grad_fn is not None
+    with mode():
+        x = torch.randn(16, 32)
+        first = block["a"](x)
+        x.mul_(2)
+        assert torch.equal(block["b"](x), liger_float8_linear(x, block["b"].weight, block["b"].bias))
+    if mode is torch.inference_mode:
+        assert block["a"].float8.shared.state is None
+    else:
+        assert first.grad_fn is not None
 
 
 @pytest.mark.parametrize("setting", ["cheap", "mlp", "full", "tiled"])
@@ -248,17 +254,6 @@ def test_inference_mode(made_inside, patched):
         assert _gradients(model)[0].isfinite()
 
 
-def test_an_input_of_inference_mode_that_changed_is_quantised_again():
-    block = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 32), "b": torch.nn.Linear(32, 32)})
-    liger_hw.float8(block, smallest=16)
-    with torch.inference_mode():
-        x = torch.randn(16, 32)
-        block["a"](x)
-        x.mul_(2)
-        assert torch.equal(block["b"](x), liger_float8_linear(x, block["b"].weight, block["b"].bias))
-    assert block["a"].float8.shared.state is None
-
-
 class _Wrapper(torch.nn.Module):
     def __init__(self, *models):
         super().__init__()
@@ -284,38 +279,30 @@ def test_the_loss_head_inside_peft_is_left_alone():
         assert report.linears and not any("head" in path for path in report.linears)
 
 
-def test_a_weight_of_tensor_parallelism_is_refused(tmp_path):
+def test_a_weight_of_tensor_parallelism_is_refused(one_rank):
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
-        mesh = init_device_mesh("cpu", (1,))
-        liger_hw.float8(layer, smallest=16)
-        layer[0].weight = torch.nn.Parameter(DTensor.from_local(layer[0].weight.detach(), mesh, [Replicate()]))
-        with pytest.raises(ValueError, match="tensor parallelism"):
-            layer(torch.randn(16, 32))
-    finally:
-        torch.distributed.destroy_process_group()
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    mesh = init_device_mesh("cpu", (1,))
+    liger_hw.float8(layer, smallest=16)
+    layer[0].weight = torch.nn.Parameter(DTensor.from_local(layer[0].weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        layer(torch.randn(16, 32))
 
 
-def test_fsdp2(tmp_path):
+def test_fsdp2(one_rank):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import init_device_mesh
 
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = _llama()
-        liger_hw.float8(model, smallest=16)
-        expected = _gradients(model)
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        result = _gradients(model)
-        assert _same([result[0], *(g.full_tensor() for g in result[1:])], expected)
-    finally:
-        torch.distributed.destroy_process_group()
+    model = _llama()
+    liger_hw.float8(model, smallest=16)
+    expected = _gradients(model)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    result = _gradients(model)
+    assert _same([result[0], *(g.full_tensor() for g in result[1:])], expected)
 
 
 def test_an_input_written_through_data_is_quantised_again():
@@ -620,28 +607,24 @@ def test_a_weight_that_is_quantised_already_is_left_alone():
     assert list(report.linears) == ["2"] and "its weight is quantised" in report.left_alone["1"]
 
 
-def test_weights_that_are_not_here_are_not_kept_and_nothing_changes(tmp_path):
+def test_weights_that_are_not_here_are_not_kept_and_nothing_changes(one_rank):
     """On the meta device, and sharded before; one sharded since is not given back, which FSDP would not see."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import init_device_mesh
 
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for how in ("meta", "sharded"):
-            block = torch.nn.Sequential(torch.nn.Linear(32, 32)).requires_grad_(False)
-            block = block.to("meta") if how == "meta" else fully_shard(block, mesh=mesh)
-            with pytest.raises(ValueError, match="0.weight are not all here"):
-                liger_hw.float8(block, smallest=16, keep_frozen=True)
-            assert type(block[0]) is torch.nn.Linear
+    mesh = init_device_mesh("cpu", (1,))
+    for how in ("meta", "sharded"):
         block = torch.nn.Sequential(torch.nn.Linear(32, 32)).requires_grad_(False)
-        report = liger_hw.float8(block, smallest=16, keep_frozen=True)
-        fully_shard(block, mesh=mesh)
-        with pytest.raises(ValueError, match="sharded since"):
-            report.undo()
-        assert block(torch.ones(2, 32)).isfinite().all()
-    finally:
-        torch.distributed.destroy_process_group()
+        block = block.to("meta") if how == "meta" else fully_shard(block, mesh=mesh)
+        with pytest.raises(ValueError, match="0.weight are not all here"):
+            liger_hw.float8(block, smallest=16, keep_frozen=True)
+        assert type(block[0]) is torch.nn.Linear
+    block = torch.nn.Sequential(torch.nn.Linear(32, 32)).requires_grad_(False)
+    report = liger_hw.float8(block, smallest=16, keep_frozen=True)
+    fully_shard(block, mesh=mesh)
+    with pytest.raises(ValueError, match="sharded since"):
+        report.undo()
+    assert block(torch.ones(2, 32)).isfinite().all()
 
 
 @pytest.mark.daily(recipe="rowwise")

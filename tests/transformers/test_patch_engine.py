@@ -256,11 +256,6 @@ def test_unknown_keyword_suggests(family):
         family.apply(True, False, True, True, True, None, 1)
 
 
-def test_both_losses_raise(family):
-    with pytest.raises(ValueError, match="exclude each other; pass cross_entropy=True together with"):
-        family.apply(cross_entropy=True)
-
-
 def test_wrong_models_raise_with_what_to_do(mistral, llama):
     with pytest.raises(TypeError, match="not a llama model; call apply_liger_kernel_to_mistral for it"):
         llama.apply(model=mistral.model())

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_hw.transformers import loss as loss_module
-
 pytestmark = pytest.mark.cpu
 
 SCOPES = ("classes", "instance")
@@ -208,7 +206,6 @@ def test_token_accuracy_of_a_loss_of_one_s_own(patched, batch, scale, is_whole):
 def test_a_loss_without_cross_entropy_says_why_there_is_no_accuracy(patched, batch, caplog):
     model, _ = patched()
     model.loss_function = lambda logits, labels, **_: logits.float().square().mean()
-    loss_module.warn_once.cache_clear()
     found = model.eval()(**batch, return_token_accuracy=True)
     assert found.token_accuracy is None and "takes no cross entropy of them, so token_accuracy" in caplog.text
 

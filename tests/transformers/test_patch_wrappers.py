@@ -14,19 +14,6 @@ from liger_hw.transformers import loss as loss_module
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture(autouse=True)
-def warn_again(monkeypatch):
-    loss_module.warn_once.cache_clear()
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    """A gloo process group of one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def with_lora(model, **options):
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)

@@ -19,18 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import liger_hw
-from liger_hw.transformers import loss as loss_module
 from liger_hw.transformers.auto_model import AutoLigerKernelForCausalLM
 from liger_hw.transformers.report import PATCHED
 from liger_hw.transformers.tiny import tiny_model
 from liger_hw.transformers.verify import counted
 
 pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture(autouse=True)
-def warn_again(monkeypatch):
-    loss_module.warn_once.cache_clear()
 
 
 def grads_of(model, loss):
