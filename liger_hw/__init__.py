@@ -40,7 +40,7 @@ HOME = {
     "override": "liger_hw.registry",
     "pretend": "liger_hw.registry",
     "set_deterministic": "liger_hw.registry",
-    "CountedRows": "liger_hw.kernels.heads.counted_rows",
+    "CountedRows": "liger_hw.kernels.heads.head_inputs",
     "LaunchConfig": "liger_hw.backends.base",
     "Target": "liger_hw.backends.base",
     **{name: f"liger_hw.{name}" for name in _SUBMODULES},

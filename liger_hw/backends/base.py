@@ -254,7 +254,7 @@ class Backend:
     head splits an odd vocabulary into two products (`kernels/heads/linear_head.py`). 1: every width is as fast."""
     gemm_even_steps_above: int | None = None
     """GEMMs of more than so many steps of 256 rows want an even number of steps, which is how a linear head cuts its
-    chunks (`kernels/heads/chunk_plan.py`). None: any number of steps is as fast."""
+    chunks (`kernels/heads/linear_head.py`). None: any number of steps is as fast."""
 
     # -- devices -----------------------------------------------------------------------------------------------------
 

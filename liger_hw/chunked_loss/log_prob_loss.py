@@ -26,8 +26,7 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 import torch
 
-from ..kernels.heads.chunk_plan import plan_groups
-from ..kernels.heads.linear_head import HeadGradients, Needs, fake_gradients, scale_gradients, sweep
+from ..kernels.heads.linear_head import HeadGradients, Needs, fake_gradients, plan_groups, scale_gradients, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
 from ..kernels.losses.log_prob_rows import LogProbOptions, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2

@@ -440,7 +440,7 @@ class Planner:
         m, assumed = self.model, self.assumptions
         if not assumed.fused_loss:
             return self.tokens * m.vocab * (2 * assumed.compute_bytes + 4)
-        from ..kernels.heads.chunk_plan import plan_chunks
+        from ..kernels.heads.linear_head import plan_chunks
 
         trains = assumed.trainable == 1
         chunks = plan_chunks(self.tokens, m.hidden, m.vocab, assumed.compute_bytes, gradients=trains, with_targets=True)

@@ -8,7 +8,7 @@ from cases import CASES, KERNEL_CASES, ONE_OF_EACH, VOCAB
 from harness import changed, check, output_grads, run, tensors
 
 from liger_hw.chunked_loss import log_prob_loss
-from liger_hw.kernels.heads.chunk_plan import Chunks
+from liger_hw.kernels.heads.linear_head import Chunks
 
 SIZES = (4, 6, VOCAB)
 

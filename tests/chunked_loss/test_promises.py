@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import liger_hw.chunked_loss as chunked_loss
 from liger_hw import compat
 from liger_hw.chunked_loss import functional, grpo_loss, log_prob_loss
-from liger_hw.kernels.heads import chunk_plan, linear_head
-from liger_hw.kernels.heads.chunk_plan import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
+from liger_hw.kernels.heads import linear_head
+from liger_hw.kernels.heads.linear_head import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
 
 HEADS = [name for name in ONE_OF_EACH if not name.startswith("distillation")]
 
@@ -65,8 +65,8 @@ def test_a_larger_budget_keeps_a_group_whole(set_env):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_long_sample_stays_within_the_budget(name, lane, generator, monkeypatch):
     """No buffer of logits is larger than the budget's chunk, although the group is."""
-    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 8)
-    monkeypatch.setattr(chunk_plan, "DEFAULT_MIB", 0)
+    monkeypatch.setattr(linear_head, "MIN_ROWS", 8)
+    monkeypatch.setattr(linear_head, "DEFAULT_MIB", 0)
     made = []
     original = linear_head.logits_buffer
     monkeypatch.setattr(linear_head, "logits_buffer", lambda rows, *a: made.append(rows) or original(rows, *a))

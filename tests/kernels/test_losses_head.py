@@ -9,9 +9,18 @@ from harness import make, verify
 from liger_hw import registry
 from liger_hw.backends import known_target
 from liger_hw.kernels.embedding import row_sums, stable_sort
-from liger_hw.kernels.heads import chunk_plan, head_targets, linear_head
-from liger_hw.kernels.heads.chunk_plan import Chunks, borrow_gradient_memory, divide, plan_chunks
-from liger_hw.kernels.heads.linear_head import HeadGradients, dx_of, gemm_columns, sweep, sweep_in_fp32
+from liger_hw.kernels.heads import head_targets, linear_head
+from liger_hw.kernels.heads.linear_head import (
+    Chunks,
+    HeadGradients,
+    borrow_gradient_memory,
+    divide,
+    dx_of,
+    gemm_columns,
+    plan_chunks,
+    sweep,
+    sweep_in_fp32,
+)
 from liger_hw.kernels.losses.log_prob_rows import (
     LogProbOptions,
     log_prob_buffers,
@@ -35,7 +44,7 @@ def small_chunks(monkeypatch):
         "MAX_CHUNKS_WITH_TARGETS": 100,
         "MAX_ROWS_DIVERGENCE": 128,
     }.items():
-        monkeypatch.setattr(chunk_plan, name, value)
+        monkeypatch.setattr(linear_head, name, value)
 
 
 @pytest.fixture
@@ -79,7 +88,7 @@ def test_chunks_cover_the_rows_once(n_rows, hidden, with_targets, itemsize, wide
     starts, stops = [a for a, _ in chunks.bounds], [b for _, b in chunks.bounds]
     assert [0, *stops][: len(starts)] == starts and (not n_rows or stops[-1] == n_rows)
     assert all(a < b for a, b in chunks.bounds) and chunks.rows == max((b - a for a, b in chunks.bounds), default=0)
-    most = chunk_plan.MAX_CHUNKS_WITH_TARGETS if with_targets else chunk_plan.MAX_CHUNKS
+    most = linear_head.MAX_CHUNKS_WITH_TARGETS if with_targets else linear_head.MAX_CHUNKS
     assert itemsize != 2 or chunks.wide or len(chunks.bounds) <= most
 
 
@@ -176,12 +185,12 @@ def test_a_budget_has_the_frequent_targets_sums(set_env, n_rows, mib):
     chunks = plan_chunks(n_rows, 4096, 131072, 2, with_targets=True)
     slots = n_rows // head_targets.FREQUENT
     taken = (n_rows + 131072) * 4096 * 2 + slots * 4096 * 4 + chunks.rows * (131072 + slots) * 2
-    assert taken <= mib * MIB and 1 < len(chunks.bounds) <= chunk_plan.MAX_CHUNKS_WITH_TARGETS and not chunks.wide
+    assert taken <= mib * MIB and 1 < len(chunks.bounds) <= linear_head.MAX_CHUNKS_WITH_TARGETS and not chunks.wide
 
 
 @pytest.mark.cpu
 def test_a_second_head_halves_the_rows(monkeypatch):
-    monkeypatch.setattr(chunk_plan, "MAX_ROWS", 1 << 20)
+    monkeypatch.setattr(linear_head, "MAX_ROWS", 1 << 20)
     one, two = (plan_chunks(1 << 16, 512, 8192, 4, gradients=False, heads=n) for n in (1, 2))
     assert two.rows == one.rows / 2
 
@@ -199,7 +208,7 @@ def test_a_second_head_halves_the_rows(monkeypatch):
 )
 def test_two_heads_in_fp32(lane, generator, monkeypatch, n_rows, hidden, vocab, dtype, teachers):
     """Logits, and the gradients of a slope of them, as fp64 has them, part by part."""
-    monkeypatch.setattr(chunk_plan, "STEP", 4)
+    monkeypatch.setattr(linear_head, "STEP", 4)
     monkeypatch.setattr(linear_head, "MIN_PART", 2)
     dtype, teachers = getattr(torch, dtype), getattr(torch, teachers)
 

@@ -95,7 +95,7 @@ def test_torchs_old_names_of_reductions(generator, size_average, reduce):
 @pytest.mark.lanes("interpret", "gpu")
 def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypatch, set_env):
     """chunk_mem_const: twice the memory, half the chunks, the same results."""
-    from liger_hw.kernels.heads import chunk_plan
+    from liger_hw.kernels.heads import linear_head
     from liger_hw.kernels.heads.linear_head import sweep
 
     heights = []
@@ -105,8 +105,8 @@ def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypat
         return sweep(chunks, *args, **kwargs)
 
     monkeypatch.setattr("liger_hw.kernels.heads.fused_linear_cross_entropy.sweep", seen)
-    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 8)
-    monkeypatch.setattr(chunk_plan, "STEP", 8)
+    monkeypatch.setattr(linear_head, "MIN_ROWS", 8)
+    monkeypatch.setattr(linear_head, "STEP", 8)
     set_env("LIGER_HW_LOSS_MEMORY_MIB", 1)
     x, weight = torch.randn(256, 16, generator=generator), torch.randn(3000, 16, generator=generator)
     target = torch.randint(3000, (256,), generator=generator).to(lane.device)

@@ -12,7 +12,7 @@ import torch
 
 from liger_hw import registry
 from liger_hw.kernels.losses.cross_entropy import cross_entropy_reference, liger_cross_entropy
-from liger_hw.kernels.losses.cross_entropy_scale import cross_entropy_bwd, cross_entropy_bwd_
+from liger_hw.kernels.losses.cross_entropy_rows import cross_entropy_bwd, cross_entropy_bwd_
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
 from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div

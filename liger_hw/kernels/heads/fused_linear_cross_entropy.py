@@ -12,7 +12,7 @@ to it as a linear layer's are, before the bias, which is added in fp32. Losses, 
 Saved for backward: the gradients of input, weight and bias that will be needed, which the forward computes chunk by
 chunk, in place on the chunk's logits. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With
 reduction="none" each row's incoming gradient is needed first: the forward saves its inputs, and backward computes the
-logits again. See chunk_plan.py for the chunks' size and the precision of the weight's gradient.
+logits again. See linear_head.py for the chunks' size and the precision of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ... import registry
 from ...registry import Sample, columns_key
 from ...runtime.operator import Function, check, define, dense, first_order
 from ...runtime.sharding import LossRule
-from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import (
     NONE,
     CrossEntropyOutput,
     Options,
     absent,
+    check_arguments,
     check_in_range,
     cross_entropy_options,
     pack,
@@ -43,11 +43,17 @@ from ..losses.cross_entropy_reference import (
 from ..losses.cross_entropy_rows import RowResults, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
-from .chunk_plan import plan_chunks
-from .counted_rows import CountedRows, among_all, remaining_rows
-from .head_inputs import checked_head, sample_head, sums_in_fp32
+from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sample_head, sums_in_fp32
 from .head_targets import TAKE
-from .linear_head import HeadGradients, Needs, reference_gradients, reference_logits, scale_gradients, sweep
+from .linear_head import (
+    HeadGradients,
+    Needs,
+    plan_chunks,
+    reference_gradients,
+    reference_logits,
+    scale_gradients,
+    sweep,
+)
 
 # -- reference -------------------------------------------------------------------------------------------------------
 

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, define, first_order, with_fallback
-from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import (
     MEAN,
     NONE,
     CrossEntropyOutput,
     Options,
     absent,
+    check_arguments,
     cross_entropy_options,
     pack,
 )
@@ -52,10 +52,8 @@ from ..losses.vocab_parts import (
     reduce_scatter_single,
     vocab_part,
 )
-from .chunk_plan import Chunks, plan_shared
-from .counted_rows import CountedRows, among_all, remaining_rows
-from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import HeadGradients, Needs, dx_of, fake_gradients, scale_gradients, sweep
+from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sums_in_fp32
+from .linear_head import Chunks, HeadGradients, Needs, dx_of, fake_gradients, plan_shared, scale_gradients, sweep
 
 _NAME = "liger_fused_linear_cross_entropy_tp"
 _TOP_ROWS = 256

@@ -12,7 +12,7 @@ difference of two distributions, and where these are near, rounded logits would 
 rounded to the student's dtype, as any head's.
 
 Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
-has none. See chunk_plan.py for the chunks, `sweep_in_fp32` of linear_head.py for the memory of their logits,
+has none. See linear_head.py for the chunks, `sweep_in_fp32` of linear_head.py for the memory of their logits,
 distill_rows.py for the rows.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649

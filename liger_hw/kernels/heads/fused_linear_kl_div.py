@@ -10,7 +10,7 @@ Dtypes: input and weight share one of fp32, fp16 or bf16 (the autocast dtype und
 are rounded to the input's as a linear layer's are, everything after is fp32, and so is the loss.
 
 Saved for backward: the gradients of input and weight, computed chunk by chunk in the forward. The target has none. See
-chunk_plan.py for the chunks, distill_rows.py for the rows.
+linear_head.py for the chunks, distill_rows.py for the rows.
 
 Source: Kullback and Leibler, "On information and sufficiency", 1951
 """

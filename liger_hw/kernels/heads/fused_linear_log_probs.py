@@ -15,7 +15,7 @@ results. Every result but is_top1 is differentiable.
 Saved for backward: the inputs, one log-sum-exp a row (and the results, small), and logits, since each row's incoming
 gradients are not known in the forward. `kept_logits.py` says which logits are kept; backward computes the others again.
 None are kept where the weight has no gradient, with selected_token_ids, with accum_dtype, under torch.compile, and in a
-second backward (retain_graph): there backward computes all of them again, chunk by chunk (`chunk_plan.py`).
+second backward (retain_graph): there backward computes all of them again, chunk by chunk (`linear_head.py`).
 
 batch_invariant: every product of the forward has the same sizes and alignment, whatever the batch (`TILE` rows, filled
 up with zeros), and a row's statistics are read by one program from its whole row. So its results do not depend on the
@@ -35,8 +35,7 @@ from ...private import innermost_transform, is_batched, n_dispatch_modes
 from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order, graph_is_kept
 from ...runtime.sharding import LossRule
-from ..losses.cross_entropy import check_arguments
-from ..losses.cross_entropy_reference import absent
+from ..losses.cross_entropy_reference import absent, check_arguments
 from ..losses.cross_entropy_rows import assert_targets
 from ..losses.log_prob_rows import (
     LOGP,
@@ -59,11 +58,9 @@ from ..losses.log_probs import (
     results_of,
     rows_and_targets,
 )
-from .chunk_plan import Chunks, padded, plan_chunks
-from .counted_rows import CountedRows, among_all, remaining_rows
-from .head_inputs import checked_head, sample_head, sums_in_fp32
+from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sample_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
-from .linear_head import TILE, HeadGradients, Needs, fake_gradients, sweep
+from .linear_head import TILE, Chunks, HeadGradients, Needs, fake_gradients, padded, plan_chunks, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 

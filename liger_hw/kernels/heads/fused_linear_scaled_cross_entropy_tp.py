@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, first_order
-from ..losses.cross_entropy import check_arguments
+from ..losses.cross_entropy_reference import check_arguments
 from ..losses.log_prob_rows import LogProbOptions, log_prob_options
 from ..losses.vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
 from .fused_linear_log_probs import LogProbsCall, backward_rows, forward_rows

@@ -33,8 +33,18 @@ import torch
 from ... import env
 from ...runtime.operator import cdiv, with_fallback
 from ..losses.log_prob_rows import LogProbOptions, LogProbs, row_log_prob_gradients, row_log_probs
-from .chunk_plan import STEP, padded
-from .linear_head import TILE, Needs, dweight_of, dx_of, logits_buffer, logits_memory, logits_of, tile_logits
+from .linear_head import (
+    STEP,
+    TILE,
+    Needs,
+    dweight_of,
+    dx_of,
+    logits_buffer,
+    logits_memory,
+    logits_of,
+    padded,
+    tile_logits,
+)
 
 MAX_SLICES = 12
 """Of a slab of `hidden` rows; a shorter slab has fewer."""

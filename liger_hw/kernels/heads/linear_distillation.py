@@ -21,11 +21,12 @@ from ..losses.cross_entropy_reference import absent, check_in_range
 from ..losses.cross_entropy_rows import SUMMED, RowResults, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share, share_reference
-from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
 from .linear_head import (
     HeadGradients,
     Needs,
+    borrow_gradient_memory,
+    plan_chunks,
     reference_gradients,
     reference_logits,
     scale_gradients,

@@ -33,7 +33,6 @@ from ...runtime.operator import (
     Function,
     autocast_dtype,
     check,
-    check_indices,
     check_tensors,
     define,
     dense,
@@ -46,6 +45,7 @@ from .cross_entropy_reference import (
     CrossEntropyOutput,
     Options,
     absent,
+    check_arguments,
     check_in_range,
     cross_entropy_options,
     pack,
@@ -54,6 +54,7 @@ from .cross_entropy_reference import (
     reference_outputs,
 )
 from .cross_entropy_rows import (
+    BWD,
     STATS,
     launch_rows,
     launch_stats,
@@ -61,8 +62,8 @@ from .cross_entropy_rows import (
     loss_heuristic,
     row_buffers,
     rows_tunable,
+    scale_gradient,
 )
-from .cross_entropy_scale import BWD, scale_gradient
 from .options_module import OptionsModule
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -219,28 +220,6 @@ def _reduction_name(size_average: bool | None, reduce: bool | None, reduction: s
     if size_average is None and reduce is None:
         return reduction
     return torch.nn._reduction.legacy_get_string(size_average, reduce)
-
-
-def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: int, weight: Any = None) -> None:
-    """Raise unless target and class weight fit rows [n_rows, ...] scored over n_cols classes."""
-
-    def hint() -> str:
-        if tuple(target.shape) == (n_cols,):
-            return "; it has one element per class: are input and weight, or rows and classes, swapped?"
-        too_many = target.dim() > 1 and target.numel() == rows.shape[0]
-        return "; flatten it: target.flatten()" if too_many else ""
-
-    check_indices(op, "target", target, rows, hint)
-    if weight is None:
-        return
-    if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
-        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
-        check(False, op, f"the class weight must be a floating point tensor, got {kind}")
-    if tuple(weight.shape) != (n_cols,):
-        check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
-    if weight.device != rows.device:
-        check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
-    check(not weight.requires_grad, op, "no gradient for the class weight; detach it")
 
 
 class LigerCrossEntropyLoss(OptionsModule):

@@ -6,13 +6,13 @@ Shared by `cross_entropy` and the fused linear losses; see cross_entropy.py for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy  # a program may put Liger's in its place
 
 from ... import env, private
-from ...runtime.operator import check, check_flags, check_floats, check_ignore_index
+from ...runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
 
 NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
 
@@ -91,6 +91,28 @@ def cross_entropy_options(
     flags = bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens), bool(use_token_scaling)
     numbers = ignore_index, float(lse_square_scale), float(label_smoothing)
     return Options(*numbers, reduction, checked_softcap(op, softcap), *flags)
+
+
+def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: int, weight: Any = None) -> None:
+    """Raise unless target and class weight fit rows [n_rows, ...] scored over n_cols classes."""
+
+    def hint() -> str:
+        if tuple(target.shape) == (n_cols,):
+            return "; it has one element per class: are input and weight, or rows and classes, swapped?"
+        too_many = target.dim() > 1 and target.numel() == rows.shape[0]
+        return "; flatten it: target.flatten()" if too_many else ""
+
+    check_indices(op, "target", target, rows, hint)
+    if weight is None:
+        return
+    if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
+        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+        check(False, op, f"the class weight must be a floating point tensor, got {kind}")
+    if tuple(weight.shape) != (n_cols,):
+        check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
+    if weight.device != rows.device:
+        check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
+    check(not weight.requires_grad, op, "no gradient for the class weight; detach it")
 
 
 def checked_softcap(op: str, softcap: float | None) -> float:

@@ -10,7 +10,7 @@ Every kind is a sum over the columns of a term f(x, y) whose derivative in x nee
 
 A probability of zero (a log-probability of -inf) contributes nothing where its factor is zero, never nan.
 So the forward reads x and y once, writes the gradient with the mean's share in it, and a backward has nothing to do but
-multiply by the incoming gradient (cross_entropy_scale.py), which returns at once where that is 1. With reduction="none"
+multiply by the incoming gradient (cross_entropy_rows.py), which returns at once where that is 1. With reduction="none"
 the terms themselves are the result, and backward computes the derivative again. Everything is computed in fp32.
 """
 
@@ -40,8 +40,7 @@ from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .cross_entropy_reference import MEAN, NONE, SUM, absent
-from .cross_entropy_rows import STATS, SUMMED, RowResults, launch_sum, stats_key
-from .cross_entropy_scale import scale_gradient
+from .cross_entropy_rows import STATS, SUMMED, RowResults, launch_sum, scale_gradient, stats_key
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = "batchmean"

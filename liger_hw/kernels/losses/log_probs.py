@@ -34,8 +34,8 @@ from ...runtime.operator import (
     row_major,
 )
 from .cross_entropy import WORKLOADS as WORKLOADS
-from .cross_entropy import check_arguments, sample_logits
-from .cross_entropy_reference import absent
+from .cross_entropy import sample_logits
+from .cross_entropy_reference import absent, check_arguments
 from .cross_entropy_rows import assert_targets
 from .log_prob_rows import (
     LogProbOptions,
