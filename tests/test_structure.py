@@ -509,7 +509,6 @@ def test_every_op_file_registers_its_op():
         "mm_int8int2",  # an integer product that has no gradient: nothing of what the shared tests check
         "fused_linear_cross_entropy_tp",  # several ranks around an op that is registered
         "fused_linear_scaled_cross_entropy",  # another name for one that is
-        "fused_linear_scaled_cross_entropy_tp",  # several ranks around it
     }
     assert set(registry.ops()) == {module.rpartition(".")[2] for module in EXPORTS} - unregistered
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from ..lazy import lazy
 
 HOME = {
-    "LigerFusedLinearCPOLoss": "liger_hw.chunked_loss.cpo_loss",
-    "LigerFusedLinearCosineSimilarityLoss": "liger_hw.chunked_loss.cosine_similarity_loss",
+    "LigerFusedLinearCPOLoss": "liger_hw.chunked_loss.preference",
+    "LigerFusedLinearCosineSimilarityLoss": "liger_hw.chunked_loss.distillation",
     "LigerFusedLinearDPOLoss": "liger_hw.chunked_loss.dpo_loss",
     "LigerFusedLinearGRPOLoss": "liger_hw.chunked_loss.grpo_loss",
-    "LigerFusedLinearJSDLoss": "liger_hw.chunked_loss.jsd_loss",
+    "LigerFusedLinearJSDLoss": "liger_hw.chunked_loss.distillation",
     "LigerFusedLinearKTOLoss": "liger_hw.chunked_loss.kto_loss",
-    "LigerFusedLinearORPOLoss": "liger_hw.chunked_loss.orpo_loss",
-    "LigerFusedLinearSimPOLoss": "liger_hw.chunked_loss.simpo_loss",
+    "LigerFusedLinearORPOLoss": "liger_hw.chunked_loss.preference",
+    "LigerFusedLinearSimPOLoss": "liger_hw.chunked_loss.preference",
 }
 """Name -> the module that defines it."""
 

@@ -1,10 +1,14 @@
-"""What the distillation losses share: a student's head trained on a teacher's head and on true labels at once.
+"""Distillation: a student's head trained on a teacher's head and on true labels at once.
 
     loss = weight_soft * soft + weight_hard * hard
 
-soft: the mean over counted tokens of a distance between the student's and the teacher's logits (JSD, cosine); hard: the
-mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token
-counts. Operator and autograd are in `kernels/heads/linear_distillation.py`.
+soft: the mean over counted tokens of a distance between the student's and the teacher's logits; hard: the mean over the
+same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token counts. The
+distance is JSD_beta(teacher || student) of the softmaxes at a temperature (beta 0 is KL(teacher || student), 1 its
+reverse), or beta * (1 - cosine), which no temperature changes. Operator and autograd are in
+`kernels/heads/linear_distillation.py`.
+
+Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from ..kernels.heads.linear_distillation import (
     checked_teacher,
     linear_distillation_operator,
 )
-from ..kernels.losses.distill_rows import Distillation
+from ..kernels.losses.distill_rows import COSINE, Distillation
+from ..kernels.losses.jsd import jsd_options
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
 from .checks import LossFunction, LossModule
 
@@ -123,3 +128,39 @@ class DistillationLoss(LossModule):
         row; biases: [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
         return self.function.apply(*heads, true_labels, student_bias, teacher_bias, **self.options())
+
+
+class LigerFusedLinearJSDFunction(DistillationFunction):
+    """`LigerFusedLinearJSDLoss` as a function, with Liger's order of arguments."""
+
+    name = "liger_fused_linear_jsd_distillation"
+
+    @classmethod
+    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
+        return jsd_options(cls.name, beta, ignore_index).kind, beta, 1.0
+
+
+class LigerFusedLinearJSDLoss(DistillationLoss):
+    """JSD distillation between two linear heads.
+
+    beta: in [0, 1]; temperature divides the logits of the soft loss. The rest is `DistillationLoss`.
+    """
+
+    function = LigerFusedLinearJSDFunction
+
+
+class LigerFusedLinearCosineSimilarityFunction(DistillationFunction):
+    """`LigerFusedLinearCosineSimilarityLoss` as a function, with Liger's order of arguments."""
+
+    name = "liger_fused_linear_cosine"
+
+    @classmethod
+    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
+        check_floats(cls.name, beta=beta)
+        return COSINE, 0.0, beta
+
+
+class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
+    """Cosine distillation between two linear heads. beta: scales the soft loss. The rest is `DistillationLoss`."""
+
+    function = LigerFusedLinearCosineSimilarityFunction

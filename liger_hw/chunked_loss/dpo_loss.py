@@ -145,27 +145,23 @@ class LigerFusedLinearDPOFunction(LossFunction):
 
 
 def dpo_pairs(loss_type: str, use_ref_model: bool, *numbers: float, **named: float) -> Pairs:
-    """`checked_pairs` of a loss type, whose numbers must be such that it can be computed."""
+    """`checked_pairs` of a loss type. Raises `ValueError` for one that cannot be computed with these numbers."""
     check_flags(_NAME, use_ref_model=use_ref_model)
     pairs = checked_pairs(_NAME, f"dpo_{loss_type}", *numbers, **named)
-    check_loss_type(loss_type, pairs.label_smoothing, pairs.beta, pairs.extra)
-    return pairs
-
-
-def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopop_tau: float) -> None:
-    """Raise `ValueError` for a loss type that does not exist or cannot be computed with these numbers."""
+    smoothing = pairs.label_smoothing
     if not isinstance(loss_type, str) or loss_type not in DPO_LOSSES:
         check(False, _NAME, f"Unsupported loss_type {loss_type!r}: it must be one of {', '.join(DPO_LOSSES)}")
     if loss_type == "exo_pair":
         expected = "label_smoothing must be > 0 for loss_type='exo_pair', and below 1 (its paper takes 1e-3)"
-        check(0.0 < label_smoothing < 1.0, _NAME, f"{expected}, got {label_smoothing}")
+        check(0.0 < smoothing < 1.0, _NAME, f"{expected}, got {smoothing}")
     if loss_type == "robust":
         expected = "label_smoothing must lie in [0.0, 0.5) for loss_type='robust'"
-        check(0.0 <= label_smoothing < 0.5, _NAME, f"{expected}, got {label_smoothing}")
+        check(0.0 <= smoothing < 0.5, _NAME, f"{expected}, got {smoothing}")
     if loss_type in ("ipo", "sppo_hard"):
-        check(beta != 0.0, _NAME, f"beta must not be 0 for loss_type={loss_type!r}: the loss divides by it")
+        check(pairs.beta != 0.0, _NAME, f"beta must not be 0 for loss_type={loss_type!r}: the loss divides by it")
     if loss_type == "discopop":
-        check(discopop_tau > 0.0, _NAME, f"discopop_tau must be positive, got {discopop_tau}")
+        check(pairs.extra > 0.0, _NAME, f"discopop_tau must be positive, got {pairs.extra}")
+    return pairs
 
 
 @dataclass(eq=False, repr=False)

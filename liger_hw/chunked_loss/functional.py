@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from .cosine_similarity_loss import LigerFusedLinearCosineSimilarityFunction
-from .cpo_loss import LigerFusedLinearCPOFunction
+from .distillation import LigerFusedLinearCosineSimilarityFunction, LigerFusedLinearJSDFunction
 from .dpo_loss import LigerFusedLinearDPOFunction
 from .grpo_loss import LigerFusedLinearGRPOFunction
-from .jsd_loss import LigerFusedLinearJSDFunction
 from .kto_loss import LigerFusedLinearKTOFunction
-from .orpo_loss import LigerFusedLinearORPOFunction
-from .simpo_loss import LigerFusedLinearSimPOFunction
+from .preference import LigerFusedLinearCPOFunction, LigerFusedLinearORPOFunction, LigerFusedLinearSimPOFunction
 
 liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
 liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply

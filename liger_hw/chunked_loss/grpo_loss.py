@@ -1,28 +1,317 @@
-"""GRPO and its relatives on a linear head: see policy.py for the formulas, log_prob_loss.py for the chunks."""
+"""GRPO and its relatives: the loss of token log-probabilities, which `triton_grpo_loss` takes too, on a linear head.
+
+With A the advantage, w = exp(log pi - log pi_old) of a token (or, with sequence-level importance sampling, exp of its
+mean over the sequence), and a token's loss
+
+    grpo, bnpo, dr_grpo, dapo, luspo   -min(min(w, delta) A, clip(w, 1 - eps_low, 1 + eps_high) A)
+    cispo                              -stop(min(w, eps_high)) A log pi
+    sapo                               -4 / t sigmoid(t (w - 1)) A,  t for positive or negative advantages
+    vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W - lambda W),
+                                       W of the sequence
+
+times vllm_is_ratio (vespo has it in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi (times w
+with use_bias_correction_kl). Summed over tokens that count, divided by
+
+    grpo, sapo           tokens of the sequence, times sequences
+    bnpo                 tokens
+    luspo                sequences
+    dapo, cispo, vespo   num_items_in_batch, or tokens
+    dr_grpo              sequences times max_completion_length
+
+Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, GSPO (sequence level) 2507.18071, SAPO
+2511.20347, two-sided clipping (delta) 2505.07291, LUSPO 2602.05261 (arXiv); LUSPO and VESPO as TRL 1.16 computes them.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels.heads.head_inputs import checked_head
-from ..runtime.operator import check, check_flags, check_indices
-from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference
-from .log_prob_loss import SEQUENCE, TOKEN, Spec, run_loss, token_logps
-from .policy import (  # noqa: F401  the four functions are Liger's names too
-    Policy,
-    clip_coef_fn,
-    get_gamma_weights,
-    k3_loss_fn,
-    make_policy,
-    policy_tensors,
-    sapo_loss_fn,
-    token_shares,
-)
+from ..runtime.operator import check, check_flags, check_floats, check_indices
+from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference, on_device
+from .log_prob_loss import LOSSES, SEQUENCE, TOKEN, Seen, Spec, run_loss, token_logps
 from .preference import Output
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LEVELS = ("token", "sequence")
+
+
+def k3_loss_fn(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Schulman's k3 estimate of KL(q || p) from samples of q: exp(d) - d - 1 with d = log_p - log_q, never negative."""
+    difference = log_p - log_q
+    return torch.exp(difference) - difference - 1.0
+
+
+def clip_coef_fn(coef: torch.Tensor, epsilon_low: float, epsilon_high: float, loss_type: str):
+    """(clipped ratio, where it was below the range, where above); losses that do not clip have None for the ratio."""
+    if loss_type == "cispo":
+        return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    if loss_type in CLIPPED:
+        return coef.clamp(low, high), coef < low, coef > high
+    never = torch.zeros_like(coef, dtype=torch.bool)
+    return None, never, never
+
+
+def sapo_loss_fn(importance_ratio: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
+    """SAPO's soft gate 4 / t sigmoid(t (ratio - 1)); temperature: a number, or one for each ratio."""
+    if not isinstance(temperature, torch.Tensor):
+        check(temperature > 0, "sapo_loss_fn", f"temperature must be positive, got {temperature}")
+    return torch.sigmoid(temperature * (importance_ratio - 1)) * 4 / temperature
+
+
+@torch.no_grad()
+def get_gamma_weights(
+    advantages: torch.Tensor,
+    log_ratio_per_token: torch.Tensor,
+    mask: torch.Tensor,
+    importance_sampling_ratio: torch.Tensor | None = None,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> torch.Tensor:
+    """VESPO's phi(W) [batch, 1] (or [batch, length] for advantages of that shape), a constant to autograd.
+
+    advantages [batch] or [batch, length]; log_ratio_per_token, mask [batch, length]; importance_sampling_ratio [batch,
+    1] or [batch, length]. Log-ratios are kept within -20..20 and log W within log(1e-8)..20.
+    """
+    lowest = math.log(1e-8)
+    log_w = (log_ratio_per_token.clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
+    if importance_sampling_ratio is not None:
+        log_w = log_w + importance_sampling_ratio.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
+    log_w = log_w.clamp(lowest, 20.0)
+    good = (advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)) >= 0
+    k = _either(good, k_pos, k_neg, log_w)
+    rate = _either(good, max(lambda_pos, 1e-4), max(lambda_neg, 1e-4), log_w)
+    phi = torch.exp(rate + k * log_w - rate * log_w.exp())
+    return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _either(condition: torch.Tensor, one: float, other: float, like: torch.Tensor) -> torch.Tensor:
+    """torch.where of two numbers, in the dtype of `like` (which torch.where would round to fp32)."""
+    return torch.full(condition.shape, other, dtype=like.dtype, device=like.device).masked_fill_(condition, one)
+
+
+class Policy(NamedTuple):
+    """The GRPO family's description. kind: the loss type.
+
+    grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share: what one token's loss counts, zero
+    where it does not; log pi_old, log pi_ref, vllm_is_ratio: None where absent.
+    """
+
+    kind: str
+    beta: float
+    epsilon_low: float
+    epsilon_high: float
+    delta: float  # inf: none
+    by_sequence: float
+    use_bias_correction_kl: float
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+
+    sums_logits = False
+
+    def _weights(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """log w [groups, tokens], or [groups, 1] by sequence."""
+        if not self.by_sequence:
+            return log_ratio
+        return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+
+    def _sapo_temperature(self, advantages: torch.Tensor) -> torch.Tensor:
+        return _either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, advantages)
+
+    def _vespo_weights(self, advantages, log_ratio, mask, vllm) -> torch.Tensor:
+        rates = self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg
+        return get_gamma_weights(advantages, log_ratio, mask, vllm, *rates)
+
+    def terms(self, logp: torch.Tensor, advantages, share, old, ref, vllm) -> tuple[torch.Tensor, ...]:
+        """(loss [groups, tokens], KL [groups, tokens], whether w was clipped [groups, tokens or 1])"""
+        mask = share != 0
+        log_ratio = logp - (logp.detach() if old is None else old)
+        ratio = torch.exp(self._weights(log_ratio, mask))
+        clipped, low, high = clip_coef_fn(ratio, self.epsilon_low, self.epsilon_high, self.kind)
+        was_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
+        if self.kind == "cispo":
+            losses = -clipped * advantages * logp
+        elif self.kind == "sapo":
+            losses = -sapo_loss_fn(ratio, self._sapo_temperature(advantages)) * advantages
+        elif self.kind == "vespo":
+            losses = -self._vespo_weights(advantages, log_ratio, mask, vllm) * advantages * logp
+        else:
+            bounded = ratio if math.isinf(self.delta) else ratio.clamp(max=self.delta)
+            losses = -torch.minimum(bounded * advantages, clipped * advantages)
+        if vllm is not None and self.kind != "vespo":
+            losses = losses * vllm
+        kl = torch.zeros_like(logp)
+        if self.beta:
+            kl = k3_loss_fn(logp.detach() if ref is None else ref, logp)
+            if self.use_bias_correction_kl:
+                kl = kl * ratio
+            losses = losses + self.beta * kl
+        return losses, kl, was_clipped
+
+    def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
+        """By hand what autograd makes of the loss, by way of log w where the ratio is what logp acts through."""
+        advantages, share, old, ref, vllm = seen.grouped
+        logp, mask = seen.logp, share != 0
+        log_ratio = logp - (logp if old is None else old)
+        weights = self._weights(log_ratio, mask)
+        ratio = torch.exp(weights)
+        direct, by_weight = torch.zeros_like(logp), torch.zeros_like(logp)
+        if self.kind == "cispo":
+            direct = direct - ratio.clamp(max=self.epsilon_high) * advantages
+        elif self.kind == "vespo":
+            direct = direct - self._vespo_weights(advantages, log_ratio, mask, vllm) * advantages
+        elif self.kind == "sapo":
+            z = self._sapo_temperature(advantages) * (ratio - 1)
+            by_weight = by_weight - 4 * torch.sigmoid(z) * torch.sigmoid(-z) * advantages * ratio
+        else:
+            low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+            bounded, clipped = ratio.clamp(max=self.delta) * advantages, ratio.clamp(low, high) * advantages
+            one, other = (ratio <= self.delta).to(ratio.dtype), ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+            taken = torch.where(bounded < clipped, one, torch.where(clipped < bounded, other, (one + other) / 2))
+            by_weight = by_weight - taken * advantages * ratio
+        if vllm is not None and self.kind != "vespo":
+            direct, by_weight = direct * vllm, by_weight * vllm
+        if self.beta and ref is not None:
+            by_kl = 1 - torch.exp(ref - logp)
+            if self.use_bias_correction_kl:
+                by_weight = by_weight + self.beta * k3_loss_fn(ref, logp) * ratio
+                by_kl = by_kl * ratio
+            direct = direct + self.beta * by_kl
+        direct, by_weight = (torch.where(mask, t * share, 0.0) for t in (direct, by_weight))
+        if self.by_sequence:
+            by_weight = by_weight.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+        return direct + by_weight, None
+
+    def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
+        return self.summary(*self.terms(seen.logp, *seen.grouped), seen.grouped[1])
+
+    def summary(self, losses: torch.Tensor, kl: torch.Tensor, clipped: torch.Tensor, share: torch.Tensor) -> tuple:
+        """From `terms`: the loss, the mean KL (only with beta), the share of tokens (of sequences, by sequence)
+        clipped."""
+        mask = share != 0
+        loss = torch.where(mask, losses * share, 0.0).sum()
+        clipped = clipped.to(kl.dtype)
+        by_sequence = self.by_sequence and clipped.shape[1] == 1
+        clipped = clipped.mean() if by_sequence else masked_mean(clipped, mask)
+        return (loss, masked_mean(kl, mask), clipped) if self.beta else (loss, clipped)
+
+
+LOSSES["policy"] = Policy
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp_min(1)
+
+
+def token_shares(
+    op: str, mask: torch.Tensor, kind: str, max_completion_length: int | None, num_items, dtype
+) -> torch.Tensor:
+    """What one token's loss counts [batch, length]: 1 over the loss type's denominator, zero where mask is."""
+    counted = mask.to(dtype)
+    batch = mask.shape[0]
+    if kind in ("grpo", "sapo"):
+        return counted / (counted.sum(-1, keepdim=True).clamp_min(1) * batch)
+    if kind == "luspo":
+        return counted / batch
+    if kind == "dr_grpo":
+        return counted / (batch * max_completion_length)
+    if num_items is None or kind == "bnpo":
+        items = counted.sum()
+    else:
+        check_floats(op, num_items_in_batch=num_items)
+        items = on_device(num_items, dtype, mask.device)
+    return counted / items.clamp_min(1)
+
+
+def make_policy(
+    op: str,
+    *,
+    loss_type: str,
+    temperature: float,
+    delta: float | None,
+    importance_sampling_level: str,
+    use_bias_correction_kl: bool,
+    max_completion_length: int | None,
+    **numbers: float,
+) -> Policy:
+    """The Policy of public options; numbers: the other fields of Policy.
+
+    Raises `TypeError` for a number of another type and `ValueError` for one that makes no sense, or an unknown loss
+    type.
+    """
+    numbers["delta"] = math.inf if delta is None else delta
+    check_floats(op, temperature=temperature, **numbers)
+    check_flags(op, use_bias_correction_kl=use_bias_correction_kl)
+    check(0.0 < temperature < math.inf, op, f"temperature must be positive and finite, got {temperature}")
+    check(loss_type in LOSS_TYPES, op, f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+    level = importance_sampling_level
+    check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")
+    if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+        expected = f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}"
+        check(False, op, f"{expected}; use importance_sampling_level='token'")
+    if max_completion_length is not None:
+        check_floats(op, max_completion_length=max_completion_length)
+    if loss_type == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
+        check(False, op, f"loss_type='dr_grpo' divides by max_completion_length: give it, got {max_completion_length}")
+    if loss_type == "sapo":
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            check(numbers[name] > 0, op, f"{name} must be positive, got {numbers[name]}")
+    elif loss_type not in ("cispo", "vespo"):
+        check(numbers["delta"] > 0, op, f"delta must be positive, or None, got {delta}")
+    numbers |= {"by_sequence": level == "sequence", "use_bias_correction_kl": bool(use_bias_correction_kl)}
+    return Policy(loss_type, **{name: float(value) for name, value in numbers.items()})
+
+
+def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_ratio, kind) -> tuple:
+    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, without
+    gradients.
+
+    x_like: a tensor of the call's device and dtype. Entries of old_logps and ref_logps that do not count may be
+    anything.
+    """
+    wide = torch.promote_types(x_like.dtype, torch.float32)
+    shape = tuple(mask.shape)
+    mask = mask != 0
+
+    def rows(name, t, *shapes):
+        if t is None:
+            return None
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if tuple(t.shape) not in shapes:
+            expected = " or ".join(str(s) for s in shapes)
+            check(False, op, f"{name} must have shape {expected}, got {tuple(t.shape)}")
+        if t.device != x_like.device:
+            check(False, op, f"{name} is on {t.device} but the rest is on {x_like.device}; move them to one device")
+        return t.detach().to(wide)
+
+    batch = shape[:1]
+    if advantages is None:
+        raise TypeError(f"{op}: advantages must be a tensor, got NoneType")
+    advantages = rows("advantages", advantages, batch, shape, (*batch, 1))
+    old, ref = rows("old_per_token_logps", old_logps, shape), rows("ref_per_token_logps", ref_logps, shape)
+    vllm = rows("vllm_is_ratio", vllm_is_ratio, batch, (*batch, 1), shape)
+    advantages, vllm = (t.unsqueeze(1) if t is not None and t.dim() == 1 else t for t in (advantages, vllm))
+    old, ref = (None if t is None else t.masked_fill(~mask, 0.0) for t in (old, ref))
+    if vllm is not None and kind != "vespo" and vllm.shape == mask.shape:
+        vllm = vllm.masked_fill(~mask, 1.0)
+    return mask, advantages, old, ref, vllm
+
+
+# -- on a linear head ------------------------------------------------------------------------------------------------
 
 _NAME = "liger_fused_linear_grpo"
 _IGNORED = -100
@@ -124,9 +413,9 @@ def checked_policy(use_ref_model: bool, **options: Any) -> Policy:
 class LigerFusedLinearGRPOLoss(LossModule):
     """GRPO and its relatives on a linear head.
 
-    loss_type, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_*, vespo_*: see
-    policy.py; max_completion_length: dr_grpo's denominator; importance_sampling_level: token or sequence; temperature:
-    divides the logits.
+    loss_type, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_*, vespo_*: see the
+    formulas above; max_completion_length: dr_grpo's denominator; importance_sampling_level: token or sequence;
+    temperature: divides the logits.
     """
 
     function = LigerFusedLinearGRPOFunction

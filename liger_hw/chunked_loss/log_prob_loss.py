@@ -62,7 +62,7 @@ class Spec(NamedTuple):
     name, kind, numbers: `LOSSES[name](kind, *numbers)` is the loss
     group: TOKEN, SEQUENCE or PAIR
     n_grouped: how many of the extra tensors are grouped; the others are shared
-    scale: factor of the slopes (`gradient_scale`)
+    scale: factor of the slopes (`run_loss`)
     """
 
     name: str
@@ -189,22 +189,27 @@ class _Groups(NamedTuple):
         return other
 
 
-@torch.no_grad()
-def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
-    loss, needs = spec.loss, spec.needs
-    (batch, length), (vocab, hidden) = target.shape, weight.shape
+def _prepared(x, weight, bias, target, second, extras, spec: Spec, plain: bool = False):
+    """(the rows, their groups, the order of the sweep or None)"""
+    batch, length = target.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
-    n_groups = n_rows if spec.group == TOKEN else batch // spec.group
-    check_in_range("chunked_loss", target, vocab, spec.ignore_index)
-    check_in_range("chunked_loss", second, vocab, spec.ignore_index)
     order = pair_order(batch, length, x.device) if spec.group == PAIR and batch > 2 else None
-    flat, target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
-    second = None if second is None else second.reshape(-1).contiguous()
+    target, second = target.reshape(-1).contiguous(), None if second is None else second.reshape(-1).contiguous()
     if order is not None:
         target, second = target[order], None if second is None else second[order]
-    rows = _Rows(x, target, second, bias, spec, loss.sums_logits, plain)
-    groups = _Groups(n_groups, width, vocab, extras, spec.n_grouped)
-    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(needs), x.device)
+    n_groups = n_rows if spec.group == TOKEN else batch // spec.group
+    groups = _Groups(n_groups, width, weight.shape[0], extras, spec.n_grouped)
+    return _Rows(x, target, second, bias, spec, spec.loss.sums_logits, plain), groups, order
+
+
+@torch.no_grad()
+def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
+    loss, needs, (vocab, hidden) = spec.loss, spec.needs, weight.shape
+    check_in_range("chunked_loss", target, vocab, spec.ignore_index)
+    check_in_range("chunked_loss", second, vocab, spec.ignore_index)
+    rows, groups, order = _prepared(x, weight, bias, target, second, extras, spec, plain)
+    flat, n_groups, width = x.reshape(-1, hidden), groups.n_groups, groups.width
+    chunks = plan_groups(len(flat), width, hidden, vocab, x.dtype.itemsize, any(needs), x.device)
     grads = HeadGradients(flat, weight, needs, chunks, rows.target, plain)
     if not any(needs):
         rows.read_all(sweep(chunks, flat, weight, order=order))
@@ -222,18 +227,8 @@ def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
 
 
 def _fake(x, weight, bias, target, second, extras, spec: Spec):
-    batch, length = target.shape
-    shape = (batch * length, 1) if spec.group == TOKEN else (batch // spec.group, length * spec.group)
-    logp = x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-    seen = Seen(
-        logp=logp,
-        second=None if second is None else torch.empty_like(logp),
-        logit_sum=torch.empty_like(logp),
-        grouped=extras[: spec.n_grouped],
-        shared=extras[spec.n_grouped :],
-        n_groups=shape[0],
-        vocab=weight.shape[0],
-    )
+    rows, groups, _ = _prepared(x, weight, bias, target, second, extras, spec)
+    seen = groups.seen(rows, 0, groups.n_groups)
     return [*spec.loss.results(seen), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.needs)]
 
 
@@ -274,14 +269,6 @@ class ChunkedLossFunction(Function):
         return None if dx is None else dx.view(ctx.shape), dweight, dbias, *others
 
 
-def gradient_scale(dtype: torch.dtype, shares: int) -> float:
-    """What the slopes of a loss that is a mean over `shares` are multiplied by, and the incoming gradient divided by.
-
-    In fp16, where 1 / shares times a probability underflows, a power of two near `shares`; else 1.
-    """
-    return float(next_power_of_2(shares)) if dtype is torch.float16 else 1.0
-
-
 def run_loss(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -292,7 +279,10 @@ def run_loss(
     second: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared."""
-    scale = gradient_scale(x.dtype, target.numel() if spec.group == TOKEN else target.shape[0])
+    # 1 / shares times a probability underflows in fp16: the slopes of a mean are multiplied by a power of two near
+    # `shares`, and the incoming gradient divided by it
+    shares = target.numel() if spec.group == TOKEN else target.shape[0]
+    scale = float(next_power_of_2(shares)) if x.dtype is torch.float16 else 1.0
     return ChunkedLossFunction.apply(x, weight, bias, target, second, spec._replace(scale=scale), *extras)
 
 

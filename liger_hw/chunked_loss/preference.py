@@ -1,4 +1,4 @@
-"""What the losses over pairs of a chosen and a rejected sequence share: DPO, ORPO, CPO and SimPO.
+"""Losses over pairs of a chosen and a rejected sequence: what they share, and CPO, SimPO and ORPO (DPO: dpo_loss.py).
 
 A batch holds the P chosen sequences, then the P rejected ones in the same order. With l the log-probability of a
 sequence (the sum of its tokens', or their mean), l_ref the same of the reference model, c = l_chosen - l_ref_chosen and
@@ -9,10 +9,19 @@ r likewise,
 
 Only pair_loss differs. A token's slope is known once its pair's log-probabilities are: groups are pairs (see
 log_prob_loss.py).
+
+    CPO    -log sigmoid(beta (c - r)); label_smoothing takes that share of the pairs to be labelled the wrong way round
+    SimPO  -log sigmoid(beta (c - r) - gamma), l a mean: the chosen answer must be ahead by a margin; smoothed as CPO
+    ORPO   -beta log sigmoid(log(odds(c) / odds(r))), l a mean, odds(l) = exp(l) / (1 - exp(l)); alpha is 1
+
+Sources: Xu et al., "Contrastive Preference Optimization", arXiv 2401.08417; Meng, Xia and Chen, "SimPO: Simple
+Preference Optimization with a Reference-Free Reward", 2405.14734; Hong, Lee and Thorne, "ORPO: Monolithic Preference
+Optimization without Reference Model", 2403.07691
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
 import torch
@@ -20,7 +29,7 @@ import torch.nn.functional as F
 
 from ..kernels.heads.head_inputs import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference
+from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference
 from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -120,16 +129,6 @@ def checked_pairs(
     return Pairs(kind, float(beta), float(alpha), *flags, float(label_smoothing), more)
 
 
-def smoothed_pairs(
-    name: str, kind: str, ignore_index: int, beta: float, alpha: float, label_smoothing: float, *flags, **more
-) -> Pairs:
-    """`checked_pairs` whose label_smoothing is from 0 to 1."""
-    pairs = checked_pairs(name, kind, ignore_index, beta, alpha, label_smoothing, *flags, **more)
-    if not 0.0 <= label_smoothing <= 1.0:
-        check(False, name, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    return pairs
-
-
 def _halves(t: torch.Tensor) -> torch.Tensor:
     """[pairs, tokens of a pair] as [pairs, 2, length]: the chosen sequence, then the rejected one."""
     return t.view(t.shape[0], 2, t.shape[1] // 2)
@@ -138,12 +137,6 @@ def _halves(t: torch.Tensor) -> torch.Tensor:
 def by_margin(loss: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A pair loss that depends on c - r alone, from its slope by c."""
     return loss, slope, -slope
-
-
-def smoothed_logistic(margin: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """-log sigmoid(margin) and its slope; a share `smoothing` of the labels is taken to be the wrong way round."""
-    loss = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-    return loss, smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin)
 
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
@@ -199,3 +192,199 @@ class ReferenceFreeLoss(LossModule):
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
         """
         return self.function.apply(_input, lin_weight, target, bias, **self.options())
+
+
+# -- CPO and SimPO ---------------------------------------------------------------------------------------------------
+
+
+def _smoothed_margin(chosen, rejected, numbers):
+    """-log sigmoid of the margin, less SimPO's gamma."""
+    margin, e = numbers.beta * (chosen - rejected) - numbers.extra, numbers.label_smoothing
+    loss = -(1 - e) * F.logsigmoid(margin) - e * F.logsigmoid(-margin)
+    return by_margin(loss, numbers.beta * (e * torch.sigmoid(margin) - (1 - e) * torch.sigmoid(-margin)))
+
+
+def _smoothed_pairs(name: str, *numbers: float, **named: float) -> Pairs:
+    """`checked_pairs` whose label_smoothing is from 0 to 1."""
+    pairs = checked_pairs(name, "cpo", *numbers, **named)
+    if not 0.0 <= pairs.label_smoothing <= 1.0:
+        check(False, name, f"label_smoothing must be between 0 and 1, got {pairs.label_smoothing}")
+    return pairs
+
+
+PAIR_LOSSES["cpo"] = _smoothed_margin
+_CPO, _SIMPO, _ORPO = "liger_fused_linear_cpo", "liger_fused_linear_simpo", "liger_fused_linear_orpo"
+
+
+class LigerFusedLinearCPOFunction(LossFunction):
+    """`LigerFusedLinearCPOLoss` as a function, with Liger's order of arguments."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+    ) -> Output:
+        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, average_log_prob
+        pairs = _smoothed_pairs(_CPO, *numbers)
+        return preference_loss(_CPO, pairs, _input, weight, target, bias, ignore_index)
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
+    """CPO on a linear head.
+
+    alpha: weight of the negative log-likelihood, added with compute_nll_loss. average_log_prob: sequences count by the
+    mean of their tokens' log-probabilities instead of the sum.
+    """
+
+    function = LigerFusedLinearCPOFunction
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+
+    def check(self) -> None:
+        _smoothed_pairs(_CPO, **self.options())
+
+
+class LigerFusedLinearSimPOFunction(LossFunction):
+    """`LigerFusedLinearSimPOLoss` as a function, with Liger's order of arguments."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+    ) -> Output:
+        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, True
+        pairs = _smoothed_pairs(_SIMPO, *numbers, gamma=gamma)
+        return preference_loss(_SIMPO, pairs, _input, weight, target, bias, ignore_index)
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
+    """SimPO on a linear head.
+
+    gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss.
+    """
+
+    function = LigerFusedLinearSimPOFunction
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma: float = 0.5
+    chunk_size: int = 1
+
+    def check(self) -> None:
+        _smoothed_pairs(_SIMPO, average_log_prob=True, **self.options())
+
+
+# -- ORPO ------------------------------------------------------------------------------------------------------------
+
+
+def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log of the ratio of the odds, exp(l) - 1 of both [2, pairs]): both at once, in half the launches."""
+    both = torch.stack((chosen, rejected))
+    less = torch.expm1(both)  # log(1 - exp(l)) by expm1: l is near 0 where the model is sure
+    log_odds = both - torch.log(-less)
+    return log_odds[0] - log_odds[1], less
+
+
+def _odds_metrics(chosen, rejected, numbers):
+    log_odds, _ = _log_odds(chosen, rejected)
+    return F.logsigmoid(log_odds).mean(), log_odds.mean()
+
+
+def _orpo(chosen, rejected, numbers):
+    log_odds, less = _log_odds(chosen, rejected)
+    slopes = numbers.beta * torch.sigmoid(-log_odds) / less  # the slope of log(odds(l)) is -1 / expm1(l)
+    loss = -numbers.beta * F.logsigmoid(log_odds)
+    return loss, slopes[0], -slopes[1]
+
+
+PAIR_LOSSES["orpo"] = _orpo
+PAIR_METRICS["orpo"] = _odds_metrics
+
+
+class LigerFusedLinearORPOFunction(LossFunction):
+    """`LigerFusedLinearORPOLoss` as a function, with Liger's order of arguments."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        nll_target: torch.Tensor | None = None,
+        compiled: bool = True,
+        chunk_size: int = 1,
+    ) -> Output:
+        flags = {"compute_nll_loss": compute_nll_loss, "average_log_prob": True}
+        pairs = checked_pairs(_ORPO, "orpo", ignore_index, beta, **flags)
+        return preference_loss(_ORPO, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearORPOLoss(LossModule):
+    """ORPO on a linear head.
+
+    beta: weight of the odds ratio.
+    """
+
+    function = LigerFusedLinearORPOFunction
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    chunk_size: int = 1
+
+    def check(self) -> None:
+        checked_pairs(_ORPO, "orpo", average_log_prob=True, **self.options())
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        nll_target: torch.Tensor | None = None,
+    ) -> Output:
+        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab];
+        nll_target: the nll's own targets, where it covers the prompt too.
+
+        Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
+        nll_loss, chosen_rewards [pairs], rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32.
+        """
+        return self.function.apply(_input, lin_weight, target, bias, nll_target=nll_target, **self.options())

@@ -79,6 +79,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", f"{_KERNELS}.moe.fused_moe"),
     "ops.utils": ("liger_hw.compat.ops_utils",),
     "chunked_loss": (_LOSSES,),
+    **{f"chunked_loss.{name}_loss": (f"{_LOSSES}.preference", _BASES) for name in ("cpo", "simpo", "orpo")},
+    **{f"chunked_loss.{name}_loss": (f"{_LOSSES}.distillation", _BASES) for name in ("jsd", "cosine_similarity")},
     "chunked_loss.fused_linear_distillation": (_BASES,),
     "chunked_loss.fused_linear_ppo": (_BASES,),
     "chunked_loss.fused_linear_preference": (_BASES,),

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..chunked_loss.policy import masked_mean as _masked_mean
-from ..chunked_loss.policy import token_shares
+from ..chunked_loss.grpo_loss import masked_mean as _masked_mean
+from ..chunked_loss.grpo_loss import token_shares
 from ..kernels.losses.log_probs import liger_log_probs
 from ..transformers.grpo_loss import triton_grpo_loss
 

@@ -291,7 +291,7 @@ def _log_probs(call: _Call) -> Any:
     if bias is not None or ids is not None or any(others):
         known = "temperature, ignore_index and return_entropy"
         call.fail(f"the tensor-parallel head has no options but {known}", "gather the weight")
-    from ..kernels.heads.fused_linear_scaled_cross_entropy_tp import liger_fused_linear_scaled_cross_entropy_tp
+    from ..kernels.heads.fused_linear_scaled_cross_entropy import liger_fused_linear_scaled_cross_entropy_tp
 
     results = liger_fused_linear_scaled_cross_entropy_tp(
         call.local(x, everywhere),

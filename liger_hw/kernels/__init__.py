@@ -40,8 +40,10 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "heads.fused_linear_cross_entropy": ("liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss"),
     "heads.fused_linear_cross_entropy_tp": ("liger_fused_linear_cross_entropy_tp",),
     "heads.fused_linear_log_probs": ("liger_fused_linear_log_probs",),
-    "heads.fused_linear_scaled_cross_entropy": ("liger_fused_linear_scaled_cross_entropy",),
-    "heads.fused_linear_scaled_cross_entropy_tp": ("liger_fused_linear_scaled_cross_entropy_tp",),
+    "heads.fused_linear_scaled_cross_entropy": (
+        "liger_fused_linear_scaled_cross_entropy",
+        "liger_fused_linear_scaled_cross_entropy_tp",
+    ),
     "heads.fused_linear_jsd": ("liger_fused_linear_jsd", "LigerFusedLinearJSD"),
     "heads.fused_linear_kl_div": ("liger_fused_linear_kl_div", "LigerFusedLinearKLDivLoss"),
     "heads.mm_int8int2": (),

@@ -29,7 +29,7 @@ HOME = {
         name: f"liger_hw.kernels.{module}"
         for module, names in EXPORTS.items()
         for name in names
-        if name != f"liger_{module.rpartition('.')[2]}" and not name.endswith("Output")
+        if name != f"liger_{module.rpartition('.')[2]}" and not name.endswith(("Output", "_tp"))
     },
     "MODEL_TYPE_TO_APPLY_LIGER_FN": "liger_hw.transformers.apply",
     "_apply_liger_kernel": "liger_hw.transformers.apply",

@@ -11,7 +11,9 @@ from ..lazy import lazy
 HOME = {
     f"liger_{module.rpartition('.')[2]}": f"liger_hw.kernels.{module}" for module, names in EXPORTS.items() if names
 }
-HOME |= {n: f"liger_hw.kernels.{module}" for module, names in EXPORTS.items() for n in names if n.endswith("Output")}
+HOME |= {
+    n: f"liger_hw.kernels.{module}" for module, names in EXPORTS.items() for n in names if n.endswith(("Output", "_tp"))
+}
 """Name -> the module that defines it."""
 
 __all__, __getattr__, __dir__ = lazy(__name__, HOME)

@@ -27,7 +27,7 @@ from liger_hw.kernels.heads.fused_linear_log_probs import liger_fused_linear_log
 from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy import (
     liger_fused_linear_scaled_cross_entropy as liger_fused_linear_scaled_cross_entropy,
 )
-from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy_tp import (
+from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy import (
     liger_fused_linear_scaled_cross_entropy_tp as liger_fused_linear_scaled_cross_entropy_tp,
 )
 from liger_hw.kernels.hybrid.gated_delta_inputs import liger_gated_delta_inputs as liger_gated_delta_inputs

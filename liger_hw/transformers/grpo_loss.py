@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..chunked_loss.policy import make_policy, policy_tensors, token_shares
+from ..chunked_loss.grpo_loss import make_policy, policy_tensors, token_shares
 from ..kernels.losses.log_prob_rows import LogProbOptions
 from ..kernels.losses.log_probs import LogProbsFunction
 from ..runtime.operator import check, check_tensors
@@ -50,7 +50,7 @@ def triton_grpo_loss(
     old_logp, ref_logp: [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed with beta)
     max_completion_length: what dr_grpo divides by with reduce=True; None: length
     inplace: backward writes the gradient over the logits, which are not to be used afterwards
-    The other options are LigerFusedLinearGRPOLoss's; chunked_loss/policy.py has the formulas.
+    The other options are LigerFusedLinearGRPOLoss's; chunked_loss/grpo_loss.py has the formulas.
 
     Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where
     a token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean that the loss

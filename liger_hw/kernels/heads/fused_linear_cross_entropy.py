@@ -83,10 +83,6 @@ class HeadCall(NamedTuple):
     chunk_mem_const: int
     needs: Needs = Needs()
 
-    def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether backward divides the gradients by the mean's denominator."""
-        return any(self.needs) and self.options.scales_in_backward(dtype)
-
 
 @torch.no_grad()
 def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=None):
@@ -121,7 +117,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
     left_out = 0, 0, -1  # what an ignored row gets
     rows = RowResults(*(among_all(t, order, x.shape[0], empty) for t, empty in zip(rows, left_out)))
     outputs = launch_sum(rows, stats, options, torch.float32, dense(of_all))
-    return *outputs, *grads.results(bias), stats if call.scales_in_backward(x.dtype) else absent(stats)
+    return *outputs, *grads.results(bias), stats if options.scales_in_backward(x.dtype) else absent(stats)
 
 
 def _bwd(grad_output, *arguments):
@@ -145,7 +141,7 @@ def _fwd_reference(x, weight, target, bias, ce_weight, order, call: HeadCall):
     outputs = reference_losses(reference_logits(x, weight, bias), target, ce_weight, call.options)
     outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.options)
     grads = _reference_grads(x, weight, target, bias, ce_weight, call)
-    return *outputs, *grads, outputs[0].new_ones(8 if call.scales_in_backward(x.dtype) else 0)
+    return *outputs, *grads, outputs[0].new_ones(8 if call.options.scales_in_backward(x.dtype) else 0)
 
 
 @torch.no_grad()
@@ -176,40 +172,51 @@ fused_linear_cross_entropy_bwd = define(
 )
 
 
-class FusedLinearCrossEntropyFunction(Function):
-    """Autograd for the fused head: saves the finished gradients, or the inputs for reduction="none".
+def run_forward(ctx, operator, tensors: tuple[torch.Tensor | None, ...], call: Any) -> tuple[torch.Tensor, ...]:
+    """A Function's forward: (loss, z_loss, token_accuracy, predicted_tokens), of which the options say what is there.
 
-    Returns (loss, z_loss, token_accuracy, predicted_tokens), of which the options say what is there.
+    Saves the finished gradients, or for reduction="none" the tensors (input, weight, target, bias, ...).
+    operator: returns after these four what its backward needs of the rows, then the three gradients and stats
     """
+    dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
+    ctx.needs = Needs(dinput, dweight, dbias)
+    with_gradients = call._replace(needs=ctx.needs)
+    ctx.later = with_gradients if call.options.reduction == NONE else None
+    outputs = operator(*tensors, call if ctx.later else with_gradients)
+    loss, z_loss, hits, top, *of_rows, dx, dw, db, stats = outputs
+    ctx.save_for_backward(*((*of_rows, *tensors) if ctx.later else (dx, dw, db, stats)))
+    ctx.mark_non_differentiable(z_loss, hits, top)
+    ctx.set_materialize_grads(False)
+    return loss, z_loss, hits, top
+
+
+def run_backward(ctx, operator, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dweight, None, dbias) after `run_forward`; operator: for reduction="none"."""
+    if grad_output is None:
+        return (None,) * 4
+    if ctx.later:
+        grads = operator(grad_output, *ctx.saved_tensors, ctx.later)
+        dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.needs))
+    else:
+        *grads, stats = ctx.saved_tensors
+        dx, dweight, dbias = scale_gradients(grads, ctx.needs, grad_output, stats)
+    return dx, dweight, None, dbias
+
+
+class FusedLinearCrossEntropyFunction(Function):
+    """Autograd for the fused head."""
 
     sharding = LossRule("linear_cross_entropy")
 
     @staticmethod
     def forward(ctx, _input, weight, target, bias, ce_weight, order, call: HeadCall):
         tensors = _input, weight, target, bias, ce_weight, order
-        dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        ctx.needs = Needs(dinput, dweight, dbias)
-        with_gradients = call._replace(needs=ctx.needs)
-        ctx.later = with_gradients if call.options.reduction == NONE else None
-        outputs = fused_linear_cross_entropy_fwd(*tensors, call if ctx.later else with_gradients)
-        loss, z_loss, hits, top, *saved = outputs
-        ctx.save_for_backward(*(tensors if ctx.later else saved))
-        ctx.mark_non_differentiable(z_loss, hits, top)
-        ctx.set_materialize_grads(False)
-        return loss, z_loss, hits, top
+        return run_forward(ctx, fused_linear_cross_entropy_fwd, tensors, call)
 
     @staticmethod
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
-        if grad_output is None:
-            return (None,) * 7
-        if ctx.later:
-            grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, ctx.later)
-            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.needs))
-        else:
-            *grads, stats = ctx.saved_tensors
-            dx, dweight, dbias = scale_gradients(grads, ctx.needs, grad_output, stats)
-        return dx, dweight, None, dbias, None, None, None
+        return *run_backward(ctx, fused_linear_cross_entropy_bwd, grad_output), None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------

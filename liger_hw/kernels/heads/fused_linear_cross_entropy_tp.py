@@ -52,8 +52,9 @@ from ..losses.vocab_parts import (
     reduce_scatter_single,
     vocab_part,
 )
+from .fused_linear_cross_entropy import run_backward, run_forward
 from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sums_in_fp32
-from .linear_head import Chunks, HeadGradients, Needs, dx_of, fake_gradients, plan_shared, scale_gradients, sweep
+from .linear_head import Chunks, HeadGradients, Needs, dx_of, fake_gradients, plan_shared, sweep
 
 _NAME = "liger_fused_linear_cross_entropy_tp"
 _TOP_ROWS = 256
@@ -292,7 +293,10 @@ def _forward(x, weight, target, bias, order, call: _Call, plain=False):
     z_loss = in_order(z_loss) if by_row else z_loss.sum() * row_weight
     z_loss = z_loss if options.return_z_loss else absent(z_loss)
     top = in_order(top, -1) if options.return_predicted_tokens else absent(target)
-    return loss, z_loss, hits, top, in_order(rows.lse), *grads, row_weight
+    stats = absent(row_weight)
+    if options.scales_in_backward(x.dtype):  # 1 / 0 where every row is ignored; the gradients are zero then
+        stats = torch.where(row_weight.isfinite(), row_weight, 0.0).repeat(5)
+    return loss, z_loss, hits, top, in_order(rows.lse), *grads, stats
 
 
 def _backward(grad_output, lse, x, weight, target, bias, order, call: _Call, plain=False):
@@ -306,9 +310,10 @@ def _fwd_fake(x, weight, target, bias, order, call: _Call):
     wide, (n_rows,), options = torch.promote_types(x.dtype, torch.float32), target.shape, call.options
     size = (n_rows,) if options.reduction == NONE else ()
     sizes = (size, size if options.return_z_loss else 0, size if options.return_token_accuracy else 0)
-    loss, z_loss, hits, lse, row_weight = (x.new_empty(size, dtype=wide) for size in (*sizes, n_rows, ()))
+    n_stats = 5 if options.scales_in_backward(x.dtype) else 0
+    loss, z_loss, hits, lse, stats = (x.new_empty(size, dtype=wide) for size in (*sizes, n_rows, n_stats))
     top = target.new_empty(n_rows if options.return_predicted_tokens else 0, dtype=torch.int64)
-    return loss, z_loss, hits.float(), top, lse, *fake_gradients(x, weight, bias, call.needs), row_weight
+    return loss, z_loss, hits.float(), top, lse, *fake_gradients(x, weight, bias, call.needs), stats
 
 
 def _bwd_fake(grad_output, lse, x, weight, target, bias, order, call: _Call):
@@ -352,36 +357,16 @@ fused_linear_cross_entropy_tp_bwd = define(
 
 
 class FusedLinearCrossEntropyTPFunction(Function):
-    """Autograd for one rank: saves the finished gradients, or for reduction="none" the inputs and one number a row."""
+    """Autograd for one rank, as for the whole head; for reduction="none" one number a row is saved besides."""
 
     @staticmethod
     def forward(ctx, x, weight, target, bias, order, call):
-        dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        ctx.needs, tensors = Needs(dinput, dweight, dbias), (x, weight, target, bias, order)
-        with_gradients = call._replace(needs=ctx.needs)
-        ctx.later = with_gradients if call.options.reduction == NONE else None
-        outputs = fused_linear_cross_entropy_tp_fwd(*tensors, call if ctx.later else with_gradients)
-        loss, z_loss, hits, top, lse, *saved = outputs
-        ctx.scale_in_backward = call.options.scales_in_backward(x.dtype)
-        ctx.save_for_backward(*((lse, *tensors) if ctx.later else saved))
-        ctx.mark_non_differentiable(z_loss, hits, top)
-        ctx.set_materialize_grads(False)
-        return loss, z_loss, hits, top
+        return run_forward(ctx, fused_linear_cross_entropy_tp_fwd, (x, weight, target, bias, order), call)
 
     @staticmethod
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
-        if grad_output is None:
-            return (None,) * 6
-        if ctx.later:
-            grads = fused_linear_cross_entropy_tp_bwd(grad_output, *ctx.saved_tensors, ctx.later)
-            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.needs))
-        else:
-            *grads, row_weight = ctx.saved_tensors
-            if ctx.scale_in_backward:  # 1 / 0 where every row is ignored; the saved gradients are zero then
-                grad_output = grad_output * torch.where(row_weight.isfinite(), row_weight, 0.0)
-            dx, dweight, dbias = scale_gradients(grads, ctx.needs, grad_output, absent(row_weight))
-        return dx, dweight, None, dbias, None, None
+        return *run_backward(ctx, fused_linear_cross_entropy_tp_bwd, grad_output), None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
