@@ -26,6 +26,7 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 import torch
 
+from ..kernels.heads.fused_linear_log_probs import LogProbsCall, linear_log_probs_fwd
 from ..kernels.heads.linear_head import HeadGradients, Needs, fake_gradients, plan_groups, scale_gradients, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
 from ..kernels.losses.log_prob_rows import LogProbOptions, log_prob_buffers, row_log_prob_gradients, row_log_probs
@@ -98,7 +99,7 @@ def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
 class _Rows:
     """The two row steps on the head's input x, and their results [n_rows] in the order of the sweep."""
 
-    def __init__(self, x, target, second, bias, spec: Spec, sums: bool, plain: bool) -> None:
+    def __init__(self, x, target, second, bias, spec: Spec, plain: bool) -> None:
         self.bias, self.spec = bias, spec
         self.target, self.second, self.other = target, None, None
         n_rows, ignored = target.shape[0], spec.ignore_index
@@ -108,7 +109,7 @@ class _Rows:
             self.other = (second != ignored) & (second != self.target)
             self.second_is_target = (second != ignored) & (second == self.target)
             self.second = second.masked_fill(~self.other, 0).long()
-        self.out = log_prob_buffers(n_rows, x, logit_sum=sums)
+        self.out = log_prob_buffers(n_rows, x, logit_sum=spec.loss.sums_logits)
         self.second_logp = None if second is None else torch.empty_like(self.out.logp)
         self.coef = torch.empty_like(self.out.logp)
         self._options, self._plain = LogProbOptions(ignored, spec.temperature), plain
@@ -199,7 +200,7 @@ def _prepared(x, weight, bias, target, second, extras, spec: Spec, plain: bool =
         target, second = target[order], None if second is None else second[order]
     n_groups = n_rows if spec.group == TOKEN else batch // spec.group
     groups = _Groups(n_groups, width, weight.shape[0], extras, spec.n_grouped)
-    return _Rows(x, target, second, bias, spec, spec.loss.sums_logits, plain), groups, order
+    return _Rows(x, target, second, bias, spec, plain), groups, order
 
 
 @torch.no_grad()
@@ -290,26 +291,14 @@ def run_loss(
 
 
 @torch.no_grad()
-def _logps(x, weight, bias, target, ignore_index, temperature, plain=False):
-    spec = Spec("", "", (), TOKEN, 0, ignore_index, temperature)
-    (vocab, hidden), n_rows = weight.shape, target.numel()
-    check_in_range("chunked_loss", target, vocab, ignore_index)  # the reference head is swept before the policy's
-    flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
-    rows = _Rows(x, flat_target, None, bias, spec, False, plain)
-    rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))
-    return rows.out.logp.view(target.shape)
-
-
-def _logps_fake(x, weight, bias, target, ignore_index, temperature):
-    return x.new_empty(target.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-token_logps = define(
-    "chunked_token_logps(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float temperature) -> "
-    "Tensor",
-    shapes=_SHAPES,
-    launcher=_logps,
-    reference=partial(_logps, plain=True),
-    fake=_logps_fake,
-)
-"""Log-probabilities [batch, length] of the targets under a head, without gradients: one GEMM, a chunk of logits."""
+def token_logps(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    temperature: float,
+) -> torch.Tensor:
+    """Log-probabilities [batch, length] of the targets under a head, without gradients: one GEMM, a chunk of logits."""
+    call = LogProbsCall(LogProbOptions(ignore_index, temperature))
+    return linear_log_probs_fwd(x.flatten(0, -2), weight, target.flatten(), bias, None, call)[0].view(target.shape)

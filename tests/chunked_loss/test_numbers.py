@@ -45,7 +45,7 @@ def _in_chunks(monkeypatch, rows, wide=False):
     """Chunks of `rows` rows, whatever a group is: a group that does not fit is swept twice."""
 
     def plan(n_rows, *_args, **_options):
-        return Chunks.of([(start, min(start + rows, n_rows)) for start in range(0, n_rows, rows)], wide)
+        return Chunks([(start, min(start + rows, n_rows)) for start in range(0, n_rows, rows)], wide)
 
     monkeypatch.setattr(log_prob_loss, "plan_groups", plan)
 

@@ -218,7 +218,7 @@ def test_two_heads_in_fp32(lane, generator, monkeypatch, n_rows, hidden, vocab, 
     x, weight = draw(dtype, n_rows, hidden), draw(dtype, vocab, hidden)
     x2, weight2 = draw(teachers, n_rows, hidden + 2), draw(teachers, vocab, hidden + 2)
     exact, exact2 = x.double() @ weight.double().t(), x2.double() @ weight2.double().t()
-    chunks = borrow_gradient_memory(Chunks.of([(i, min(i + 16, n_rows)) for i in range(0, n_rows, 16)]), hidden, vocab)
+    chunks = borrow_gradient_memory(Chunks([(i, min(i + 16, n_rows)) for i in range(0, n_rows, 16)]), hidden, vocab)
     grads, seen, borrowed = HeadGradients(x, weight, (True, True, False), chunks), [0], 0
     for start, logits, other, dlogits in sweep_in_fp32(chunks, x, weight, (x2, weight2), grads):
         stop = start + len(logits)
@@ -323,7 +323,7 @@ def test_targets_accumulated_separately(lane, generator, monkeypatch, vocab, dty
     order = torch.randperm(n_rows, generator=generator)[:40] if ordered else torch.arange(n_rows)
     target, order = target.to(lane.device)[order.to(lane.device)], order.to(lane.device)
     given = (3 * torch.randn(len(order), vocab, generator=generator)).to(lane.device, dtype)
-    chunks = Chunks.of([(0, 13), (13, 32), (32, 36), (36, len(order))])
+    chunks = Chunks([(0, 13), (13, 32), (32, 36), (36, len(order))])
 
     def once():
         grads = HeadGradients(x, weight, (True, True, True), chunks, target, lane.name == "cpu")
@@ -349,7 +349,7 @@ def test_a_launch_of_the_targets_that_fails_is_repeated_alone(lane, generator, m
         torch.randint(-3, 4, shape, generator=generator).to(lane.device, torch.float16)
         for shape in ((n_rows, hidden), (vocab, hidden), (n_rows, vocab))
     )
-    chunks = Chunks.of([(start, start + 24) for start in range(0, n_rows, 24)])
+    chunks = Chunks([(start, start + 24) for start in range(0, n_rows, 24)])
     target = torch.randint(vocab, (n_rows,), generator=generator).to(lane.device)
     monkeypatch.setattr(head_targets, "FREQUENT", n_rows + 1)  # every target is a rare one: all are summed at the end
 
@@ -409,7 +409,7 @@ def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count, vocab):
     found = []
     for targets in (None, target):
         edges = [n_rows * i // count for i in range(count + 1)]
-        chunks = Chunks.of(list(zip(edges, edges[1:])))
+        chunks = Chunks(list(zip(edges, edges[1:])))
         grads = HeadGradients(x, weight, (False, True, False), chunks, targets, lane.name == "cpu")
         assert (grads._entries is not None) == (targets is not None and count > 2)
         for start, logits, _ in sweep(chunks, x, weight, grads):
@@ -458,7 +458,7 @@ def test_a_target_alone_is_rounded_once(lane, generator, column):
     target = torch.full((n_rows,), column, device=lane.device)  # frequent: 24 times
     target[:8] = torch.tensor([9, 0, 255, 9, 7, 0, 1, 9], device=lane.device)
     slopes = torch.randn(n_rows, generator=generator).to(lane.device, dtype)
-    chunks = Chunks.of([(i, i + 4) for i in range(0, n_rows, 4)])
+    chunks = Chunks([(i, i + 4) for i in range(0, n_rows, 4)])
     grads = HeadGradients(x, weight, (False, True, False), chunks, target, lane.name == "cpu")
     whole = torch.zeros(n_rows, vocab, device=lane.device, dtype=dtype).scatter_(1, target[:, None], slopes[:, None])
     for start, logits, _ in sweep(chunks, x, weight, grads):
@@ -503,7 +503,7 @@ def test_log_probs_and_any_loss_of_them(lane, generator, vocab, temperature, sof
     y, (a, b) = target[order], slopes[:, order].contiguous()
     options = LogProbOptions(temperature=temperature, softcap=softcap)
     out = log_prob_buffers(len(order), x, entropy=True, logit_sum=True)
-    chunks = Chunks.of([(0, 1), (1, len(order))], wide=True)
+    chunks = Chunks([(0, 1), (1, len(order))], wide=True)
     grads = HeadGradients(x, weight, (True, True, True), chunks)
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order if ordered else None):
         row_log_probs(logits, y, out, options, bias=bias, row_start=start)
@@ -526,7 +526,7 @@ def test_a_second_head_comes_with_the_first(lane, generator):
         return torch.randn(shape, generator=generator).to(lane.device)
 
     x, w, x2, w2 = random(7, 5), random(19, 5), random(7, 3), random(19, 3)
-    seen = [(start, a.clone(), b.clone()) for start, a, b in sweep(Chunks.of([(0, 3), (3, 7)]), x, w, second=(x2, w2))]
+    seen = [(start, a.clone(), b.clone()) for start, a, b in sweep(Chunks([(0, 3), (3, 7)]), x, w, second=(x2, w2))]
     assert [start for start, _, _ in seen] == [0, 3]
     torch.testing.assert_close(torch.cat([a for _, a, _ in seen]), x @ w.t())
     torch.testing.assert_close(torch.cat([b for _, _, b in seen]), x2 @ w2.t())

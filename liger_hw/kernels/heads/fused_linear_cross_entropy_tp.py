@@ -57,8 +57,6 @@ from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, s
 from .linear_head import Chunks, HeadGradients, Needs, dx_of, fake_gradients, plan_shared, sweep
 
 _NAME = "liger_fused_linear_cross_entropy_tp"
-_TOP_ROWS = 256
-"""Rows whose logits are searched for the largest at a time, in fp32."""
 
 
 class _Call(NamedTuple):
@@ -154,8 +152,8 @@ class _Rows:
     ) -> None:
         self.local, self.part, self.options, self.sent = local, part, options, []
         n_rows, smoothing = local.mine.shape[0], options.label_smoothing
-        self._results = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing))
-        self._top = [torch.empty_like(self._results.lse) for _ in range(2)] if options.seeks_top else []
+        self._results = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing), top=options.seeks_top)
+        self._top = torch.empty_like(self._results.lse) if options.seeks_top else None
         self.lse = torch.empty_like(self._results.lse) if lse is None else lse
         self._row_options, self._bias, self._plain = LogProbOptions(IGNORED, softcap=options.softcap), bias, plain
         self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
@@ -168,9 +166,11 @@ class _Rows:
         rows = slice(start, start + logits.shape[0])
         call = partial(row_log_probs, logits, self.local.mine, self._results, self._row_options)
         with_fallback(partial(call, bias=self._bias, row_start=start, plain=self._plain))()
-        if self._top:
-            for top, values in zip(self._top, _largest(logits, self._bias)):
-                top[rows] = values
+        if self._top is not None:
+            column = self._results.top[rows].clamp_min(0)
+            self._top[rows] = logits.gather(1, column[:, None])[:, 0]
+            if self._bias is not None:
+                self._top[rows] += self._bias[column]
         self.sent.append((rows, GatheredRows(self._results.lse[None, rows], self.part)))
 
     def receive(self) -> slice:
@@ -187,7 +187,8 @@ class _Rows:
         local, results, options = self.local, self._results, self.options
         numbers = [torch.where(local.here, results.lse + results.logp, 0.0)]
         numbers += [] if results.logit_sum is None else [results.logit_sum]
-        scores, *more = gather_rows([*numbers, *self._top], self.part)
+        numbers += [] if self._top is None else [self._top, results.top.to(self._top.dtype)]
+        scores, *more = gather_rows(numbers, self.part)
         loss = self.lse - (1.0 - options.label_smoothing) * scores.sum(0)
         if self._per_class is not None:
             loss = loss - self._per_class * more.pop(0).sum(0)
@@ -209,17 +210,6 @@ class _Rows:
         coefs = {"softmax_coef": softmax_coef, "smoothing_term": self._smoothing_term}
         call = partial(row_log_prob_gradients, *rows, bias=self._bias, row_start=start, plain=self._plain)
         with_fallback(partial(call, **coefs))()
-
-
-def _largest(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit of each row and its column, the first of equal ones, both in fp32 (fp64 for fp64)."""
-    wide, chunks = torch.promote_types(logits.dtype, torch.float32), []
-    for rows in logits.split(_TOP_ROWS):
-        rows = rows if bias is None else rows.to(wide) + bias.to(wide)
-        column = rows.argmax(1)
-        chunks.append((rows.gather(1, column[:, None])[:, 0].to(wide), column.to(wide)))
-    values, columns = (torch.cat(t) for t in zip(*chunks))
-    return values, columns
 
 
 # -- forward and backward --------------------------------------------------------------------------------------------

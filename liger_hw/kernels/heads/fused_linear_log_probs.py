@@ -146,7 +146,7 @@ def _fwd(x, weight, target, bias, ids, call: LogProbsCall, plain=False):
     selected = absent(out.lse) if ids is None else out.lse.new_empty(n_rows, ids.shape[0])
     chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, gradients=False, device=x.device)
     if tile := call.tile(plain):
-        chunks = Chunks.of([(start, min(start + tile, n_rows)) for start in range(0, n_rows, tile)])
+        chunks = Chunks([(start, min(start + tile, n_rows)) for start in range(0, n_rows, tile)])
     for start, logits, _ in sweep(chunks, x, weight, tile=tile):
         row_log_probs(logits, target, out, call.options, bias=bias, row_start=start, plain=plain)
         if ids is not None:

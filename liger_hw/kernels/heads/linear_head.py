@@ -78,7 +78,7 @@ class Chunks(NamedTuple):
     borrowed: both heads' fp32 logits of the first chunk lie in the memory of the weight's gradient
     """
 
-    bounds: tuple[tuple[int, int], ...]
+    bounds: Sequence[tuple[int, int]]
     wide: bool = False
     borrowed: bool = False
 
@@ -91,11 +91,6 @@ class Chunks(NamedTuple):
     def rows(self) -> int:
         """Rows of the largest chunk."""
         return max((stop - start for start, stop in self.bounds), default=0)
-
-    @classmethod
-    def of(cls, bounds: Sequence[tuple[int, int]], wide: bool = False) -> Chunks:
-        """Chunks at the caller's own boundaries."""
-        return cls(tuple(bounds), wide)
 
 
 def plan_chunks(
@@ -167,7 +162,7 @@ def plan_groups(
         rows, wide = _larger_or_wide(together * group, fewer, row_bytes, vocab * hidden)
         together = rows // group
     step = cdiv(n_groups, cdiv(n_groups, together)) * group if n_groups else 1
-    return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
+    return Chunks([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
 
 
 def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: torch.device, world: int = 1) -> Chunks:

@@ -339,10 +339,6 @@ def _stats_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 4))
 
 
-def _stats_safe(target: Target, key: registry.Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_SIZE": 256}, 1)
-
-
 def _stats_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     return [LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 4)) for block in (256, 512, 1024, 2048, 4096, 8192)]
 
@@ -354,7 +350,7 @@ STATS = Tunable(
     key=stats_key,
     dims=DIMS,
     heuristic=_stats_heuristic,
-    safe=_stats_safe,
+    safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": 256}, 1),
     space=_stats_space,
 )
 
@@ -479,10 +475,6 @@ def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[2]), ctas_per_mp=8)
 
 
-def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_SIZE": 256}, 1, ctas_per_mp=1)
-
-
 def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     tiles = ({"BLOCK_SIZE": block} for block in (512, 1024, 2048, 4096, 8192))
     return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), ctas=(2, 4, 8, 16))
@@ -495,7 +487,7 @@ BWD = Tunable(
     key=row_key,
     dims=DIMS,
     heuristic=_bwd_heuristic,
-    safe=_bwd_safe,
+    safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": 256}, 1, ctas_per_mp=1),
     space=_bwd_space,
     valid=persistent_misfit,
 )

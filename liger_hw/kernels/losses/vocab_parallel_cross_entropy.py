@@ -130,18 +130,9 @@ class VocabParallelCEFunction(Function):
     """Autograd for the loss of this rank's part of the vocabulary: saves the logits and one number a row."""
 
     @staticmethod
-    def forward(
-        ctx,
-        vocab_parallel_logits,
-        target,
-        tp_group,
-        ignore_index,
-        label_smoothing,
-        label_smoothing_formula,
-        label_smoothing_mode,
-    ):
+    def forward(ctx, vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, formula, mode):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten()
-        n_cols, partition = logits.shape[1], label_smoothing_mode == "partition"
+        n_cols, partition = logits.shape[1], mode == "partition"
         part = vocab_part(n_cols, tp_group, logits.device)
         local = own_targets(_NAME, y, n_cols, part, ignore_index, masked=True)
         lse, s_y, total = vocab_parallel_rows(logits, local.mine, label_smoothing != 0.0)
@@ -152,7 +143,7 @@ class VocabParallelCEFunction(Function):
         smoothing, per_class = 0.0, None
         if label_smoothing:
             width = torch.full_like(lse[:1], n_cols) if partition else part.whole.to(lse.dtype)
-            smoothing = _smoothing(float(label_smoothing), label_smoothing_formula, width)
+            smoothing = _smoothing(float(label_smoothing), formula, width)
             per_class = smoothing / width
         loss = lse - (1.0 - smoothing) * s_y
         if label_smoothing:
