@@ -318,11 +318,8 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
 
 
-def divergence_tunable(op: str) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `_divergence_kernel`; its backward for reduction="none" uses it too.
-
-    Its heuristic: 16 elements of each stream a thread, at most 4096 a tile, for two loads in flight and no spills.
-    """
+def _tunable(op: str) -> Tunable:
+    """16 elements of each stream a thread, at most 4096 a tile, for two loads in flight and no spills."""
     rules = {"heuristic": tile_rule(4096, 16, 16, hint="stream"), "safe": tile_rule(1024, 16, 8), "space": _space}
     return Tunable(op, "fwd", kernels=(_divergence_kernel,), key=row_key, dims=DIMS, **rules)
 
@@ -359,11 +356,12 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
     return partial
 
 
-def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
-    """(forward, backward) operators of an op; backward is for reduction="none".
+def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
+    """(the `<op>.fwd` tunable, (forward, backward) operators) of an op; backward is for reduction="none".
 
     forward(input, target, labels?, dtype, grad, Divergence) -> (loss, gradient or empty, what a later division needs)
     """
+    tunable = _tunable(op)
 
     def fwd(x, y, labels, dtype, grad, options: Divergence):
         x, y, labels = row_major(x), row_major(y), labels if labels is None else labels.contiguous()
@@ -428,7 +426,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         fake=("input",),
         numbers=Divergence,
     )
-    return forward, backward
+    return tunable, (forward, backward)
 
 
 class DivergenceFunction(Function):

@@ -23,21 +23,7 @@ import torch
 
 from ... import registry
 from ...runtime.operator import check, check_floats, check_ignore_index
-from .divergence_rows import (
-    BATCHMEAN,
-    JSD,
-    KL_LOG,
-    RKL,
-    Divergence,
-    divergence,
-    divergence_operators,
-    divergence_reference,
-    divergence_tunable,
-    sample_divergence,
-)
-from .divergence_rows import (
-    WORKLOADS as WORKLOADS,
-)
+from . import divergence_rows as rows
 from .options_module import OptionsModule
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -46,11 +32,11 @@ from .options_module import OptionsModule
 def jsd_reference(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = jsd_options("jsd_reference", beta, ignore_index)
-    return divergence_reference(input, target, shift_labels, options).to(input.dtype)
+    return rows.divergence_reference(input, target, shift_labels, options).to(input.dtype)
 
 
-FWD = divergence_tunable("jsd")
-OPERATORS = divergence_operators("jsd", FWD)
+FWD, OPERATORS = rows.divergence_op("jsd")
+WORKLOADS = rows.WORKLOADS
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
@@ -70,17 +56,17 @@ def liger_jsd(
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = jsd_options("liger_jsd", beta, ignore_index)
-    return divergence("liger_jsd", OPERATORS, input, target, shift_labels, options, promotes=False)
+    return rows.divergence("liger_jsd", OPERATORS, input, target, shift_labels, options, promotes=False)
 
 
-def jsd_options(op: str, beta: float, ignore_index: int) -> Divergence:
+def jsd_options(op: str, beta: float, ignore_index: int) -> rows.Divergence:
     """The kind of divergence that beta means. Raises `ValueError` outside [0, 1]."""
     check_floats(op, beta=beta)
     check_ignore_index(op, ignore_index)
     if not 0.0 <= beta <= 1.0:
         check(False, op, f"beta must be between 0 and 1, got {beta}")
-    kind = KL_LOG if beta == 0.0 else RKL if beta == 1.0 else JSD
-    return Divergence(kind, BATCHMEAN, float(beta), 0.0, ignore_index)
+    kind = rows.KL_LOG if beta == 0.0 else rows.RKL if beta == 1.0 else rows.JSD
+    return rows.Divergence(kind, rows.BATCHMEAN, float(beta), 0.0, ignore_index)
 
 
 @dataclass(eq=False, repr=False)
@@ -100,7 +86,7 @@ class LigerJSD(OptionsModule):
         return liger_jsd(log_q, log_p, shift_labels, **self.options())
 
 
-sample = partial(sample_divergence, take=torch.log_softmax)
+sample = partial(rows.sample_divergence, take=torch.log_softmax)
 OP = registry.register_file(
     __name__,
     tunables=(FWD,),

@@ -21,21 +21,7 @@ import torch
 from ... import registry
 from ...registry import Sample
 from ...runtime.operator import check, check_flags, check_floats
-from .divergence_rows import (
-    KL,
-    KL_LOG,
-    REDUCTIONS,
-    Divergence,
-    check_reduction,
-    divergence,
-    divergence_operators,
-    divergence_reference,
-    divergence_tunable,
-    sample_divergence,
-)
-from .divergence_rows import (
-    WORKLOADS as WORKLOADS,
-)
+from . import divergence_rows as rows
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -43,11 +29,11 @@ from .divergence_rows import (
 def kl_div_reference(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = _options("kl_div_reference", size_average, reduce, reduction, log_target, eps)
-    return divergence_reference(input, target, None, options).to(torch.promote_types(input.dtype, target.dtype))
+    return rows.divergence_reference(input, target, None, options).to(torch.promote_types(input.dtype, target.dtype))
 
 
-FWD = divergence_tunable("kl_div")
-OPERATORS = divergence_operators("kl_div", FWD)
+FWD, OPERATORS = rows.divergence_op("kl_div")
+WORKLOADS = rows.WORKLOADS
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
@@ -70,10 +56,11 @@ def liger_kl_div(
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_kl_div", size_average, reduce, reduction, log_target, eps)
-    return divergence("liger_kl_div", OPERATORS, input, target, None, options)
+    return rows.divergence("liger_kl_div", OPERATORS, input, target, None, options)
 
 
-def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_target: bool, eps: float) -> Divergence:
+def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_target: bool, eps: float):
+    """The `Divergence` of public arguments."""
     check_floats(op, eps=eps)
     check_flags(op, size_average=size_average, reduce=reduce, log_target=log_target)
     if not eps >= 0.0:
@@ -82,7 +69,7 @@ def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_targ
         reduction = "none"
     elif not size_average:
         reduction = "sum"
-    return Divergence(KL_LOG if log_target else KL, check_reduction(op, reduction), eps=float(eps))
+    return rows.Divergence(rows.KL_LOG if log_target else rows.KL, rows.check_reduction(op, reduction), eps=float(eps))
 
 
 class LigerKLDIVLoss(torch.nn.KLDivLoss):
@@ -90,7 +77,7 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 
     def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_reduction("LigerKLDIVLoss", self.reduction)
+        rows.check_reduction("LigerKLDIVLoss", self.reduction)
         self.eps = eps
 
     def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
@@ -106,7 +93,7 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 
 def sample(sizes, dtype, device, generator, *, log_target=False, **options: Any) -> Sample:
     take = {"take": torch.log_softmax, "take_target": torch.log_softmax if log_target else torch.softmax}
-    return sample_divergence(sizes, dtype, device, generator, **take, log_target=log_target, **options)
+    return rows.sample_divergence(sizes, dtype, device, generator, **take, log_target=log_target, **options)
 
 
 OP = registry.register_file(
@@ -114,7 +101,7 @@ OP = registry.register_file(
     tunables=(FWD,),
     options=(
         {},
-        *({"reduction": name} for name in REDUCTIONS if name != "mean"),
+        *({"reduction": name} for name in rows.REDUCTIONS if name != "mean"),
         {"log_target": True, "reduction": "batchmean"},
         {"log_target": True, "reduction": "none"},
         {"eps": 1e-2, "reduction": "sum"},

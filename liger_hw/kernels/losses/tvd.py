@@ -21,19 +21,7 @@ from functools import partial
 import torch
 
 from ... import registry
-from .divergence_rows import (
-    TVD,
-    Divergence,
-    check_reduction,
-    divergence,
-    divergence_operators,
-    divergence_reference,
-    divergence_tunable,
-    sample_divergence,
-)
-from .divergence_rows import (
-    WORKLOADS as WORKLOADS,
-)
+from . import divergence_rows as rows
 from .options_module import OptionsModule
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -42,11 +30,12 @@ from .options_module import OptionsModule
 def tvd_reference(input, target, shift_labels=None, *settings, **named):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = _options("tvd_reference", *settings, **named)
-    return divergence_reference(input, target, shift_labels, options).to(torch.promote_types(input.dtype, target.dtype))
+    loss = rows.divergence_reference(input, target, shift_labels, options)
+    return loss.to(torch.promote_types(input.dtype, target.dtype))
 
 
-FWD = divergence_tunable("tvd")
-OPERATORS = divergence_operators("tvd", FWD)
+FWD, OPERATORS = rows.divergence_op("tvd")
+WORKLOADS = rows.WORKLOADS
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
@@ -66,11 +55,11 @@ def liger_tvd(
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_tvd", reduction, ignore_index)
-    return divergence("liger_tvd", OPERATORS, input, target, shift_labels, options)
+    return rows.divergence("liger_tvd", OPERATORS, input, target, shift_labels, options)
 
 
-def _options(op: str, reduction: str = "mean", ignore_index: int = -100) -> Divergence:
-    return Divergence(TVD, check_reduction(op, reduction), ignore_index=ignore_index)
+def _options(op: str, reduction: str = "mean", ignore_index: int = -100) -> rows.Divergence:
+    return rows.Divergence(rows.TVD, rows.check_reduction(op, reduction), ignore_index=ignore_index)
 
 
 @dataclass(eq=False, repr=False)
@@ -88,7 +77,7 @@ class LigerTVDLoss(OptionsModule):
         return liger_tvd(p, q, shift_labels, **self.options())
 
 
-sample = partial(sample_divergence, take=torch.softmax)
+sample = partial(rows.sample_divergence, take=torch.softmax)
 OP = registry.register_file(
     __name__,
     tunables=(FWD,),
