@@ -215,7 +215,6 @@ def test_operators(generator):
     for wanted in ((True, True, False), (False, False, False)):
         numbers_and_flags = numbers, log_prob_loss.PAIR, 2, -100, 1.0, 1.0, *wanted
         torch.library.opcheck(log_prob_loss.chunked_loss.overload, (*call, *numbers_and_flags), test_utils=pick)
-    torch.library.opcheck(log_prob_loss.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
 
 
 # -- Liger's names ---------------------------------------------------------------------------------------------------

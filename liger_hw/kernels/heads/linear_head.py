@@ -48,7 +48,7 @@ from ... import env
 from ...registry import backend_of
 from ...runtime.operator import cdiv, graph_is_kept
 from ..losses.cross_entropy_reference import absent
-from ..losses.cross_entropy_rows import cross_entropy_bwd, cross_entropy_bwd_
+from ..losses.cross_entropy_rows import scale_gradient
 from .head_targets import TargetEntries, most_frequent
 
 MIN_ROWS = 1024
@@ -162,7 +162,7 @@ def plan_groups(
         rows, wide = _larger_or_wide(together * group, fewer, row_bytes, vocab * hidden)
         together = rows // group
     step = cdiv(n_groups, cdiv(n_groups, together)) * group if n_groups else 1
-    return Chunks([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
+    return Chunks(tuple((start, min(start + step, n_rows)) for start in range(0, n_rows, step)), wide)
 
 
 def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: torch.device, world: int = 1) -> Chunks:
@@ -394,13 +394,7 @@ def scale_gradients(
     kept = graph_is_kept()
     nan = float("nan")  # of sums over entries of both signs infinity makes nan, which a product with it would not
     grad_output = torch.nan_to_num(grad_output, nan=nan, posinf=nan, neginf=nan)
-    scaled = [g if w else None for g, w in zip(grads, needs)]
-    for i, grad in enumerate(scaled):
-        if grad is not None and kept:
-            scaled[i] = cross_entropy_bwd(grad, grad_output, stats)
-        elif grad is not None:
-            cross_entropy_bwd_(grad, grad_output, stats)
-    return tuple(scaled)
+    return tuple(scale_gradient(g, grad_output, stats, kept) if w else None for g, w in zip(grads, needs))
 
 
 # -- the sweep -------------------------------------------------------------------------------------------------------

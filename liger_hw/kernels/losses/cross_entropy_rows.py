@@ -555,12 +555,15 @@ cross_entropy_bwd_ = define(
 )
 
 
-def scale_gradient(grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+def scale_gradient(
+    grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor, kept: bool | None = None
+) -> torch.Tensor:
     """The gradient that a forward saved, times the incoming one; call it in a backward.
 
     In place where this backward frees the graph, after which the saved tensor cannot be read; else a new tensor.
+    kept: what `graph_is_kept` says, where the caller knows
     """
-    if graph_is_kept():
+    if graph_is_kept() if kept is None else kept:
         return cross_entropy_bwd(grad, grad_output, stats)
     cross_entropy_bwd_(grad, grad_output, stats)
     return grad
