@@ -44,19 +44,17 @@ from ..losses.log_prob_rows import (
     LogProbs,
     log_prob_buffers,
     log_prob_options,
-    log_prob_rows_reference,
     row_log_prob_gradients,
     row_log_probs,
-    scores_reference,
-    top_reference,
 )
 from ..losses.log_probs import (
     LogProbsOutput,
     entropy_misfit,
-    next_tokens,
+    log_probs_reference,
     pack_log_probs,
     results_of,
     rows_and_targets,
+    selected_reference,
 )
 from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sample_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
@@ -66,47 +64,15 @@ from .linear_head import TILE, Chunks, HeadGradients, Needs, fake_gradients, pad
 
 
 def fused_linear_log_probs_reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    return_top1: bool = False,
-    selected_token_ids: torch.Tensor | None = None,
-    shift_labels: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    compact: bool | CountedRows = False,
-    batch_invariant: bool = False,
-) -> torch.Tensor | LogProbsOutput:
+    input, weight, target, bias=None, *settings, accum_dtype=None, compact=False, batch_invariant=False, **named
+):
     """The specification in plain torch: a linear layer, then log-probabilities in fp32 (fp64 for fp64)."""
-    target = next_tokens(target, ignore_index) if shift_labels else target
-    y = target.reshape(-1)
-    options = log_prob_options("fused_linear_log_probs_reference", ignore_index, temperature, softcap)
-    logits = _logits(input.reshape(-1, input.shape[-1]), weight, batch_invariant)
-    logp, entropy, lse = log_prob_rows_reference(logits, y, bias, options)
-    ids, selected, top = selected_token_ids, None, None
-    if ids is not None:
-        selected = _selected(logits, lse, y, bias, ids, options).reshape(*target.shape, len(ids))
-    if return_top1:
-        top = (top_reference(logits, y, bias, ignore_index) == y).view(target.shape) & (target != ignore_index)
-    return pack_log_probs(
-        logp.view(target.shape), entropy.view(target.shape) if return_entropy else None, top, selected
-    )
-
-
-def _logits(x, weight, batch_invariant: bool):
-    if batch_invariant and x.shape[0] > 1:  # products of one row each are of one size
-        return torch.cat([F.linear(row, weight) for row in x.split(1)])
-    return F.linear(x, weight)
-
-
-def _selected(logits, lse, target, bias, ids, options: LogProbOptions):
-    bias = bias if bias is None else bias.index_select(0, ids)
-    log_p = scores_reference(logits.index_select(1, ids), bias, options) - lse[:, None]
-    return log_p.masked_fill((target == options.ignore_index)[:, None], 0.0)
+    if batch_invariant and input.numel() > input.shape[-1]:  # products of one row each are of one size
+        rows = input.reshape(-1, input.shape[-1]).split(1)
+        logits = torch.cat([F.linear(row, weight) for row in rows]).unflatten(0, input.shape[:-1])
+    else:
+        logits = F.linear(input, weight)
+    return log_probs_reference(logits, target, *settings, bias=bias, **named)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -151,7 +117,7 @@ def _fwd(x, weight, target, bias, ids, call: LogProbsCall, plain=False):
         row_log_probs(logits, target, out, call.options, bias=bias, row_start=start, plain=plain)
         if ids is not None:
             rows = slice(start, start + logits.shape[0])
-            selected[rows] = _selected(logits, out.lse[rows], target[rows], bias, ids, call.options)
+            selected[rows] = selected_reference(logits, out.lse[rows], target[rows], bias, ids, call.options)
     return *results_of(out), selected
 
 

@@ -46,6 +46,7 @@ from .log_prob_rows import (
     log_prob_tunables,
     row_log_prob_gradients,
     row_log_probs,
+    scores_reference,
     top_reference,
 )
 
@@ -85,16 +86,27 @@ def log_probs_reference(
     ignore_index: int = -100,
     return_entropy: bool = False,
     return_top1: bool = False,
+    selected_token_ids: torch.Tensor | None = None,
     shift_labels: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | LogProbsOutput:
-    """The specification in plain torch, in fp32 (fp64 for fp64)."""
+    """The specification in plain torch, in fp32 (fp64 for fp64); with the bias and the selected tokens of a head."""
     target = next_tokens(target, ignore_index) if shift_labels else target
     rows, y = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     options = log_prob_options("log_probs_reference", ignore_index, temperature, softcap)
-    logp, entropy, _ = log_prob_rows_reference(rows, y, None, options)
-    is_top1 = (top_reference(rows, y, None, ignore_index) == y) & (y != ignore_index)
-    results = logp, entropy if return_entropy else None, is_top1 if return_top1 else None
-    return pack_log_probs(*(None if t is None else t.view(target.shape) for t in results))
+    logp, entropy, lse = log_prob_rows_reference(rows, y, bias, options)
+    is_top1 = (top_reference(rows, y, bias, ignore_index) == y) & (y != ignore_index)
+    results = [logp, entropy if return_entropy else None, is_top1 if return_top1 else None]
+    if selected_token_ids is not None:
+        results.append(selected_reference(rows, lse, y, bias, selected_token_ids, options))
+    return pack_log_probs(*(None if t is None else t.unflatten(0, target.shape) for t in results))
+
+
+def selected_reference(logits, lse, target, bias, ids, options: LogProbOptions) -> torch.Tensor:
+    """[n_rows, k] log-probabilities of some tokens, zero in ignored rows."""
+    bias = bias if bias is None else bias.index_select(0, ids)
+    log_p = scores_reference(logits.index_select(1, ids), bias, options) - lse[:, None]
+    return log_p.masked_fill((target == options.ignore_index)[:, None], 0.0)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
