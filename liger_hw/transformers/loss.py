@@ -340,7 +340,6 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     labels_at = names.index("labels") - 1 if "labels" in names else len(names)
     of_transformers = _is_of_transformers(original)
     undeferred: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    elsewhere: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def path_of_head(self) -> str:
         """`head_at`, or where a model of a patched class has its head that holds another language model than the class
@@ -348,11 +347,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         try:
             _at(self, head_at)
         except AttributeError:
-            if torch.compiler.is_compiling():
-                return ""
-            if self not in elsewhere:
-                elsewhere[self] = head_path(self)
-            return elsewhere[self]
+            return "" if torch.compiler.is_compiling() else head_path(self)
         return head_at
 
     @functools.wraps(original)

@@ -157,7 +157,8 @@ class _Reader(ast.NodeVisitor):
         if decided is not None:
             ways = [ways[not decided]]
         elif not self._is_settled(node.test):
-            ways = [way for way in ways if not _only_raises(way)]
+            # a way that only raises is none
+            ways = [way for way in ways if not way or not all(isinstance(line, ast.Raise) for line in way)]
             if len(ways) > 1:
                 self._refuse(node.test)
         for way in ways:
@@ -354,7 +355,3 @@ def _asks_for_no_backend(test: ast.Compare) -> bool:
     right = test.comparators[0]
     kind = isinstance(test.left, ast.Attribute) and ast.unparse(test.left).endswith(".device.type")
     return kind and isinstance(right, ast.Constant) and right.value == _NO_BACKEND
-
-
-def _only_raises(way: list[Any]) -> bool:
-    return bool(way) and all(isinstance(line, ast.Raise) for line in way)

@@ -82,7 +82,6 @@ class Row:
 
     outcome: verified, differs, or cannot be built; patched: kernel -> places; left: reason -> places of what keeps its
     own code; calls: kernel -> calls in one step
-    norms, loss, fused: whether a norm kernel, a loss kernel, the fused linear loss ran
     loss_error, grad_error: largest relative ones
     """
 
@@ -93,9 +92,6 @@ class Row:
     patched: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    norms: bool = False
-    loss: bool = False
-    fused: bool = False
     loss_error: float = 0.0
     grad_error: float = 0.0
 
@@ -105,9 +101,6 @@ class Row:
         kept = [f"{r.where}: {r.state.removeprefix('left alone: ')}" for r in report.rows if r.left_alone]
         self.patched = dict(Counter(f"{r.kernel} ({r.variant})" if r.variant else r.kernel for r in done))
         self.left, self.calls = dict(Counter(kept)), dict(calls)
-        self.norms = bool(calls["rms_norm"] + calls["layer_norm"])
-        self.fused = bool(calls["fused_linear_cross_entropy"])
-        self.loss = self.fused or bool(calls["cross_entropy"])
 
 
 def check_step(
