@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
 from . import env
-from .backends import LaunchConfig, Target, backend
+from .backends import Backend, LaunchConfig, Target, backend, target_of
 from .kernels import EXPORTS, home_of
 
 if TYPE_CHECKING:
@@ -89,6 +89,22 @@ def interpreting() -> bool:
     from .runtime.triton_import import INTERPRET
 
     return INTERPRET
+
+
+pretending: list[tuple[Target, Any]] = []
+"""(target, table in place of what is stored) of each `registry.pretend` that is open, the innermost last."""
+
+
+def pretended() -> Target | None:
+    """The target of the innermost `registry.pretend` that is open."""
+    for target, _ in pretending[-1:]:  # a slice, as another thread may end its block now
+        return target
+    return None
+
+
+def backend_of(device: "torch.device") -> Backend:
+    """The Backend that serves a torch device."""
+    return backend((pretended() or target_of(device)).vendor)
 
 
 def tile_space(

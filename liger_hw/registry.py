@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
 from . import autotune, env
 from .autotune import notes, store
 from .autotune.store import Table
-from .backends import VENDORS, Backend, LaunchConfig, Target, backend, known_target, target_of
+from .backends import VENDORS, LaunchConfig, Target, backend, known_target, target_of
 from .locks import fork_safe
 from .ops import (  # noqa: F401
     Candidate,
@@ -46,6 +46,7 @@ from .ops import (  # noqa: F401
     Plan,
     Sample,
     Tunable,
+    backend_of,
     columns_key,
     expect,
     get_op,
@@ -55,6 +56,8 @@ from .ops import (  # noqa: F401
     normal,
     ops,
     plans,
+    pretended,
+    pretending,
     register,
     register_file,
     registered,
@@ -78,7 +81,6 @@ Mark = tuple[str, str, Key, str]
 _lock = fork_safe(threading.RLock())
 _tables: dict[Target, Table] = {}
 _overrides: list[tuple[str, LaunchConfig]] = []
-_pretended: list[tuple[Target, Table | None]] = []
 _failed: dict[Mark, str] = {}
 """What failed to launch in this process; what failed in earlier ones is in the tables."""
 _misses: dict[tuple[str, str, Key], Target] = {}
@@ -216,7 +218,7 @@ def table(target: Target) -> Table:
 
     Empty, and not kept, while a graph is captured or torch.compile traces: no file is opened then.
     """
-    for pretended_target, contents in _pretended[-1:]:
+    for pretended_target, contents in pretending[-1:]:
         if contents is not None and pretended_target == target:
             return contents
     contents = _tables.get(target)
@@ -287,7 +289,7 @@ def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
     Nothing that happens inside is written to the user's cache or counted in `misses()`.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
-    with _pushed(_pretended, (target, contents)):
+    with _pushed(pretending, (target, contents)):
         yield
 
 
@@ -310,13 +312,6 @@ def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
     return tuple(_overrides)
 
 
-def pretended() -> Target | None:
-    """The target of the innermost `pretend` that is open."""
-    for target, _ in _pretended[-1:]:  # a slice, as another thread may end its block now
-        return target
-    return None
-
-
 def set_deterministic(on: bool | None) -> None:
     """Fix every numerics-affecting knob to the heuristic's value, so re-tuning cannot move a loss curve.
 
@@ -334,7 +329,7 @@ def reset() -> None:
     global _deterministic
     with _lock:
         _deterministic = None
-        for state in (_overrides, _pretended, _failed, _misses):
+        for state in (_overrides, pretending, _failed, _misses):
             state.clear()
         notes.forget()
         reload()
@@ -502,8 +497,3 @@ def is_quiet() -> bool:
         if capturing is not None and module.is_initialized() and capturing():
             return True
     return False
-
-
-def backend_of(device: "torch.device") -> Backend:
-    """The Backend that serves a torch device."""
-    return backend((pretended() or target_of(device)).vendor)
