@@ -240,7 +240,11 @@ def lines_of(target: Target, problems: list[str] | None = None) -> list[Line]:
     """Every line that the user cache has for a device; `problems` as in `lines_in`."""
     path = file_of(target)
     problems = [] if problems is None else problems
-    return lines_in(path, problems) if path is not None and os.path.exists(path) else []
+    try:
+        is_there = path is not None and bool(os.stat(path))
+    except OSError as error:  # what may be there and cannot be looked at is said not to be readable
+        is_there = not isinstance(error, FileNotFoundError)
+    return lines_in(path, problems) if is_there else []
 
 
 # -- one table per device --------------------------------------------------------------------------------------------
