@@ -6,6 +6,7 @@ Everything here is also a name of `registry`, which is where callers take it fro
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -14,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
 from . import env
-from .backends import Backend, LaunchConfig, Target, backend, target_of
+from .backends import VENDORS, Backend, LaunchConfig, Target, backend, target_of
 from .kernels import EXPORTS, home_of
 
 if TYPE_CHECKING:
@@ -89,6 +90,26 @@ def interpreting() -> bool:
     from .runtime.triton_import import INTERPRET
 
     return INTERPRET
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    return tuple({backend(vendor).device_type: None for vendor in VENDORS if vendor != "cpu"})
+
+
+def is_quiet() -> bool:
+    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    for name in _device_types():
+        module = getattr(torch, name, None)
+        capturing = getattr(module, "is_current_stream_capturing", None)
+        if capturing is not None and module.is_initialized() and capturing():
+            return True
+    return False
 
 
 pretending: list[tuple[Target, Any]] = []

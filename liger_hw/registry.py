@@ -24,11 +24,9 @@ Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py`
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import logging
-import sys
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
@@ -36,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
 from . import autotune, env
 from .autotune import notes, store
 from .autotune.store import Table
-from .backends import VENDORS, LaunchConfig, Target, backend, known_target, target_of
+from .backends import LaunchConfig, Target, known_target, target_of
 from .locks import fork_safe
 from .ops import (  # noqa: F401
     Candidate,
@@ -46,12 +44,14 @@ from .ops import (  # noqa: F401
     Plan,
     Sample,
     Tunable,
+    backend,
     backend_of,
     columns_key,
     expect,
     get_op,
     get_tunable,
     interpreting,
+    is_quiet,
     next_power_of_2,
     normal,
     ops,
@@ -477,23 +477,3 @@ def target_named(device: Any) -> Target:
         except RuntimeError:
             return known_target(device)
     return target_of(device)
-
-
-@functools.cache
-def _device_types() -> tuple[str, ...]:
-    return tuple({backend(vendor).device_type: None for vendor in VENDORS if vendor != "cpu"})
-
-
-def is_quiet() -> bool:
-    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    for name in _device_types():
-        module = getattr(torch, name, None)
-        capturing = getattr(module, "is_current_stream_capturing", None)
-        if capturing is not None and module.is_initialized() and capturing():
-            return True
-    return False
