@@ -5,26 +5,14 @@ Those of `liger_kernel.ops`, and those of `liger_kernel.chunked_loss`.
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from harness import few_sizes, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw import registry
-from liger_hw.chunked_loss import (
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearJSDLoss,
-    cosine_similarity_loss,
-    cpo_loss,
-    dpo_loss,
-    grpo_loss,
-    jsd_loss,
-    kto_loss,
-    orpo_loss,
-    simpo_loss,
-)
+from liger_hw.chunked_loss import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
+from liger_hw.chunked_loss import functional as losses
 from liger_hw.compat import checked, functions
 from liger_hw.compat.loss_utils import LigerForCausalLMLoss
 from liger_hw.transformers.functional import liger_cross_entropy
@@ -138,12 +126,11 @@ def test_every_class_is_here():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_arguments_that_do_not_fit_are_refused_before_a_launch(name):
-    refuses(getattr(functions, name), arguments(name), FITTING.get(name, {}))
+    refuses(getattr(functions, name).apply, arguments(name), FITTING.get(name, {}))
 
 
-def refuses(function, args: tuple, fitting: dict[int, set[str]]) -> None:
+def refuses(apply, args: tuple, fitting: dict[int, set[str]]) -> None:
     """Every change of a tensor among `args`, but the fitting ones, is an error that says whose, before a launch."""
-    apply = function.apply
     with _Launched() as launched:
         apply(*args)
     assert launched.names
@@ -160,27 +147,26 @@ def refuses(function, args: tuple, fitting: dict[int, set[str]]) -> None:
 
 
 def _chunked_arguments() -> dict:
-    """Module -> what `apply` of its class takes, and the changes after which it does as well."""
+    """Function -> what it takes, and the changes after which it does as well."""
     x, weight, bias, ids = torch.randn(4, 6, 8), torch.randn(11, 8), torch.randn(11), torch.randint(11, (4, 6))
     policy, reference = (x, weight, ids, bias), (x + 1, weight + 1, bias + 1)
     per_token, kept, good = torch.randn(2, 4, 6), torch.ones(4, 6), torch.tensor([True, False, True, False])
     heads = x[0], weight, x[1], weight + 1, ids[0]
     return {
-        cpo_loss: (policy, {}),
-        orpo_loss: (policy, {}),
-        simpo_loss: (policy, {}),
-        dpo_loss: ((*policy, *reference), {}),
-        kto_loss: ((x, weight, ids, good, bias, *reference), {3: {"another device"}}),  # the answers' kinds are copied
-        grpo_loss: ((x, weight, ids, kept, torch.randn(4), bias, *per_token), {3: {"another device"}}),  # torch says it
-        jsd_loss: (heads, {}),
-        cosine_similarity_loss: (heads, {}),
+        "cpo": (policy, {}),
+        "orpo": (policy, {}),
+        "simpo": (policy, {}),
+        "dpo": ((*policy, *reference), {}),
+        "kto": ((x, weight, ids, good, bias, *reference), {3: {"another device"}}),  # the answers' kinds are copied
+        "grpo": ((x, weight, ids, kept, torch.randn(4), bias, *per_token), {3: {"another device"}}),  # torch says it
+        "jsd": (heads, {}),
+        "cosine": (heads, {}),
     }
 
 
-@pytest.mark.parametrize("module", _chunked_arguments(), ids=lambda module: module.__name__.rpartition(".")[2])
-def test_a_chunked_loss_refuses_them_too(module):
-    (function,) = (vars(module)[name] for name in vars(module) if re.fullmatch(r"LigerFusedLinear\w+Function", name))
-    refuses(function, *_chunked_arguments()[module])
+@pytest.mark.parametrize("name", _chunked_arguments())
+def test_a_chunked_loss_refuses_them_too(name):
+    refuses(getattr(losses, f"liger_fused_linear_{name}"), *_chunked_arguments()[name])
 
 
 def test_a_short_weight_is_refused_under_torch_compile():
