@@ -160,8 +160,8 @@ def apply_liger_kernel_to_megatron(
             if is_ours(block.LayerNormImpl) or block.LayerNormImpl is _torch_norm():
                 _replace(report, "rms_norm", "rms_norm", block, "LayerNormImpl", _norm_of(block.LayerNormImpl))
         if cross_entropy:
-            _replace_copies(report, _FUSED, _loss(fused=True))
-            _replace_copies(report, _UNFUSED, _loss(fused=False))
+            _replace_copies(report, _FUSED, liger_fused_vocab_parallel_cross_entropy)
+            _replace_copies(report, _UNFUSED, liger_vocab_parallel_cross_entropy)
         if swiglu:
             fused = _module("megatron.core.fusions.fused_bias_swiglu")
             original = _held(fused, "SwiGLUFunction")
@@ -275,19 +275,17 @@ def _tensor_parallel_group(group: Any) -> Any:
     return _held(state, "get_tensor_model_parallel_group")(check_initialized=False)
 
 
-def _loss(fused: bool) -> Callable:
-    """Megatron's loss, or its fused one, which has no smoothing."""
+def liger_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
+) -> Any:
+    """In the place of Megatron's loss, with its arguments."""
+    loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
+    return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
-    def liger_vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
-    ) -> Any:
-        loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
-        return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
-    def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any = None) -> Any:
-        return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
-
-    return liger_fused_vocab_parallel_cross_entropy if fused else liger_vocab_parallel_cross_entropy
+def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any = None) -> Any:
+    """In the place of Megatron's fused loss, which has no smoothing."""
+    return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
 
 
 def _swiglu(original: Any) -> Any:

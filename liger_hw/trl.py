@@ -19,6 +19,7 @@ The first two have gradients, as in TRL.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from typing import Any
@@ -90,21 +91,10 @@ class _Function:
     apply = staticmethod(log_probs)
 
 
-class Installed:
+class Installed(contextlib.ExitStack):
     """A context manager whose end, or `uninstall()`, puts back what was there before."""
 
-    def __init__(self, utils: types.ModuleType) -> None:
-        self._utils, self._before = utils, getattr(utils, _NAME)
-        setattr(utils, _NAME, _Function)
-
-    def uninstall(self) -> None:
-        setattr(self._utils, _NAME, self._before)
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.uninstall()
+    uninstall = contextlib.ExitStack.close
 
 
 def install() -> Installed:
@@ -112,7 +102,10 @@ def install() -> Installed:
 
     Raises `ImportError` without TRL, or with a TRL whose head takes other arguments: it is for TRL 1.15 and 1.16.
     """
-    return Installed(_trl_utils())
+    utils, installed = _trl_utils(), Installed()
+    installed.callback(setattr, utils, _NAME, getattr(utils, _NAME))
+    setattr(utils, _NAME, _Function)
+    return installed
 
 
 def uninstall() -> None:

@@ -34,6 +34,7 @@ from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
 from .replacing import guarded, while_its_class_has, while_its_module_has
 from .report import ALREADY, PATCH_LOCK, PATCHED, NewModels, Patch, PatchReport, PatchRow, forward_slot
+from .source import NoSource
 
 log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
@@ -367,7 +368,7 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
         scope.__globals__[private] = marked(replacement, "rope", match.kernel, function)
     try:
         copied = rebind(forward, name, private)
-    except CannotRebind as error:
+    except (CannotRebind, NoSource) as error:
         return f"left alone: {error}; patch the classes instead (model=None)"
     mark(copied, "rope", match.kernel)
     return copied

@@ -64,8 +64,3 @@ def is_ours(value: Any) -> bool:
     if isinstance(value, type):
         return PATCH_MARK in vars(value)
     return hasattr(type(value), PATCH_MARK)
-
-
-def switch_off(replacement: Any) -> None:
-    """Make a function that was marked with a switch run the original from now on."""
-    getattr(replacement, SWITCH, []).clear()

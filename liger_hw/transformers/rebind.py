@@ -13,7 +13,7 @@ import types
 from typing import Callable
 
 from ..distributed.owners import closure_of
-from .source import NoSource, tree_of
+from .source import tree_of
 
 PREFIX = "_liger_hw_"
 
@@ -65,11 +65,7 @@ def _copy(function: types.FunctionType, code: types.CodeType, closure: tuple | N
 
 
 def _check_only_global(function: types.FunctionType, name: str) -> None:
-    try:
-        tree = tree_of(function.__code__)
-    except NoSource as error:
-        raise CannotRebind(str(error)) from None
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(function.__code__)):
         is_stored = isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
         if is_stored or (isinstance(node, ast.Attribute) and node.attr == name):
             raise CannotRebind(f"{function.__qualname__} uses {name} as more than a global")

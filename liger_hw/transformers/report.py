@@ -24,7 +24,7 @@ from .. import env, registry
 from ..locks import fork_safe
 from ..text import fold, table, with_notes
 from . import choice
-from .marks import PATCH_MARK, is_ours, mark, switch_off
+from .marks import PATCH_MARK, SWITCH, is_ours, mark
 
 log = logging.getLogger("liger_hw")
 _MISSING = object()
@@ -96,7 +96,7 @@ class Patch:
         """
         restored = self._restore()
         if not restored or isinstance(self.owner, type):
-            switch_off(self.replacement)
+            getattr(self.replacement, SWITCH, []).clear()
         if restored and isinstance(self.owner, torch.nn.Module) and not any(map(is_ours, vars(self.owner).values())):
             _release_copies(self.owner)
         return restored

@@ -18,9 +18,10 @@ from liger_hw.megatron import (
     LigerMegatronRMSNorm,
     LigerMegatronSwiGLU,
     _layer_norm,
-    _loss,
     _norm_of,
     _replace,
+    liger_fused_vocab_parallel_cross_entropy,
+    liger_vocab_parallel_cross_entropy,
 )
 from liger_hw.megatron import apply_liger_kernel_to_megatron as apply
 from liger_hw.runtime.launch import observing
@@ -188,7 +189,8 @@ def test_without_a_group_a_loss_takes_the_models(fused, monkeypatch):
     monkeypatch.setitem(sys.modules, state.__name__, state)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(LigerMegatronCrossEntropy, "forward", lambda self, logits, target, tp_group=None: tp_group)
-    loss, logits, target = _loss(fused), torch.zeros(2, 1, 4), torch.tensor([[1], [2]])
+    losses = liger_vocab_parallel_cross_entropy, liger_fused_vocab_parallel_cross_entropy
+    loss, logits, target = losses[fused], torch.zeros(2, 1, 4), torch.tensor([[1], [2]])
     assert loss(logits, target) == "the model's group"
     assert loss(logits, target, tp_group="its own") == "its own"
     del state.get_tensor_model_parallel_group
