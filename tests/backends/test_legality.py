@@ -102,7 +102,7 @@ def test_which_kernels_multiply_matrices():
     """Intel asks for tensor descriptors where a kernel multiplies matrices; docs/vendors.md says why there are none."""
     for path in sorted((Path(registry.__file__).parent / "kernels").rglob("*.py")):
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
-        if path.name not in ("products.py", "neighborhood_attention_kernels.py", "mhc_coeffs.py"):
+        if path.name not in ("products.py", "fused_neighborhood_attention.py", "mhc_coeffs.py"):
             assert not calls & {"tl.dot", "tl.dot_scaled"}, f"{path.name}: load its operands by tensor descriptors"
 
 

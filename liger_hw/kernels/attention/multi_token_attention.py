@@ -53,8 +53,6 @@ from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 
 softmax_bwd = SoftmaxFunction.bwd
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def multi_token_attention_reference(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
     """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded P."""
@@ -301,9 +299,6 @@ def _summable(*tensors):
     return tuple(t.float() for t in tensors)
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _bwd_reference(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
     g = dy.masked_fill(_future(dy), 0.0)
     dp, dweight = _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs)
@@ -400,9 +395,6 @@ def _pair(n) -> tuple[int, ...]:
     return (n, n) if isinstance(n, int) else tuple(n)
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_multi_token_attention(
     scores: torch.Tensor,
     weight: torch.Tensor,
@@ -490,12 +482,7 @@ class LigerMultiTokenAttention(torch.nn.Module):
         )
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-WORKLOADS = {
-    "llama_1b_1k": (4, 1024, 32),
-    "llama_1b_2k": (1, 2048, 32),
-}
+WORKLOADS = {"llama_1b_1k": (4, 1024, 32), "llama_1b_2k": (1, 2048, 32)}
 """Problem sizes (batch, seq_len, n_channels): scores of all heads, which are the channels."""
 
 

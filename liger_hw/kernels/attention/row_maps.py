@@ -227,9 +227,6 @@ def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any) -> tup
     return forward, tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel), tensors=2)
 
 
-# -- operators -------------------------------------------------------------------------------------------------------
-
-
 def row_map_operators(
     fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any], *, sparse: bool
 ) -> tuple:

@@ -27,8 +27,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
 from .row_maps import lane_sums, row_map_operators, row_map_tunables
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def sparsemax_reference(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """The specification in plain torch, by sorting; computes in fp32, or in fp64 when `input` is fp64."""
@@ -212,9 +210,6 @@ class SparsemaxFunction(Function):
         return sparsemax_bwd(grad_out.movedim(ctx.dim, -1), y.movedim(ctx.dim, -1)).movedim(-1, ctx.dim), None
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Sparsemax over `dim`: nonnegative, sums to 1, and exactly zero away from the largest values.
 
@@ -243,8 +238,6 @@ class LigerSparsemax(torch.nn.Module):
         return f"dim={self.dim}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
 WORKLOADS = {
     "vocabulary_32k": (4096, 32768),
     "attention_4k": (16384, 4096),
@@ -258,15 +251,8 @@ def sample(sizes, dtype, device, generator, *, dim=-1) -> Sample:
     n_rows, n_cols = sizes
     x = normal(dtype, device, generator)(n_rows, n_cols)
     return Sample(
-        args=(x, dim),
-        reduction=sizes[dim],
-        grad_reduction=sizes[dim],
-        moved=5 * n_rows * n_cols * dtype.itemsize,
+        args=(x, dim), reduction=sizes[dim], grad_reduction=sizes[dim], moved=5 * n_rows * n_cols * dtype.itemsize
     )
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD, BWD),
-    options=({}, {"dim": 0}),
-)
+OP = registry.register_file(__name__, tunables=(FWD, BWD), options=({}, {"dim": 0}))

@@ -20,8 +20,6 @@ from ..rows.tuning import column_tiles
 from .row_sums import BWD, JOIN, MOST_UNSORTED, UNSORTED, embedding_tunable, sum_rows, sum_unsorted
 from .stable_sort import MERGE, SORT, sort_indices
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def embedding_reference(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
     """The specification in plain torch; its backward sums in fp32, or in fp64 when `weight` is fp64."""
@@ -93,13 +91,6 @@ def _bwd(dy, indices, n_rows, padding_idx):
     return dw
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
-def _fwd_reference(weight, indices):
-    return embedding_reference(weight, indices).contiguous()
-
-
 def _bwd_reference(dy, indices, n_rows, padding_idx):
     wide = torch.promote_types(dy.dtype, torch.float32)
     dw = torch.zeros((n_rows, dy.shape[-1]), dtype=wide, device=dy.device)
@@ -120,7 +111,7 @@ embedding_fwd = define(
     shapes="weight [n_rows, n_cols]; int indices",
     misfit=_misfit,
     launcher=_fwd,
-    reference=_fwd_reference,
+    reference=lambda weight, indices: embedding_reference(weight, indices).contiguous(),
 )
 embedding_bwd = define(
     "embedding_bwd(Tensor dy, Tensor indices, int n_rows, int padding_idx) -> Tensor",
@@ -145,9 +136,6 @@ class EmbeddingFunction(Function):
     @first_order
     def backward(ctx, grad_output):
         return embedding_bwd(grad_output, *ctx.saved_tensors, ctx.n_rows, ctx.padding_idx), None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
@@ -192,12 +180,7 @@ class LigerEmbedding(torch.nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-WORKLOADS = {
-    "llama3_8b": (16384, 128256, 4096),
-    "qwen3_0_6b": (32768, 151936, 1024),
-}
+WORKLOADS = {"llama3_8b": (16384, 128256, 4096), "qwen3_0_6b": (32768, 151936, 1024)}
 """Problem sizes (n_tokens, vocab, n_cols) of real models."""
 
 
@@ -214,7 +197,5 @@ def sample(sizes, dtype, device, generator) -> Sample:
 
 
 OP = registry.register_file(
-    __name__,
-    tunables=(FWD, UNSORTED, SORT, MERGE, BWD, JOIN),
-    small=((37, 11, 33), (1, 3, 8), (70, 3, 16)),
+    __name__, tunables=(FWD, UNSORTED, SORT, MERGE, BWD, JOIN), small=((37, 11, 33), (1, 3, 8), (70, 3, 16))
 )

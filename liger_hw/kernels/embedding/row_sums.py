@@ -309,55 +309,37 @@ def sum_rows(
     scratch: fp32 memory that may be overwritten, used if it is large enough
     """
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    # each launch is repeated alone where its configuration fails: what the first one added must not be added again
-    chunk, parts = with_fallback(_sum_chunks)(dw, dy, rows, order, padding_idx, scale, accumulate, scratch)
+    (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
+    key = row_key(n_tokens, n_cols, dy.itemsize)
+
+    # Each launch is repeated alone where its configuration fails: what the first one added must not be added again.
+
+    def sum_chunks() -> tuple[int, torch.Tensor]:
+        """(tokens of a chunk, sums [2, n_chunks, n_cols] of rows that span chunks)."""
+        plan = BWD.plan(dy.device, key)
+        chunk = plan.config.blocks["CHUNK"]
+        n_chunks = cdiv(n_tokens, chunk)
+        size = 2 * n_chunks * n_cols
+        is_large = scratch is not None and scratch.numel() >= size
+        memory = scratch[:size] if is_large else dy.new_empty(size, dtype=torch.float32)
+        parts = memory.view(2, n_chunks, n_cols)
+        top = 1 << (n_tokens.bit_length() - 1)
+        n_sums = n_chunks * cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
+        n_programs = n_sums + (0 if accumulate else cdiv(n_rows, plan.config.blocks["ROWS"]))
+        numbers = dy.stride(0), n_tokens, top, n_sums, n_rows, n_cols, padding_idx
+        args = (dy, rows, order, scale, dw, *parts, *numbers)
+        launch(plan, _embedding_bwd_kernel, (n_programs,), args, (accumulate,))
+        return chunk, parts
+
+    def join_chunks() -> None:
+        plan = JOIN.plan(dy.device, key)
+        args = (rows, dw, *parts, n_tokens, n_rows, n_cols, padding_idx)
+        grid = parts.shape[1] - 1, cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
+        launch(plan, _embedding_join_kernel, grid, args, (accumulate, chunk))
+
+    chunk, parts = with_fallback(sum_chunks)()
     if parts.shape[1] > 1:
-        with_fallback(_join_chunks)(dw, dy, rows, parts, chunk, padding_idx, accumulate)
-
-
-def _sum_chunks(
-    dw: torch.Tensor,
-    dy: torch.Tensor,
-    rows: torch.Tensor,
-    order: torch.Tensor,
-    padding_idx: int,
-    scale: torch.Tensor | None,
-    accumulate: bool,
-    scratch: torch.Tensor | None,
-) -> tuple[int, torch.Tensor]:
-    """Sum the chunks of the sorted tokens; (tokens of a chunk, sums [2, n_chunks, n_cols] of rows that span chunks)."""
-    (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
-    plan = BWD.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))
-    chunk = plan.config.blocks["CHUNK"]
-    n_chunks = cdiv(n_tokens, chunk)
-    size = 2 * n_chunks * n_cols
-    if scratch is None or scratch.numel() < size:
-        scratch = dy.new_empty(size, dtype=torch.float32)
-    parts = scratch[:size].view(2, n_chunks, n_cols)
-    top = 1 << (n_tokens.bit_length() - 1)
-    n_sums = n_chunks * cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
-    n_programs = n_sums + (0 if accumulate else cdiv(n_rows, plan.config.blocks["ROWS"]))
-    numbers = dy.stride(0), n_tokens, top, n_sums, n_rows, n_cols, padding_idx
-    args = (dy, rows, order, scale, dw, *parts, *numbers)
-    launch(plan, _embedding_bwd_kernel, (n_programs,), args, (accumulate,))
-    return chunk, parts
-
-
-def _join_chunks(
-    dw: torch.Tensor,
-    dy: torch.Tensor,
-    rows: torch.Tensor,
-    parts: torch.Tensor,
-    chunk: int,
-    padding_idx: int,
-    accumulate: bool,
-) -> None:
-    """Join the sums that `_sum_chunks` left of rows that span chunks."""
-    (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
-    plan = JOIN.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))
-    args = (rows, dw, *parts, n_tokens, n_rows, n_cols, padding_idx)
-    grid = parts.shape[1] - 1, cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
-    launch(plan, _embedding_join_kernel, grid, args, (accumulate, chunk))
+        with_fallback(join_chunks)()
 
 
 def sum_unsorted(dw: torch.Tensor, dy: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> None:

@@ -155,8 +155,6 @@ def _merge_space(target: Target, key: Key) -> list[LaunchConfig]:
 SORT = _tunable("sort", _embedding_sort_kernel, ("BLOCK_T",), _sort_heuristic, _sort_space)
 MERGE = _tunable("merge", _embedding_merge_kernel, ("BLOCK_T", "CHUNKS"), _merge_heuristic, _merge_space)
 
-# -- launcher --------------------------------------------------------------------------------------------------------
-
 
 def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(the indices sorted, the token number of each), stably; indices outside the table stay outside.
@@ -167,7 +165,9 @@ def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tup
     n_tokens, device = indices.shape[0], indices.device
     chunk = _chunk(n_tokens)
     if plain or not 0 < n_tokens <= MOST_TOKENS or (n_rows + 2) * chunk >= 2**31:
-        return _narrow(indices, n_rows).sort(stable=True)
+        if indices.dtype is not torch.int32 and n_rows < 2**31:  # 32 bits sort in half the passes
+            indices = indices.clamp(-1, n_rows).to(torch.int32)
+        return indices.sort(stable=True)
     indices, size_key = indices.contiguous(), _key(n_tokens)
     keys, rows = torch.empty((2, n_tokens), dtype=torch.int32, device=device)
     order = torch.empty(n_tokens, dtype=torch.int64, device=device)
@@ -182,10 +182,3 @@ def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tup
     args = (keys, rows, order, n_tokens, cdiv(n_tokens, CHUNK))
     launch(plan, _embedding_merge_kernel, grid, args, (CHUNK, CHUNK.bit_length() - 1))
     return rows, order
-
-
-def _narrow(indices: torch.Tensor, n_rows: int) -> torch.Tensor:
-    """The indices in 32 bits, which sort in half the passes; indices outside the table stay outside."""
-    if indices.dtype is torch.int32 or n_rows >= 2**31:
-        return indices
-    return indices.clamp(-1, n_rows).to(torch.int32)

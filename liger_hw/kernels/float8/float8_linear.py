@@ -72,9 +72,6 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
-
 class _ReferenceFunction(torch.autograd.Function):
     """The formulas above, of numbers rounded to FP8 but computed in fp32, or in fp64. On a device fp32 products are
     rounded to bf16, as they are where FP8 is multiplied."""
@@ -128,9 +125,6 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
     y = _ReferenceFunction.apply(rows, w, RECIPES[recipe]) if rounds else rows @ w.t()
     y = y if bias is None else y + wide(bias)
     return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
-
-
-# -- autograd --------------------------------------------------------------------------------------------------------
 
 
 class Scales:
@@ -219,9 +213,6 @@ def _with_one_scale(data, scale, format: int, rowwise: bool) -> tuple[torch.Tens
     return float8_transposed(data, scale / largest.clamp_min(torch.finfo(torch.float32).tiny), format), largest
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_float8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, recipe: str = "rowwise"
 ) -> torch.Tensor:
@@ -264,8 +255,6 @@ def linear(x, weight, bias, rows, recipe: Recipe, name: str, weight_scale=None, 
         return torch.nn.functional.linear(x, weight, bias)
     return Float8LinearFunction.apply(x, weight, bias, rows, recipe, dtype, weight_scale, scales)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "deepseek_v3_kv_a": (4096, 7168, 576),

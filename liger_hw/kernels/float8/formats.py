@@ -21,10 +21,7 @@ from ...runtime.triton_import import INTERPRET
 E4M3, E5M2 = 0, 1
 """Formats by their number in an operator's schema: three bits of mantissa, or two and a wider range."""
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
-DTYPES = {
-    "fn": (torch.float8_e4m3fn, torch.float8_e5m2),
-    "fnuz": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-}
+DTYPES = {"fn": (torch.float8_e4m3fn, torch.float8_e5m2), "fnuz": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)}
 """`Target.float8` -> the dtype of each format."""
 LEAST_POWER = -100
 

@@ -37,10 +37,6 @@ def fused_add_rms_norm_float8_reference(
     return *rms_norm_float8_reference(S, W, eps, weights, biases, offset, casting_mode, rounds), S
 
 
-def _launch(x, r, w, eps, offset, casting):
-    return launch_normed(FWD, x, w, eps, offset, casting, residual=r)
-
-
 def _rows_reference(x, r, w, eps, offset, casting):
     s = (x + r).contiguous()
     return *normed_reference(*fwd_reference(s, w, eps, offset, casting)), s
@@ -51,7 +47,7 @@ fused_add_rms_norm_float8_rows = define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     shapes="T X, R [*, n]; W [n]",
     misfit=lambda X, *_: too_wide(X),
-    launcher=_launch,
+    launcher=lambda x, r, *others: launch_normed(FWD, x, *others, residual=r),
     reference=_rows_reference,
 )
 

@@ -5,7 +5,6 @@ What reads it is a linear in FP8, whose gradient the gate's own backward takes.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -76,19 +75,19 @@ def gated_rows(
 
     kind: of `activation`; reference: act(a) * b in plain torch
     """
+
+    def launcher(a, b):
+        a, b = row_major(a), row_major(b)
+        strides = a.stride(0), b.stride(0)
+        return tuple(launch_rows(tunable, _gated_rows_kernel, a, a.shape[0], (a, b), strides, (kind,)))
+
     return define(
         f"{tunable.op}_{variant}rows(Tensor a, Tensor b) -> (Tensor, Tensor)",
         shapes="T a, b [m, n]",
         misfit=lambda a, b: too_wide(a),
-        launcher=partial(_launch, tunable, kind),
+        launcher=launcher,
         reference=lambda a, b: rows_reference(reference(a, b), E4M3),
     )
-
-
-def _launch(tunable, kind, a, b):
-    a, b = row_major(a), row_major(b)
-    strides = a.stride(0), b.stride(0)
-    return tuple(launch_rows(tunable, _gated_rows_kernel, a, a.shape[0], (a, b), strides, (kind,)))
 
 
 class GatedRowsFunction(Function):

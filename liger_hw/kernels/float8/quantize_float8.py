@@ -161,14 +161,6 @@ def _float8_transposed_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
-def _tile_heuristic(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"ROWS": 64, "BLOCK_SIZE": 128}, target.warps(64 * 128, 64, 8))
-
-
-def _tile_safe(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"ROWS": 32, "BLOCK_SIZE": 32}, target.warps(1024, 8, 4))
-
-
 def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
     tiles = [{"ROWS": rows, "BLOCK_SIZE": block} for rows in (32, 64, 128, 256) for block in (32, 64, 128, 256)]
     return tile_space(target, tiles, (2, 4, 8, 16), per_thread=(16, 128), hints=("none", "stream"))
@@ -188,8 +180,8 @@ TRANSPOSED = Tunable(
     kernels=(_float8_transposed_kernel,),
     key=_key,
     dims=DIMS,
-    heuristic=_tile_heuristic,
-    safe=_tile_safe,
+    heuristic=lambda target, key: LaunchConfig({"ROWS": 64, "BLOCK_SIZE": 128}, target.warps(64 * 128, 64, 8)),
+    safe=lambda target, key: LaunchConfig({"ROWS": 32, "BLOCK_SIZE": 32}, target.warps(1024, 8, 4)),
     space=_tile_space,
     neutral=_NEUTRAL,
     dependent_launch=is_small_launch,
@@ -212,18 +204,6 @@ def _launch_rows(x, scale, has_data, has_scales, format):
         numbers = x.stride(0), width, n_rows, n_cols
         launch(plan, _float8_rows_kernel, (cdiv(n_rows, blocks["ROWS"]),), (x, scale, data, scales, *numbers), flags)
     return data, scales
-
-
-def _rows(x, format):
-    return _launch_rows(x, None, True, True, format)
-
-
-def _cast(x, scale, format):
-    return _launch_rows(x, scale, True, False, format)[0]
-
-
-def _scales(x, format):
-    return _launch_rows(x, None, False, True, format)[1]
 
 
 def _transposed(x, factor, format):
@@ -273,6 +253,7 @@ def transposed_reference(x, factor, format):
 
 
 def _transposed_fake(x, factor, format):
+    """The reference's slices would fix symbolic sizes."""
     keeps_dtype = factor is None or x.dtype is torch.float64
     dtype = x.dtype if keeps_dtype else float8_dtype(x.device, format)
     return x.new_empty((x.shape[1], aligned(x.shape[0])), dtype=dtype)
@@ -281,19 +262,19 @@ def _transposed_fake(x, factor, format):
 float8_rows = define(
     "float8_rows(Tensor x, int format) -> (Tensor, Tensor)",
     shapes="x [m, n]",
-    launcher=_rows,
+    launcher=lambda x, format: _launch_rows(x, None, True, True, format),
     reference=rows_reference,
 )
 float8_cast = define(
     "float8_cast(Tensor x, Tensor scale, int format) -> Tensor",
     shapes="x [m, n]; scale [1]",
-    launcher=_cast,
+    launcher=lambda x, scale, format: _launch_rows(x, scale, True, False, format)[0],
     reference=cast_reference,
 )
 float8_scales = define(
     "float8_scales(Tensor x, int format) -> Tensor",
     shapes="x [m, n]",
-    launcher=_scales,
+    launcher=lambda x, format: _launch_rows(x, None, False, True, format)[1],
     reference=scales_reference,
 )
 float8_transposed = define(
@@ -303,8 +284,6 @@ float8_transposed = define(
     reference=transposed_reference,
     fake=_transposed_fake,
 )
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def quantized(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:

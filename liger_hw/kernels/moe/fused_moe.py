@@ -44,8 +44,6 @@ from . import gates, products, routing, sums
 from .reference import Gate, How, check_index, experts_reference
 from .routing import Routing
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def fused_moe_reference(
     x: torch.Tensor,
@@ -153,8 +151,6 @@ def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights
     return ddown, ddown_bias
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
 _INPUTS = (
     "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights, Tensor? gate_up_bias,"
     " Tensor? down_bias"
@@ -243,9 +239,6 @@ class FusedMoEFunction(Function):
         return dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_fused_moe(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor,
@@ -328,8 +321,6 @@ class LigerExperts(torch.nn.Module):
         index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
         return liger_fused_moe(x, self.gate_up_proj, self.down_proj, index, weights).view(hidden_states.shape)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "qwen3_30b_a3b": (32768, 2048, 768, 128, 8),

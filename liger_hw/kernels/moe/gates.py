@@ -87,16 +87,6 @@ def _pre_activations(
 
 
 @triton.jit
-def _clear(Z_ptr, start, n_z, HAS_GATE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Zeros in a program's share of a row's pre-activations, which no product has written."""
-    if HAS_GATE:
-        cols = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
-    else:
-        cols = start + tl.arange(0, BLOCK_SIZE)
-    tl.store(Z_ptr + cols, tl.zeros(cols.shape, dtype=Z_ptr.dtype.element_ty), mask=cols < n_z)
-
-
-@triton.jit
 def _fused_moe_gate_kernel(
     Z_ptr,
     Bias_ptr,
@@ -125,8 +115,11 @@ def _fused_moe_gate_kernel(
     Z_ptr += row * n_z
     start = tl.program_id(1) * BLOCK_SIZE
     if (expert < 0) | (expert >= n_experts):
-        if Weights_ptr is None:
-            _clear(Z_ptr, start, n_z, HAS_GATE, BLOCK_SIZE)
+        if Weights_ptr is None:  # no product has written this row
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            if HAS_GATE:
+                cols = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
+            tl.store(Z_ptr + cols, tl.zeros(cols.shape, dtype=Z_ptr.dtype.element_ty), mask=cols < n_z)
         return
     if Bias_ptr is not None:
         Bias_ptr += expert * n_z

@@ -41,21 +41,6 @@ def _swizzled(local, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _weights_at(
-    B_ptr, expert, cols, k, n_cols, n_inner, B_expert, B_col, B_inner, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr
-):
-    """A [BLOCK_K, columns] tile of an expert's weights by pointers; zeros where there are none."""
-    ptrs = B_ptr + expert.to(tl.int64) * B_expert + (cols[None, :].to(tl.int64) * B_col + k[:, None] * B_inner)
-    if EVEN_N and EVEN_K:
-        return tl.load(ptrs)
-    elif EVEN_N:
-        return tl.load(ptrs, mask=(k < n_inner)[:, None], other=0.0)
-    elif EVEN_K:
-        return tl.load(ptrs, mask=(cols < n_cols)[None, :], other=0.0)
-    return tl.load(ptrs, mask=(k < n_inner)[:, None] & (cols < n_cols)[None, :], other=0.0)
-
-
-@triton.jit
 def _rows_tile(
     A_ptr,
     W_ptr,
@@ -92,10 +77,20 @@ def _rows_tile(
             a = tl.load(a_base + k[None, :])
         else:
             a = tl.load(a_base + k[None, :], mask=(k < n_inner)[None, :], other=0.0)
-        b = _weights_at(
-            W_ptr, expert, cols, k, n_cols, n_inner, W_expert_stride, W_col_stride, W_inner_stride, EVEN_N, EVEN_K
+        w_ptrs = (
+            W_ptr
+            + expert.to(tl.int64) * W_expert_stride
+            + (cols[None, :].to(tl.int64) * W_col_stride + k[:, None] * W_inner_stride)
         )
-        y = tl.dot(a, b, y, input_precision="ieee")
+        if EVEN_N and EVEN_K:
+            w = tl.load(w_ptrs)
+        elif EVEN_N:
+            w = tl.load(w_ptrs, mask=(k < n_inner)[:, None], other=0.0)
+        elif EVEN_K:
+            w = tl.load(w_ptrs, mask=(cols < n_cols)[None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs, mask=(k < n_inner)[:, None] & (cols < n_cols)[None, :], other=0.0)
+        y = tl.dot(a, w, y, input_precision="ieee")
     mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
     out = Y_ptr + first_row.to(tl.int64) * n_cols + (tl.arange(0, ROWS)[:, None] * n_cols + cols[None, :])
     tl.store(out, y.to(Y_ptr.dtype.element_ty), mask=mask)
@@ -156,17 +151,7 @@ def _fused_moe_rows_kernel(
 
 
 @triton.jit
-def _operand(
-    P_ptr,
-    Token_ptr,
-    rows,
-    cols,
-    in_rows,
-    n_cols,
-    row_stride,
-    GATHERED: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def _operand(P_ptr, Token_ptr, rows, cols, in_rows, n_cols, row_stride, GATHERED: tl.constexpr, EVEN: tl.constexpr):
     """A [BLOCK_K, columns] tile of rows of one expert; zeros past its last row."""
     at = rows
     if GATHERED:
@@ -175,34 +160,6 @@ def _operand(
     if EVEN:
         return tl.load(ptrs, mask=in_rows[:, None], other=0.0)
     return tl.load(ptrs, mask=in_rows[:, None] & (cols < n_cols)[None, :], other=0.0)
-
-
-@triton.jit
-def _weights_step(
-    acc,
-    P_ptr,
-    Q_ptr,
-    Token_ptr,
-    start,
-    end,
-    p_cols,
-    q_cols,
-    n_p,
-    n_q,
-    P_row_stride,
-    Q_row_stride,
-    P_GATHERED: tl.constexpr,
-    Q_GATHERED: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """acc + p^T @ q over the BLOCK_K rows from `start` on."""
-    rows = start + tl.arange(0, BLOCK_K)
-    in_rows = rows < end
-    p = _operand(P_ptr, Token_ptr, rows, p_cols, in_rows, n_p, P_row_stride, P_GATHERED, EVEN_M)
-    q = _operand(Q_ptr, Token_ptr, rows, q_cols, in_rows, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
-    return tl.dot(tl.trans(p), q, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -246,10 +203,10 @@ def _fused_moe_weights_kernel(
     if TILES == 1:
         q_cols = first_col + tl.arange(0, BLOCK_N)
         for start in range(begin, end, BLOCK_K):
-            acc = _weights_step(
-                *(acc, P_ptr, Q_ptr, Token_ptr, start, end, p_cols, q_cols, n_p, n_q, P_row_stride, Q_row_stride),
-                *(P_GATHERED, Q_GATHERED, EVEN_M, EVEN_N, BLOCK_K),
-            )
+            rows = start + tl.arange(0, BLOCK_K)
+            p = _operand(P_ptr, Token_ptr, rows, p_cols, rows < end, n_p, P_row_stride, P_GATHERED, EVEN_M)
+            q = _operand(Q_ptr, Token_ptr, rows, q_cols, rows < end, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
+            acc = tl.dot(tl.trans(p), q, acc, input_precision="ieee")
         mask = (p_cols < n_p)[:, None] & (q_cols < n_q)[None, :]
         tl.store(out + q_cols[None, :], acc.to(DW_ptr.dtype.element_ty), mask=mask)
     else:
@@ -258,10 +215,10 @@ def _fused_moe_weights_kernel(
         for turn in range(0, n_tiles * n_steps):
             start = begin + turn % n_steps * BLOCK_K
             q_cols = first_col + turn // n_steps * BLOCK_N + tl.arange(0, BLOCK_N)
-            acc = _weights_step(
-                *(acc, P_ptr, Q_ptr, Token_ptr, start, end, p_cols, q_cols, n_p, n_q, P_row_stride, Q_row_stride),
-                *(P_GATHERED, Q_GATHERED, EVEN_M, EVEN_N, BLOCK_K),
-            )
+            rows = start + tl.arange(0, BLOCK_K)
+            p = _operand(P_ptr, Token_ptr, rows, p_cols, rows < end, n_p, P_row_stride, P_GATHERED, EVEN_M)
+            q = _operand(Q_ptr, Token_ptr, rows, q_cols, rows < end, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
+            acc = tl.dot(tl.trans(p), q, acc, input_precision="ieee")
             if turn % n_steps == n_steps - 1:
                 mask = (p_cols < n_p)[:, None] & (q_cols < n_q)[None, :]
                 tl.store(out + q_cols[None, :], acc.to(DW_ptr.dtype.element_ty), mask=mask)
@@ -440,8 +397,7 @@ _ROWS = Routine(
     lambda a, weight, token, offsets, inner_axis, gathered: a.new_empty(len(token), weight.shape[3 - inner_axis]),
 )
 _WEIGHTS = Routine(
-    _library_weights,
-    lambda p, q, token, offsets, gathered: p.new_empty(len(offsets) - 1, p.shape[1], q.shape[1]),
+    _library_weights, lambda p, q, token, offsets, gathered: p.new_empty(len(offsets) - 1, p.shape[1], q.shape[1])
 )
 
 

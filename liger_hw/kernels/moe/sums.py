@@ -140,11 +140,7 @@ TUNABLES = (COMBINE, BIAS)
 
 
 def combine(
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    top_k_index: torch.Tensor,
-    where: Routing,
+    y: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, top_k_index: torch.Tensor, where: Routing
 ) -> torch.Tensor:
     """[T, H]: the rows of y [M, H] of each token, plus their experts' bias [E, H], times its weights [T, K]."""
     (n_tokens, top_k), hidden = top_k_index.shape, y.shape[1]

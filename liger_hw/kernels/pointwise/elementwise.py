@@ -353,65 +353,69 @@ def launch_activation(
     launch(plan, tunable.kernels[0], (grid,), args, (kind, scaled, tiles, width, split))
 
 
-def _launch_bwd(tunable, kind, dc, a, b, da, db, *multipliers):
-    n_cols = a.shape[-1]
-    (dc, dc_stride), (a, a_stride), (b, b_stride) = evenly_spaced(dc), evenly_spaced(a), evenly_spaced(b)
-    tensors, strides = (dc, a, b, da, db), (dc_stride, a_stride, b_stride, n_cols)
-    launch_activation(tunable, kind, tensors, strides, a.numel(), n_cols, 0, multipliers)
-
-
-# -- operators -------------------------------------------------------------------------------------------------------
+def _launch_gated(tunable: Tunable, dc: tuple, inputs: tuple, outputs: tuple, kind: str, *multipliers: float) -> None:
+    """Launch over a and b, or over one tensor whose rows hold both. dc: (), or in backward its one gradient."""
+    spaced = [evenly_spaced(t) for t in (*dc, *inputs)]
+    tensors, strides = [t for t, _ in spaced], [stride for _, stride in spaced]
+    n_cols, b_offset = inputs[0].shape[-1], 0
+    d_stride = n_cols
+    if len(inputs) == 1:
+        n_cols = b_offset = n_cols // 2
+        tensors.append(None)
+        strides.append(strides[-1])
+        outputs = (*outputs, None) if dc else outputs
+    if dc:
+        strides.append(d_stride)
+    n_elements = (dc or outputs)[0].numel()
+    launch_activation(tunable, kind, (*tensors, *outputs), tuple(strides), n_elements, n_cols, b_offset, multipliers)
 
 
 def gated_operators(
     tunables: tuple[Tunable, Tunable],
+    inputs: tuple[str, ...],
     arguments: str,
     how: Callable[..., tuple],
     reference: Callable[..., torch.Tensor],
 ) -> tuple[Any, Any, Any]:
     """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, in place, `<op>_bwd_`.
 
-    arguments: the rest of the schema; how: those arguments -> (name of f, gate_multiplier, down_multiplier)
+    inputs: the names of a and b, or of one tensor whose rows hold both; arguments: the rest of the schema; how: those
+    arguments -> (name of f, gate_multiplier, down_multiplier)
     """
     fwd_tunable, bwd_tunable = tunables
-    op = fwd_tunable.op
+    op, n = fwd_tunable.op, len(inputs)
 
-    def fwd(a, b, *options):
-        (a, a_stride), (b, b_stride) = evenly_spaced(a), evenly_spaced(b)
-        c = empty_like(a, a.dtype)
-        kind, *multipliers = how(*options)
-        strides = (a_stride, b_stride)
-        launch_activation(fwd_tunable, kind, (a, b, c), strides, a.numel(), a.shape[-1], 0, tuple(multipliers))
+    def fwd(*args):
+        a = args[0]
+        c = empty_like(a, a.dtype) if n == 2 else a.new_empty((*a.shape[:-1], a.shape[-1] // 2))
+        _launch_gated(fwd_tunable, (), args[:n], (c,), *how(*args[n:]))
         return c
 
-    def bwd(dc, a, b, *options):
-        da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
-        kind, *multipliers = how(*options)
-        _launch_bwd(bwd_tunable, kind, dc, a, b, da, db, *multipliers)
-        return da, db
+    def bwd(dc, *args):
+        gradients = tuple([empty_like(t, t.dtype) for t in args[:n]])
+        _launch_gated(bwd_tunable, (dc,), args[:n], gradients, *how(*args[n:]))
+        return gradients if n == 2 else gradients[0]
 
-    def bwd_(dc, a, b, *options):
-        kind, *multipliers = how(*options)
-        _launch_bwd(bwd_tunable, kind, dc, a, b, a, b, *multipliers)
+    def bwd_(dc, *args):
+        _launch_gated(bwd_tunable, (dc,), args[:n], args[:n], *how(*args[n:]))
 
+    takes, gives = (", ".join(f"Tensor {before}{name}" for name in inputs) for before in ("", "d"))
+    writes = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("ab", inputs))
+    shapes = "T a, b [*, n]" if n == 2 else f"{inputs[0]} [*, 2n]"
     forward = define(
-        f"{op}_fwd(Tensor a, Tensor b, {arguments}) -> Tensor c",
-        shapes="T a, b [*, n]",
+        f"{op}_fwd({takes}, {arguments}) -> Tensor c",
+        shapes=shapes,
         launcher=fwd,
-        reference=lambda a, b, *options: reference(a, b, *options).contiguous(),
-        fake=("a",),
+        reference=lambda *args: reference(*args).contiguous(),
     )
     gradients = {
-        f"{op}_bwd(Tensor dc, Tensor a, Tensor b, {arguments}) -> (Tensor da, Tensor db)": bwd,
-        f"{op}_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, {arguments}) -> ()": bwd_,
+        f"{op}_bwd(Tensor dc, {takes}, {arguments}) -> ({gives})": bwd,
+        f"{op}_bwd_(Tensor dc, {writes}, {arguments}) -> ()": bwd_,
     }
-    shapes = "T a, b [*, n]; dc [*, n]"
     return forward, *(
-        define(schema, shapes=shapes, launcher=run, derivative_of=forward) for schema, run in gradients.items()
+        define(schema, shapes=f"{shapes}; dc [*, n]", launcher=run, derivative_of=forward)
+        for schema, run in gradients.items()
     )
-
-
-# -- what gated ops sample alike -------------------------------------------------------------------------------------
 
 
 def gated_sample(sizes, dtype, device, generator, *options, strided=False) -> Sample:

@@ -12,9 +12,9 @@ import torch
 from ... import registry
 from ...recompute.recipes import owns_outputs, project
 from ...registry import Sample
-from ...runtime.operator import OperatorFunction, check_flags, check_numbers, define, empty_like
+from ...runtime.operator import OperatorFunction, check_flags, check_numbers
 from ...runtime.sharding import RowsRule
-from .elementwise import activation_tunables, evenly_spaced, launch_activation
+from .elementwise import activation_tunables, gated_operators
 from .swiglu import check_silu, swiglu_reference
 from .tiled_mlp import tileable
 
@@ -24,54 +24,19 @@ def fused_gate_up_swiglu_reference(y, gate_multiplier=1.0, down_multiplier=1.0):
     return swiglu_reference(*y.chunk(2, -1), gate_multiplier, down_multiplier)
 
 
-TUNABLES = FWD, BWD = activation_tunables("fused_gate_up_swiglu", fwd={}, bwd={})
-
-
-def _fwd(y, *multipliers):
-    (y, y_stride), n_cols = evenly_spaced(y), y.shape[-1] // 2
-    c = y.new_empty((*y.shape[:-1], n_cols))
-    strides = (y_stride, y_stride)
-    launch_activation(FWD, "silu", (y, None, c), strides, c.numel(), n_cols, n_cols, multipliers)
-    return c
-
-
-def _bwd(dc, y, *multipliers):
-    dy = empty_like(y, y.dtype)
-    _launch_bwd(dc, y, dy, multipliers)
-    return dy
-
-
-def _bwd_in_place(dc, y, *multipliers):
-    _launch_bwd(dc, y, y, multipliers)
-
-
-def _launch_bwd(dc, y, dy, multipliers):
-    (dc, dc_stride), (y, y_stride), n_cols = evenly_spaced(dc), evenly_spaced(y), dc.shape[-1]
-    tensors, strides = (dc, y, None, dy, None), (dc_stride, y_stride, y_stride, 2 * n_cols)
-    launch_activation(BWD, "silu", tensors, strides, dc.numel(), n_cols, n_cols, multipliers)
+TUNABLES = activation_tunables("fused_gate_up_swiglu", fwd={}, bwd={})
 
 
 class FusedGateUpSiLUMulFunction(OperatorFunction):
     """Autograd for SwiGLU on the fused gate-up layout: saves y."""
 
     sharding, is_cheap = RowsRule(inputs=("y",)), True
-    fwd = define(
-        "fused_gate_up_swiglu_fwd(Tensor y, float gate_multiplier, float down_multiplier) -> Tensor c",
-        shapes="y [*, 2n]",
-        launcher=_fwd,
-        reference=lambda y, *multipliers: fused_gate_up_swiglu_reference(y, *multipliers).contiguous(),
-    )
-    bwd = define(
-        "fused_gate_up_swiglu_bwd(Tensor dc, Tensor y, float gate_multiplier, float down_multiplier) -> Tensor dy",
-        shapes="y [*, 2n]; dc [*, n]",
-        launcher=_bwd,
-        derivative_of=fwd,
-    )
-    in_place = define(
-        "fused_gate_up_swiglu_bwd_(Tensor dc, Tensor(a!) y, float gate_multiplier, float down_multiplier) -> ()",
-        shapes="y [*, 2n]; dc [*, n]",
-        launcher=_bwd_in_place,
-        derivative_of=fwd,
+    fwd, bwd, in_place = gated_operators(
+        TUNABLES,
+        ("y",),
+        "float gate_multiplier, float down_multiplier",
+        lambda gate_multiplier, down_multiplier: ("silu", gate_multiplier, down_multiplier),
+        fused_gate_up_swiglu_reference,
     )
 
 
@@ -110,12 +75,7 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
         return self.down_proj(liger_fused_gate_up_swiglu(project(self.gate_up_proj, x), owned=owned))
 
 
-WORKLOADS = {
-    "phi3_mini": (8192, 8192),
-    "phi3_medium": (8192, 17920),
-    "phi4": (4096, 17920),
-    "glm4_9b": (8192, 13696),
-}
+WORKLOADS = {"phi3_mini": (8192, 8192), "phi3_medium": (8192, 17920), "phi4": (4096, 17920), "glm4_9b": (8192, 13696)}
 """Problem sizes (n_rows, n_cols) of real models with a fused gate-up projection of 2 * n_cols."""
 
 
@@ -125,8 +85,4 @@ def sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0)) -> Sample
     return Sample(args=(y.requires_grad_(), *multipliers), moved=8 * n_rows * n_cols * dtype.itemsize)
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=TUNABLES,
-    options=({}, {"multipliers": (0.75, 1.5)}),
-)
+OP = registry.register_file(__name__, tunables=TUNABLES, options=({}, {"multipliers": (0.75, 1.5)}))

@@ -46,6 +46,7 @@ class GELUMulFunction(OperatorFunction):
     sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
     fwd, bwd, in_place = gated_operators(
         TUNABLES,
+        ("a", "b"),
         "bool tanh",
         lambda tanh: ("gelu_tanh" if tanh else "gelu", 1.0, 1.0),
         lambda a, b, tanh: geglu_reference(a, b, _name(tanh)),
@@ -127,8 +128,4 @@ def sample(sizes, dtype, device, generator, *, approximate="tanh", strided=False
     return gated_sample(sizes, dtype, device, generator, approximate, strided=strided)
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=TUNABLES,
-    options=({}, {"approximate": "none"}, {"strided": True}),
-)
+OP = registry.register_file(__name__, tunables=TUNABLES, options=({}, {"approximate": "none"}, {"strided": True}))

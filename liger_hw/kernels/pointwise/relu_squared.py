@@ -58,10 +58,7 @@ class ReLUSquaredFunction(OperatorFunction):
         fake=("x",),
     )
     bwd = define(
-        "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor dx",
-        shapes="x, dy [*, n]",
-        launcher=_bwd,
-        derivative_of=fwd,
+        "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor dx", shapes="x, dy [*, n]", launcher=_bwd, derivative_of=fwd
     )
 
 
@@ -99,7 +96,4 @@ def sample(sizes, dtype, device, generator) -> Sample:
     return Sample(args=(x,), moved=5 * n_rows * n_cols * dtype.itemsize)
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=TUNABLES,
-)
+OP = registry.register_file(__name__, tunables=TUNABLES)

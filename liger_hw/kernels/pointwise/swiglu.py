@@ -39,6 +39,7 @@ class SiLUMulFunction(OperatorFunction):
     sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
     fwd, bwd, in_place = gated_operators(
         TUNABLES,
+        ("a", "b"),
         "float gate_multiplier, float down_multiplier",
         lambda gate_multiplier, down_multiplier: ("silu", gate_multiplier, down_multiplier),
         swiglu_reference,
@@ -46,12 +47,7 @@ class SiLUMulFunction(OperatorFunction):
 
 
 def liger_swiglu(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    *,
-    owned: bool = False,
+    a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, *, owned: bool = False
 ) -> torch.Tensor:
     """silu(gate_multiplier * a) * b * down_multiplier, element by element.
 
@@ -123,8 +119,4 @@ def sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=F
     return gated_sample(sizes, dtype, device, generator, *multipliers, strided=strided)
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=TUNABLES,
-    options=({}, {"multipliers": (0.75, 1.5)}, {"strided": True}),
-)
+OP = registry.register_file(__name__, tunables=TUNABLES, options=({}, {"multipliers": (0.75, 1.5)}, {"strided": True}))

@@ -72,9 +72,6 @@ def tileable(forward: Run) -> Run:
     return in_tiles
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def apply_tiled_mlp(
     fn: Run,
     mlp_module: torch.nn.Module,
@@ -93,12 +90,10 @@ def apply_tiled_mlp(
     if torch.compiler.is_compiling():
         return fn(mlp_module, x)
     check_tensors("apply_tiled_mlp", x=x)
-    if x.dim() < 2:
-        check(False, "apply_tiled_mlp", f"x must be [..., seq, hidden], got shape {tuple(x.shape)}")
+    check(x.dim() > 1, "apply_tiled_mlp", f"x must be [..., seq, hidden], got shape {tuple(x.shape)}")
     rows, hidden = x.shape[-2:]
     count = -(-rows // max(1, hidden)) if num_shards is None else num_shards
-    if num_shards is not None and num_shards < 1:
-        check(False, "apply_tiled_mlp", f"num_shards must be 1 or more, got {num_shards}")
+    check(num_shards is None or num_shards > 0, "apply_tiled_mlp", f"num_shards must be 1 or more, got {num_shards}")
     return _run_in_tiles(fn, mlp_module, x, max(1, min(count, rows)))
 
 
@@ -113,19 +108,17 @@ def _run_in_tiles(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int
         sums, kind = {id(weight): _Sum(weight) for weight in weights}, x.device.type
         autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         options = {"use_reentrant": False, "context_fn": lambda: [_SummedLinears(sums, autocast, n) for n in (1, 0)]}
-        return torch.cat([checkpoint.checkpoint(run, module, tile, **options) for tile in _tiles(x, count)], -2)
+        return torch.cat(
+            [checkpoint.checkpoint(run, module, tile, **options) for tile in x.tensor_split(count, -2)], -2
+        )
     x = _SavedInput.apply(x)
     return _TiledMLP.apply(x, run, module, count, *weights)
-
-
-def _tiles(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    return x.tensor_split(count, -2)
 
 
 def _joined(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
     """The tiles' results in one tensor, each written where it belongs as soon as it is computed."""
     y, at = None, 0
-    for tile in _tiles(x, count):
+    for tile in x.tensor_split(count, -2):
         part = run(module, tile)
         if part.shape[:-1] != tile.shape[:-1]:
             raise ValueError(
@@ -196,9 +189,9 @@ class _TiledMLP(torch.autograd.Function):
         sums = {id(weight): _Sum(weight) for weight in weights}
         needs_dx = ctx.needs_input_grad[0]
         dx = torch.zeros_like(x) if needs_dx else None
-        dtiles = _tiles(dx, ctx.count) if needs_dx else [None] * ctx.count
+        dtiles = dx.tensor_split(ctx.count, -2) if needs_dx else [None] * ctx.count
         with _random_again(ctx.random, x.device.type):
-            for tile, dtile, dy_tile in zip(_tiles(x, ctx.count), dtiles, _tiles(dy, ctx.count)):
+            for tile, dtile, dy_tile in zip(x.tensor_split(ctx.count, -2), dtiles, dy.tensor_split(ctx.count, -2)):
                 tile = tile.detach().requires_grad_(needs_dx)
                 with torch.enable_grad(), _autocast(ctx.autocast), _SummedLinears(sums, ctx.autocast):
                     y = ctx.run(ctx.module, tile)
