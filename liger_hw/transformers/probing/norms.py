@@ -18,7 +18,20 @@ from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
 from ..guards import EVERYTHING, reads
 from ..replacing import gated_rms_norm_replacement, layer_norm_replacement, rms_norm_replacement, takes_what_is_there
 from ..source import Facts, open_branch
-from .probe import BATCH, LARGE, Match, Refused, agrees, autocast, generator, probe_copy, random, required_inputs, run
+from .probe import (
+    BATCH,
+    LARGE,
+    Match,
+    Refused,
+    agrees,
+    autocast,
+    generator,
+    has_same_gradients,
+    probe_copy,
+    random,
+    required_inputs,
+    run,
+)
 
 # -- which modules may be a norm -------------------------------------------------------------------------------------
 
@@ -235,17 +248,17 @@ class _Probe:
         cases = [(x, 1.0, "") for x in (first, *self.others)]
         cases.append((first, LARGE if isinstance(eps, str) else LARGE / _SMALL, f" of about {LARGE:g}"))
         for training in (True, False):
-            self.training = training
+            self.training, when = training, "training" if training else "eval mode"
             for x, scale, words in cases:
                 self.x, self.more = x * scale, tuple(t * scale for t in self._more_of(x))
                 expected = self._original(eps, _HIGH, _HIGH)
                 result = self._reference(variant, eps, mode, _HIGH, _HIGH)
                 if isinstance(expected, torch.Tensor) and not agrees(result, expected):
-                    return f"of {list(x.shape)}{words} in {_mode(training)} it is no {variant.kernel}"
+                    return f"of {list(x.shape)}{words} in {when} it is no {variant.kernel}"
             self.x, self.more = first, self._more_of(first)
             for dtype in (_LOW, torch.float16):
                 if not self._rounds_alike(eps, variant, mode, dtype, dtype):
-                    return f"in {dtype} in {_mode(training)} it is no {variant.kernel}"
+                    return f"in {dtype} in {when} it is no {variant.kernel}"
         return ""
 
     def _rounds_alike(
@@ -266,21 +279,13 @@ class _Probe:
         return not low or float((difference > 0).float().mean()) <= _MISMATCHES
 
     def _has_same_gradients(self, eps: str | float, variant: _Variant) -> bool:
-        results = []
-        for is_reference in (False, True):
-            with torch.enable_grad():
-                weights = {n: None if w is None else w.clone().requires_grad_() for n, w in self._cast(_HIGH).items()}
-                x = self._input(eps).clone().requires_grad_()
-                more = [t.clone().requires_grad_() for t in self.more]
-                if is_reference:
-                    y = variant.reference(x, weights, self._value(eps), "llama", *more)
-                else:
-                    y = self.forward(self._copy(eps, weights), x, *more)
-                leaves = [x, *more, *(w for w in weights.values() if w is not None)]
-                if not y.requires_grad:
-                    return False
-                results.append(torch.autograd.grad((y * self.x.cos()).sum(), leaves, allow_unused=True))
-        return all((a is None) == (b is None) and (a is None or agrees(a, b, 1e-4)) for a, b in zip(*results))
+        with torch.enable_grad():
+            weights = {n: None if w is None else w.clone().requires_grad_() for n, w in self._cast(_HIGH).items()}
+            x, *more = (t.clone().requires_grad_() for t in (self._input(eps), *self.more))
+            expected = self.forward(self._copy(eps, weights), x, *more)
+            result = variant.reference(x, weights, self._value(eps), "llama", *more)
+        leaves = [x, *more, *(w for w in weights.values() if w is not None)]
+        return has_same_gradients(result, expected, leaves, 1e-4)
 
     # -- one run -----------------------------------------------------------------------------------------------------
 
@@ -333,10 +338,6 @@ class _GatedProbe(_Probe):
                 for norm_before_gate in (True, False):
                     for group in groups:
                         yield _GatedVariant(weight, activation, norm_before_gate, group, self.module)
-
-
-def _mode(training: bool) -> str:
-    return "training" if training else "eval mode"
 
 
 def _width_of(module: nn.Module) -> int:
