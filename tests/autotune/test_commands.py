@@ -105,15 +105,17 @@ def test_list_names_every_entry_and_its_state(cache, capsys):
 
 
 def test_verify_lists_what_is_broken_or_old(cache, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path)  # what ships may be older than a kernel
+    fwd, shipped = tunable(), tmp_path / "cuda" / "sm90.json"
+    monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / vendor)  # what ships may be out of date
+    shipped.parent.mkdir()
+    shipped.write_text(tables.render(store.header(H200), {NAME: entry(fwd.safe(H200, KEY), fwd)}))
     assert "0 problems" in run(capsys, "cache", "verify")
-    fwd = tunable()
     cache.with_name("torn.json").write_text("{")
     old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured", "triton": "2.0.0"}, 99)
     failed = entry(fwd.safe(H200, KEY), fwd, kind="failed", reason="x")
     store.add(H200, [(NAME, old), (NAME, failed)])
     out = run(capsys, "cache", "verify", code=1)
-    assert "3 lines of your own" in out
+    assert "3 lines of your own, 1 shipped entries" in out
     assert "2 problems" in out and "torn.json" in out and "stale: for version 99" in out
 
 

@@ -322,10 +322,6 @@ ERRORS = {
     "kl": (lambda: _kto(_L, None, None, None, _A[:2]), r"kl must be one number or have shape \(4,\)"),
     "grpo loss type": (lambda: _grpo(loss_type="ppo"), "loss_type must be one of grpo, bnpo, .* got 'ppo'"),
     "level": (lambda: _grpo(importance_sampling_level="word"), "importance_sampling_level must be token or sequence"),
-    "no sequence level": (
-        lambda: _grpo(loss_type="vespo", importance_sampling_level="sequence"),
-        "Sequence-level importance sampling is not supported for loss_type='vespo'",
-    ),
     "dr_grpo": (lambda: _grpo(loss_type="dr_grpo"), "give it, got None"),
     "delta": (lambda: _grpo(delta=-1.0), "delta must be positive, or None, got -1.0"),
     "sapo": (lambda: _grpo(loss_type="sapo", sapo_temperature_pos=0.0), "sapo_temperature_pos must be positive"),
@@ -366,7 +362,9 @@ def test_a_loss_type_without_sequences_is_said_at_the_call(loss_type):
         beta=0.0, loss_type=loss_type, importance_sampling_level="sequence", use_ref_model=False
     )
     call = _X, _W, _Y, torch.ones(4, 3), torch.ones(4)
-    with pytest.raises(ValueError, match="Sequence-level importance sampling is not supported"):
+    with pytest.raises(
+        ValueError, match=f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}"
+    ):
         loss(*call)
     loss.importance_sampling_level = "token"
     assert torch.isfinite(loss(*call)[0])

@@ -189,24 +189,6 @@ def test_explain_does_not_take_what_is_not_launched(capsys):
         assert (": taken" in block) != (": not launched" in block)
 
 
-def test_verify_counts_its_own_apart(capsys, monkeypatch, tmp_path):
-    from liger_hw import registry
-    from liger_hw.autotune import store, tables
-    from liger_hw.backends import known_target
-
-    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
-    registry.reload()
-    try:
-        _, lines, _ = tables.load(store.shipped_folder("cuda") / "sm90-nvidia-h200.json")
-        assert store.add(known_target("h200"), lines[:3])
-        _, out, _ = said(capsys, "cache", "verify")
-        own, shipped = out.split(" lines of your own, ")
-        assert own == "3" and int(shipped.split()[0]) >= len(lines)
-    finally:
-        monkeypatch.undo()
-        registry.reload()
-
-
 def test_plan_says_what_shards_leave_out(capsys):
     words = ("plan", "--model", "mistral-7b", "--batch", "1", "--seq", "512")
     shared = said(capsys, *words, "--shards", "8")[1]
