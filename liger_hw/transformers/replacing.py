@@ -115,7 +115,7 @@ def guarded(
             options = {**kwargs, **dict(zip(by_place, args))}
             fits = len(options) == len(args) + len(kwargs)  # none is one too many, or given twice
             inputs = [options.pop(name, None) for name in input_names]
-            if not fits or any(t is None for t in inputs) or not takes(options) or not applies(self, inputs[0]):
+            if not fits or any([t is None for t in inputs]) or not takes(options) or not applies(self, inputs[0]):
                 return instead(self, *args, **kwargs)
             return replacement(self, *inputs, **options)
 
