@@ -73,6 +73,15 @@ def make(op: Op, sizes: Sizes, dtype: torch.dtype, device: str, seed: int, optio
     return op.sample(sizes, dtype, torch.device(device), torch.Generator(device).manual_seed(seed), **options)
 
 
+def said(capsys: Any, *words: str) -> tuple[int, str, str]:
+    """What `liger-hw` returns and prints: the exit code, standard output and standard error."""
+    from liger_hw.cli import main
+
+    code = main(words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
 def team_words(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Both sums in one word, inverted, as `cooperative.publish` leaves them."""
     high, low = (t.float().view(torch.int32).long() for t in (first, second))

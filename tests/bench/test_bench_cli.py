@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import harness
 import pytest
 import torch
 
 from liger_hw.bench import moe, training
 from liger_hw.bench.cases import make_inputs
-from liger_hw.cli import COMMANDS, main
+from liger_hw.cli import COMMANDS
 
 pytestmark = pytest.mark.cpu
 
@@ -21,9 +22,7 @@ def command(monkeypatch):
 
 
 def said(capsys, *argv):
-    code = main(["bench", *argv])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return harness.said(capsys, "bench", *argv)
 
 
 def test_an_op_against_torch(tmp_path, capsys):

@@ -13,18 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import said
 
 import liger_hw
 from liger_hw import registry
 from liger_hw.cli import COMMANDS, info, main
 
 pytestmark = pytest.mark.cpu
-
-
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(argv)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_version(capsys):

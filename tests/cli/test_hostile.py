@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from harness import said
 
 from liger_hw import registry
 from liger_hw.autotune import lock, store, tables
-from liger_hw.cli import main
 from liger_hw.recompute import planner
 from tests.autotune.fakes import H200, entry, tunable
 
@@ -20,12 +20,6 @@ KEY = (4096, 13, 2)
 NAME = ("rms_norm", "fwd", KEY)
 SMALL = {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def said(capsys, *words: str) -> tuple[int, str, str]:
-    code = main(words)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 # -- a config.json ---------------------------------------------------------------------------------------------------

@@ -6,17 +6,12 @@ import json
 import sys
 
 import pytest
+from harness import said
 
 from liger_hw import registry, text
-from liger_hw.cli import arguments, main
+from liger_hw.cli import arguments
 
 pytestmark = pytest.mark.cpu
-
-
-def said(capsys, *words: str) -> tuple[int, str, str]:
-    code = main(words)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 # -- widths and progress ---------------------------------------------------------------------------------------------
