@@ -8,8 +8,6 @@ or a module of another form.
 
 from __future__ import annotations
 
-from typing import Any, Callable
-
 import torch
 from torch import nn
 
@@ -55,55 +53,49 @@ class _Layer(nn.Module):
     can_torch_compile = True
 
 
-def _rms_norm(eps: str, offset: float = 0.0, casting_mode: str = "llama") -> Callable:
-    """The forward of an RMSNorm with its epsilon in the attribute of this name."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _share_a_dtype(hidden_states, self.weight):
-            return type(self).forward(self, hidden_states)
-        return liger_rms_norm(hidden_states, self.weight, getattr(self, eps), offset, casting_mode)
-
-    return forward
-
-
 class RMSNorm(_Layer):
     """RMSNorm of Llama: the normalised input is rounded to its dtype, then scaled."""
 
-    forward = _rms_norm("variance_epsilon")
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _share_a_dtype(hidden_states, self.weight):
+            return type(self).forward(self, hidden_states)
+        return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 class RMSNormFp32Weight(_Layer):
     """RMSNorm of OLMo 2 and gpt-oss: scaled in fp32, then rounded."""
 
-    forward = _rms_norm("variance_epsilon", 0.0, "gemma")
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _share_a_dtype(hidden_states, self.weight):
+            return type(self).forward(self, hidden_states)
+        return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, 0.0, "gemma")
 
 
 class RMSNormZeroCentered(_Layer):
     """RMSNorm of Gemma and Qwen3.5: scaled by 1 + weight in fp32, then rounded."""
 
-    forward = _rms_norm("eps", 1.0, "gemma")
-
-
-def _gated_rms_norm(casting_mode: str) -> Callable:
-    def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
-            return type(self).forward(self, hidden_states, gate)
-        options = self.variance_epsilon, self.activation, casting_mode
-        return liger_gated_rms_norm(hidden_states, gate, self.weight, *options)
-
-    return forward
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not _share_a_dtype(x, self.weight):
+            return type(self).forward(self, x)
+        return liger_rms_norm(x, self.weight, self.eps, 1.0, "gemma")
 
 
 class RMSNormGated(_Layer):
     """Gated RMSNorm of Qwen3-Next and Qwen3.5: rounded after the norm, after the scale and after the gate."""
 
-    forward = _gated_rms_norm("llama")
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
+            return type(self).forward(self, hidden_states, gate)
+        return liger_gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)
 
 
 class RMSNormGatedFp32Weight(_Layer):
     """Gated RMSNorm of Kimi Linear: scaled and gated in fp32, then rounded."""
 
-    forward = _gated_rms_norm("gemma")
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if gate is None or not _share_a_dtype(hidden_states, gate, self.weight):
+            return type(self).forward(self, hidden_states, gate)
+        return liger_gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation, "gemma")
 
 
 class LayerNorm(_Layer):
