@@ -48,10 +48,8 @@ from .multi_token_attention_kernels import (
     _channels_softmax_bwd_kernel,
     _channels_softmax_fwd_kernel,
 )
-from .softmax import SoftmaxFunction
+from .softmax import softmax_bwd
 from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
-
-softmax_bwd = SoftmaxFunction.bwd
 
 
 def multi_token_attention_reference(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):

@@ -210,8 +210,14 @@ def _misfit(config: LaunchConfig, key: Key) -> str | None:
     return "ROWS must be 1 where a row is wider than BLOCK_SIZE" if wider and config.blocks["ROWS"] > 1 else None
 
 
-def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any) -> tuple[Tunable, Tunable]:
-    """`<op>.fwd` of these kernels, and `<op>.bwd`."""
+def row_map(
+    op: str, kernels: tuple[Any, Any], reference: Callable[..., Any], bwd_reference: Callable[..., Any], *, sparse: bool
+) -> tuple[Tunable, Tunable, Any, Any]:
+    """The tunables `<op>.fwd` of these kernels and `<op>.bwd`, and the operators `<op>_fwd(x) -> y` and
+    `<op>_bwd(dy, y) -> dx`.
+
+    bwd_reference: the latter in torch; sparse: which weights backward has, see the top of this file
+    """
 
     def tunable(variant: str, kernels: tuple[Any, Any], tensors: int) -> Tunable:
         return row_tunable(
@@ -223,17 +229,8 @@ def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any) -> tup
             valid=_misfit,
         )
 
-    forward = tunable("fwd", (whole_rows_kernel, looped_kernel), tensors=1)
-    return forward, tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel), tensors=2)
-
-
-def row_map_operators(
-    fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any], *, sparse: bool
-) -> tuple:
-    """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` is the latter in torch.
-
-    sparse: which weights backward has, see the top of this file.
-    """
+    fwd = tunable("fwd", kernels, tensors=1)
+    bwd = tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel), tensors=2)
 
     def forward(x):
         x = row_major(x)
@@ -247,22 +244,21 @@ def row_map_operators(
         _launch(bwd, (dy, y, dx), dy, (sparse,))
         return dx
 
-    return (
-        define(
-            f"{fwd.op}_fwd(Tensor x) -> Tensor y",
-            shapes="x [*, n]",
-            launcher=forward,
-            reference=lambda x: reference(x).contiguous(),
-            fake=("x",),
-        ),
-        define(
-            f"{bwd.op}_bwd(Tensor dy, Tensor y) -> Tensor dx",
-            shapes="y, dy [*, n]",
-            launcher=backward,
-            reference=lambda dy, y: bwd_reference(dy, y).to(y.dtype).contiguous(),
-            fake=("y",),
-        ),
+    forward_operator = define(
+        f"{op}_fwd(Tensor x) -> Tensor y",
+        shapes="x [*, n]",
+        launcher=forward,
+        reference=lambda x: reference(x).contiguous(),
+        fake=("x",),
     )
+    backward_operator = define(
+        f"{op}_bwd(Tensor dy, Tensor y) -> Tensor dx",
+        shapes="y, dy [*, n]",
+        launcher=backward,
+        reference=lambda dy, y: bwd_reference(dy, y).to(y.dtype).contiguous(),
+        fake=("y",),
+    )
+    return fwd, bwd, forward_operator, backward_operator
 
 
 def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.Tensor, flags: tuple) -> None:

@@ -21,7 +21,7 @@ from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
 from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
 from ..rows.tuning import row_sample
-from .row_maps import row_map_operators, row_map_tunables
+from .row_maps import row_map
 
 
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
@@ -177,14 +177,15 @@ def _bwd_reference(dy, y):
     return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_kernel)
+FWD, BWD, softmax_fwd, softmax_bwd = row_map(
+    "softmax", (_softmax_fwd_kernel, _softmax_fwd_looped_kernel), softmax_reference, _bwd_reference, sparse=False
+)
 
 
 class SoftmaxFunction(OperatorFunction):
     """Autograd for softmax: saves y."""
 
-    sharding = RowsRule(inputs=("x",))
-    fwd, bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference, sparse=False)
+    sharding, fwd, bwd = RowsRule(inputs=("x",)), softmax_fwd, softmax_bwd
 
 
 def liger_softmax(x: torch.Tensor) -> torch.Tensor:

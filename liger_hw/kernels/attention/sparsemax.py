@@ -25,7 +25,7 @@ from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order, no_view
 from ...runtime.triton_import import tl, triton
 from ..rows.row import align_down, body_start, body_width, edge_columns, load_row, row_head, row_pad, store_row
-from .row_maps import lane_sums, row_map_operators, row_map_tunables
+from .row_maps import lane_sums, row_map
 
 
 def sparsemax_reference(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -184,8 +184,9 @@ def _bwd_reference(dy, y):
     return torch.where(inside, g - mean, 0.0)
 
 
-FWD, BWD = row_map_tunables("sparsemax", _sparsemax_fwd_kernel, _sparsemax_fwd_looped_kernel)
-sparsemax_fwd, sparsemax_bwd = row_map_operators(FWD, BWD, sparsemax_reference, _bwd_reference, sparse=True)
+FWD, BWD, sparsemax_fwd, sparsemax_bwd = row_map(
+    "sparsemax", (_sparsemax_fwd_kernel, _sparsemax_fwd_looped_kernel), sparsemax_reference, _bwd_reference, sparse=True
+)
 
 
 class SparsemaxFunction(Function):

@@ -33,10 +33,6 @@ def geglu_reference(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh")
     return (gelu.to(wide) * b.to(wide)).to(a.dtype)
 
 
-def _name(tanh: bool) -> str:
-    return "tanh" if tanh else "none"
-
-
 TUNABLES = activation_tunables("geglu", fwd={}, bwd={"load_bytes": 8})
 
 
@@ -49,7 +45,7 @@ class GELUMulFunction(OperatorFunction):
         ("a", "b"),
         "bool tanh",
         lambda tanh: ("gelu_tanh" if tanh else "gelu", 1.0, 1.0),
-        lambda a, b, tanh: geglu_reference(a, b, _name(tanh)),
+        lambda a, b, tanh: geglu_reference(a, b, "tanh" if tanh else "none"),
     )
 
 
