@@ -118,7 +118,7 @@ def _tiled_space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (2, 4, 8), per_thread=(4, 64))
 
 
-def _tunable(variant: str, kernel, heuristic, space) -> Tunable:
+def _tunable(variant: str, kernel, heuristic, space, *neutral: str) -> Tunable:
     return Tunable(
         "fused_moe",
         variant,
@@ -128,11 +128,11 @@ def _tunable(variant: str, kernel, heuristic, space) -> Tunable:
         heuristic=heuristic,
         safe=lambda target, key: LaunchConfig({name: 16 for name in heuristic(target, key).blocks}, 1),
         space=space,
-        neutral=frozenset({"num_warps", "num_stages", "hint"} if heuristic is _combine_heuristic else {"hint"}),
+        neutral=frozenset({"hint", *neutral}),
     )
 
 
-COMBINE = _tunable("combine", _fused_moe_combine_kernel, _combine_heuristic, _combine_space)
+COMBINE = _tunable("combine", _fused_moe_combine_kernel, _combine_heuristic, _combine_space, "num_warps", "num_stages")
 BIAS = _tunable("bias", _fused_moe_bias_kernel, _tiled_heuristic, _tiled_space)
 TUNABLES = (COMBINE, BIAS)
 
