@@ -476,8 +476,9 @@ def test_gradients_that_are_not_wanted_are_as_the_fake_says(lane, generator, rou
     inputs[4] = inputs[4].float()
     how = *Gate(), False
     out, *made = fused_moe_fwd.overload(*inputs, None, None, *how)
-    args = (torch.ones_like(out), *inputs, None, None, *made, [False] * 6, *how)
-    torch.library.opcheck(fused_moe_bwd.overload, args, test_utils=("test_schema", "test_faketensor"))
+    for needed in [False] * 6, [True] + [False] * 5:
+        args = (torch.ones_like(out), *inputs, None, None, *made, needed, *how)
+        torch.library.opcheck(fused_moe_bwd.overload, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.lanes("cpu", "interpret", "gpu")

@@ -95,60 +95,43 @@ def _bwd(
     dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, z,
     order, token, row, offsets, largest, needed, how,
 ):  # fmt: skip
+    """Six gradients, empty where not needed. At most three tensors of M rows live at a time beside z: what is cheap is
+    computed again rather than kept."""
     if not top_k_index.numel():
         tensors = x, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias
-        gradients = [t.new_zeros(t.shape) if is_needed else None for t, is_needed in zip(tensors, needed)]
-    else:
-        dout, x = row_major(dout), row_major(x)
-        top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
-        inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-        where = Routing(order, token, row, offsets, largest)
-        dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, where, needed, how)
-        ddown, ddown_bias = _down_gradients(dout, *inputs, z, where, needed, how)
-        gradients = dx, dup, ddown, dweights, dup_bias, ddown_bias
-    return tuple([no_weight(x) if gradient is None else gradient for gradient in gradients])
-
-
-# At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept, and each of
-# the two functions below gives its own back.
-
-
-def _up_gradients(
-    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, where: Routing, needed, how: How
-):
-    """Gradients of x, the first product's weights, the routing weights and the first bias; None for unwanted ones."""
-    wants_x, wants_up, _, wants_weights, wants_up_bias, _ = needed
-    dx = dup = dup_bias = None
-    if not (wants_x or wants_up or wants_weights or wants_up_bias):
-        return None, None, None, None
-    key, axis = _key(x, down_proj, top_k_index, how), 2 if how.is_transposed else 1
-    da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, where)
-    gating = top_k_weights, dout, down_bias, top_k_index, how.gate, where, down_proj.shape[0]
-    dz, dweights = gates.gated_bwd(da, z, *gating)
-    del da
-    if wants_up_bias:
-        dup_bias = sums.bias_gradient(dz, None, top_k_index, where)
-    if wants_up:  # [E, 2 I, H], the rows of x gathered; transposed [E, H, 2 I]
-        p, q, gathered = (x, dz, (True, False)) if how.is_transposed else (dz, x, (False, True))
-        dup = products.weights_product(products.UP_WEIGHTS, key, p, q, gathered, where)
-    if wants_x:
-        rows = products.rows_product(products.UP_BWD, key, dz, gate_up_proj, axis, False, where)
-        dx = sums.combine(rows, None, None, top_k_index, where)
-    return dx, dup, dweights, dup_bias
-
-
-def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, z, where: Routing, needed, how: How):
-    """Gradients of the second product's weights and bias; None for unwanted ones."""
-    _, _, wants_down, _, _, wants_down_bias = needed
-    ddown = ddown_bias = None
+        return tuple([t.new_zeros(t.shape) if is_needed else no_weight(x) for t, is_needed in zip(tensors, needed)])
+    dout, x = row_major(dout), row_major(x)
+    top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
+    where, key = Routing(order, token, row, offsets, largest), _key(x, down_proj, top_k_index, how)
+    gating = top_k_index, how.gate, where, down_proj.shape[0]
+    axis = 2 if how.is_transposed else 1
+    wants_x, wants_up, wants_down, wants_weights, wants_up_bias, wants_down_bias = needed
+    dx = dup = ddown = dweights = dup_bias = ddown_bias = None
+    if wants_x or wants_up or wants_weights or wants_up_bias:
+        da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, where)
+        dz, by_weights = gates.gated_bwd(da, z, top_k_weights, dout, dense(down_bias), *gating)
+        del da
+        if wants_weights:
+            dweights = by_weights
+        if wants_up_bias:
+            dup_bias = sums.bias_gradient(dz, None, top_k_index, where)
+        if wants_up:  # [E, 2 I, H], the rows of x gathered; transposed [E, H, 2 I]
+            p, q, gathered = (x, dz, (True, False)) if how.is_transposed else (dz, x, (False, True))
+            dup = products.weights_product(products.UP_WEIGHTS, key, p, q, gathered, where)
+            del p, q
+        if wants_x:
+            rows = products.rows_product(products.UP_BWD, key, dz, gate_up_proj, axis, False, where)
+            dx = sums.combine(rows, None, None, top_k_index, where)
+            del rows
+        del dz
     if wants_down_bias:
         ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, where)
     if wants_down:  # [E, H, I], the rows of dout gathered; transposed [E, I, H]
-        key = _key(x, down_proj, top_k_index, how)
-        act = gates.gated(z, None, top_k_weights, top_k_index, how.gate, where, down_proj.shape[0])
+        act = gates.gated(z, None, top_k_weights, *gating)
         p, q, gathered = (act, dout, (False, True)) if how.is_transposed else (dout, act, (True, False))
         ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, where)
-    return ddown, ddown_bias
+    gradients = dx, dup, ddown, dweights, dup_bias, ddown_bias
+    return tuple([no_weight(x) if gradient is None else gradient for gradient in gradients])
 
 
 _INPUTS = (
