@@ -220,7 +220,10 @@ class KeptFloat8Linear(Float8Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """A checkpoint's weight is quantised."""
         weight, kept = state_dict.pop(f"{prefix}weight", None), self.weight_fp8
-        if weight is not None and weight.shape == kept.shape:
+        if weight is None:
+            missing_keys, weight = args[2], kept
+            missing_keys.append(f"{prefix}weight")
+        elif weight.shape == kept.shape:
             weight = weight.full_tensor() if is_dtensor(weight) else weight
             weight, scale = quantized(weight.to(self.weight_scale.device), E4M3, self.float8.recipe.rowwise)
             self.weight_scale.copy_(scale)
@@ -228,8 +231,7 @@ class KeptFloat8Linear(Float8Linear):
                 from torch.distributed.tensor import distribute_tensor
 
                 weight = distribute_tensor(weight, kept.device_mesh, kept.placements, src_data_rank=None)
-        if weight is not None:
-            state_dict[f"{prefix}weight_fp8"] = weight
+        state_dict[f"{prefix}weight_fp8"] = weight
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

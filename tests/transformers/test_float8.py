@@ -494,6 +494,16 @@ def test_every_adapter_around_kept_weights(kind, order):
     assert torch.equal(model.unload()(input_ids=IDS).logits, disabled)
 
 
+def test_a_checkpoint_without_a_kept_weight_leaves_it_and_says_so():
+    model = _lora()
+    liger_hw.float8(model, smallest=16, keep_frozen=True)
+    expected, state = _gradients(model), model.state_dict()
+    name = next(name for name in state if "base_layer" in name)
+    del state[name]
+    assert model.load_state_dict(state, strict=False).missing_keys == [name]
+    assert _same(_gradients(model), expected)
+
+
 def test_a_weight_that_linears_share_is_not_kept():
     """One FP8 copy for each would be two weights."""
     block = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3)).requires_grad_(False)
