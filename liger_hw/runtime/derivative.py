@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,6 +25,20 @@ def _autograd() -> Iterator[None]:
     hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if is_open else contextlib.nullcontext()
     with autograd_inside_operator(), torch.enable_grad(), hooks:
         yield
+
+
+def differentiate(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """The gradient of each of `tensors`, in fp32 or wider. slopes: gradients of the function's results, None where one
+    is not used."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    with _autograd():
+        leaves = [t.detach().to(wide, copy=True).requires_grad_() for t in tensors]
+        outputs = function(*leaves)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        used, slopes = zip(*[(y, dy.to(y.dtype)) for y, dy in zip(outputs, slopes) if dy is not None])
+        return torch.autograd.grad(used, leaves, slopes, materialize_grads=True)
 
 
 def backward_of(
@@ -63,19 +77,14 @@ def backward_of(
     def gradients(*args: Any) -> Any:
         results = fake(*args) if owners else [args[place] for (place,) in written]
         filled = [results] if isinstance(results, torch.Tensor) else results
-        wide = torch.promote_types(filled[0].dtype, torch.float32)
-        with _autograd():
-            leaves = {
-                place: args[place].detach().to(wide, copy=True).requires_grad_()
-                for places in owners or written
-                for place in places
-                if args[place] is not None
-            }
-            outputs = run(*[leaves.get(place, arg) for place, arg in enumerate(args)])
-            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-            pairs = [(y, args[place]) for y, place in zip(outputs, incoming) if place is not None]
-            outputs, slopes = zip(*[(y, dy.to(y.dtype)) for y, dy in pairs if dy is not None])
-            by_leaf = torch.autograd.grad(outputs, list(leaves.values()), slopes, materialize_grads=True)
+        leaves = [place for places in owners or written for place in places if args[place] is not None]
+
+        def outputs_of(*tensors: torch.Tensor) -> Any:
+            changed = dict(zip(leaves, tensors))
+            return run(*[changed.get(place, arg) for place, arg in enumerate(args)])
+
+        slopes = [None if place is None else args[place] for place in incoming]
+        by_leaf = differentiate(outputs_of, [args[place] for place in leaves], slopes)
         by_place = dict(zip(leaves, by_leaf))
         for result, places in zip(filled, owners or written):
             if result.numel():

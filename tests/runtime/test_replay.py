@@ -156,7 +156,7 @@ def test_one_tensor_passed_twice_is_two_arguments(driver, asked):
     def back(dy):
         driver.seen.clear()
         with torch.no_grad():
-            rms_norm.RMSNormFunction.bwd(dy, x, w, rstd, 0.0, 0, False)
+            rms_norm.RMSNormFunction.bwd(dy, x, w, rstd, 1e-6, 0.0, 0, False)
         return driver.seen[0][6:9]
 
     assert [back(x) for _ in range(3)] == [pointers(x, x, w)] * 3
@@ -656,11 +656,11 @@ def test_batched_gradients_go_by_the_dispatcher(driver, asked):
     """Their tensors have no memory of their own: no launch is made with them, and none is recorded."""
     x, w = inputs()
     dy, rstd = torch.randn(2, *x.shape), torch.rand(x.shape[0])
-    exact = [rms_norm.RMSNormFunction.bwd.overload(g, x, w, rstd, 0.0, 0, False)[0] for g in dy]
+    exact = [rms_norm.RMSNormFunction.bwd.overload(g, x, w, rstd, 1e-6, 0.0, 0, False)[0] for g in dy]
 
     def backward(g):
         with torch.no_grad():
-            return rms_norm.RMSNormFunction.bwd(g, x, w, rstd, 0.0, 0, False)[0]
+            return rms_norm.RMSNormFunction.bwd(g, x, w, rstd, 1e-6, 0.0, 0, False)[0]
 
     for _ in range(4):
         found = torch._vmap_internals._vmap(backward)(dy)

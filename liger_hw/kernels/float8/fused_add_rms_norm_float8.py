@@ -57,7 +57,7 @@ class FusedAddRMSNormFloat8Function(Function):
 
     @staticmethod
     def forward(ctx, X, R, W, eps, offset, casting):
-        ctx.offset, ctx.casting = offset, casting
+        ctx.numbers = eps, offset, casting
         data, scale, rstd, S = fused_add_rms_norm_float8_rows(X, R, W, eps, offset, casting)
         ctx.save_for_backward(S, W, rstd)
         return *placeholder(ctx, S, Float8Rows(data, scale), out_dtype(S, W, casting)), S
@@ -68,7 +68,7 @@ class FusedAddRMSNormFloat8Function(Function):
         if dY is None:
             return dS, dS, None, None, None, None
         needs_dw = ctx.needs_input_grad[2]
-        dX, dW = fused_add_rms_norm_bwd(dY, dS, *ctx.saved_tensors, ctx.offset, ctx.casting, needs_dw)
+        dX, dW = fused_add_rms_norm_bwd(dY, dS, *ctx.saved_tensors, *ctx.numbers, needs_dw)
         return dX, dX, dW if needs_dw else None, None, None, None
 
 

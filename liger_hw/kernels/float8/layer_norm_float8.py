@@ -49,6 +49,7 @@ class LayerNormFloat8Function(Function):
     def forward(ctx, X, W, B, eps):
         data, scale, stats = layer_norm_float8_rows(X, W, B, eps)
         ctx.save_for_backward(X, W, B, stats)
+        ctx.eps = eps
         return placeholder(ctx, X, Float8Rows(data, scale))
 
     @staticmethod
@@ -58,7 +59,7 @@ class LayerNormFloat8Function(Function):
             return (None,) * 4
         X, W, B, stats = ctx.saved_tensors
         needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dX, dP = layer_norm_bwd(dY, X, W, B, stats, needed)
+        dX, dP = layer_norm_bwd(dY, X, W, B, stats, ctx.eps, needed)
         dW, dB = (dP, None) if B is None else dP.unsafe_chunk(2)
         return dX, dW if needed else None, dB if needed else None, None
 

@@ -46,7 +46,7 @@ class RMSNormFloat8Function(Function):
 
     @staticmethod
     def forward(ctx, X, W, eps, offset, casting):
-        ctx.offset, ctx.casting = offset, casting
+        ctx.numbers = eps, offset, casting
         data, scale, rstd = rms_norm_float8_rows(X, W, eps, offset, casting)
         ctx.save_for_backward(X, W, rstd)
         return placeholder(ctx, X, Float8Rows(data, scale), out_dtype(X, W, casting))
@@ -57,7 +57,7 @@ class RMSNormFloat8Function(Function):
         if dY is None:
             return (None,) * 5
         needs_dw = ctx.needs_input_grad[1]
-        dX, dW = rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, needs_dw)
+        dX, dW = rms_norm_bwd(dY, *ctx.saved_tensors, *ctx.numbers, needs_dw)
         return dX, dW if needs_dw else None, None, None, None
 
 

@@ -38,8 +38,8 @@ def _fwd(x, r, w, eps, offset, casting):
     return norm_forward(FWD, x, w, eps, offset, casting, residual=r)
 
 
-def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    return rms_norm.rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, needs_dw, ds)
+def _bwd(dy, ds, s, w, rstd, eps, offset, casting, needs_dw):
+    return rms_norm.rms_backward(BACKWARD, dy, s, w, rstd, eps, offset, casting, needs_dw, ds)
 
 
 def _fwd_reference(x, r, w, eps, offset, casting):
@@ -48,8 +48,8 @@ def _fwd_reference(x, r, w, eps, offset, casting):
     return y, s, rstd
 
 
-def _bwd_reference(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    dx, dw = rms_norm.bwd_reference(dy, s, w, rstd, offset, casting, needs_dw)
+def _bwd_reference(dy, ds, s, w, *others):
+    dx, dw = rms_norm.RMSNormFunction.bwd.reference(dy, s, w, *others)
     return dx if ds is None else (dx + ds).contiguous(), dw
 
 
@@ -61,11 +61,12 @@ fused_add_rms_norm_fwd = define(
     reference=_fwd_reference,
 )
 fused_add_rms_norm_bwd = define(
-    "fused_add_rms_norm_bwd(Tensor dY, Tensor? dS, Tensor S, Tensor W, Tensor rstd, float offset, int casting,"
-    " bool needs_dw) -> (Tensor, Tensor)",
+    "fused_add_rms_norm_bwd(Tensor dY, Tensor? dS, Tensor S, Tensor W, Tensor rstd, float eps, float offset,"
+    " int casting, bool needs_dw) -> (Tensor, Tensor)",
     shapes="S, dY, dS [*, n]; W [n]; rstd of rows",
     launcher=_bwd,
     reference=_bwd_reference,
+    fake=lambda dy, ds, s, w, *others: (s.new_empty(s.shape), w.new_empty(w.shape if others[-1] else 0)),
 )
 
 
@@ -79,10 +80,10 @@ class FusedAddRMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, R, W, eps, offset, casting):
-        ctx.offset, ctx.casting = offset, casting
-        Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, eps, ctx.offset, ctx.casting)
+        ctx.numbers = eps, offset, casting
+        Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, *ctx.numbers)
         ctx.save_for_backward(S, W, RSTD)
-        offer(ctx, Y, _normalised_again, (S, W, eps, ctx.offset, ctx.casting))
+        offer(ctx, Y, _normalised_again, (S, W, *ctx.numbers))
         ctx.set_materialize_grads(False)  # an unused y or s costs no tensor of zeros
         return Y, S
 
@@ -93,7 +94,7 @@ class FusedAddRMSNormFunction(Function):
         if dY is None:
             return dS, dS, None, None, None, None
         needs_dw = ctx.needs_input_grad[2]
-        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting, needs_dw)
+        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, *ctx.numbers, needs_dw)
         return dX, dX, dW if needs_dw else None, None, None, None
 
 

@@ -11,7 +11,6 @@ rows too wide to hold are from Chan, Golub and LeVeque, "Updating Formulae and a
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -85,7 +84,7 @@ def _fwd(x, w, b, eps):
     return norm_forward(FWD, x, w, eps, None, GEMMA, b=b, subtract_mean=True)
 
 
-def _bwd(dy, x, w, b, stats, needs_params):
+def _bwd(dy, x, w, b, stats, eps, needs_params):
     parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
     return norm_backward(BACKWARD, dy, x, w, stats, None, None, GEMMA, True, parts, dtype)
 
@@ -97,18 +96,6 @@ def fwd_reference(x, w, b, eps):
     return layer_norm_reference(x, w, b, eps).contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)]).reshape(
         2, mean.numel()
     )
-
-
-def bwd_reference(dy, x, w, b, stats, needs_params):
-    wide = stats.dtype
-    mean, rstd = stats.view(2, *x.shape[:-1], 1)
-    h, g = (x.to(wide) - mean) * rstd, dy.to(wide)
-    m = g if w is None else g * w.to(wide)
-    dx = rstd * (m - m.mean(-1, keepdim=True) - h * (m * h).mean(-1, keepdim=True))
-    rows = (math.prod(x.shape[:-1]), x.shape[-1])
-    grads = [(g * h).reshape(rows).sum(0), g.reshape(rows).sum(0)][: param_parts(needs_params, w, b)]
-    params = torch.cat(grads) if grads else x.new_empty(0)
-    return dx.to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
 def misfit(X, W, B, eps) -> str:
@@ -125,11 +112,11 @@ class LayerNormFunction(OperatorFunction):
         reference=fwd_reference,
     )
     bwd = define(
-        "layer_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, bool needs_params)"
+        "layer_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, float eps, bool needs_params)"
         " -> (Tensor dX, Tensor dW_dB)",
         shapes="X, dY [*, n]; W [n]; B [n]; stats [2, rows]",
         launcher=_bwd,
-        reference=bwd_reference,
+        derivative_of=fwd,
     )
 
 

@@ -41,7 +41,7 @@ FWD = norm_forward_tunable("rms_norm")
 BACKWARD = backward_tunables("rms_norm")
 
 
-def rms_backward(tunables, dy, x, w, rstd, offset, casting, needs_dw, ds=None):
+def rms_backward(tunables, dy, x, w, rstd, eps, offset, casting, needs_dw, ds=None):
     """(dx, dw) of RMSNorm; ds [like x] or None is added to dx."""
     needed = needs_dw and w is not None
     dtype = x.dtype if w is None else w.dtype
@@ -65,17 +65,6 @@ def fwd_reference(x, w, eps, offset, casting):
     return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
 
 
-def bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
-    wide, rstd = rstd.dtype, rstd.view(*x.shape[:-1], 1)
-    h, g = x.to(wide) * rstd, dy.to(wide)
-    m = g if w is None else g * (w.to(wide) + offset)
-    dx = (rstd * (m - h * (m * h).mean(-1, keepdim=True))).to(x.dtype).contiguous()
-    if w is None or not needs_dw:
-        return dx, no_weight(x)
-    seen = h.to(x.dtype).to(wide) if casting == LLAMA else h
-    return dx, (g * seen)[None].flatten(0, -2).sum(0).to(w.dtype)
-
-
 class RMSNormFunction(OperatorFunction):
     sharding, params, is_cheap = RowsRule(inputs=("X",), weights=("W",)), ("W",), True
     fwd = define(
@@ -85,11 +74,11 @@ class RMSNormFunction(OperatorFunction):
         reference=fwd_reference,
     )
     bwd = define(
-        "rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, float offset, int casting, bool needs_params)"
-        " -> (Tensor dX, Tensor dW)",
+        "rms_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, float eps, float offset, int casting,"
+        " bool needs_params) -> (Tensor dX, Tensor dW)",
         shapes="X, dY [*, n]; W [n]; rstd of rows",
         launcher=partial(rms_backward, BACKWARD),
-        reference=bwd_reference,
+        derivative_of=fwd,
     )
 
 

@@ -23,6 +23,7 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, tile_space
+from ...runtime.derivative import differentiate
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -466,7 +467,7 @@ def _bwd(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, 
 def _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
     wide = torch.promote_types(x.dtype, torch.float32)
     w, phi, bias = (t.to(wide) for t in (x, phi, b))
-    alphas = [alpha.to(wide).view(()) for alpha in (alpha_pre, alpha_post, alpha_res)]
+    alphas = [alpha.to(wide).flatten() for alpha in (alpha_pre, alpha_post, alpha_res)]  # one, or one for each column
     z, rstd = _mixed(w, phi, options.rms_eps)
     h_pre, h_post, h_res, sums = _coefficients(z * rstd, bias, alphas, x.shape[-2], options)
     mix, sums = (z * rstd)[None].flatten(0, -2), sums[None].flatten(0, -3)
@@ -474,27 +475,12 @@ def _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
 
 
 def _bwd_reference(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, mix, rstd, sums, options):
-    n, wide = x.shape[-2], mix.dtype
-    sizes = (n, n, n * n)
-    alphas = [alpha.to(wide).view(()) for alpha in (alpha_pre, alpha_post, alpha_res)]
-    pre, post, res = (a * m + c for a, m, c in zip(alphas, mix.split(sizes, -1), b.to(wide).split(sizes, -1)))
-    g, k = dres.to(wide).reshape(-1, n, n), h_res.to(wide).reshape(-1, n, n)
-    for step in reversed(range(sums.shape[1])):
-        axis = -1 if step % 2 else -2
-        divisor = sums[:, step].unsqueeze(axis)
-        g, k = (g - (g * k).sum(axis, keepdim=True)) / divisor, k * divisor
-    weights = res.unflatten(-1, (n, n)).softmax(-1)
-    slopes = weights * (g - (weights * g).sum(-1, keepdim=True))
-    pre, post = pre.sigmoid(), post.sigmoid()
-    dpre = dpre.reshape(-1, n) * pre * (1 - pre)
-    dpost = dpost.reshape(-1, n) * options.post_mult * post * (1 - post)
-    dlogits = torch.cat([dpre, dpost, slopes.flatten(1)], -1)
-    dmix = dlogits * torch.cat([a.expand(size) for a, size in zip(alphas, sizes)])
-    flat, r = x.to(wide).reshape(mix.shape[0], n * x.shape[-1]), rstd[:, None]
-    dz = (dmix * r).to(x.dtype).to(wide)
-    dx = dz @ phi.to(wide).T - flat * (r * r * (dmix * mix).sum(-1, keepdim=True) / max(1, flat.shape[-1]))
-    params = torch.cat([dlogits.sum(0), (dlogits * mix).sum(0)])
-    return dx.to(x.dtype).reshape(x.shape), (flat.T @ dz).to(phi.dtype), params
+    n, alphas = x.shape[-2], (alpha_pre, alpha_post, alpha_res)
+    by_column = [alpha.reshape(1).expand(size) for alpha, size in zip(alphas, (n, n, n * n))]
+    dx, dphi, *params = differentiate(
+        lambda *inputs: _fwd_reference(*inputs, options)[:3], (x, phi, b, *by_column), (dpre, dpost, dres)
+    )
+    return dx.to(x.dtype), dphi.to(phi.dtype), torch.cat(params).to(mix.dtype)
 
 
 def _misfit(x, phi, b, *_rest):
