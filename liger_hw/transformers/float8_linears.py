@@ -149,7 +149,7 @@ class KeptWeight(torch.Tensor):
             raise ValueError(_KEPT_AS_IT_IS)
         with without_torch_function():
             result = func(*args, **kwargs)
-            tensors = isinstance(result, torch.Tensor) and isinstance(target, KeptWeight)
+            tensors = isinstance(result, torch.Tensor) and isinstance(target, KeptWeight) and result.dim() > 0
             is_view = tensors and result.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
             return result.as_subclass(cls) if is_view else result
 
@@ -165,7 +165,7 @@ class KeptFloat8Linear(Float8Linear):
     def weight(self) -> torch.Tensor:
         """The weight in its dtype, computed at each read."""
         weight = self._widened()
-        if not is_dtensor(weight):
+        if not is_dtensor(weight) and not torch.compiler.is_compiling():
             weight = weight.as_subclass(KeptWeight)
             weight.linear = self
         return weight

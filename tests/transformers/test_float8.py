@@ -404,6 +404,7 @@ def test_a_kept_weight_is_read_in_its_dtype_and_not_written(how):
     before, weight = block.state_dict()["0.weight"].clone(), layer.weight
     assert isinstance(weight, torch.nn.Parameter) and torch.equal(weight, before)
     assert weight.dtype is torch.bfloat16 and type(weight @ weight) is type(copy.deepcopy(weight)) is torch.Tensor
+    assert f"{weight[0, 0]:.2f}" == f"{before[0, 0]:.2f}"
     weight.requires_grad, layer.weight = False, weight  # as PEFT does, and nothing changes
     with pytest.raises(ValueError, match="cannot be changed, trained, or have an adapter merged into it; call report"):
         _writes()[how](layer)
@@ -492,6 +493,16 @@ def test_every_adapter_around_kept_weights(kind, order):
     for a, b in zip(kept[2:], exact[2:], strict=True):
         assert (a - b).norm() <= 0.05 * b.norm(), "a weight's small rows may underflow in one of the two"
     assert torch.equal(model.unload()(input_ids=IDS).logits, disabled)
+
+
+def test_torch_compile_of_an_adapter_that_reads_a_kept_weight():
+    model = _lora(use_dora=True)
+    liger_hw.float8(model, smallest=16, keep_frozen=True)
+    expected = _gradients(model)
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.compile(backend="aot_eager")
+    for result, exact in zip(_gradients(model), expected, strict=True):
+        torch.testing.assert_close(result, exact)
 
 
 def test_a_checkpoint_without_a_kept_weight_leaves_it_and_says_so():
