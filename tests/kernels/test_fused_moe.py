@@ -112,6 +112,22 @@ def test_an_expert_of_nan_stays_with_its_tokens(lane, generator):
     assert torch.equal(clean[~own], dirty[~own]) and dirty[own].isnan().all()
 
 
+@pytest.mark.lanes("cpu", "interpret", "gpu")
+def test_a_limit_bounds_an_infinite_pre_activation(lane, generator):
+    """As torch's clamp has it, also in the gradients: gpt-oss's experts overflow fp16 and go on."""
+    drawn = sample(lane, generator, ROUTES["an expert twice in a row"])
+    bias = torch.zeros(EXPERTS, 2 * INNER, device=lane.device)
+    bias[1, 0], bias[2, INNER], bias[3, INNER + 1] = float("inf"), float("inf"), float("-inf")
+    leaves = *(t for t in drawn.args if t.requires_grad), bias.requires_grad_()
+    results = []
+    for function in liger_fused_moe, fused_moe_reference:
+        out = function(*drawn.args, gate_up_bias=bias, limit=1.0)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for ours, exact in zip(*results):
+        assert exact.isfinite().all()
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_layouts(lane, generator, is_transposed):

@@ -128,4 +128,4 @@ def experts_reference(
 
 def _rounded(z: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """z with the values it has after rounding to `dtype`, in its dtype; the gradient passes unchanged."""
-    return z if dtype is None else z + (z.to(dtype).to(z.dtype) - z).detach()
+    return z if dtype is None else torch.where(z.isinf(), z, z + (z.to(dtype).to(z.dtype) - z).detach())
