@@ -61,7 +61,6 @@ class Arm:
     restore: Callable[[], None]
     replay: Callable[[], None]
     per_replay: int
-    resources: dict[str, int]
 
 
 class Bench:
@@ -220,9 +219,6 @@ class Stage:
         if reason := self.tunable.illegal(self.target, self.key, config):
             raise Rejected(reason)
         outputs, launches = self._run(config)
-        resources = _resources(launches)
-        if reason := registry.backend(self.target.vendor).illegal(self.target, config, resources.get("shared")):
-            raise Rejected(reason)
         if reason := check.disagreements(outputs, self.expected):
             raise Rejected(f"wrong result: {reason}")
         steps = [step for number in range(self.copies) for step in self._steps(launches, number)]
@@ -243,7 +239,7 @@ class Stage:
                 run_once()
 
         replay = self.clock.captured(run)
-        return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats, resources)
+        return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
         """The launches on set `number` of the shared tensors; one of another shape is copied for each set."""
@@ -316,18 +312,6 @@ def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, to
         return copies[name]
 
     return {name: {i: copied(t) for i, t in tensors.items()} for name, tensors in first.items()}
-
-
-def _resources(launches: list[Launch]) -> dict[str, int]:
-    """Registers, spills and shared memory of the compiled kernels, the largest of each, where they can be read."""
-    largest: dict[str, int] = {}
-    for one in launches:
-        metadata = getattr(one.compiled, "metadata", None)
-        values = {"registers": getattr(one.compiled, "n_regs", None), "spills": getattr(one.compiled, "n_spills", None)}
-        for name, value in {**values, "shared": getattr(metadata, "shared", None)}.items():
-            if isinstance(value, int):
-                largest[name] = max(largest.get(name, 0), value)
-    return largest
 
 
 def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:

@@ -35,7 +35,6 @@ class Launch:
     flags: tuple[Any, ...]
     before: dict[int, torch.Tensor] = field(default_factory=dict)
     marks: dict[int, tuple[bool, int]] = field(default_factory=dict)
-    compiled: Any = None
 
     @property
     def name(self) -> tuple[str, int]:
@@ -121,13 +120,10 @@ class Recorder(Observer):
         self._keep, self._repeatable, self._launching, self._call = keep, repeatable, launching, None
 
     def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        """Launches through Triton, for the compiled kernel that this returns; so it stands outside of other
-        observers.
-        """
-        launch = Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags))
-        self._note(launch)
+        """Launches through Triton, which is the same for every candidate: so it stands outside of other observers."""
+        self._note(Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags)))
         if self._launching:
-            launch.compiled = _launch.launch_ordinary(plan, kernel, grid, args, flags)
+            _launch.launch_ordinary(plan, kernel, grid, args, flags)
 
     def routine(self, proceed: Any, plan: Plan, routine: Any, args: tuple) -> torch.Tensor:
         self._note(Launch(plan, routine, (), tuple(args), ()))

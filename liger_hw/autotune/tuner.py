@@ -370,8 +370,8 @@ class Search:
             return str(compiled["error"])
         if not compiled.get("resources"):
             return ""
-        target, shared = self.tuner.target, compiled["resources"].shared
-        return backend(target.vendor).illegal(target, config, shared) or ""
+        target = self.tuner.target
+        return backend(target.vendor).illegal_resources(target, compiled["resources"]) or ""
 
     def _keep_best(self) -> None:
         """Hold only the leading candidates in the worker: each one keeps a graph and some tensors alive."""
@@ -413,7 +413,10 @@ class Search:
                 raw = self.measurer.time([self.ids[config_of[arm]] for arm in arms], rounds)
             except WorkerDied as death:
                 self._reopen(death)
-                self._find_culprit(ready, death)
+                if len(ready) == 1:
+                    self._fail(ready[0], f"the worker {death}")
+                for config in ready if len(ready) > 1 else ():  # alone, the one that kills it shows
+                    self._time_all([config], 1)
                 continue
             except REFUSED as error:
                 for config in ready:
@@ -423,20 +426,6 @@ class Search:
                 for arm, samples in zip(arms, raw):
                     self.tuner.write(self.job, config_of[arm], "timed", us=round(min(samples), 4))
             return dict(zip(arms, raw))
-
-    def _find_culprit(self, configs: list[LaunchConfig], death: WorkerDied) -> None:
-        """Time each alone after a group died; the one that dies again is set aside."""
-        if len(configs) == 1:
-            self._fail(configs[0], f"the worker {death}")
-            return
-        for config in configs:
-            if not self._prepare(config):
-                continue
-            try:
-                self.measurer.time([self.ids[config]], 1)
-            except WorkerDied as again:
-                self._fail(config, f"the worker {again}")
-                self._reopen(again)
 
     def _verify(self, config: LaunchConfig) -> str:
         try:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Mapping
 
@@ -333,11 +334,8 @@ class Backend:
 
     # -- legality ----------------------------------------------------------------------------------------------------
 
-    def illegal(self, target: Target, config: LaunchConfig, shared: int | None = None) -> str | None:
-        """Why `config` must not be launched on `target`, or None.
-
-        `shared` is the shared memory of the compiled kernel in bytes, when that is known.
-        """
+    def illegal(self, target: Target, config: LaunchConfig) -> str | None:
+        """Why `config` must not be launched on `target`, or None."""
         warps, stages = config.num_warps, config.num_stages
         if type(warps) is not int or warps < 1 or warps & (warps - 1):
             return f"num_warps={warps!r} is not a power of two"
@@ -365,8 +363,6 @@ class Backend:
         for name in config.vendor:
             if name not in self.options:
                 return f"option {name!r} is unknown to {self.vendor}"
-        if shared is not None and shared > target.shared_memory:
-            return f"{shared} bytes of shared memory; {target.arch} has {target.shared_memory} a block"
         return self.illegal_here(target, config)
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
@@ -423,4 +419,4 @@ class Backend:
 
     def resources(self, target: Target, compiled: Any) -> Resources:
         """The Resources of a kernel that Triton compiled for `triton_target(target)`; needs no device."""
-        raise NotImplementedError
+        return import_module(f"{__package__}.{self.vendor}.binary").resources(target, compiled)

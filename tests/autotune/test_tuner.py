@@ -310,7 +310,7 @@ def test_what_does_not_compile_or_fit_is_never_run():
     def answers(config):
         if config == BEST:
             return {"error": "the compiler crashed (signal 6)"}
-        return {"resources": SimpleNamespace(shared=300_000 if config == greedy else 1000)}
+        return {"resources": SimpleNamespace(shared=300_000 if config == greedy else 1000, registers=32, threads=128)}
 
     ran = []
 

@@ -19,7 +19,11 @@ def _refusal(arch: str, config: LaunchConfig, shared: int | None = None, warp_si
     target = known_target(arch)
     if warp_size:
         target = replace(target, warp_size=warp_size)
-    return backend(target.vendor).illegal(target, config, shared)
+    rules = backend(target.vendor)
+    if shared is None:
+        return rules.illegal(target, config)
+    resources = Resources(registers=16, spills=0, scratch=0, shared=shared, threads=128, occupancy=1.0)
+    return rules.illegal(target, config) or rules.illegal_resources(target, resources)
 
 
 def _config(warps: int = 4, stages: int = 1, ctas: int = 0, **vendor) -> LaunchConfig:
@@ -50,13 +54,13 @@ BAD = [
     ("gfx942", _config(maxnreg=128), {}, "'maxnreg' is unknown to rocm"),
     ("gfx942", _config(num_ctas=2), {}, "'num_ctas' is unknown to rocm"),
     ("gfx942", _config(grf_mode="256"), {}, "'grf_mode' is unknown to rocm"),
-    ("gfx942", _config(waves_per_eu=0.5), {}, "0.5 is not an integer"),
-    ("gfx942", _config(waves_per_eu=10), {}, "0..8"),
-    ("gfx1100", _config(waves_per_eu=17), {}, "0..16"),
+    ("gfx942", _config(waves_per_eu=0.5), {}, "0.5 is not one of 0, 1"),
+    ("gfx942", _config(waves_per_eu=10), {}, "6, 7, 8 on gfx942"),
+    ("gfx1100", _config(waves_per_eu=17), {}, "15, 16 on gfx1100"),
     ("gfx942", _config(matrix_instr_nonkdim=8), {}, "not one of 0, 16, 32"),
     ("gfx1100", _config(matrix_instr_nonkdim=32), {}, "not one of 0, 16 on gfx1100"),
-    ("gfx942", _config(kpack=3), {}, "not 1 or 2"),
-    ("gfx950", _config(kpack=2), {}, "not 1 on gfx950"),
+    ("gfx942", _config(kpack=3), {}, "not one of 1, 2"),
+    ("gfx950", _config(kpack=2), {}, "not one of 1 on gfx950"),
     ("pvc", _config(64, grf_mode="256"), {"warp_size": 16}, "needs num_warps <= 32, got 64"),
     ("pvc", _config(grf_mode="512"), {}, "at most 256"),
     ("bmg", _config(grf_mode="large"), {}, "not one of default"),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Resources, Target
+from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
 _LATENCY = 600.0
 """Nanoseconds until memory answers: fitted on sm90 (benchmarks/static_regret.py), assumed elsewhere."""
@@ -106,11 +106,6 @@ class CudaBackend(Backend):
         Capabilities")."""
         arch = self.archs.get(target.arch, self.archs["sm90"])
         return Pace(arch.clock, 4.0, _LATENCY, virtual=True)
-
-    def resources(self, target: Target, compiled: Any) -> Resources:
-        from .binary import resources
-
-        return resources(target, compiled)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Resources, Target
+from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
 _REGISTERS = {64: 512 * 64 * 4, 32: 1536 * 32 * 4}
 _LATENCY = {64: 800.0, 32: 600.0}
@@ -85,21 +85,17 @@ class RocmBackend(Backend):
         # LLVM AMDGPU user guide, "amdgpu-waves-per-eu": an integer; a fraction aborts the process inside LLVM. A SIMD
         # of CDNA holds 8 wavefronts (ROCm Compute Profiler, "Compute unit"), one of RDNA 16 (RDNA 3 ISA, "Wave
         # states").
-        most = 8 if target.warp_size == 64 else 16
-        waves = config.vendor.get("waves_per_eu")
-        if waves is not None and (type(waves) is not int or not 0 <= waves <= most):
-            return f"waves_per_eu={waves!r} is not an integer in 0..{most} ({target.arch} holds {most} waves a SIMD)"
+        waves = range(9 if target.warp_size == 64 else 17)
         # Matrix instructions of 16x16 or 32x32 on CDNA (CDNA 3 ISA, "MFMA"), 16x16 only on RDNA (RDNA 3 ISA, "WMMA").
         sizes = (0, 16, 32) if target.warp_size == 64 else (0, 16)
-        matrix = config.vendor.get("matrix_instr_nonkdim")
-        if matrix is not None and (type(matrix) is not int or matrix not in sizes):
-            return f"matrix_instr_nonkdim={matrix!r} is not one of {', '.join(map(str, sizes))} on {target.arch}"
         # Triton's AMD backend overwrites kpack with 1 on gfx950 (HIPOptions): 2 would name a kernel that is not
         # launched.
         packs = (1,) if target.arch == "gfx950" else (1, 2)
-        kpack = config.vendor.get("kpack")
-        if kpack is not None and (type(kpack) is not int or kpack not in packs):
-            return f"kpack={kpack!r} is not {' or '.join(map(str, packs))} on {target.arch}"
+        legal = {"waves_per_eu": waves, "matrix_instr_nonkdim": sizes, "kpack": packs}
+        for option, values in legal.items():
+            value = config.vendor.get(option)
+            if value is not None and (type(value) is not int or value not in values):
+                return f"{option}={value!r} is not one of {', '.join(map(str, values))} on {target.arch}"
         return None
 
     def load_hint(self, hint: str) -> tuple[str, str]:
@@ -116,11 +112,6 @@ class RocmBackend(Backend):
         arch = self.archs.get(target.arch, self.archs["gfx942"])
         issue = 1.0 if target.warp_size == 64 else 4.0
         return Pace(arch.clock, issue, _LATENCY[target.warp_size], into_registers=True)
-
-    def resources(self, target: Target, compiled: Any) -> Resources:
-        from .binary import resources
-
-        return resources(target, compiled)
 
 
 BACKEND = RocmBackend()
