@@ -23,7 +23,8 @@ import torch
 from share import rows_in, untaken
 
 from liger_hw import registry
-from liger_hw.autotune import measure
+from liger_hw.autotune import compile as aot
+from liger_hw.autotune import jobs, measure
 from liger_hw.backends import target_of, with_index
 from liger_hw.bench import report
 
@@ -82,6 +83,13 @@ def warps_held(resources, num_warps, properties):
     return min(limits) * num_warps
 
 
+def resources_of(op, sizes, target, name, config):
+    """Registers, spills and shared memory of a tunable's kernel."""
+    launches = aot.trace(op.name, sizes, torch.bfloat16, target, configs={name: config}, shipped=False)
+    compiled = aot.compiled(next(one for one in launches if one.tunable == name))
+    return {field: getattr(compiled["resources"], field) for field in ("registers", "spills", "shared")}
+
+
 def kernels_of(op, sizes, clock, gb_s):
     """One row for each tunable of `op` that is launched at `sizes`."""
     target = target_of(clock.device)
@@ -90,8 +98,12 @@ def kernels_of(op, sizes, clock, gb_s):
     properties = (
         None if clock.module is None else torch.get_device_module(clock.device).get_device_properties(clock.device)
     )
-    for variant, key in bench.tunables():
+    for name, key in jobs.scan(target)(op.name, sizes, "bfloat16"):
+        variant = name.removeprefix(f"{op.name}.")
+        if variant not in named:  # a kernel that the op shares
+            continue
         chosen = registry.explain_tunable(named[variant], target, key).chosen
+        resources = resources_of(op, sizes, target, name, chosen.config)
         stage = bench.stage(variant, key)
         arm = stage.prepare(chosen.config)
         us = statistics.median(stage.time([arm], 20)[0])
@@ -103,8 +115,8 @@ def kernels_of(op, sizes, clock, gb_s):
             "us": us,
             "mib": stage.bytes / 2**20,
             "share": floor_us / us,
-            **arm.resources,
-            "warps_held": warps_held(arm.resources, chosen.config.num_warps, properties) if properties else None,
+            **resources,
+            "warps_held": warps_held(resources, chosen.config.num_warps, properties) if properties else None,
         }
 
 

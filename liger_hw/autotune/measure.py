@@ -78,18 +78,6 @@ class Bench:
         registry.invalidate()
         self.calls: list[Call] = seen.calls
 
-    def tunables(self) -> dict[tuple[str, Key], list[Launch]]:
-        """(variant, key) -> launches of everything the op launches at this shape, in order."""
-        by_kernel: dict[tuple[str, Key], list[Launch]] = {}
-        for call in self.calls:
-            of_call: dict[tuple[str, Key], list[Launch]] = {}
-            for one in call.launches:
-                if one.plan.tunable.op == self.op.name:
-                    of_call.setdefault((one.plan.tunable.variant, one.plan.key), []).append(one)
-            for name, launches in of_call.items():
-                by_kernel.setdefault(name, launches)
-        return by_kernel
-
     def stage(self, variant: str, key: Key) -> "Stage":
         """What candidates of one tunable and key are measured with. Raises `Rejected` when it is not launched here."""
         tunable = next(one for one in self.op.tunables if one.variant == variant)

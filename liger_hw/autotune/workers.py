@@ -102,19 +102,14 @@ class Worker:
             what += f": {last_words[-300:]}" if last_words else ""
         return WorkerDied(what)
 
-    def end_process(self) -> None:
-        """From any thread: a call that waits in another one raises `WorkerDied`, and that thread closes the pipe."""
+    def kill(self) -> None:
+        """End the process, from any thread: a call that waits in another one raises `WorkerDied`."""
         if self.process.poll() is None:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)  # its own session: ptxas children too
             except ProcessLookupError:
                 pass
         self.process.wait()
-
-    def kill(self) -> None:
-        """From the thread that makes the calls: two that close one pipe may close a file that a third opened."""
-        self.end_process()
-        self._pipe.close()
 
 
 class RemoteMeasurer:
@@ -204,11 +199,9 @@ class CompilePool:
         with self._lock:
             self._closed = True
         for worker in self._workers:
-            worker.end_process()
+            worker.kill()
         self._threads.close()
         self._threads.join()
-        for worker in self._workers:
-            worker.kill()
 
 
 # -- in the worker ---------------------------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ from typing import Any
 from ..autotune.compile import DEPTHS
 from ..text import StatusLine, json_text, table
 from . import UsageError, needs
-from .arguments import dtype_name, positive
+from .arguments import dtype_name, listed, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", required=True, help="architectures or devices, comma-separated, as sm90,mi300x; or all")
-    add("--ops", help="names of ops, comma-separated (default: all)")
+    targets = "architectures or devices, comma-separated, as sm90,mi300x; or all"
+    add("--target", type=listed(str, "architectures"), required=True, help=targets)
+    add("--ops", type=listed(str, "names"), help="names of ops, comma-separated (default: all)")
     add("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default: bf16 and, unless quick, fp32)")
     depths = "quick: first workload (default); deep: with every option set; full: every workload with every option set"
     add("--depth", choices=DEPTHS, default="quick", help=depths)
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from .. import registry
     from ..autotune import compile as aot
     from ..autotune.workers import CompilePool
 
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes = [arguments.dtype] if arguments.dtype else None
     screen = StatusLine()
     try:
-        targets, ops = _targets(arguments.target), _ops(arguments.ops)
+        targets, ops = _targets(arguments.target), [registry.get_op(name) for name in arguments.ops or registry.ops()]
         launches, case_of = [], {}
         for target in targets:
             for op in ops:
@@ -69,28 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _targets(names: str) -> list[Any]:
+def _targets(names: list[str]) -> list[Any]:
     from ..backends import VENDORS, backend, known_target
 
     known = [arch for vendor in VENDORS if vendor != "cpu" for arch in backend(vendor).known_archs()]
-    chosen = known if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
-    if not chosen:
-        raise ValueError(f"--target names no architecture; known: {', '.join(known)}")
-    targets = [known_target(name) for name in chosen]
+    targets = [known_target(name) for name in (known if names == ["all"] else names)]
     if wrong := [target.arch for target in targets if target.vendor == "cpu"]:
         raise ValueError(f"{wrong[0]} compiles nothing; architectures: {', '.join(known)}")
     return targets
-
-
-def _ops(names: str | None) -> list[Any]:
-    from .. import registry
-
-    if names is None:
-        return list(registry.ops().values())
-    chosen = [registry.get_op(name.strip()) for name in names.split(",") if name.strip()]
-    if not chosen:
-        raise ValueError(f"--ops names no op; known: {', '.join(registry.ops())}")
-    return chosen
 
 
 def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certificates: list[Any], case_of: dict) -> dict:
