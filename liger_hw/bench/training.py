@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterator
 import torch
 
 from ..autotune.clock import Clock
+from ..autotune.models import KNOWN, Model
 from ..transformers.float8_linears import float8
 from ..transformers.rebind import PREFIX
 from .peers import Absent
@@ -34,27 +35,15 @@ rounding.
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One model family at one published size. `family` is the word in `apply_liger_kernel_to_<family>`.
+class Shape(Model):
+    """A published model. `family` is the word in `apply_liger_kernel_to_<family>`.
 
-    layers: as published, for saying how many of them a schedule has
-    trained: of these, what `liger-hw bench e2e` trains by default: what fits one device with AdamW at 2 x 4096 tokens
-    experts: of each layer, `top_k` of them for a token, each `expert_width` wide (0: `intermediate`)
+    trained: layers that `liger-hw bench e2e` trains by default: what fits one device with AdamW at 2 x 4096 tokens
     """
 
-    family: str
-    vocab: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
+    family: str = ""
     attention: str = "sdpa"
-    layers: int = 32
     trained: int = 8
-    experts: int = 0
-    top_k: int = 2
-    expert_width: int = 0
 
     def scaled(self, hidden: int) -> "Shape":
         """The same proportions at another width, with four heads and bytes for a vocabulary: for a quick try."""
@@ -72,29 +61,34 @@ class Shape:
         )
 
 
+def _known(public: str, family: str, **more: Any) -> Shape:
+    return Shape(**vars(KNOWN[public]), family=family, **more)
+
+
+def _other(family: str, *sizes: int, **more: Any) -> Shape:
+    """sizes: hidden, intermediate, heads, key and value heads, head width, vocabulary"""
+    return Shape(family, *sizes, family=family, **more)
+
+
 MODELS = {
-    "mistral": Shape("mistral", 32768, 4096, 14336, 32, 8),
-    "llama3": Shape("llama", 128256, 4096, 14336, 32, 8),
-    "qwen3": Shape("qwen3", 151936, 4096, 12288, 32, 8, layers=36),
-    "qwen2": Shape("qwen2", 152064, 3584, 18944, 28, 4, layers=28, trained=6),  # 7B
-    "olmo2": Shape("olmo2", 100352, 4096, 11008, 32, 32, trained=6),  # 7B
-    "granite": Shape("granite", 49155, 4096, 12800, 32, 8, layers=40, trained=6),  # 3.x 8B, logits not scaled
-    "gemma2": Shape(  # 2B; sdpa has no logit softcap
-        "gemma2", 256000, 2304, 9216, 8, 4, 256, "eager", layers=26, trained=13
+    "mistral": _known("mistralai/Mistral-7B-v0.3", "mistral"),
+    "llama3": _known("meta-llama/Meta-Llama-3-8B", "llama"),
+    "qwen3": _known("Qwen/Qwen3-8B", "qwen3"),
+    "qwen2": _other("qwen2", 3584, 18944, 28, 4, 128, 152064, layers=28, trained=6),  # 7B
+    "olmo2": _other("olmo2", 4096, 11008, 32, 32, 128, 100352, trained=6),  # 7B
+    "granite": _other("granite", 4096, 12800, 32, 8, 128, 49155, layers=40, trained=6),  # 3.x 8B, logits not scaled
+    "gemma2": _known("google/gemma-2-2b", "gemma2", attention="eager", trained=13),  # sdpa has no logit softcap
+    "phi3": _other("phi3", 3072, 8192, 32, 32, 96, 32064, trained=16),  # mini
+    "mixtral": _known("mistralai/Mixtral-8x7B-v0.1", "mixtral", trained=4),  # 11.6 GB a layer with AdamW in bf16
+    "qwen3_moe": _known("Qwen/Qwen3-30B-A3B", "qwen3_moe", trained=4),
+    "qwen3_next": _other(  # 80B-A3B; three layers of four have linear attention
+        *("qwen3_next", 2048, 5120, 16, 2, 256, 151936),
+        **{"layers": 48, "trained": 4, "experts": 512, "top_k": 10, "expert_width": 512},
     ),
-    "phi3": Shape("phi3", 32064, 3072, 8192, 32, 32, 96, trained=16),  # mini
-    "mixtral": Shape(  # 8x7B; 11.6 GB a layer with AdamW in bf16
-        "mixtral", 32000, 4096, 14336, 32, 8, trained=4, experts=8
-    ),
-    "qwen3_moe": Shape(  # 30B-A3B
-        "qwen3_moe", 151936, 2048, 6144, 32, 4, layers=48, trained=4, experts=128, top_k=8, expert_width=768
-    ),
-    "qwen3_next": Shape(  # 80B-A3B; three layers of four have linear attention
-        "qwen3_next", 151936, 2048, 5120, 16, 2, 256, layers=48, trained=4, experts=512, top_k=10, expert_width=512
-    ),
-    "qwen3_5": Shape("qwen3_5_text", 248320, 2560, 9216, 16, 4, 256),  # 4B; linear attention as in qwen3_next
-    "gpt_oss": Shape(  # 20B; sdpa has no attention sinks, eager keeps every score
-        "gpt_oss", 201088, 2880, 2880, 64, 8, 64, "flex_attention", layers=24, trained=4, experts=32, top_k=4
+    "qwen3_5": _other("qwen3_5_text", 2560, 9216, 16, 4, 256, 248320),  # 4B; linear attention as in qwen3_next
+    "gpt_oss": _other(  # 20B; sdpa has no attention sinks, eager keeps every score
+        *("gpt_oss", 2880, 2880, 64, 8, 64, 201088),
+        **{"attention": "flex_attention", "layers": 24, "trained": 4, "experts": 32, "top_k": 4},
     ),
 }
 

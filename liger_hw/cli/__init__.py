@@ -166,22 +166,15 @@ _wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)  # an option or
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Prose of a description is filled to the terminal's width. Indented lines stay lines, and what goes on below an
-    indented `  name   text` begins under its text, where there is room."""
+    """Prose of a description is filled to the terminal's width; indented lines stay lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = []
+        lines = []
         for paragraph in text.strip().split("\n\n"):
-            lines = paragraph.splitlines()
-            lines = lines if any(line.startswith(" ") for line in lines) else [" ".join(lines)]
-            names = [re.match(r" +\S.*?\s{2,}", line) for line in lines]
-            starts = [len(name.group()) if name else width for name in names]
-            hangs = [
-                " " * (start if start < width - 30 else 8) * line.startswith(" ") for start, line in zip(starts, lines)
-            ]
-            filled = ["\n".join(_wrap(line, width, subsequent_indent=hang)) for line, hang in zip(lines, hangs)]
-            paragraphs.append("\n".join(filled))
-        return "\n\n".join(paragraphs)
+            is_list = any(line.startswith(" ") for line in paragraph.splitlines())
+            lines += [*(paragraph.splitlines() if is_list else [" ".join(paragraph.split())]), ""]
+        hang = " " * 8
+        return "\n".join("\n".join(_wrap(line, width, subsequent_indent=hang * (line[:1] == " "))) for line in lines)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return _wrap(" ".join(text.split()), width)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -92,24 +91,6 @@ def test_the_compile_pool_survives_aborts_and_hangs(fake):
         assert "crashed" in pool.wait(2)["error"] and "hung" in pool.wait(4)["error"]
         pool.submit(8, "never looked at again")
         assert pool.wait(8)["resources"].shared == 800
-
-
-def test_a_pool_that_is_closed_at_work_closes_every_pipe_once(fake, monkeypatch):
-    """Two threads that both close a pipe may close what a third opened in between."""
-    close, closed = Connection._close, []
-
-    def slow(connection, *args):
-        closed.append(connection)
-        time.sleep(0.5)  # the other thread is at it by then
-        close(connection, *args)
-
-    with CompilePool(2) as pool:
-        for name in ("a", "b"):
-            pool.submit(name, "candidate", *request(with_warps(4)))  # hangs
-        wait_for(lambda: len(pool._workers) == 2 and all(w._ready for w in pool._workers))
-        monkeypatch.setattr(Connection, "_close", slow)
-    ours = [w._pipe for w in pool._workers]
-    assert [sum(c is pipe for c in closed) for pipe in ours] == [1, 1]
 
 
 RUN = """
