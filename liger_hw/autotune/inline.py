@@ -36,25 +36,24 @@ def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> boo
     Not under several ranks, which would wait for each other and disagree: `liger-hw autotune --from-misses` tunes what
     a run found no entry for.
     """
-    global _off
     if _off:
         return False
     if _is_one_of_several():
-        _off = True
-        store.warn_once(
-            "inline ranks",
+        return _switch_off(
             "LIGER_HW_AUTOTUNE=1 is ignored among several ranks (WORLD_SIZE, torch.distributed); run `liger-hw "
-            "autotune` first, or `liger-hw autotune --from-misses` after a run",
+            "autotune` first, or `liger-hw autotune --from-misses` after a run"
         )
-        return False
     try:
         return _tune(tunable, target, device, key)
     except Exception as error:
-        _off = True
-        store.warn_once(
-            "inline", f"tuning on a miss failed and is off in this process: {type(error).__name__}: {error}"
-        )
-        return False
+        return _switch_off(f"tuning on a miss failed and is off in this process: {type(error).__name__}: {error}")
+
+
+def _switch_off(reason: str) -> bool:
+    global _off
+    _off = True
+    store.warn_once("inline", reason)
+    return False
 
 
 def _is_one_of_several() -> bool:

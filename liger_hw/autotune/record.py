@@ -15,7 +15,7 @@ import torch
 
 from .. import private, registry
 from ..backends import LaunchConfig, Target
-from ..registry import Candidate, Key, Op, Plan, Sample, Tunable
+from ..registry import Candidate, Key, Plan, Tunable
 from ..runtime import launch as _launch
 from ..runtime.launch import Foreseen, Observer, observing
 from ..text import first_line
@@ -76,14 +76,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for item in vars(value).values() for t in tensors_in(item)] if hasattr(value, "__dict__") else []
 
 
-def forward_and_backward(op: Op, sample: Sample) -> None:
-    """One call of an op and its backward, for what observers see of it."""
-    outputs = [o for o in tensors_in(op.function(*sample.args, **sample.kwargs)) if o.requires_grad]
-    inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
-    if outputs:
-        torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
-
-
 def foresee(
     op: str,
     sizes: Sequence[int],
@@ -102,7 +94,11 @@ def foresee(
         stack.enter_context(observing(Foreseen(note)))
         if not registry.interpreting():  # there CPU tensors are launched on, and losses look at their targets' values
             stack.enter_context(FakeTensors())
-        forward_and_backward(entry, entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {})))
+        sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
+        outputs = [o for o in tensors_in(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
+        inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
+        if outputs:
+            torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
 
 
 class Recorder(Observer):

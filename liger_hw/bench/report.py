@@ -93,12 +93,9 @@ def _rounded(value: Any) -> Any:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def as_text(rows: Sequence[dict[str, Any]], brief: bool = False) -> str:
-    """Two tables: one row an arm with everything, then the times side by side. `brief` leaves the first out."""
-    if not rows:
-        return "nothing was measured"
-    parts = [] if brief else [_details(rows), ""]
-    return "\n".join([*parts, _side_by_side(rows), *_remarks(rows)])
+def as_text(rows: Sequence[dict[str, Any]]) -> str:
+    """Two tables: one row an arm with everything, then the times side by side."""
+    return f"{_details(rows)}\n\n{side_by_side(rows)}" if rows else "nothing was measured"
 
 
 DETAILS = ("arm", "ms", "p20..p80", "share", "eager ms", "host us", "MiB", "err", "err grad", "note")
@@ -135,7 +132,8 @@ def _details(rows: Sequence[dict[str, Any]]) -> str:
     return table(lines)
 
 
-def _side_by_side(rows: Sequence[dict[str, Any]]) -> str:
+def side_by_side(rows: Sequence[dict[str, Any]]) -> str:
+    """The times of all arms in one line a case, and what is to be known of them."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     lines = [("op", "sizes", "mode", "floor", *arms, "best peer")]
     places = dict.fromkeys((row["op"], tuple(row["sizes"]), row["mode"]) for row in rows)
@@ -145,7 +143,7 @@ def _side_by_side(rows: Sequence[dict[str, Any]]) -> str:
         floor = next((row["floor_ms"] for row in by_arm.values() if row and row["floor_ms"]), None)
         cells = [_cell(row) for row in by_arm.values()]
         lines.append((place[0], "x".join(map(str, place[1])), place[2], _ms(floor), *cells, _best_peer(by_arm)))
-    return table(lines)
+    return "\n".join([table(lines), *_remarks(rows)])
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -392,7 +392,11 @@ def train(
         device
     )
     columns = torch.arange(schedule.seq, device=device)
-    memory = _PeakMemory(device)
+    release(device)
+    module, before = None if device.type == "cpu" else torch.get_device_module(device), 0
+    if module is not None:
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()  # what an earlier arm's libraries keep is not this arm's
     model = build(schedule, device, "eager" if arm == "hf-eager" else "")
     start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in model.parameters()))
     if arm == "compile":
@@ -430,7 +434,7 @@ def train(
             start=start,
             step_seconds=seconds[min(5, max(1, done // 4), done - 1) :],
             tokens_per_step=schedule.batch * schedule.seq,
-            peak_memory=memory.read(),
+            peak_memory=None if module is None else module.max_memory_allocated() - before,
             first_step_seconds=seconds[0],
         )
     finally:
@@ -453,17 +457,3 @@ def _norms(parameters: dict[str, Any]) -> dict[str, float]:
         return {}
     norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in named.values()])
     return dict(zip(named, norms.tolist()))
-
-
-class _PeakMemory:
-    """Peak memory of the device's allocator from here to `read()`; None on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        release(device)
-        self.module = None if device.type == "cpu" else torch.get_device_module(device)
-        if self.module is not None:
-            self.module.reset_peak_memory_stats()
-            self.before = self.module.memory_allocated()  # what an earlier arm's libraries keep is not this arm's
-
-    def read(self) -> int | None:
-        return None if self.module is None else self.module.max_memory_allocated() - self.before

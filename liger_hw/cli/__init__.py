@@ -18,7 +18,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import re
 import sys
 import textwrap
 import traceback

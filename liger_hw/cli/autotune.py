@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = "problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)"
     add("--shapes", type=listed(shape, "shapes such as 8192x4096"), default=[], metavar="AxB,..", help=sizes)
     add("--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for")
-    add("--first", action="store_true", help="only the first of each op's own workloads")
     add("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     add = parser.add_argument_group("how").add_argument
     spent = "stop after about this long; less is tried where time is short (default: no limit)"
@@ -63,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _list(arguments)
     device, absent = _device(arguments.device)
-    if len(absent) > 1 and not (arguments.model or arguments.shapes or arguments.from_misses):
-        arguments.first = True  # every workload of every op on every architecture would take a day
+    chosen = arguments.model or arguments.shapes or arguments.from_misses
+    arguments.first = len(absent) > 1 and not chosen  # every workload of every op on every architecture takes a day
     arguments.candidates = arguments.candidates or (24 if len(absent) > 1 else 96)
     if arguments.dry_run:
         return _dry_run(arguments, device, absent)
@@ -123,8 +122,8 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
 
     if (arguments.batch or arguments.seq) and not arguments.model:
         raise UsageError("autotune: --batch and --seq go with --model")
-    if arguments.from_misses and (arguments.model or arguments.shapes or arguments.first):
-        raise UsageError("autotune: --from-misses says what to tune: --model, --shapes and --first do not go with it")
+    if arguments.from_misses and (arguments.model or arguments.shapes):
+        raise UsageError("autotune: --from-misses says what to tune: --model and --shapes do not go with it")
     names = arguments.ops or list(registry.ops())
     with user_errors("autotune"):
         kernels = {name: registry.get_tunable(name) for name in names if "." in name}
@@ -252,7 +251,7 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
         f"{arguments.device} is not in this machine: kernels are compiled for it as far as Triton can, and a model "
         "ranks them. Nothing is measured. What is measured already is left as it is."
     )
-    if arguments.first and len(targets) > 1:
+    if arguments.first:
         screen.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
     documents, rows, exports = [], [], []
     deadline = time.monotonic() + (arguments.budget or math.inf)

@@ -20,7 +20,6 @@ from typing import Any
 from .. import __version__
 from ..backends import VENDORS, backend, backends
 from ..text import StatusLine, json_text, labelled, table
-from .arguments import dtype_name, torch_dtype
 
 # Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
 # at least once; two of them in one environment overwrite each other's files.
@@ -39,7 +38,6 @@ OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pyto
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--all", action="store_true", help="where every op's configuration comes from, too")
-    add("--dtype", type=dtype_name, default="bfloat16", help="of the ops of --all (default bf16)")
     add("--json", action="store_true", help="print JSON, with every workload of every op")
     missing = "print nothing but what is missing to run kernels on such a GPU; exit status 1 if anything"
     add("--require", choices=[vendor for vendor in VENDORS if vendor != "cpu"], help=missing)
@@ -53,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in () if arguments.json else missing:
             print(f"liger-hw info: {line}", file=sys.stderr)
         return 1 if missing else 0
-    facts = collect(arguments.dtype, ops=arguments.all or arguments.json)
+    facts = collect(ops=arguments.all or arguments.json)
     print(json_text(facts, indent=2) if arguments.json else as_text(facts))
     return 0
 
@@ -80,7 +78,7 @@ def lacking(vendor: str) -> list[str]:
     return lines + ([triton["warning"]] if triton["warning"] else [])
 
 
-def collect(dtype: str = "bfloat16", ops: bool = True) -> dict[str, Any]:
+def collect(ops: bool) -> dict[str, Any]:
     """Everything `liger-hw info --json` prints; without `ops`, what takes no time to find."""
     import torch
 
@@ -99,11 +97,10 @@ def collect(dtype: str = "bfloat16", ops: bool = True) -> dict[str, Any]:
         "triton": triton_facts(),
         "packages": {name: _version(name) for name in OTHER_DISTRIBUTIONS},
         "devices": devices,
-        "dtype": dtype,
         "tuned": {device["device"]: _tuned(device) for device in devices if device["target"]},
         "cache": str(store.root()),
         "lock_file": env.get("LIGER_HW_LOCK_FILE"),
-        "ops": _ops(devices, dtype) if ops else None,
+        "ops": _ops(devices) if ops else None,
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(env.PREFIX)},
         "unknown_environment": {name: env.suggestion(name) for name in env.unknown()},
     }
@@ -165,7 +162,10 @@ def _tuned(device: dict[str, Any]) -> dict[str, int]:
     return Counter(f"{one.kind} ({one.layer})" for entries in table.values() for one in store.answers(entries))
 
 
-def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
+def _ops(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every op, kernel, device and workload: which configuration it takes in bf16, and where that comes from."""
+    import torch
+
     from .. import registry
 
     rows, screen = [], StatusLine()
@@ -174,7 +174,7 @@ def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
         for device in (device for device in devices if device["target"]):
             runs = "reference" if device["backend"] == "cpu" and not registry.interpreting() else "kernel"
             for workload, sizes in op.workloads.items():
-                for one in registry.explain(op.name, sizes, torch_dtype(dtype), device["device"]):
+                for one in registry.explain(op.name, sizes, torch.bfloat16, device["device"]):
                     row = {"op": op.name, "tunable": one.tunable, "device": device["device"], "runs": runs}
                     row |= {"workload": workload, "shape": list(sizes), "key": list(one.key)}
                     row |= {"layer": one.chosen.layer, "provenance": dict(one.chosen.provenance)}
@@ -245,4 +245,4 @@ def _op_lines(facts: dict[str, Any]) -> list[str]:
         at = f"{row['workload']} {'x'.join(map(str, row['shape']))}"
         shown = (row["tunable"], row["device"], row["runs"], at, row["layer"], kind)
         rows.setdefault((row["tunable"], row["device"]), shown)
-    return [f"ops at {facts['dtype']}", table([*rows.values()], indent="  ") if len(rows) > 1 else "  none"]
+    return ["ops in bf16", table([*rows.values()], indent="  ") if len(rows) > 1 else "  none"]

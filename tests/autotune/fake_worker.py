@@ -55,7 +55,7 @@ def answer(name: str, args: tuple) -> Any:
             os.abort()
         if warps == 4 and not CALM:
             time.sleep(1000)
-        return {"resources": SimpleNamespace(shared=100 * warps)}
+        return {"resources": SimpleNamespace(shared=100 * warps, registers=32, threads=32 * warps)}
     return ""  # verify
 
 

@@ -68,7 +68,7 @@ def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
         (("--budget", "-3"), "positive number of seconds"),
         (("--seq", "0"), "positive integers"),
         (("--dry-run", "--device", "sm90", "--seq", "2048"), "--batch and --seq go with --model"),
-        (("--dry-run", "--device", "sm90", "--from-misses", "--first"), "--from-misses says what to tune"),
+        (("--dry-run", "--device", "sm90", "--from-misses", "--shapes", "8x64"), "--from-misses says what to tune"),
     ],
 )
 def test_what_cannot_be_done_is_said(clean_registry, capsys, monkeypatch, words, said):
@@ -86,7 +86,7 @@ def test_only_rank_0_measures(clean_registry, capsys, monkeypatch):
     assert "only rank 0" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "head")  # somebody else's variable
     assert json.loads(
-        run(capsys, "autotune", "--dry-run", "--device", "gfx942", "--ops", "rms_norm", "--first", "--json")
+        run(capsys, "autotune", "--dry-run", "--device", "gfx942", "--ops", "rms_norm", "--shapes", "8x64", "--json")
     )["jobs"]
 
 

@@ -45,7 +45,7 @@ def test_machine_facts():
 
 
 def test_times_stand_side_by_side_with_the_best_peer():
-    text = report.as_text([row("liger_hw", 0.8), row("torch", 2.0), row("liger", 1.0), row("quack", None)], brief=True)
+    text = report.side_by_side([row("liger_hw", 0.8), row("torch", 2.0), row("liger", 1.0), row("quack", None)])
     line = text.splitlines()[2]
     assert "0.800 62%" in line and "2.000 25%" in line and "1.25x liger" in line
     assert "absent  quack: x is not installed" in text
