@@ -70,7 +70,7 @@ def planned_at(op, sizes, clock, target, stored, most, pool):
     bench = measure.Bench(op, sizes, torch.bfloat16, clock)
     named = {tunable.variant: tunable for tunable in op.tunables}
     todo = []
-    for name, key in jobs.scan(target)(op.name, sizes, "bfloat16"):
+    for name, key in jobs.launched(op.name, sizes, "bfloat16", target):
         variant = name.removeprefix(f"{op.name}.")
         if variant not in named:  # a kernel that the op shares
             continue

@@ -98,7 +98,7 @@ def kernels_of(op, sizes, clock, gb_s):
     properties = (
         None if clock.module is None else torch.get_device_module(clock.device).get_device_properties(clock.device)
     )
-    for name, key in jobs.scan(target)(op.name, sizes, "bfloat16"):
+    for name, key in jobs.launched(op.name, sizes, "bfloat16", target):
         variant = name.removeprefix(f"{op.name}.")
         if variant not in named:  # a kernel that the op shares
             continue

@@ -69,13 +69,13 @@ def candidates_of(tunable: Any, target: Any, key: tuple[int, ...], shipped: Any,
 def jobs_of(ops: list[Any], target: Any, shipped: dict, most: int) -> list[dict[str, Any]]:
     """What is timed: each kernel of an op's own at each key that its chosen workloads launch, with its candidates."""
     from liger_hw import registry
-    from liger_hw.autotune.jobs import scan
+    from liger_hw.autotune.jobs import launched as launched_by
 
-    launched_by, jobs = scan(target), {}
+    jobs = {}
     for op in ops:
         for workload, sizes in workloads_of(op):
             try:
-                launched = launched_by(op.name, sizes, "bfloat16")
+                launched = launched_by(op.name, sizes, "bfloat16", target)
             except Exception as error:
                 print(f"{op.name} {sizes}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue

@@ -90,7 +90,7 @@ def stamp(target: Target, job: Job) -> dict[str, Any]:
 def planned(target: Target, ops: Iterable[str]) -> list[Job]:
     """A job for each kernel that the ops launch at their first workload."""
     wanted = list({op: (op, sizes) for op, sizes in reversed(planning.shapes(ops, [], [], [], []))}.values())[::-1]
-    found, problems = planning.from_shapes(wanted, DTYPE, planning.scan(target))
+    found, problems = planning.from_shapes(wanted, DTYPE, target)
     for problem in problems:
         print(f"{target.arch}: not planned: {problem}", file=sys.stderr)
     return found
@@ -102,7 +102,7 @@ def of_entry(target: Target, name: tables.Name, entry: Entry) -> Job | None:
     op, variant, key = name
     if f"{op}.{variant}" not in registry.tunables():
         return None
-    launched = planning.scan(target)(op, sizes, dtype)
+    launched = planning.launched(op, sizes, dtype, target)
     return Job(op, variant, key, sizes, dtype) if (f"{op}.{variant}", key) in launched else None
 
 

@@ -12,9 +12,6 @@ from ..registry import Key
 from . import models, space
 from .models import Sizes
 
-Scan = Callable[[str, Sizes, str], list[tuple[str, Key]]]
-"""(op, sizes, dtype) -> (`op.variant`, key) of every launch there, of the op's own kernels and of those it shares."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -91,18 +88,18 @@ def each(
         yield result
 
 
-def scan(target: Target) -> Scan:
-    """Finds what an op launches, by running its launchers on fake tensors as on `target`."""
+def launched(op: str, sizes: Sizes, dtype: str, target: Target) -> list[tuple[str, Key]]:
+    """(`op.variant`, key) of every launch of an op, of its own kernels and of those it shares.
+
+    Its launchers run on fake tensors as on `target`.
+    """
     import torch
 
     from .record import foresee
 
-    def launched(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
-        names: list[tuple[str, Key]] = []
-        foresee(op, sizes, getattr(torch, dtype), target, lambda plan, *_: names.append((plan.tunable.name, plan.key)))
-        return list(dict.fromkeys(names))
-
-    return launched
+    names: list[tuple[str, Key]] = []
+    foresee(op, sizes, getattr(torch, dtype), target, lambda plan, *_: names.append((plan.tunable.name, plan.key)))
+    return list(dict.fromkeys(names))
 
 
 def shapes(
@@ -126,7 +123,7 @@ def shapes(
     return list(pairs)
 
 
-def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[Job], list[str]]:
+def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> tuple[list[Job], list[str]]:
     """(jobs, what could not be planned) for (op, sizes) pairs.
 
     Within an op, sizes near 8192 rows come first: the search at the others starts from their winners. A kernel that an
@@ -137,11 +134,11 @@ def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple
     problems = []
     for op, sizes in pairs:
         try:
-            launched = scan(op, sizes, dtype)
+            names = launched(op, sizes, dtype, target)
         except Exception as error:
             problems.append(f"{op} at {'x'.join(map(str, sizes))}: {type(error).__name__}: {error}")
             continue
-        for full_name, key in launched:
+        for full_name, key in names:
             name = (*full_name.split("."), key)
             if name[0] != op:
                 shared[name] = None

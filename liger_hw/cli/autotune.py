@@ -140,7 +140,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
             raise UsageError(
                 f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
             )
-        chosen_jobs, problems = jobs.from_shapes(pairs, arguments.dtype, jobs.scan(target))
+        chosen_jobs, problems = jobs.from_shapes(pairs, arguments.dtype, target)
     in_part = set(ops) - set(names)  # ops of which single kernels are named
     chosen_jobs = [job for job in chosen_jobs if job.op not in in_part or job.name in kernels]
     if arguments.from_misses and not chosen_jobs and not problems:

@@ -99,24 +99,26 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     return chosen
 
 
-def _state(name: tuple, entry: Any) -> str:
-    """`current`, or why the entry answers late or never."""
+def _stale(name: tuple, entry: Any) -> str:
+    """Why an entry never answers, or ""."""
     from .. import registry
-    from ..autotune import store
 
     try:
         tunable = registry.get_tunable(f"{name[0]}.{name[1]}")
     except ValueError:
         return "unknown kernel"
-    if entry.version != tunable.version:
-        return f"stale: for version {entry.version} of the kernel, this is {tunable.version}"
+    if entry.version == tunable.version:
+        return ""
+    return f"stale: for version {entry.version} of the kernel, this is {tunable.version}"
+
+
+def _state(name: tuple, entry: Any) -> str:
+    """`current`, or why the entry answers late or never."""
+    from ..autotune import store
+
     version, here = store.minor(entry.provenance.get("triton")), store.minor(store.triton_version())
-    return f"demoted: Triton {version}" if version and here and version != here else "current"
-
-
-def _answers(name: tuple, entry: Any) -> bool:
-    """Whether the entry may answer, though late."""
-    return not _state(name, entry).startswith(("stale", "unknown"))
+    is_demoted = version and here and version != here
+    return _stale(name, entry) or (f"demoted: Triton {version}" if is_demoted else "current")
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -186,7 +188,7 @@ def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
         for path in sorted(store.shipped_folder(vendor).glob("*.json")):
             for name, entry in store.lines_in(path, outdated, tables.load):
                 shipped += 1
-                if (state := _state(name, entry)).startswith(("stale", "unknown")):
+                if state := _stale(name, entry):
                     outdated.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
     return stored, shipped, problems, outdated
 
@@ -201,7 +203,7 @@ def _export(arguments: argparse.Namespace) -> int:
     with user_errors(f"cache export: {paths[0]}"):
         header, lines, _ = store.load(paths[0])
     answers = [line for line in lines if line[1].kind in store.ANSWERS]
-    current = [line for line in answers if _answers(*line)]
+    current = [line for line in answers if not _stale(*line)]
     table, skipped = dict(reversed(current)), len(answers) - len(current)  # of one name the newest, which comes first
     if not table:
         raise UsageError(f"cache export: no current entry in {paths[0]} ({skipped} out of date)")
@@ -210,7 +212,7 @@ def _export(arguments: argparse.Namespace) -> int:
             before, kept, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
-        table = {**{name: entry for name, entry in kept if _answers(name, entry)}, **table}
+        table = {**{name: entry for name, entry in kept if not _stale(name, entry)}, **table}
     text = tables.render({**header, "digest": ""}, table)
     if not arguments.output:
         print(text, end="")
@@ -271,14 +273,13 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
     """(the entries that can answer on `target`, why the others cannot)."""
     from .. import registry
 
-    tunables = registry.tunables()
     importable, refused = {}, []
     for name, entry in sorted(entries.items(), key=lambda item: item[0]):
-        tunable, state = tunables.get(f"{name[0]}.{name[1]}"), _state(name, entry)
-        why_invalid = state if tunable is None or state.startswith("stale") else ""
-        why_invalid = why_invalid or tunable.illegal(target, name[2], entry.config)
-        if not why_invalid and not tunable.serves(target, name[2]):
-            why_invalid = "no tensor has these sizes"
+        if not (why_invalid := _stale(name, entry)):
+            tunable = registry.get_tunable(f"{name[0]}.{name[1]}")
+            why_invalid = tunable.illegal(target, name[2], entry.config)
+            if not why_invalid and not tunable.serves(target, name[2]):
+                why_invalid = "no tensor has these sizes"
         if why_invalid:
             refused.append(f"{name[0]}.{name[1]} {name[2]}: {why_invalid}")
         else:

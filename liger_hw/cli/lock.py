@@ -80,11 +80,11 @@ def pin(command: str, arguments: argparse.Namespace, target: Any, output: str | 
 
     env.ignore("LIGER_HW_LOCK_FILE")  # a new lock file holds what is tuned now, not what an older one pinned
     names: dict[tuple[str, tuple], None] = {}
-    scan, pairs, screen = jobs.scan(target), pairs_of(command, arguments), StatusLine()
+    pairs, screen = pairs_of(command, arguments), StatusLine()
     for number, (op, sizes) in enumerate(pairs):
         screen.progress(number, len(pairs), f"{op}: what it launches")
         try:
-            names.update(dict.fromkeys(scan(op, sizes, arguments.dtype or "bfloat16")))
+            names.update(dict.fromkeys(jobs.launched(op, sizes, arguments.dtype or "bfloat16", target)))
         except Exception as error:
             raise UsageError(f"{command}: {op} at {sizes}: {first_line(error)}") from None
     screen.end()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from liger_hw import private, registry
-from liger_hw.autotune import check, measure
-from liger_hw.autotune.jobs import Job, scan
+from liger_hw.autotune import check, jobs, measure
+from liger_hw.autotune.jobs import Job
 from liger_hw.autotune.measure import LocalMeasurer
 from liger_hw.autotune.record import Rejected
 from liger_hw.backends import LaunchConfig
@@ -34,7 +34,7 @@ def measurer(clean_registry):
 
 def launched(measurer: LocalMeasurer, op: str, sizes: tuple[int, ...]) -> list[Job]:
     """Jobs of the op's own kernels at these sizes."""
-    found = [(*name.split("."), key) for name, key in scan(measurer.target)(op, sizes, "float32")]
+    found = [(*name.split("."), key) for name, key in jobs.launched(op, sizes, "float32", measurer.target)]
     return [Job(op, variant, key, sizes, "float32") for owner, variant, key in found if owner == op]
 
 
