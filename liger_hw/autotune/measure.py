@@ -47,6 +47,8 @@ from .record import (
 COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
 MAX_COPIES = 48
+MOST_ARMS = 12
+"""Candidates that are kept prepared, more than are timed together: each keeps a graph and some tensors alive."""
 REPLAY_US = 150.0
 """A replay repeats short kernels up to about this long, so that starting a graph does not show."""
 CHECK_BYTES = 2 << 30
@@ -324,8 +326,7 @@ class LocalMeasurer:
         self._shape: tuple | None = None
         self._reference: dict[tuple, str] = {}
         self._stage: Stage | None = None
-        self._arms: dict[int, Arm] = {}
-        self._next = 0
+        self._arms: dict[LaunchConfig, Arm] = {}
 
     def facts(self) -> dict[str, Any]:
         """What provenance says about this machine, and the bandwidth of a copy in GB/s."""
@@ -354,25 +355,20 @@ class LocalMeasurer:
         self._stage = bench.stage(job.variant, job.key)
         return self._stage.baseline, self._stage.bytes
 
-    def prepare(self, config: LaunchConfig) -> int:
-        """Check and capture a candidate; returns what it is known by. Raises `Rejected`."""
+    def prepare(self, config: LaunchConfig) -> None:
+        """Check and capture a candidate, where it is not among the last `MOST_ARMS`. Raises `Rejected`."""
         try:
-            arm = self._stage.prepare(config)
+            arm = self._arms.pop(config, None) or self._stage.prepare(config)
         except torch.OutOfMemoryError as error:
             self._free()
             raise Rejected(f"out of memory: {str(error).splitlines()[0]}") from None
-        self._next += 1
-        self._arms[self._next] = arm
-        return self._next
+        self._arms[config] = arm
+        if len(self._arms) > MOST_ARMS:
+            del self._arms[next(iter(self._arms))]
 
-    def time(self, ids: list[int], rounds: int) -> list[list[float]]:
+    def time(self, configs: list[LaunchConfig], rounds: int) -> list[list[float]]:
         """Microseconds of one launch, `rounds` samples for each prepared candidate, interleaved."""
-        return self._stage.time([self._arms[i] for i in ids], rounds)
-
-    def drop(self, ids: list[int]) -> None:
-        """Forget prepared candidates."""
-        for i in ids:
-            self._arms.pop(i, None)
+        return self._stage.time([self._arms[config] for config in configs], rounds)
 
     def verify(self, config: LaunchConfig) -> str:
         """Why the whole op under `config` disagrees with its reference, or `""`."""

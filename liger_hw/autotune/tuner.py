@@ -191,7 +191,7 @@ class _Comparison(NamedTuple):
 
 
 class Search:
-    """The search for one job. Keeps which candidates are prepared in the worker, and survives the worker's death."""
+    """The search for one job, which survives the worker's death."""
 
     MAX_DEATHS = 6
 
@@ -200,7 +200,6 @@ class Search:
         self.effort, self.measurer = tuner.effort, tuner.measurer
         self.coarse: dict[LaunchConfig, float] = {}
         self.failed: dict[LaunchConfig, str] = {}
-        self.ids: dict[LaunchConfig, int] = {}
         self.sizes = job.sizes
         self.deaths = 0
         self._refused = {one.config: one.provenance["reason"] for one in tuner.lines(job, "refused")}
@@ -322,7 +321,6 @@ class Search:
 
     def _open(self) -> tuple[LaunchConfig, int]:
         """The baseline and the bytes it moves."""
-        self.ids.clear()
         try:
             return self.measurer.open(self.job, self.sizes)
         except WorkerDied as death:
@@ -341,7 +339,6 @@ class Search:
     def _fail(self, config: LaunchConfig, reason: str) -> None:
         self.failed[config] = reason
         self.coarse.pop(config, None)
-        self.ids.pop(config, None)
         if self.sizes == self.job.sizes:
             self.tuner.write(self.job, config, "refused", reason=reason)
 
@@ -359,7 +356,6 @@ class Search:
                 self._fail(config, reason)
             elif samples := self._time_all([config], self.effort.coarse_rounds).get(config):
                 self.coarse[config] = min(samples)
-                self._keep_best()
 
     def _uncompilable(self, config: LaunchConfig, name: str) -> str:
         """Why a candidate cannot be compiled or exceeds the device, or `""`. Waiting for it takes no search time."""
@@ -373,21 +369,9 @@ class Search:
         target = self.tuner.target
         return backend(target.vendor).illegal_resources(target, compiled["resources"]) or ""
 
-    def _keep_best(self) -> None:
-        """Hold only the leading candidates in the worker: each one keeps a graph and some tensors alive."""
-        if len(self.ids) > 2 * self.effort.finalists:
-            ranked = sorted(self.ids, key=lambda c: self.coarse.get(c, 0.0))
-            dropped = [self.ids.pop(c) for c in ranked[self.effort.finalists :]]
-            try:
-                self.measurer.drop(dropped)
-            except WorkerDied as death:
-                self._reopen(death)
-
     def _prepare(self, config: LaunchConfig) -> bool:
-        if config in self.ids:
-            return True
         try:
-            self.ids[config] = self.measurer.prepare(config)
+            self.measurer.prepare(config)
             return True
         except REFUSED as error:
             self._fail(config, str(error))
@@ -398,19 +382,16 @@ class Search:
 
     def _time_all(self, configs: list[LaunchConfig], rounds: int, twice: LaunchConfig | None = None) -> dict:
         """Samples of each configuration that can be timed, interleaved; `twice` is timed as one more arm."""
-        while True:
-            if twice in self.failed:
-                return {}
-            prepared = [c for c in configs if c not in self.failed and self._prepare(c)]
-            ready = [c for c in prepared if c in self.ids]
-            if len(ready) < sum(c not in self.failed for c in configs):
+        while twice not in self.failed:
+            deaths = self.deaths
+            ready = [c for c in configs if c not in self.failed and self._prepare(c)]
+            if self.deaths > deaths:
                 continue  # a worker that died while it prepared one lost the others
             if not ready:
-                return {}
-            arms: list[Any] = [*ready, *(["twice"] if twice is not None else [])]
-            config_of = {"twice": twice, **{c: c for c in ready}}
+                break
+            arms = ready if twice is None else [*ready, twice]
             try:
-                raw = self.measurer.time([self.ids[config_of[arm]] for arm in arms], rounds)
+                raw = self.measurer.time(arms, rounds)
             except WorkerDied as death:
                 self._reopen(death)
                 if len(ready) == 1:
@@ -421,11 +402,12 @@ class Search:
             except REFUSED as error:
                 for config in ready:
                     self._fail(config, str(error))
-                return {}
+                break
             if self.sizes == self.job.sizes:
-                for arm, samples in zip(arms, raw):
-                    self.tuner.write(self.job, config_of[arm], "timed", us=round(min(samples), 4))
-            return dict(zip(arms, raw))
+                for config, samples in zip(arms, raw):
+                    self.tuner.write(self.job, config, "timed", us=round(min(samples), 4))
+            return dict(zip([*ready, "twice"], raw))
+        return {}
 
     def _verify(self, config: LaunchConfig) -> str:
         try:

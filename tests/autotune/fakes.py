@@ -38,17 +38,19 @@ class FakeMeasurer:
         self.chances = random.Random(0)
         self.opened = self.prepared = self.timed = 0
         self.alive = True
-        self.ids: dict[int, LaunchConfig] = {}
+        self.arms: set[LaunchConfig] = set()
 
     def open(self, job, sizes):
         self.opened += 1
         self.alive = True
-        self.ids.clear()
+        self.arms.clear()
         self.sizes = sizes
         return self.baseline, 4_000_000
 
     def prepare(self, config):
         assert self.alive, "a dead worker was asked"
+        if config in self.arms:
+            return
         self.prepared += 1
         cost = self.cost(config)
         if isinstance(cost, str):
@@ -57,23 +59,19 @@ class FakeMeasurer:
             if isinstance(cost, WorkerDied):
                 self.alive = False
             raise cost
-        self.ids[self.prepared] = config
-        return self.prepared
+        self.arms.add(config)
 
-    def time(self, ids, rounds):
+    def time(self, configs, rounds):
         self.timed += 1
         found = []
-        for i in ids:
-            cost = self.cost(self.ids[i])
+        for config in configs:
+            assert config in self.arms, "timed before it was prepared"
+            cost = self.cost(config)
             if callable(cost):
                 self.alive = False
                 raise cost()
             found.append([cost * (1 + self.noise * self.chances.uniform(-1, 1)) for _ in range(rounds)])
         return found
-
-    def drop(self, ids):
-        for i in ids:
-            del self.ids[i]
 
     def verify(self, config):
         return self.wrong(config)

@@ -180,14 +180,13 @@ def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage,
     class Fading(FakeMeasurer):
         faded = False
 
-        def time(self, ids, rounds):
-            arms = [self.ids[i] for i in ids]
+        def time(self, arms, rounds):
             late = len(arms) > 1 if stage == "final" else arms.count(START) > 1
             self.faded |= late and self.opened_key == KEY
             if self.faded and START in arms and self.opened_key == KEY:
                 self.alive = how is not WorkerDied
                 raise how("the device reported an error")
-            return super().time(ids, rounds)
+            return super().time(arms, rounds)
 
         def open(self, job, sizes):
             self.opened_key = job.key
@@ -232,11 +231,11 @@ def test_a_killed_run_resumes_where_it_was(clean_registry):
     class Fragile(FakeMeasurer):
         left = 40
 
-        def time(self, ids, rounds):
+        def time(self, arms, rounds):
             self.left -= 1
             if self.left < 0:
                 raise Killed
-            return super().time(ids, rounds)
+            return super().time(arms, rounds)
 
     def again(measurer):
         tuner = Tuner(
