@@ -13,6 +13,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -21,77 +22,63 @@ from typing import Any
 
 from .. import env
 from ..kernels import home_of
-from . import impls
 from .replaced import MissingKernel, replacement
 
 NAME = "liger_kernel"
+_TRANSFORMERS = "liger_hw.transformers"
+_KERNELS = "liger_hw.kernels"
 VERSION = "0.8.5"
 """The version of Liger Kernel whose modules and names these are; what `importlib.metadata` answers."""
 
 PATH = Path(__file__).parent / "path"
 """The folder for PYTHONPATH."""
 
-_TRANSFORMERS = "liger_hw.transformers"
-_FUNCTIONAL = "liger_hw.transformers.functional"
-_LOSSES = "liger_hw.chunked_loss"
-_KERNELS = "liger_hw.kernels"
-_MEGATRON = "liger_hw.megatron"
-_MODULES = "liger_hw.compat.modules"
-_FUNCTIONS = "liger_hw.compat.functions"
-_CHECKED = "liger_hw.compat.checked"
-_GRPO = "liger_hw.compat.grpo"
-_BASES = "liger_hw.compat.loss_bases"
-_FSDP = "liger_hw.compat.fsdp"
-_ORPO = "liger_hw.compat.orpo_trainer"
-_FORWARDS = "liger_hw.compat.forwards"
-_LOSS_UTILS = "liger_hw.compat.loss_utils"
-_OUTPUTS = "liger_hw.compat.output_classes"
-_TILED = f"{_KERNELS}.pointwise.tiled_mlp"
-
-MODULES: dict[str, tuple[str, ...]] = {
-    "transformers": (_CHECKED, _TRANSFORMERS, _FUNCTIONAL, _MODULES),
-    "transformers.functional": (_CHECKED, _FUNCTIONAL, _TRANSFORMERS, _FUNCTIONS, _KERNELS),
-    "transformers.cross_entropy": (_CHECKED, f"{_KERNELS}.losses.cross_entropy", _FUNCTIONS),
-    "transformers.fused_linear_cross_entropy": (_CHECKED, f"{_KERNELS}.heads.fused_linear_cross_entropy", _FUNCTIONS),
-    "transformers.monkey_patch": (_CHECKED, _TRANSFORMERS, "liger_hw.compat.monkey_patch", _FUNCTIONAL, _MODULES),
-    "transformers.trainer_integration": (_TRANSFORMERS,),
-    "transformers.fsdp": (_FSDP,),
-    "transformers.trainer": (_ORPO,),
-    "transformers.trainer.orpo_trainer": (_FSDP, _ORPO),  # Axolotl takes `_FSDPForwardRedirection` from there
-    "transformers.mhc": (_TRANSFORMERS,),
-    "transformers.mlp": (_MODULES,),
-    "transformers.tiled_mlp": (_TRANSFORMERS,),
-    "transformers.auto_model": (_TRANSFORMERS,),
-    "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss", _GRPO, f"{_LOSSES}.grpo_loss"),
-    "transformers.experimental": (f"{_KERNELS}.embedding.embedding",),
-    "transformers.model": (),
-    "transformers.model.loss_utils": (_LOSS_UTILS,),
-    "transformers.model.output_classes": (_OUTPUTS,),
-    "ops": (_FUNCTIONS, _GRPO, _KERNELS, _TILED),
-    "ops.mlp": (_FUNCTIONS,),
-    "ops.tiled_mlp": (_FUNCTIONS, _TILED),
-    "ops.swiglu": (_FUNCTIONS, f"{_KERNELS}.pointwise.swiglu", f"{_KERNELS}.pointwise.fused_gate_up_swiglu"),
-    "ops.experimental": (),
-    "ops.backends": (),
-    "ops.backends.registry": ("liger_hw.compat.impls",),
-    "ops.mhc": (_FUNCTIONS,),
-    "ops.grpo_loss": (_LOSSES, _GRPO),
-    "ops.fused_moe": (_FUNCTIONS, "liger_hw.compat.routing", f"{_KERNELS}.moe.fused_moe"),
-    "ops.utils": ("liger_hw.compat.ops_utils",),
-    "chunked_loss": (_LOSSES,),
-    **{f"chunked_loss.{name}_loss": (f"{_LOSSES}.preference", _BASES) for name in ("cpo", "simpo", "orpo")},
-    **{f"chunked_loss.{name}_loss": (f"{_LOSSES}.distillation", _BASES) for name in ("jsd", "cosine_similarity")},
-    "chunked_loss.fused_linear_distillation": (_BASES,),
-    "chunked_loss.fused_linear_ppo": (_BASES,),
-    "chunked_loss.fused_linear_preference": (_BASES,),
-    "chunked_loss.fused_linear_unpaired_preference": (_BASES,),
-    "functional": ("liger_hw.compat.functional",),
-    "megatron": (_MEGATRON,),
-    "megatron.cross_entropy": (_MEGATRON,),
-    "megatron.monkey_patch": (_MEGATRON,),
-    "megatron.rms_norm": (_MEGATRON,),
-    "megatron.swiglu": (_MEGATRON,),
-    "utils": ("liger_hw.compat.utils",),
+MODULES = {
+    "": "compat.impls",
+    "transformers": "compat.checked transformers transformers.functional compat.modules",
+    "transformers.functional": "compat.checked transformers.functional transformers compat.functions kernels",
+    "transformers.cross_entropy": "compat.checked kernels.losses.cross_entropy compat.functions",
+    "transformers.fused_linear_cross_entropy": (
+        "compat.checked kernels.heads.fused_linear_cross_entropy compat.functions"
+    ),
+    "transformers.monkey_patch": (
+        "compat.checked transformers compat.monkey_patch transformers.functional compat.modules"
+    ),
+    "transformers.fsdp": "compat.fsdp",
+    "transformers.trainer": "compat.orpo_trainer",
+    "transformers.trainer.orpo_trainer": "compat.fsdp compat.orpo_trainer",  # Axolotl takes `_FSDPForwardRedirection`
+    "transformers.mlp": "compat.modules",
+    "transformers.grpo_loss": "transformers.grpo_loss compat.grpo chunked_loss.grpo_loss",
+    "transformers.experimental": "kernels.embedding.embedding",
+    "transformers.model": "",
+    "transformers.model.loss_utils": "compat.loss_utils",
+    "transformers.model.output_classes": "compat.output_classes",
+    "ops": "compat.functions compat.grpo kernels kernels.pointwise.tiled_mlp",
+    "ops.mlp": "compat.functions",
+    "ops.tiled_mlp": "compat.functions kernels.pointwise.tiled_mlp",
+    "ops.swiglu": "compat.functions kernels.pointwise.swiglu kernels.pointwise.fused_gate_up_swiglu",
+    "ops.experimental": "",
+    "ops.backends": "",
+    "ops.backends.registry": "compat.impls",
+    "ops.mhc": "compat.functions",
+    "ops.grpo_loss": "chunked_loss compat.grpo",
+    "ops.fused_moe": "compat.functions compat.routing kernels.moe.fused_moe",
+    "ops.utils": "compat.ops_utils",
+    "chunked_loss": "chunked_loss",
+    **{f"chunked_loss.{name}_loss": "chunked_loss.preference compat.loss_bases" for name in ("cpo", "simpo", "orpo")},
+    **{
+        f"chunked_loss.{name}_loss": "chunked_loss.distillation compat.loss_bases"
+        for name in ("jsd", "cosine_similarity")
+    },
+    "functional": "compat.functional",
+    "megatron": "megatron",
+    "utils": "compat.utils",
+    **{f"transformers.{name}": "transformers" for name in ("auto_model", "mhc", "tiled_mlp", "trainer_integration")},
+    **{
+        f"chunked_loss.fused_linear_{name}": "compat.loss_bases"
+        for name in ("distillation", "ppo", "preference", "unpaired_preference")
+    },
+    **{f"megatron.{name}": "megatron" for name in ("cross_entropy", "monkey_patch", "rms_norm", "swiglu")},
 }
 """Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
 
@@ -109,20 +96,23 @@ def use() -> str:
 
 def homes(name: str) -> tuple[str, ...] | None:
     """Modules of liger_hw that stand behind `liger_kernel.<name>`; None when there is no such module."""
-    if name in MODULES:
-        return MODULES[name]
     group, _, op = name.partition(".")
-    if family := _family(name):
-        return (_FORWARDS, _LOSS_UTILS, _OUTPUTS) if _forwards().classes_of(family) else None
-    if group in ("transformers", "ops") and op:
-        home = home_of(_RENAMED.get(op, op))
-        if home is None:
+    home: str | None
+    if name in MODULES:
+        modules = MODULES[name]
+    elif family := _family(name):
+        modules = "compat.forwards compat.loss_utils compat.output_classes"
+        if not _forwards().classes_of(family):
             return None
-        return (home, _TRANSFORMERS, _MODULES, _FUNCTIONS) if group == "transformers" else (_FUNCTIONS, home)
-    if group == "chunked_loss" and op and "." not in op:
-        home = f"{_LOSSES}.{op}"
-        return (home, _BASES) if not op.startswith("_") and importlib.util.find_spec(home) else None
-    return None
+    elif group in ("transformers", "ops") and (home := home_of(_RENAMED.get(op, op))):
+        home = home.removeprefix("liger_hw.")
+        modules = f"{home} transformers compat.modules" if group == "transformers" else f"compat.functions {home}"
+        modules = f"{modules} compat.functions"
+    elif group == "chunked_loss" and re.fullmatch("[a-z]\\w*", op) and importlib.util.find_spec(f"liger_hw.{name}"):
+        modules = f"{name} compat.loss_bases"
+    else:
+        return None
+    return tuple(f"liger_hw.{module}" for module in modules.split())
 
 
 def _family(name: str) -> str:
@@ -132,7 +122,7 @@ def _family(name: str) -> str:
 
 
 def _forwards() -> Any:
-    return importlib.import_module(_FORWARDS)
+    return importlib.import_module("liger_hw.compat.forwards")
 
 
 def refuse_to_shadow() -> None:
@@ -172,29 +162,35 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.partition(".")[2]
-        behind = homes(name) or ()
-        module.__doc__ = f"{module.__name__} of Liger Kernel {VERSION}, answered by {', '.join(behind) or 'liger_hw'}."
-
-        def __getattr__(attribute: str) -> Any:
-            if not attribute.startswith("__"):
-                value = _kernel(name, attribute) or _lookup(behind, attribute)
-                if value is not _ABSENT:
-                    setattr(module, attribute, value)
-                    return value
-                if homes(f"{name}.{attribute}") is not None:  # a module below that is not imported yet
-                    return importlib.import_module(f"{module.__name__}.{attribute}")
-            instead = replacement(f"{name}.{attribute}")
-            raise AttributeError(
-                f"module {module.__name__!r} (liger_hw's shim) has no attribute {attribute!r}"
-                + (f": {instead}" if instead else "")
-            )
-
+        module.__doc__ = f"{module.__name__} of Liger Kernel {VERSION}, answered by liger_hw."
         if (family := _family(name)) and name not in MODULES:
             module.__class__ = _forwards().FamilyModule
             module.fill(family)  # type: ignore[attr-defined]
-        module.__getattr__ = __getattr__  # type: ignore[method-assign]
-        module.__dir__ = lambda: sorted({*vars(module), *_public(behind)})  # type: ignore[method-assign]
-        module.__all__ = _public(behind)
+        _answer(module, name)
+
+
+def _answer(module: ModuleType, name: str) -> None:
+    """Let `liger_kernel.<name>` find its attributes in the modules that stand behind it."""
+    behind = homes(name) or ()
+
+    def __getattr__(attribute: str) -> Any:
+        path = f"{name}.{attribute}".lstrip(".")
+        if not attribute.startswith("__"):
+            value = _kernel(name, attribute) or _lookup(behind, attribute)
+            if value is not _ABSENT:
+                setattr(module, attribute, value)
+                return value
+            if homes(path) is not None:  # a module below that is not imported yet
+                return importlib.import_module(f"{NAME}.{path}")
+        instead = replacement(path)
+        raise AttributeError(
+            f"module {module.__name__!r} (liger_hw's shim) has no attribute {attribute!r}"
+            + (f": {instead}" if instead else "")
+        )
+
+    module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    module.__dir__ = lambda: sorted({*vars(module), *_public(behind)})  # type: ignore[method-assign]
+    module.__all__ = _public(behind)
 
 
 _ABSENT = object()
@@ -240,14 +236,6 @@ def take_the_name(module: ModuleType) -> None:
     refuse_to_shadow()
     module.__version__ = VERSION
     module.__path__ = []  # every module below comes from the finder
-
-    def __getattr__(name: str) -> Any:  # a module below that is not imported yet, as `functional`
-        if name in MODULES:
-            return importlib.import_module(f"{NAME}.{name}")
-        if name in impls.__all__:
-            return getattr(impls, name)
-        raise AttributeError(f"module {NAME!r} (liger_hw's shim) has no attribute {name!r}")
-
-    module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    _answer(module, "")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

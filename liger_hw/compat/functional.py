@@ -1,8 +1,7 @@
 """Behind `liger_kernel.functional`: Liger Kernel's own signatures, with its defaults, over liger_hw's functions.
 
-`impl`, `mode` and `backend` choose among Liger's implementations. There is one here, which the registry configures, so
-they are accepted and mean nothing. Other names are found in
-`liger_hw.transformers.functional`, there with `liger_` in front.
+`impl`, `mode` and `backend` choose among Liger's implementations; they are accepted and mean nothing. Every other name
+is looked up in `liger_hw.transformers.functional`, with `liger_` in front.
 """
 
 from __future__ import annotations
@@ -38,11 +37,6 @@ def layer_norm(x, weight, bias=None, eps=1e-6):
 @_any_impl
 def fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=False):
     return functional.liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode, in_place)
-
-
-@_any_impl
-def jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100):
-    return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
 
 
 @_any_impl

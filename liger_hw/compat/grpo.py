@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -49,12 +50,8 @@ def _reduce_grpo_loss(
     return torch.where(mask, per_token_loss * share, 0.0).sum()
 
 
-_ARGUMENTS = (
-    *("logits", "old_logp", "ref_logp", "completion_ids", "advantages", "completion_mask", "temperature", "beta"),
-    *("eps_low", "eps_high", "inplace", "loss_type", "max_completion_length", "reduce", "importance_sampling_level"),
-    *("sapo_temperature_pos", "sapo_temperature_neg", "vllm_is_ratio", "delta", "use_bias_correction_kl"),
-    *("num_items_in_batch", "phi_seq"),
-)
+_ARGUMENTS = (*[*inspect.signature(triton_grpo_loss).parameters][:21], "phi_seq")
+"""Liger's function takes `triton_grpo_loss`'s, without VESPO's numbers, and phi_seq."""
 
 
 class GrpoLossFunction:
@@ -63,8 +60,6 @@ class GrpoLossFunction:
 
     @staticmethod
     def apply(*args: Any) -> tuple:
-        if len(args) > len(_ARGUMENTS):
-            raise TypeError(f"GrpoLossFunction: at most {len(_ARGUMENTS)} arguments, got {len(args)}")
         arguments = {"loss_type": "grpo", "reduce": True, **dict(zip(_ARGUMENTS, args))}
         if arguments.pop("phi_seq", None) is not None:
             raise NotImplementedError("GrpoLossFunction: phi_seq is not supported; call triton_grpo_loss for vespo")

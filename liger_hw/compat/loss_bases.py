@@ -45,11 +45,6 @@ from ..runtime.operator import check, check_indices, first_order
 
 Chunk = list[slice]
 """Which sequences or rows a chunk has; of pairs two slices, the chosen ones first."""
-ChunkLoss = Callable[..., tuple[torch.Tensor, Sequence[torch.Tensor]]]
-"""(chunk, its inputs, weight, bias) -> (loss, metrics)"""
-Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
-
-_IGNORED = -100
 
 
 def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
@@ -68,38 +63,41 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@torch.no_grad()
 def _sum_of_chunks(
     ctx: Any,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     chunks: Sequence[Chunk],
-    chunk_loss: ChunkLoss,
+    chunk_loss: Callable[..., tuple[torch.Tensor, Sequence[torch.Tensor]]],
 ) -> tuple[torch.Tensor, ...]:
-    """(loss, *metrics) of all chunks; the gradients of x, weight and bias are saved in ctx, None where unwanted."""
-    with torch.no_grad():
-        weight, bias = (None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (weight, bias))
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
-        sums: list[torch.Tensor | None] = [None, None]
-        results = []
-        for chunk in chunks:
-            rows = _rows(x, chunk).detach().requires_grad_(x.requires_grad)
-            result, (dx_of_chunk, *of_head) = _loss_and_gradients((rows, weight, bias), chunk_loss, chunk)
-            results.append(result)
-            if dx is not None:
-                for rows_of_x, part in zip(chunk, dx_of_chunk.split([len(range(x.shape[0])[s]) for s in chunk])):
-                    dx[rows_of_x] = part
-            for i, gradient in enumerate(of_head):
-                if gradient is not None and sums[i] is None:
-                    sums[i] = gradient.to(_wide(gradient.dtype)) if len(chunks) > 1 else gradient
-                elif gradient is not None:
-                    sums[i] += gradient
-        dweight, dbias = (None if s is None else s.to(t.dtype).contiguous() for s, t in zip(sums, (weight, bias)))
-        ctx.save_for_backward(dx, dweight, dbias)
-        return tuple(_joined(values, _wide(x.dtype)) for values in zip(*results))
+    """(loss, *metrics) of all chunks; the gradients of x, weight and bias are saved in ctx, None where not required.
+
+    chunk_loss: (chunk, its inputs, weight, bias) -> (loss, metrics)
+    """
+    head = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (weight, bias)]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
+    sums: list[torch.Tensor | None] = [None, None]
+    results = []
+    for chunk in chunks:
+        leaves = _rows(x, chunk).detach().requires_grad_(x.requires_grad), *head
+        result, (dx_of_chunk, *of_head) = _loss_and_gradients(leaves, chunk_loss, chunk)
+        results.append(result)
+        if dx is not None:
+            for rows, part in zip(chunk, dx_of_chunk.chunk(len(chunk))):
+                dx[rows] = part
+        for i, gradient in enumerate(of_head):
+            if gradient is not None and sums[i] is None:
+                sums[i] = gradient.to(_wide(gradient.dtype)) if len(chunks) > 1 else gradient
+            elif gradient is not None:
+                sums[i] += gradient
+    ctx.save_for_backward(dx, *(None if s is None else s.to(t.dtype).contiguous() for s, t in zip(sums, head)))
+    wide = _wide(x.dtype)
+    return tuple(torch.cat(v) if v[0].dim() else torch.stack([t.to(wide) for t in v]).sum() for v in zip(*results))
 
 
-def _loss_and_gradients(leaves: tuple, chunk_loss: ChunkLoss, chunk: Chunk) -> tuple[tuple, list]:
+def _loss_and_gradients(leaves: tuple, chunk_loss: Callable[..., Any], chunk: Chunk) -> tuple[tuple, list]:
     """((loss, *metrics) of a chunk, the gradients of the leaves that require one), which keep no graph alive.
 
     A loss that does not depend on any of them has gradients of zero.
@@ -115,24 +113,27 @@ def _loss_and_gradients(leaves: tuple, chunk_loss: ChunkLoss, chunk: Chunk) -> t
     return tuple(t.detach() for t in (loss, *metrics)), gradients
 
 
-def _joined(values: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
-    if values[0].dim():
-        return torch.cat(values)
-    return torch.stack([value.to(wide) for value in values]).sum()
+def _backward(bias_place: int, count: int) -> Any:
+    """The `backward` of a class: the saved gradients times the incoming one of the loss, and None for other arguments.
+
+    bias_place: where the bias is among the arguments, of which input and weight are the first; count: of gradients
+    """
+
+    @first_order
+    def backward(ctx: Any, *grad_output: Any) -> tuple[torch.Tensor | None, ...]:
+        loss_grad: Any = grad_output
+        while isinstance(loss_grad, (tuple, list)):  # a subclass passes it on as it is or in a tuple
+            loss_grad = loss_grad[0]
+        gradients: list[torch.Tensor | None] = [None] * count
+        for place, gradient in zip((0, 1, bias_place), ctx.saved_tensors):
+            gradients[place] = None if gradient is None else scale_gradient(gradient, loss_grad, absent(loss_grad))
+        return tuple(gradients)
+
+    return staticmethod(backward)
 
 
-@first_order
-def _scaled(ctx: Any, grad_output: Any) -> Gradients:
-    """The saved gradients times the incoming gradient of the loss, which a subclass hands on as it is or in a tuple."""
-    while isinstance(grad_output, (tuple, list)):
-        grad_output = grad_output[0]
-    dx, dweight, dbias = ctx.saved_tensors
-    scaled = (None if t is None else scale_gradient(t, grad_output, absent(grad_output)) for t in (dx, dweight, dbias))
-    return tuple(scaled)
-
-
-def _loss_and_more(result: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return (result[0], list(result[1:])) if isinstance(result, tuple) else (result, [])
+def _loss_and_more(result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    return (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -225,29 +226,22 @@ class LigerFusedLinearPreferenceBase(_Base):
 
         def chunk_loss(chunk, x, weight, bias):
             options = ignore_index, compute_nll_loss, _rows(nll_target, chunk[:1]), average_log_prob
-            base = LigerFusedLinearPreferenceBase
-            results = base.chunk_forward(x, weight, _rows(target, chunk), bias, *options)
-            chosen, rejected, chosen_logits, rejected_logits, nll = results
-            refs = {}
-            if ref is not None:
-                refs = {"ref_chosen_logps": ref[chunk[0]], "ref_rejected_logps": ref[chunk[1]]}
+            chosen, rejected, *logits, nll = LigerFusedLinearPreferenceBase.chunk_forward(
+                x, weight, _rows(target, chunk), bias, *options
+            )
+            refs = {} if ref is None else {"ref_chosen_logps": ref[chunk[0]], "ref_rejected_logps": ref[chunk[1]]}
             loss = cls.preference_loss_fn(chosen, rejected, target, beta=beta, **loss_kwargs, **refs)
             loss, more = _loss_and_more(loss)
             if compute_nll_loss:
                 nll = nll / n_nll_tokens
                 loss = loss + alpha * nll
-            means = chosen_logits.sum() / n_logits, rejected_logits.sum() / n_logits
-            return loss, (chosen, rejected, *means, nll, *more)
+            return loss, (chosen, rejected, *(t.sum() / n_logits for t in logits), nll, *more)
 
         chunks = _chunks(half, batch // (2 * chunk_size), offsets=(0, half))
         loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, chunks, chunk_loss)
         return loss, tuple(metrics)
 
-    @staticmethod
-    def backward(ctx, *grad_output):
-        """Gradients of _input, weight, target, bias and, None, of what follows."""
-        dx, dweight, dbias = _scaled(ctx, grad_output)
-        return dx, dweight, None, dbias, None, None, None, None
+    backward = _backward(3, 8)
 
     @staticmethod
     def chunk_forward(
@@ -317,9 +311,9 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
 
         def chunk_loss(chunk, x, weight, bias):
             labels = _rows(preference_labels, chunk)
-            options = bias, ignore_index, average_log_prob
-            base = LigerFusedLinearUnpairedPreferenceBase
-            logps, *sums = base.chunk_forward(x, weight, _rows(target, chunk), labels, *options)
+            logps, *sums = LigerFusedLinearUnpairedPreferenceBase.chunk_forward(
+                x, weight, _rows(target, chunk), labels, bias, ignore_index, average_log_prob
+            )
             refs = {} if ref is None else {"ref_log_prob_chunk": _rows(ref, chunk)}
             loss, more = _loss_and_more(cls.preference_loss_fn(logps, labels, target, **loss_kwargs, **refs))
             return loss, (*sums, *more)
@@ -328,11 +322,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
         loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, _chunks(batch, batch // chunk_size), chunk_loss)
         return loss, tuple(metrics)
 
-    @staticmethod
-    def backward(ctx, *grad_output):
-        """Gradients of _input, weight, target, preference_labels and bias."""
-        dx, dweight, dbias = _scaled(ctx, grad_output)
-        return dx, dweight, None, None, dbias
+    backward = _backward(4, 5)
 
     @staticmethod
     def chunk_forward(
@@ -417,11 +407,7 @@ class LigerFusedLinearDistillationBase(_Base):
         ctx.mark_non_differentiable(soft, hard)
         return loss, soft, hard
 
-    @staticmethod
-    def backward(ctx, grad_output, *args):
-        """Gradients of student_input, student_weight, the teacher's, target and student_bias."""
-        dx, dweight, dbias = _scaled(ctx, grad_output)
-        return dx, dweight, None, None, None, dbias
+    backward = _backward(5, 6)
 
     @staticmethod
     def chunk_forward(
@@ -510,7 +496,7 @@ class LigerFusedLinearPPOBase(_Base):
             ref_per_token_logps = None
         elif ref_per_token_logps is None:
             ref = ref_input, ref_weight, ref_bias
-            ref_per_token_logps = _reference_logps(cls, ref, _input, selected_token_ids, _IGNORED, temperature)
+            ref_per_token_logps = _reference_logps(cls, ref, _input, selected_token_ids, -100, temperature)
         options = {
             "full_attention_mask": attention_mask,
             "epsilon_low": epsilon_low,
@@ -546,11 +532,7 @@ class LigerFusedLinearPPOBase(_Base):
         loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, _chunks(batch, batch // chunk_size), chunk_loss)
         return loss, tuple(metrics)
 
-    @staticmethod
-    def backward(ctx, grad_output, *grad_metrics):
-        """Gradients of _input, weight, token ids, mask, advantages, bias and, None, of what follows."""
-        dx, dweight, dbias = _scaled(ctx, grad_output)
-        return dx, dweight, None, None, None, dbias, *(None,) * 21
+    backward = _backward(5, 27)
 
     @staticmethod
     def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):

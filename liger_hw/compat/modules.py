@@ -49,12 +49,13 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """Gemma 4's: the weight as it is, in fp32; with_scale=False has none."""
+    """Gemma 4's: the weight as it is, in fp32; with_scale=False has none, and needs no `dim`."""
 
     def __init__(
-        self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
+        self, dim=None, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
     ) -> None:
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
@@ -71,13 +72,7 @@ class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """Muse Glimmer's: `LigerRMSNormForGemma4`, which without a scale needs no width."""
-
-    def __init__(
-        self, dim=None, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
-    ) -> None:
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, with_scale)
-        self.with_scale = with_scale
+    """`LigerRMSNormForGemma4`"""
 
 
 class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):

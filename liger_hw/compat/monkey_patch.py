@@ -31,17 +31,13 @@ def _patch_rms_norm_module(
     in_place: bool = True,
     row_mode: bool | None = None,
 ) -> None:
-    """Run one norm, and the copies that PEFT's modules_to_save made of it, as `LigerRMSNorm`; eps where it has none."""
-    options = {"offset": offset, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
-    for part in _copies(module):
-        _become(part, LigerRMSNorm, eps, options)
+    """Run one norm as `LigerRMSNorm`; eps where it has none."""
+    _become(module, LigerRMSNorm, eps, offset=offset, casting_mode=casting_mode, in_place=in_place, row_mode=row_mode)
 
 
 def _patch_layer_norm_module(module: torch.nn.Module, eps: float = 1e-6) -> None:
-    """Run one norm, and the copies that PEFT's modules_to_save made of it, as `LigerLayerNorm`; eps where it has
-    none."""
-    for part in _copies(module):
-        _become(part, LigerLayerNorm, eps, {})
+    """Run one norm as `LigerLayerNorm`; eps where it has none."""
+    _become(module, LigerLayerNorm, eps)
 
 
 def _patch_swiglu_module(module: torch.nn.Module, liger_module: type[torch.nn.Module]) -> None:
@@ -56,22 +52,22 @@ def _patch_geglu_module(module: torch.nn.Module) -> None:
     _patch_swiglu_module(module, LigerGEGLUMLP)
 
 
-def _copies(module: Any) -> list[torch.nn.Module]:
-    if type(module).__name__ != "ModulesToSaveWrapper":
-        return [module]
-    return [module.original_module, *module.modules_to_save.values()]
+def _become(module: Any, liger_class: type[torch.nn.Module], default_eps: float, **options: Any) -> None:
+    """Give one norm, and the copies that PEFT's modules_to_save made of it, the forward of a class of Liger's."""
+    wrapped = type(module).__name__ == "ModulesToSaveWrapper"
+    for norm in [module.original_module, *module.modules_to_save.values()] if wrapped else [module]:
+        values = {
+            "variance_epsilon": _first(norm, "variance_epsilon", "eps") or default_eps,
+            "hidden_size": _first(norm, "hidden_size", "normalized_shape") or tuple(norm.weight.shape),
+            "elementwise_affine": getattr(norm, "elementwise_affine", True),
+            **{"impl": None, "mode": None, **options},
+        }
+        for name, value in values.items():
+            setattr(norm, name, value)
+        for method in ("forward", "extra_repr"):
+            _bind_method_to_module(norm, method, getattr(liger_class, method))
+        _bind_method_to_module(norm, "_get_name", lambda self: liger_class.__name__)
 
 
-def _become(norm: torch.nn.Module, liger_class: type[torch.nn.Module], eps: float, options: dict[str, Any]) -> None:
-    values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
-    eps = next((value for value in values if value), eps)
-    sizes = (getattr(norm, name, None) for name in ("hidden_size", "normalized_shape"))
-    size = next((value for value in sizes if value), tuple(norm.weight.shape))
-    affine = {"elementwise_affine": getattr(norm, "elementwise_affine", True)}
-    for name, value in {"variance_epsilon": eps, "hidden_size": size, "impl": None, "mode": None, **affine}.items():
-        setattr(norm, name, value)
-    for name, value in options.items():
-        setattr(norm, name, value)
-    _bind_method_to_module(norm, "forward", liger_class.forward)
-    _bind_method_to_module(norm, "extra_repr", liger_class.extra_repr)
-    _bind_method_to_module(norm, "_get_name", lambda self: liger_class.__name__)
+def _first(module: torch.nn.Module, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(module, name, None))), None)

@@ -108,24 +108,17 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
         )
         kwargs = {**kwargs, "past_key_values": None}
     options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # of forward, of its recomputation
-    with _kept_inputs(level, args):
-        once = _without_checkpoint(forward)
-        return torch.utils.checkpoint.checkpoint(once, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _without_checkpoint(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward without the checkpoint inside it that transformers has, which would compute a layer thrice."""
     if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
-        return functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
-    return forward
+        # transformers' own checkpoint inside this one would compute a layer thrice
+        forward = functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
+    with _kept_inputs(level, args):
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _kept_inputs(level: str, args: tuple) -> Any:
     """A context in which a checkpoint's inputs are saved where the level has them."""
-    devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
-    if level != "offload" or not devices or devices[0].type == "cpu":
-        return contextlib.nullcontext()
-    return host_memory(devices[0]).hooks()
+    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
+    return contextlib.nullcontext() if level != "offload" or device.type == "cpu" else host_memory(device).hooks()
 
 
 def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -> None:
@@ -149,11 +142,11 @@ def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -
 class Choice:
     """The level of each of a model's `count` layers: as the setting names them, or planned when training begins.
 
-    prediction: the plan's, if there is one; planned_for: the (batch, sequence length) that it is for
+    config: the model's; prediction: the plan's, if there is one; planned_for: its (batch, sequence length)
     """
 
-    def __init__(self, setting: Any, count: int) -> None:
-        self.setting, self.planning = setting, is_budget(setting)
+    def __init__(self, setting: Any, count: int, config: Any) -> None:
+        self.setting, self.planning, self.config = setting, is_budget(setting), config
         self.levels = ("keep",) * count if self.planning else level_of_each(setting, count)
         if not recipes.supported() and setting in CHECKPOINTED:
             self.levels = (setting,) * count
@@ -163,14 +156,14 @@ class Choice:
         self.planned_for: tuple[int, int] | None = None
         self._comparison: Any = None
 
-    def level(self, index: int, source: torch.nn.Module, config: Any, args: tuple, kwargs: dict) -> str:
+    def level(self, index: int, source: torch.nn.Module, args: tuple, kwargs: dict) -> str:
         """The level of layer `index`, called with these arguments. `source`: a module whose parameters are typical."""
         first = not index or self.planned_for is None  # a pipeline's later stage has no layer 0
         if self.planning and first and torch.is_grad_enabled():
-            self._plan(source, config, args, kwargs)
+            self._plan(source, args, kwargs)
         return self.levels[index]
 
-    def _plan(self, source: torch.nn.Module, config: Any, args: tuple, kwargs: dict) -> None:
+    def _plan(self, source: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         """Plan for this batch unless a plan for one as large exists."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or recipes.inside_foreign_hooks():
@@ -181,7 +174,7 @@ class Choice:
         device = hidden.device
         autocast = torch.is_autocast_enabled(device.type)
         compute = torch.get_autocast_dtype(device.type).itemsize if autocast else hidden.element_size()
-        planner = of_module(source, config, *shape, compute)
+        planner = of_module(source, self.config, *shape, compute)
         budget = usable(device) if self.setting == FIT else parse_size(self.setting)
         host = SHARE * free_host_memory() if device.type != "cpu" else math.inf
         self.prediction, self.planned_for = planner.best(budget, host), shape
@@ -232,9 +225,9 @@ class Dial:
             raise TypeError(f"activations: model must be a loaded model, got {got}; call activations(setting, model)")
         self.model = model
         self.layers = layers_of(model)
-        self._choice = Choice(setting, len(self.layers))
+        self._choice = Choice(setting, len(self.layers), getattr(model, "config", None))
         if self._choice.planning:
-            of_module(model, getattr(model, "config", None), 1, 1)  # raises for what cannot be planned, before a step
+            of_module(model, self._choice.config, 1, 1)  # raises for what cannot be planned, before a step
         self._patches: list[Patch] = []
         with PATCH_LOCK:
             for index, layer in enumerate(self.layers):
@@ -247,7 +240,7 @@ class Dial:
                 patch.apply()
 
     def _at_its_level(self, index: int, forward: Callable[..., Any], layer: torch.nn.Module) -> Callable[..., Any]:
-        choice, model, config = self._choice, self.model, getattr(self.model, "config", None)
+        choice, model = self._choice, self.model
         function = forward.__func__ if getattr(forward, "__self__", None) is layer else None
         of_class = function is type(layer).forward
 
@@ -259,7 +252,7 @@ class Dial:
             if torch.compiler.is_compiling():
                 recipes.note_compiling()
                 return layer_forward(*args, **kwargs)
-            return run_at(choice.level(index, model, config, args, kwargs), layer_forward, args, kwargs)
+            return run_at(choice.level(index, model, args, kwargs), layer_forward, args, kwargs)
 
         mark(at_its_level, _PART, _PART)
         return at_its_level
@@ -297,20 +290,19 @@ def class_patch(cls: type, setting: Any) -> Patch:
     """
     original, switch = cls.forward, [True]
     _check_has_no_level(original, cls.__name__)
-    choices: dict[int, tuple[Any, Choice]] = {}  # by id of the config, which is kept so that its id stays unique
-    positions: weakref.WeakKeyDictionary[torch.nn.Module, tuple | None] = weakref.WeakKeyDictionary()
+    choices: dict[int, Choice] = {}  # by id of the config, which a choice keeps, so that its id stays unique
+    positions: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()
 
-    def position(layer: torch.nn.Module) -> tuple[int, Any, Choice] | None:
+    def position(layer: torch.nn.Module) -> tuple[int | None, Choice | None]:
         index, config = _place(layer)
-        if index is None or config is None:
-            if setting in LEVELS:
-                return None
-            raise ValueError(
-                f"activations={setting!r}: {cls.__name__} does not know its place in the model; patch a live model "
-                "(model=...) or name one level for all layers"
-            )
-        _, choice = choices.setdefault(id(config), (config, Choice(setting, config.num_hidden_layers)))
-        return index, config, choice
+        if index is not None and config is not None:
+            return index, choices.setdefault(id(config), Choice(setting, config.num_hidden_layers, config))
+        if setting in LEVELS:
+            return None, None
+        raise ValueError(
+            f"activations={setting!r}: {cls.__name__} does not know its place in the model; patch a live model "
+            "(model=...) or name one level for all layers"
+        )
 
     @functools.wraps(original)
     def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -322,10 +314,9 @@ def class_patch(cls: type, setting: Any) -> Patch:
             return forward(*args, **kwargs)
         if self not in positions:
             positions[self] = position(self)
-        if positions[self] is None:
-            return run_at(setting, forward, args, kwargs)
-        index, config, choice = positions[self]
-        return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
+        index, choice = positions[self]
+        level = setting if choice is None else choice.level(index, self, args, kwargs)
+        return run_at(level, forward, args, kwargs)
 
     return _on_class(cls, at_its_level, _PART, switch)
 

@@ -101,7 +101,9 @@ def estimates(
     )
     rows = []
     for arm in ARMS:
-        planner = _planner(arm, model, batch, seq, replace(assumptions, fused_loss=arm.fused_loss))
+        planner = Planner(model, batch, seq, replace(assumptions, fused_loss=arm.fused_loss))
+        if not arm.fused_loss:
+            planner.layer.kept["keep"] += _more_kept(planner)
         levels = level_of_each(arm.level, model.layers)
         logits = planner.tokens * model.vocab
         peak = planner.predict(levels).peak + logits * arm.kept_logit
@@ -117,14 +119,6 @@ def estimates(
 def trains_in_fp32(gpus: int, engine: str, lora: bool) -> bool:
     """Whether parameters are in fp32 under bf16 autocast, as accelerate has what trains under FSDP2."""
     return gpus > 1 and engine == "fsdp2" and not lora
-
-
-def _planner(arm: Arm, model: "Model", batch: int, seq: int, assumptions: Assumptions) -> Planner:
-    planner = Planner(model, batch, seq, assumptions)
-    if not arm.fused_loss:
-        kept = {**planner.layer.kept, "keep": planner.layer.kept["keep"] + _more_kept(planner)}
-        planner.layer = replace(planner.layer, kept=kept)
-    return planner
 
 
 def _chunks(planner: Planner) -> int:

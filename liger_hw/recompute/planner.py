@@ -119,12 +119,10 @@ class Assumptions:
     flops_per_byte: float = FLOPS_PER_BYTE
 
     def __post_init__(self) -> None:
-        if self.attention not in ("", *ATTENTIONS):
-            raise ValueError(f"unknown attention {self.attention!r}; known: {', '.join(ATTENTIONS)}")
-        if self.optimizer not in STATE_BYTES:
-            raise ValueError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_BYTES)}")
-        if self.engine not in ENGINES:
-            raise ValueError(f"unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
+        for name, known in (("attention", ("", *ATTENTIONS)), ("optimizer", STATE_BYTES), ("engine", ENGINES)):
+            if getattr(self, name) not in known:
+                names = ", ".join(filter(None, known))
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {names}")
 
     def __str__(self) -> str:
         half = {2: "bf16/fp16", 4: "fp32"}
@@ -313,7 +311,7 @@ class Planner:
     @property
     def attention(self) -> str:
         """`eager`, `masked` or `flash`: what is assumed, or what transformers does with such a model."""
-        windowed = bool(self.model.window) and self.seq >= self.model.window
+        windowed = 0 < self.model.window <= self.seq
         return self.assumptions.attention or ("eager" if self.model.softcap else "masked" if windowed else "flash")
 
     @property
@@ -464,9 +462,9 @@ class Planner:
 
     def float8_gain(self) -> float:
         """How much faster a step at `keep` is in FP8 than without FP8."""
-        keep = ["keep"] * self.model.layers
         both = (replace(self.assumptions, float8=on) for on in (False, True))
-        plain, float8 = (Planner(self.model, self.batch, self.seq, assumed).step_time(keep) for assumed in both)
+        planners = (Planner(self.model, self.batch, self.seq, assumed) for assumed in both)
+        plain, float8 = (planner.step_time(["keep"] * self.model.layers) for planner in planners)
         return plain / float8
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -488,11 +486,12 @@ class Planner:
         equal = ("mlp", "tiled") if self.model.experts else ()  # to cheap and full
         levels = [level for level in LEVELS if level not in equal]
         pairs = [(low, high) for i, high in enumerate(levels) for low in levels[i + 1 :]]
-        mixes = {(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)}
-        mixes |= {(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST}
-        predictions = [one for mix in mixes if (one := self.predict(mix)).host <= host]
+        mixes = [(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)]
+        mixes += [(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST]
+        # in one order, so that every rank chooses the same of mixes that are equally good
+        predictions = [one for mix in dict.fromkeys(mixes) if (one := self.predict(mix)).host <= host]
         room = budget * (1 - EAGER_MARGIN) if self.attention == "eager" else budget
-        least = min(predictions, key=lambda one: one.peak)
+        least = min(predictions, key=lambda one: (one.peak, one.host))
         fitting = [one for one in predictions if one.peak <= room] or ([least] if least.peak <= budget else [])
         if not fitting:
             raise ValueError(
@@ -500,7 +499,7 @@ class Planner:
                 f"{in_words(least.levels)}, and {budget / 2**30:.1f} GiB are to be used; make the batch or the "
                 "sequence smaller, shard the model, or train fewer of its parameters"
             )
-        return max(fitting, key=lambda one: (one.speed, -one.peak))
+        return max(fitting, key=lambda one: (one.speed, -one.peak, -one.host))
 
 
 def longest(planner_at: Callable[[int], Planner], budget: int, host: float = math.inf) -> Planner:
@@ -583,11 +582,10 @@ def of_module(
     count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # of which ZeRO-3 leaves a part
     trained = sum(n for n, p in zip(count, parameters) if p.requires_grad) / max(1, sum(count))
     size = parameters[count.index(max(count))].element_size()
-    windowed = bool(shape.window) and seq >= shape.window
     implementation = str(getattr(config.get_text_config(), "_attn_implementation", None) or "")
-    attention = "eager" if implementation == "eager" else ""
+    attention = implementation if implementation == "eager" else ""
     if implementation == "sdpa":
-        attention = "masked" if windowed else "flash"  # transformers passes no softcap to sdpa
+        attention = "masked" if 0 < shape.window <= seq else "flash"  # transformers passes no softcap to sdpa
     elif "flash" in implementation or "flex" in implementation:
         attention = "flash"
     sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}

@@ -513,3 +513,12 @@ def test_plan_command(capsys):
     for wrong in ("--trainable=-1", "--trainable=2", "--trainable=nan"):
         assert main([*arguments, wrong]) == 2, "no plan of -7 GiB"
         assert "is not a share; write a number from 0 to 1" in capsys.readouterr().err
+
+
+def test_of_equally_good_mixes_each_process_takes_the_one_with_least_host_memory():
+    """Ranks that chose different ones would gather parameters for different layers."""
+    planner = Planner(replace(models.find("llama-3-8b"), layers=8), 1, 1_182_720)
+    chosen = planner.best(137 * GIB, host=100 * GIB)
+    others = [planner.predict(("offload",) * n + ("tiled",) * (8 - n)) for n in range(9)]
+    equal = [one for one in others if (one.peak, one.speed) == (chosen.peak, chosen.speed)]
+    assert len(equal) > 1 and chosen.host == min(one.host for one in equal)
