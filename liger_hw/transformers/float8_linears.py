@@ -25,6 +25,7 @@ from ..kernels.float8.formats import E4M3, Float8Rows, float8_dtype
 from ..kernels.float8.gated_rows import gated_linear
 from ..kernels.float8.quantize_float8 import quantized
 from ..kernels.float8.whole_rows import too_wide
+from ..ops import expect
 from ..private import without_torch_function
 from ..runtime.sharding import is_dtensor
 from ..text import table
@@ -145,7 +146,8 @@ class KeptWeight(torch.Tensor):
         name = func.__name__
         writes = name.endswith("_") and not name.endswith("__") or name.startswith(("__i", "__set")) or "out" in kwargs
         freezes = name in ("__set__", "requires_grad_") and args[-1] is False
-        if isinstance(target, KeptWeight) and writes and not freezes:
+        targets = target if isinstance(target, (list, tuple)) else (target,)
+        if writes and not freezes and any(isinstance(one, KeptWeight) for one in targets):
             raise ValueError(_KEPT_AS_IT_IS)
         with without_torch_function():
             result = func(*args, **kwargs)
@@ -315,8 +317,9 @@ def float8(
         if recipe == "mxfp8":
             reason = "; block scales are for sm100 and later and have no kernel here; use rowwise"
         raise ValueError(f"float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}{reason}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"float8: model must be a loaded model, got {type(model).__name__}")
+    expect(model, nn.Module, "model", "a loaded model")
+    expect(smallest, int, "smallest", "a number of inputs or outputs")
+    expect(skip, (Iterable, type(None)), "skip", "texts of paths")
     report, heads, groups = Float8Report(recipe), _heads(model), {}
     skip = (skip,) if isinstance(skip, str) else tuple(skip or ())
     if env.get("LIGER_HW_DISABLE"):
