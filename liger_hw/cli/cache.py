@@ -311,7 +311,11 @@ def _clear(arguments: argparse.Namespace) -> int:
         problems: list[str] = []
         counts[path] = sum(entry.kind in kinds for _, entry in store.lines_in(path, problems))
         print(
-            fold("\n".join([f"{path.stem}: {counts[path]} lines to remove", *(f"  left: {one}" for one in problems)]))
+            fold(
+                "\n".join(
+                    [f"{path.stem}: {counts[path]} lines to remove", *(f"  unreadable: {one}" for one in problems)]
+                )
+            )
         )
     total = sum(counts.values())
     if total and not _agreed(arguments, f"remove {total} lines {where}", "removed"):
