@@ -17,6 +17,7 @@ from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private import refuses_data_ptr, without_torch_function
@@ -285,7 +286,8 @@ def _refuse_fused(logits: OutputLogits, outputs: Any) -> None:
     """Before `torch.autograd.grad` with respect to logits: raises if a loss that does not pass by them is in the graph
     of `outputs`."""
     losses, visited = logits._fused_losses(), set()
-    nodes = [getattr(t, "node", None) or t.grad_fn for t in tree_leaves(outputs)]
+    roots = tree_leaves(outputs, is_leaf=lambda t: isinstance(t, GradientEdge))
+    nodes = [t.node if isinstance(t, GradientEdge) else t.grad_fn for t in roots]
     while losses and nodes:
         node = nodes.pop()
         if node in losses:

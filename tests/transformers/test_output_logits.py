@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 
 transformers = pytest.importorskip("transformers")
 
@@ -195,6 +196,9 @@ FUSED_LOSSES = {
 WAYS = {
     "grad": lambda loss, logits: torch.autograd.grad(loss, logits)[0],
     "grad of several": lambda loss, logits: torch.autograd.grad([loss, loss * 2], [logits], allow_unused=True)[0],
+    "grad of an edge": lambda loss, logits: torch.autograd.grad([get_gradient_edge(loss)], [logits], [torch.ones(())])[
+        0
+    ],
     "backward to them": lambda loss, logits: _backward(loss, logits, False),
     "retain_grad": lambda loss, logits: [logits.retain_grad(), _backward(loss, logits, True)][1],
 }

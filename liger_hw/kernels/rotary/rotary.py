@@ -393,7 +393,8 @@ def turn_misfit(
         return "q and k need at least one head"
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - head_axis], q.shape[3]
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
-        return f"rotary_dim must be even, from 2 to the head width {head_dim}, got {rotary_dim}"
+        expected = f"must be even, from 2 to the head width {head_dim}"
+        return f"rotary_dim, the number of dimensions that the angles turn, {expected}, got {rotary_dim}"
     if (sin is None) != (form.angles == COMPLEX):
         return "sin must be None with complex angles, and a tensor otherwise"
     half = rotary_dim // 2
