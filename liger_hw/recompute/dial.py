@@ -42,7 +42,8 @@ _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers, in order: what transformers would checkpoint, or the longest list of alike modules.
+    """The decoder layers, in order: what transformers would checkpoint, or the largest list of alike modules. Before a
+    larger list, as of a vision tower, goes one whose last layer knows that it is the last.
 
     Raises `ValueError` where there are none.
     """
@@ -53,7 +54,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             f"activations: {type(model).__name__} has no list of layers; run its forward in a "
             "`with liger_hw.activations(level):` block instead"
         )
-    return list(max(with_layers, key=lambda m: sum(p.numel() for p in m.parameters())))
+    return list(max(with_layers, key=lambda m: (_is_last(m[-1]), sum(p.numel() for p in m.parameters()))))
 
 
 def _is_layer(module: torch.nn.Module) -> bool:

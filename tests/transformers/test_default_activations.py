@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 import liger_hw  # noqa: E402
 from liger_hw.recompute import dial, recipes  # noqa: E402
 from liger_hw.transformers.report import patched_parts  # noqa: E402
+from liger_hw.transformers.tiny import tiny_config  # noqa: E402
 
 if not recipes.supported():
     pytest.skip("recipes need torch 2.8", allow_module_level=True)
@@ -136,6 +137,12 @@ def test_the_report_says_so_and_revert_takes_it_back(classes):
     patched(model, classes=classes)
     liger_hw.revert(type(model) if classes else model)
     assert not any("forward" in vars(module) for module in model.modules()) and type(last).forward is before
+
+
+def test_a_vision_tower_as_large_has_not_the_decoder_s_layers():
+    config = tiny_config(transformers.Qwen2VLConfig)
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    assert type(dial.layers_of(model)[-1]).__name__ == "Qwen2VLDecoderLayer"
 
 
 @pytest.mark.parametrize(
