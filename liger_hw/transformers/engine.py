@@ -30,6 +30,7 @@ from .guards import EVERYTHING, Guards, current_forward, guards_of, holds, reads
 from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark, marked
+from .packing import packing_note
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
 from .replacing import guarded, while_its_class_has, while_its_module_has
@@ -52,7 +53,7 @@ _PARTS = {
 
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
     """Patch one live model with the parts whose option is true; see `_apply`."""
-    report = PatchReport(name, f"one {type(model).__name__}")
+    report = PatchReport(name, f"one {type(model).__name__}", packing=packing_note(model))
     _apply(_ModelPatcher(model, report), options, activations, model, ())
     if misfits := slow_recurrence(model):
         log.warning(misfits)

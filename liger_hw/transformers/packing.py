@@ -20,9 +20,25 @@ FIRST, SECOND = 5, 7
 """Tokens of the two documents."""
 THRESHOLD = 0.01
 """Largest difference, as a share of the largest logit, that rounding may leave."""
+LEAKING = {
+    **dict.fromkeys(("gpt_oss", "deepseek_v4"), ("eager",)),
+    **dict.fromkeys(("falcon_h1", "qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"), ("eager", "sdpa")),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), ("eager", "sdpa")),
+}
+"""Type of a model -> attention implementations with which `position_ids` do not keep its packed documents apart."""
 FORMS = ("position_ids", "position_ids of several rows", "cu_seq_lens")
 """How a batch says where documents begin: positions that begin again at 0, in one row or in two, or positions with the
 arguments of transformers' DataCollatorWithFlattening."""
+
+
+def packing_note(model: torch.nn.Module) -> str:
+    """One line where `LEAKING` has a live model and its attention, else nothing. Nothing is run."""
+    config = getattr(model, "config", None)
+    family = str(getattr(config, "model_type", "")).removesuffix("_text")
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in LEAKING.get(family, ()):
+        return ""
+    return f"packed rows leak: with {implementation} attention, position_ids do not keep {family}'s documents apart"
 
 
 def packing_leaks(model: torch.nn.Module | type) -> dict[str, bool]:

@@ -271,6 +271,7 @@ class PatchReport:
     module: of a patch of classes, the module of transformers that defines them
     logits: of a live model, how many its head computes for a token
     unnamed: of a live model, classes of modules that were not looked at for their names (`probing.is_overlooked`)
+    packing: of a live model, one line where packed documents would see each other (`packing.packing_note`)
     """
 
     family: str
@@ -280,6 +281,7 @@ class PatchReport:
     module: str = ""
     logits: int = 0
     unnamed: list[str] = field(default_factory=list)
+    packing: str = ""
     reverted: bool = False
 
     @property
@@ -372,8 +374,8 @@ class PatchReport:
         return cells
 
     def _others(self) -> list[str]:
-        """What was not looked at, and what was launched besides, by the kernels above or by other code."""
-        lines = []
+        """Whether packing leaks, what was not looked at, and what was launched besides, by these kernels or others."""
+        lines = [self.packing] if self.packing else []
         if self.unnamed:
             classes = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.unnamed).items())
             lines.append(f"not looked at, as the names say neither norm nor MLP: {classes}")
