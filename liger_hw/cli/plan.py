@@ -2,10 +2,10 @@
 
     liger-hw plan --model mistral-7b --batch 4 --seq 4096              every level, and what fits the device here
     liger-hw plan --model my/config.json --batch 1 --seq 32768 --memory 80GiB 140GiB
-    liger-hw plan --model llama-3-8b --seq max --memory 140GiB --gpus 4   the longest sequence, and how to launch it
+    liger-hw plan --model llama-3-8b --seq max --memory 140GiB --gpus 4   the longest sequence
 
-Predicted from the model's shape alone, without a device; what was taken for granted is printed underneath. The same
-planner answers `activations="fit"` and `activations="80GiB"` of a patched model.
+Predicted from the model's shape alone, without a device; what was taken for granted is printed underneath, and for one
+--memory how to launch what fits. The same planner answers `activations="fit"` and `"80GiB"` of a patched model.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json_text([_as_json(name, answer) for name, answer in rows], indent=2))
     else:
         _print(planner, rows)
-        if arguments.seq == MAX:
-            print(_launch(planner, planner.best(budgets[0][1], host)))
+        if len(budgets) == 1 and not isinstance(rows[-1][1], str):
+            print(_launch(planner, rows[-1][1]))
     return 1 if any(isinstance(answer, str) for _, answer in rows) else 0
 
 
@@ -122,16 +122,16 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
 
 
 def _launch(planner: "Planner", prediction: "Prediction") -> str:
-    """How to start a training of the longest sequence."""
+    """How to start a training at these levels."""
     runs = ((level, len(list(run))) for level, run in itertools.groupby(prediction.levels))
     levels = " + ".join(f'["{level}"] * {count}' for level, count in runs)
-    count, engine = planner.assumptions.sequence, planner.assumptions.engine
+    count, engine, sequence = planner.assumptions.shards, planner.assumptions.engine, planner.assumptions.sequence
     program = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
     if count > 1 and engine != "fsdp2":
-        program = (
-            f"accelerate launch --num_processes {count} --mixed_precision bf16 --use_deepspeed --zero_stage "
-            f"{engine[-1]} --use_parallelism_config --parallelism_config_sp_size {count}"
-        )
+        program = f"accelerate launch --num_processes {count} --mixed_precision bf16 --use_deepspeed"
+        program += f" --zero_stage {engine[-1]}"
+        if sequence > 1:
+            program += f" --use_parallelism_config --parallelism_config_sp_size {sequence}"
     command = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {program} train.py"
     return f"In train.py:  liger_hw.patch(model, activations={levels})\nLaunch:       {command}"
 
@@ -187,7 +187,7 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         notes.append(
             f"{planner.assumptions.engine} divides the model's state; what it gathers and its buffers are counted. "
             "Trainer's bf16 under FSDP2 has parameters and states in fp32: --dtype float32 --autocast bfloat16. Not in "
-            "it: activations split over devices by tensor or pipeline parallelism. --gpus counts Ulysses: under FSDP2 "
+            "it: activations split over devices by tensor or pipeline parallelism. --gpus is by Ulysses: under FSDP2 "
             "train.py splits sequences as benchmarks/long_context.py does, under --engine zero3 Trainer and accelerate "
             "do (sp_size). torch's context_parallel (cp_size) took 1.7 times the memory."
         )

@@ -285,10 +285,12 @@ class Float8Report:
     def __str__(self) -> str:
         lines = [("linears", "", "what")]
         for what, entries in ((f"in FP8, {self.recipe}", self.linears), ("left alone", self.left_alone)):
-            kinds = Counter((path.rpartition(".")[2], text) for path, text in entries.items())
+            parts = [([part for part in path.split(".") if not part.isdigit()], text) for path, text in entries.items()]
+            kinds = Counter((".".join(names[-2:]), text) for names, text in parts)
             lines += [(str(count), name, f"{what}: {text}") for (name, text), count in kinds.items()]
         lines += [("0", text, "skip= has this text, but no linear's path does") for text in self.unmatched]
-        return table(lines)
+        undone = "" if self._modules or not self.linears else "\nUndone: none of this is in place any more."
+        return table(lines) + undone
 
 
 def float8(

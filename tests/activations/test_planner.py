@@ -464,6 +464,22 @@ def test_plan_command_of_the_longest(capsys):
     assert "--host-memory 'much' is no size" in capsys.readouterr().err
 
 
+def test_plan_prints_how_to_launch_what_fits_one_memory(capsys):
+    """Ranks that share the model's state alone do not share a sequence; several memories have several answers."""
+    arguments = ["plan", "--model", "llama-3-8b", "--seq", "64k", "--memory", "77GiB"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.endswith("expandable_segments:True python train.py\n")
+    assert main([*arguments, "--gpus", "8"]) == 0
+    *_, levels, launch = capsys.readouterr().out.splitlines()
+    assert levels == 'In train.py:  liger_hw.patch(model, activations=["keep"] * 32)'
+    assert launch.endswith("torchrun --nproc-per-node 8 train.py")
+    assert main([*arguments, "--shards", "8", "--engine", "zero3"]) == 0
+    launch = capsys.readouterr().out.splitlines()[-1]
+    assert launch.endswith("--num_processes 8 --mixed_precision bf16 --use_deepspeed --zero_stage 3 train.py")
+    assert main([*arguments, "900GiB"]) == 0 and "Launch:" not in capsys.readouterr().out
+    assert main([*arguments[:-1], "1GiB"]) == 1 and "Launch:" not in capsys.readouterr().out
+
+
 def test_what_plan_refuses_and_by_which_names_it_knows_a_model(capsys, tmp_path):
     """Encoders, MLPs without a gate and layers that differ, by their parameters; names with and without hyphens."""
     transformers = pytest.importorskip("transformers")

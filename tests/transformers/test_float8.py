@@ -60,7 +60,9 @@ def test_trains_and_undo_is_exact(recipe, patched):
         optimizer.step()
     assert loss < first - 1
     model.load_state_dict(state)
+    assert "mlp.up_proj" in str(report) and "Undone" not in str(report)
     assert report.undo() == 14 and report.undo() == 0
+    assert str(report).endswith("\nUndone: none of this is in place any more.")
     if patch is not None:
         patch.revert()
     assert all(type(m) is not Float8Linear and not hasattr(m, "float8") for m in model.modules())
@@ -87,8 +89,9 @@ def test_what_is_left_alone():
         assert report.left_alone[path] == why and why in str(report)
     assert report.unmatched == ()
     again = liger_hw.float8(_llama(), smallest=16, skip=None)
-    with pytest.raises(ValueError, match="no linear of this model fits"):
+    with pytest.raises(ValueError, match="no linear of this model fits") as refused:
         liger_hw.float8(model, smallest=48, skip="")
+    assert "Undone" not in str(refused.value)
     assert "in FP8, rowwise: 64 -> 96" in str(again)
 
 
