@@ -40,6 +40,11 @@ def fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama", in_p
 
 
 @_any_impl
+def jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100):
+    return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
+
+
+@_any_impl
 def kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
     return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
 

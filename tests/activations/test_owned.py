@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import liger_hw
 from liger_hw.kernels.pointwise import swiglu
 from liger_hw.kernels.pointwise.swiglu import LigerSwiGLUMLP, liger_swiglu
-from liger_hw.transformers.probing import mlps
+from liger_hw.transformers import replacing
 
 pytestmark = pytest.mark.cpu
 
@@ -196,7 +196,7 @@ def test_a_patched_mlp_in_training_takes_no_more_memory_than_before(monkeypatch)
     unpatched = peak_of(mlp, x)
     with liger_hw.patch(mlp, fused_linear_cross_entropy=False):
         patched = peak_of(mlp, x)
-        monkeypatch.setattr(mlps, "owns_outputs", lambda *projections: False)
+        monkeypatch.setattr(replacing, "owns_outputs", lambda *projections: False)
         not_owned = peak_of(mlp, x)
     one = tokens * wide * x.itemsize  # gate and up are saved; down's input is freed before their gradients are there
     assert 4 * one <= patched < 4.75 * one
