@@ -60,9 +60,7 @@ def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
     return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
 
 
-_FORWARDS = (
-    "a model's forward is recognised by what its code names and changed by another name: there is no other way in"
-)
+_FORWARDS = "a forward is recognised by the names in its code, and one of them is replaced: nothing public can do that"
 ELSEWHERE = {
     "autotune/compile.py": (1, "Triton's front half alone, where it has no compiler for a target"),
     "autotune/compile_ahead.py": (2, "up to Triton 3.6 launchers of several threads take each other's place in Python"),

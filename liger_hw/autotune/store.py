@@ -12,8 +12,8 @@ notes that a process left for later ones. The kind in a line's provenance says w
 
 Of two lines about the same thing the later one counts, and the end of a search takes the lines of its candidates away.
 A writer holds a lock in the same folder, reads the file and puts a whole one in its place: a reader sees the old file
-or the new one, and two writers lose nothing. What cannot be read is ignored with one warning; the next writer leaves a
-file with anything of that kind beside the new one, as `.unreadable`.
+or the new one, and two writers lose nothing. A line that cannot be read is ignored with one warning; the next
+writer renames a file with such lines to `.unreadable` before it puts the new one in its place.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 """
@@ -255,7 +255,7 @@ def lines_of(target: Target, problems: list[str] | None = None) -> list[Line]:
     problems = [] if problems is None else problems
     try:
         is_there = path is not None and bool(os.stat(path))
-    except OSError as error:  # what may be there and cannot be looked at is said not to be readable
+    except OSError as error:  # without the right to look, the file counts as there, and reading it says why not
         is_there = not isinstance(error, FileNotFoundError)
     return lines_in(path, problems) if is_there else []
 

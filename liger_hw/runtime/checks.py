@@ -118,7 +118,7 @@ def check_flags(op: str, **values: Any) -> None:
 
 
 def check_ignore_index(op: str, ignore_index: Any) -> None:
-    """Raise `ValueError` unless it is an int; a number that is no label stands for none."""
+    """Raise `ValueError` unless it is an int. A number that is no label ignores no row."""
     if type(ignore_index) is not int:
         check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
 
@@ -158,8 +158,8 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 def no_view(t: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
     """A result that is a view of a temporary, in `shape`, as a tensor that its user may change in place.
 
-    autograd refuses such a change of a view that a Function returns. The memory may have no other holder, who would not
-    notice a change.
+    autograd refuses such a change of a view that a Function returns. No other tensor may share the memory: it would
+    change too, and autograd would not know.
     """
     return torch.ops.aten._unsafe_view(t, t.shape if shape is None else shape)
 

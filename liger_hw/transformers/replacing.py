@@ -41,7 +41,7 @@ def keeps_own_code(x: Any) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch.jit traces or torch.func transforms: it does so with a family's own code, never with kernels."""
+    """Whether torch.jit traces or torch.func transforms. Both see the model's own code, never kernels."""
     return torch.jit.is_tracing() or is_transformed()
 
 
@@ -113,7 +113,7 @@ def guarded(
 
         def forward(self, *args, **kwargs):
             options = {**kwargs, **dict(zip(by_place, args))}
-            fits = len(options) == len(args) + len(kwargs)  # none is one too many, or given twice
+            fits = len(options) == len(args) + len(kwargs)  # not with too many arguments, nor one given twice
             inputs = [options.pop(name, None) for name in input_names]
             if not fits or any([t is None for t in inputs]) or not takes(options) or not applies(self, inputs[0]):
                 return instead(self, *args, **kwargs)

@@ -2,9 +2,8 @@
 
 Sums are fp32, rounded once, in the order of i whatever the timing. One kernel sums chunks of the sorted i, a second
 joins the sums of rows that span chunks. A row that occurs once and one that fills the batch cost alike, and there are
-no atomics. Later programs of the first kernel write zeros to the rows that no index names: sums wait for memory, and
-zeros fill the wait. Up to MOST_UNSORTED indices take one launch without a sort, in which every program compares with
-all.
+no atomics. Later programs of the first kernel write zeros to the rows that no index names, while its sums wait
+for memory. Up to MOST_UNSORTED indices take one launch without a sort: every program reads all indices.
 """
 
 from __future__ import annotations

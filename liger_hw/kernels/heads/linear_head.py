@@ -24,15 +24,15 @@ fp32.
 
 Memory. With LIGER_HW_LOSS_MEMORY_MIB set, a chunk has as many rows as fit beside the gradients. Unset, it has as many
 as fit 1 GiB together with the weight's gradient, or a third of that gradient's size where this is more. A chunk has at
-least MIN_ROWS rows (twice that where every chunk reads and writes an fp32 weight gradient), and at most MAX_ROWS, or
-rows whose logits take no more memory than the gradient of x. Divergences (`prefer_large`) may have MAX_ROWS_DIVERGENCE
-rows, and with one head as much memory as the weight's gradient.
+least MIN_ROWS rows, twice as many where every chunk reads and writes an fp32 weight gradient. It has at most MAX_ROWS,
+or as many as have logits no larger than the gradient of x, if these are more. Divergences (`prefer_large`) may have
+MAX_ROWS_DIVERGENCE rows, and with one head as much memory as the weight's gradient.
 
 Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times the error of one
-GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. A running sum alone breaks the promise
-for losses with targets; those have the targets' entries accumulated separately (`head_targets.py`) when there are more
-than MAX_PLAIN_CHUNKS chunks, and have at most MAX_CHUNKS_WITH_TARGETS (benchmarks/rounding.py). Where memory asks for
-more chunks than that, they grow instead, or the gradient is accumulated in an fp32 buffer if that takes less memory.
+GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. For a loss with targets a running sum
+alone breaks the promise: with more than MAX_PLAIN_CHUNKS chunks it accumulates the targets' entries separately
+(`head_targets.py`), and it has at most MAX_CHUNKS_WITH_TARGETS chunks (benchmarks/rounding.py). Where memory asks for
+more chunks, they become larger instead, or the gradient is accumulated in an fp32 buffer if that takes less memory.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     h_post = post_mult * sigmoid(alpha_post * mix_post + b_post)
     h_res = sinkhorn(softmax(alpha_res * mix_res + b_res) + sinkhorn_eps)
 
-sinkhorn divides columns by their sums plus sinkhorn_eps, and tmax - 1 times rows and then columns.
+sinkhorn divides columns by their sums plus sinkhorn_eps; then, tmax - 1 times, rows likewise and columns again.
 
 Sums are fp32. In half precision the gradient of x @ phi is rounded to x's dtype before it is multiplied.
 Saved for backward: x, phi, b, the alphas, h_res, mix, 1 / sqrt(...), and the sums that Sinkhorn divided by.
