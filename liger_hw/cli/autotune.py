@@ -96,8 +96,8 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
             )
         return "cpu", []
     for one, count in gpus.items():
-        is_named = kind in ("", one.vendor) and (not index or index.isdigit()) and int(index or 0) < count
-        if is_named or count and one.is_called(target_of(torch.device(one.device_type, 0)), kind):
+        is_there = (not index or index.isdigit()) and int(index or 0) < count
+        if is_there and (kind in ("", one.vendor) or one.is_called(target_of(torch.device(one.device_type, 0)), kind)):
             return f"{one.device_type}:{index or 0}", []
     if name is None:
         raise UsageError(

@@ -60,6 +60,8 @@ class GrpoLossFunction:
 
     @staticmethod
     def apply(*args: Any) -> tuple:
+        if len(args) > len(_ARGUMENTS):
+            raise TypeError(f"GrpoLossFunction: at most {len(_ARGUMENTS)} arguments, got {len(args)}")
         arguments = {"loss_type": "grpo", "reduce": True, **dict(zip(_ARGUMENTS, args))}
         if arguments.pop("phi_seq", None) is not None:
             raise NotImplementedError("GrpoLossFunction: phi_seq is not supported; call triton_grpo_loss for vespo")

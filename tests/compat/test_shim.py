@@ -454,6 +454,12 @@ policy = logits, None, torch.zeros(2, 4), ids, torch.tensor([1.0, -1.0]), None
 loss, kl, clipped = GrpoLossFunction.apply(*policy, 0.9, 0.04, 0.2, 0.4, False, "grpo")
 expected, (expected_kl, _) = triton_grpo_loss(*policy, 0.9, 0.04, 0.2, 0.4, False, "grpo", reduce=True)
 torch.testing.assert_close((loss, kl), (expected, expected_kl))
+try:
+    GrpoLossFunction.apply(*policy, *[None] * 17)
+except TypeError as error:
+    assert "at most 22" in str(error)
+else:
+    raise AssertionError("one argument too many")
 """)
 
 
