@@ -65,15 +65,12 @@ _warned: set[str] = set()
 
 def root() -> Path | None:
     """The user cache's folder (it may not exist), or None if there is no home to put one in."""
-    chosen = env.get("LIGER_HW_CACHE_DIR")
-    if chosen:
-        return Path(os.path.expanduser(chosen))
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the XDG spec says: ignore relative paths
+    chosen, base = env.get("LIGER_HW_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    if not chosen and os.path.isabs(base):  # the XDG spec says: ignore relative paths
         return Path(base) / "liger_hw"
     try:
-        return Path.home() / ".cache" / "liger_hw"
-    except RuntimeError:
+        return Path(chosen or "~/.cache/liger_hw").expanduser()
+    except RuntimeError:  # no such user, or one without a home
         return None
 
 

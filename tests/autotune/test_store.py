@@ -289,14 +289,19 @@ def test_a_relative_cache_home_is_ignored(clean_registry, monkeypatch, tmp_path)
     assert store.root() == tmp_path / "cache" / "liger_hw"
 
 
-def test_no_home_is_no_cache(clean_registry, monkeypatch):
-    monkeypatch.delenv("LIGER_HW_CACHE_DIR")
+@pytest.mark.parametrize("folder", [None, "~no_such_user/cache"])
+def test_no_home_is_no_cache(clean_registry, monkeypatch, folder):
+    """Not even a folder of that name here."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if folder:
+        monkeypatch.setenv("LIGER_HW_CACHE_DIR", folder)
+    else:
+        monkeypatch.delenv("LIGER_HW_CACHE_DIR")
 
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
+        def homeless(path):
+            raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(store.Path, "home", homeless)
+        monkeypatch.setattr(store.Path, "expanduser", homeless)
     registry.reload()
     assert store.root() is None and taken().layer == "heuristic"
     assert not store.add(H200, [(NAME, entry(tunable().safe(H200, KEY), tunable()))])
