@@ -130,12 +130,15 @@ def run(arguments: argparse.Namespace) -> int:
     deadline = began + arguments.seconds if arguments.seconds else float("inf")
     from support import source_of
 
-    from liger_hw import __version__, files
+    from liger_hw import __version__, files, registry
     from liger_hw.autotune import store
-    from liger_hw.cli.compile import _ops, _targets
+    from liger_hw.cli.compile import _targets
 
     try:
-        targets, ops = [t.arch for t in _targets(arguments.targets)], [op.name for op in _ops(arguments.ops)]
+        targets, ops = (
+            [t.arch for t in _targets(arguments.targets)],
+            [registry.get_op(name).name for name in arguments.ops or registry.ops()],
+        )
     except ValueError as error:
         print(f"certificates: {error}", file=sys.stderr)
         return 2
@@ -195,11 +198,13 @@ def _document(head: dict[str, Any], records: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     from liger_hw.autotune.compile import DEPTHS
+    from liger_hw.cli.arguments import listed
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where journal and result are kept")
-    parser.add_argument("--targets", default="all", help="architectures, comma-separated (default: all)")
-    parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
+    names = listed(str, "names")
+    parser.add_argument("--targets", type=names, default=["all"], help="architectures, comma-separated (default: all)")
+    parser.add_argument("--ops", type=names, help="names of ops, comma-separated (default: all)")
     parser.add_argument("--depth", choices=DEPTHS, default="full", help="as of `liger-hw compile` (default full)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="compiler processes (default: cores)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one kernel (default 300)")

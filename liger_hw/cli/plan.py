@@ -126,13 +126,16 @@ def _launch(planner: "Planner", prediction: "Prediction") -> str:
     runs = ((level, len(list(run))) for level, run in itertools.groupby(prediction.levels))
     levels = " + ".join(f'["{level}"] * {count}' for level, count in runs)
     count, engine, sequence = planner.assumptions.shards, planner.assumptions.engine, planner.assumptions.sequence
-    program = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
-    if count > 1 and engine != "fsdp2":
-        program = f"accelerate launch --num_processes {count} --mixed_precision bf16 --use_deepspeed"
-        program += f" --zero_stage {engine[-1]}"
-        if sequence > 1:
-            program += f" --use_parallelism_config --parallelism_config_sp_size {sequence}"
-    command = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {program} train.py"
+    lines = ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    if count == 1:
+        lines[0] += " python train.py"
+    elif engine == "fsdp2":
+        lines.append(f"torchrun --nproc-per-node {count} train.py")
+    else:
+        ulysses = [f"--use_parallelism_config --parallelism_config_sp_size {sequence}"] if sequence > 1 else []
+        lines.append(f"accelerate launch --num_processes {count} --mixed_precision bf16")
+        lines += [f"--use_deepspeed --zero_stage {engine[-1]}", *ulysses, "train.py"]
+    command = (" \\\n" + " " * 14).join(lines)
     return f"In train.py:  liger_hw.patch(model, activations={levels})\nLaunch:       {command}"
 
 
