@@ -1,7 +1,8 @@
 """Uninitialised memory holds NaN here too, and a configuration that fails is a failed test."""
 
 import pytest
-from kernels.conftest import poisoned_memory  # noqa: F401  a fixture
+
+from tests.kernels.conftest import poisoned_memory  # noqa: F401  a fixture
 
 
 @pytest.fixture(autouse=True)
