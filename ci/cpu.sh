@@ -6,7 +6,7 @@
 source "$(dirname "$0")/common.sh"
 install
 if [ -z "${TRL:-}" ] && [ -n "${FRAMEWORKS:-}" ]; then
-    over=$VENV/frameworks/$FRAMEWORKS/site-packages
+    over=$(realpath -m "$VENV")/frameworks/$FRAMEWORKS/site-packages # the commands start in folders of their own
     step "$BIN/python" -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
         --target "$over" -r "ci/frameworks/$FRAMEWORKS.txt"
     step env PYTHONPATH="$over" "$BIN/python" -m pytest -q -m cpu tests/compat/test_framework_commands.py
@@ -16,7 +16,7 @@ if [ -n "${TRL:-}" ]; then
     step "$BIN/python" -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
         --target "$VENV/trl-$TRL" -r ci/trl.txt ${FRAMEWORKS:+-r ci/frameworks.txt} "trl==$TRL"
     if [ -n "${FRAMEWORKS:-}" ]; then
-        step env PYTHONPATH="$VENV/trl-$TRL" "$BIN/python" -m pytest -q -m cpu tests/compat/test_frameworks.py
+        step env PYTHONPATH="$(realpath -m "$VENV")/trl-$TRL" "$BIN/python" -m pytest -q -m cpu tests/compat/test_frameworks.py
         exit
     fi
     lanes trl
