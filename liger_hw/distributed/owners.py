@@ -235,10 +235,10 @@ def sharded_by(module: nn.Module) -> str:
 
 
 def fsdp2_shards(module: nn.Module) -> int:
-    """Over how many devices FSDP2 shards a module or a part of it, also in a forward, where parameters are plain."""
+    """The most devices over which FSDP2 shards a part of a module, also in a forward, where parameters are plain."""
     states = (part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state"))
-    groups = (state._fsdp_param_group for state in states)
-    return next(group.mesh_info.shard_mesh_size for group in groups if group is not None)
+    groups = (vars(state).get("_fsdp_param_groups") or [vars(state).get("_fsdp_param_group")] for state in states)
+    return max((group.mesh_info.shard_mesh_size for several in groups for group in several if group), default=1)
 
 
 # -- tensor parallelism ----------------------------------------------------------------------------------------------

@@ -255,21 +255,31 @@ def test_the_attention_is_the_one_that_the_model_uses(implementation, window, at
     assert of_module(model, config, 2, 16).attention == attention
 
 
-def test_a_model_sharded_by_fsdp2_is_planned():
-    """Parameters, gradients and states are divided, what is gathered is counted; the shape is the whole model's."""
+@pytest.mark.parametrize("meshes", (1, 2))
+def test_a_model_sharded_by_fsdp2_is_planned(meshes):
+    """Parameters, gradients and states are divided, what is gathered is counted; the shape is the whole model's. Some
+    weights may be sharded over another mesh."""
     transformers = pytest.importorskip("transformers")
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+    from torch.distributed.tensor import Shard
 
     config = transformers.LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
     model = transformers.LlamaForCausalLM(config)
     whole = of_module(model, config, 2, 16)
     dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
     try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+        mesh, options = dist.device_mesh.init_device_mesh("cpu", (4,)), {}
+        if meshes == 2:
+            if not hasattr(fsdp, "ShardPlacementResult"):
+                pytest.skip(f"torch {torch.__version__} shards a module's weights over one mesh")
+            halves = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))["rows"]
+            infos = [fsdp.FSDPMeshInfo(one, shard_mesh_dim=0) for one in (mesh, halves)]
+            options["shard_placement_fn"] = lambda p: fsdp.ShardPlacementResult(Shard(0), infos[p.dim() == 1])
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
         sharded = of_module(model, config, 2, 16)
     finally:
         dist.destroy_process_group()
