@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from torch._subclasses import FakeTensor
+from liger_hw.autotune.fake import FakeTensor
 
 import liger_hw
 from liger_hw.transformers import probing
