@@ -31,7 +31,7 @@ help:
 	@echo "make clean   remove $(VENV)"
 
 demo: $(STAMP)
-	$(BIN)/liger-hw demo $(DEMO)
+	$(BIN)/python examples/demo.py $(DEMO)
 
 check: lint
 	PYTHON=$(BIN)/python bash ci/test.sh check kernels

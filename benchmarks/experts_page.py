@@ -26,7 +26,7 @@ def _run(name: str) -> dict[str, Any]:
 
 
 def _timed(name: str) -> dict[tuple[int, ...], dict[str, dict[str, Any]]]:
-    """Sizes -> arm -> row of a run of `liger-hw bench moe`, without what failed."""
+    """Sizes -> arm -> row of a run of `moe.py`, without what failed."""
     found: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
     for row in _run(name)["rows"]:
         if row["status"] == "ok":

@@ -26,7 +26,7 @@ import losses_page
 import published
 import size_plots
 
-from liger_hw.bench import plots, report
+from liger_hw.bench import report
 
 ARMS = {"liger_hw": "liger_hw", "liger": "Liger 0.8.5", "compile": "torch.compile", "quack": "quack 0.6.5"}
 SHOWN = {
@@ -335,9 +335,7 @@ def speed_table() -> str:
 
 def draw_end_to_end(path: Path) -> None:
     """README's picture: tokens/s against peak memory, each a share of Hugging Face's, an arrow a model from Liger."""
-    plt = plots.pyplot()
-    if plt is None:
-        return
+    plt = size_plots.pyplot()
     figure, axes = plt.subplots(figsize=(7.2, 3.9))
     for title, arms in trained().items():
         hf = arms["hf"]

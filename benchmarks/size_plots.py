@@ -8,12 +8,21 @@ from typing import Any, Callable, Sequence
 
 from published import against_best
 
-from liger_hw.bench import plots
 from liger_hw.bench.peers import OURS
 
 ARMS = (OURS, "torch", "compile", "aten", "liger", "quack", "cce", "cce_exact", "eager", "grouped_mm", "batched_mm")
 COLOURS = {name: f"C{place}" for place, name in enumerate(ARMS)}
 """An arm has the same colour in every plot."""
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, which draws into files alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
@@ -68,9 +77,9 @@ def speed_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
 def _panels(
     rows: Sequence[dict[str, Any]], path: str | os.PathLike, panel: Callable[[Any, list], None], title: str
 ) -> None:
-    plt = plots.pyplot()
+    plt = pyplot()
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    if plt is None or not ops:
+    if not ops:
         return
     columns = min(5, len(ops))
     shape = -(-len(ops) // columns), columns
@@ -93,9 +102,7 @@ def _panels(
 def bars(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
     """Each op's geometric mean over its sizes of the share of the floor, a bar an arm; the size an arm has are its
     own."""
-    plt = plots.pyplot()
-    if plt is None:
-        return
+    plt = pyplot()
     ops, arms = list(dict.fromkeys(row["op"] for row in rows)), list(dict.fromkeys(row["arm"] for row in rows))
     figure, axes = plt.subplots(figsize=(max(6, 0.55 * len(ops) + 2), 4.6), layout="constrained")
     width = 0.85 / len(arms)

@@ -47,7 +47,7 @@ def check_commands(stage: str) -> None:
     text = expect(0, "cache", "verify")
     assert " 0 problems" in text, text
     if stage != "transformers":
-        for words in (("demo", "--size", "tiny"), ("models", "llama"), ("check", "mistral-7b")):
+        for words in (("models", "llama"), ("check", "mistral-7b")):
             text = expect(2, *words)
             assert "pip install" in text and "[transformers]" in text and text.count("\n") <= 2, text
     if stage == "torch":

@@ -22,7 +22,6 @@ from .runtime import sharding
 __version__ = "0.1.0"
 
 sharding.handler = "liger_hw.distributed.dtensor"  # for whichever function is given a DTensor, however it was imported
-autotune.tunes_misses = "liger_hw.autotune.inline"  # for the registry, at a miss under LIGER_HW_AUTOTUNE=1
 autotune.compiles_ahead = "liger_hw.autotune.compile_ahead"  # for an op of many kernels, at its first call
 
 _SUBMODULES = (

@@ -61,7 +61,6 @@ _TABLE = (
     Variable("LIGER_HW_INTERPRET", _flag, False, "run the Triton kernels in Triton's interpreter on CPU tensors"),
     Variable("LIGER_HW_CACHE_DIR", str, None, "folder of the user cache (default: $XDG_CACHE_HOME/liger_hw)"),
     Variable("LIGER_HW_LOCK_FILE", str, None, "lock file that pins every configuration (default: none)"),
-    Variable("LIGER_HW_AUTOTUNE", _flag, False, "tune inline on a registry miss; off, a miss takes the heuristic"),
     Variable("LIGER_HW_DETERMINISTIC", _flag, False, "fix every numerics-affecting knob to the heuristic's value"),
     Variable("LIGER_HW_DISABLE_SHIPPED", _flag, False, "ignore the tables shipped with the package"),
     Variable("LIGER_HW_SHADOW_LIGER", _flag, False, "let `liger-hw shim` hide an installed liger-kernel"),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import secrets
 import stat
 import time
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
 try:
     import fcntl
@@ -101,10 +100,3 @@ def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
         if isinstance(error, OSError) and error.filename == str(temporary):
             error.filename = str(path)  # a name that the user knows
         raise
-
-
-def write_figure(path: str | os.PathLike, figure: Any, dpi: int) -> None:
-    """Write a matplotlib figure as PNG. Raises `OSError`."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
-    write_bytes(path, picture.getvalue())

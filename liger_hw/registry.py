@@ -24,14 +24,13 @@ Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py`
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
 
-from . import autotune, env
+from . import env
 from .autotune import notes, store
 from .autotune.store import Table
 from .backends import LaunchConfig, Target, known_target, target_of
@@ -106,8 +105,6 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
             _misses[plan.name] = target
             if device.type != "cpu":
                 notes.note_miss(plan)
-            if not quiet and env.get("LIGER_HW_AUTOTUNE") and _tune(plan):
-                plan = Plan(tunable, target, device, key, choose(tunable, target, key))
         if not quiet or target in _tables:  # else the tables are still unread: resolve again when files may be opened
             tunable.plans[device, key] = plan
         return plan
@@ -120,14 +117,6 @@ def _is_measured_best(plan: Plan) -> bool:
     """Whether a search has found that nothing beats the heuristic at this key."""
     entries = table(plan.target).get(plan.name, ())
     return any(entry.kind == "heuristic" and entry.version == plan.tunable.version for entry in entries)
-
-
-def _tune(plan: Plan) -> bool:
-    """Tune a missed key now; whether an entry was stored."""
-    if plan.target.vendor == "cpu" and not interpreting():
-        return False
-    inline = importlib.import_module(autotune.tunes_misses)
-    return inline.tune_on_miss(plan.tunable, plan.target, plan.device, plan.key)
 
 
 def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:

@@ -90,7 +90,7 @@ def test_a_variable_that_means_nothing_is_warned_of_once(clean_registry, monkeyp
     monkeypatch.setenv(name, "1")
     registry.reload()
     with caplog.at_level(logging.WARNING, "liger_hw"):
-        env.get("LIGER_HW_AUTOTUNE")
+        env.get("LIGER_HW_DISABLE_SHIPPED")
         env.get("LIGER_HW_DETERMINISTIC")
     (warning,) = [r.getMessage() for r in caplog.records]
     assert name in warning and said in warning
@@ -111,7 +111,7 @@ def test_a_known_configuration_variable_is_not_warned_of(clean_registry, monkeyp
     monkeypatch.setenv("LIGER_HW_CONFIG_RMS_NORM__BWD", CONFIG.to_text())
     registry.reload()
     with caplog.at_level(logging.WARNING, "liger_hw"):
-        assert env.get("LIGER_HW_AUTOTUNE") is False
+        assert env.get("LIGER_HW_DISABLE_SHIPPED") is False
     assert not caplog.records and env.unknown() == []
 
 
@@ -140,7 +140,7 @@ def test_a_bad_value_is_reported_wherever_it_would_be_used(clean_registry, monke
         env.SettingError,
         match="LIGER_HW_LOSS_MEMORY_MIB='2GiB': expected a positive number of MiB.* a fused linear loss",
     ):
-        env.get("LIGER_HW_AUTOTUNE")
+        env.get("LIGER_HW_DISABLE_SHIPPED")
     assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 2
     assert "LIGER_HW_LOSS_MEMORY_MIB='2GiB'" in capsys.readouterr().err
     code = "from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy"

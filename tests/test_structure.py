@@ -498,7 +498,7 @@ def test_every_floor_is_there():
 def test_what_is_below_the_registry_does_not_import_it():
     imported, _ = _imports()
     below = "env ops backends/base autotune/store autotune/tables autotune/notes autotune/lock".split()
-    above = {f"liger_hw/{name}.py" for name in ("registry", "autotune/inline", "autotune/tuner", "runtime/operator")}
+    above = {f"liger_hw/{name}.py" for name in ("registry", "autotune/tuner", "runtime/operator")}
     assert not {name: wrong for name in below if (wrong := imported[f"liger_hw/{name}.py"] & above)}
 
 

@@ -12,11 +12,9 @@ Above it, for `liger-hw autotune`, `compile` and `lock`:
     fake, record       tensors without memory; an op's launches, on these or on the device
     clock, measure     time on a device; a kernel's launches timed, after `check` compared their results
     tuner, static      the search by measuring; the choice by a model where there is no device
-    inline             tuning on a miss
     compile_ahead      a model's kernels compiled beside its first forward, an op's of many beside its first call
 """
 
-tunes_misses = ""
-"""Full name of the module that tunes on a miss. It is above the registry, so the package's root fills the name in."""
 compiles_ahead = ""
-"""Full name of the module that compiles the kernels of an op's first call in parallel; filled in likewise."""
+"""Full name of the module that compiles the kernels of an op's first call in parallel. It is above the registry, so the
+package's root fills the name in."""

@@ -47,7 +47,7 @@ class Worker:
 
     def __init__(self, kind: str, device: str = "", settings: Mapping[str, str] = MappingProxyType({})) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
-        kept |= {"LIGER_HW_AUTOTUNE": "0", "LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
+        kept |= {"LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
         if kind == "compile":
             kept = {k: v for k, v in kept.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
             kept["CUDA_VISIBLE_DEVICES"] = ""

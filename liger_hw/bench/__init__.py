@@ -1,4 +1,4 @@
-"""Workloads -> timings -> table, JSON and plots: what `liger-hw bench` and `demo` run, as functions.
+"""Workloads -> timings -> table and JSON: what `liger-hw bench` runs, as functions.
 
 Of ops: `ops.py` times cases (`cases.py`) against `peers/`. Of whole models: `e2e.py` trains arms (`training.py`).
 """

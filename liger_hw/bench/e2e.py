@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
-from .. import files
 from ..backends import with_index
 from ..text import StatusLine, first_line, table
-from . import plots as drawing
 from .peers import Absent
 from .timing import Budget, OutOfBudget, Stats
 from .training import Run, Schedule, patched, read_text, release, to_tokens, train
@@ -166,32 +163,3 @@ def as_text(results: dict[str, Any]) -> str:
         )
     failed = [f"{run['status']}  {run['arm']}: {run['note']}" for run in results["runs"] if run["status"] != "ok"]
     return "\n".join([_title(results), table(lines) if rows else "nothing was trained", *dict.fromkeys(failed)])
-
-
-def plots(results: dict[str, Any], folder: str) -> list[Path]:
-    """Loss curves and tokens/s as one PNG; nothing where matplotlib is missing."""
-    plt = drawing.pyplot()
-    if plt is None:
-        return []
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for run in results["runs"]:
-        if run["round"] == 0 and run.get("losses"):
-            left.plot(run["losses"], label=run["arm"], alpha=0.8)
-    left.set_xlabel("step")
-    left.set_ylabel("loss")
-    left.legend()
-    for number, row in enumerate(results["summary"]):
-        memory = "" if row["peak_gib"] is None else f"\n{row['peak_gib']:.1f} GiB"
-        right.bar(number, row["tokens_per_second"], label=row["arm"])
-        right.text(
-            number, row["tokens_per_second"], f"{row['tokens_per_second']:.0f}{memory}", ha="center", va="bottom"
-        )
-    right.set_xticks(range(len(results["summary"])), [row["arm"] for row in results["summary"]])
-    right.set_ylabel("tokens/s")
-    right.margins(y=0.2)
-    figure.suptitle(_title(results))
-    path = Path(folder) / f"e2e-{results['plan']['model']}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_figure(path, figure, 120)
-    plt.close(figure)
-    return [path]

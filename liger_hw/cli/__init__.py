@@ -31,8 +31,7 @@ from ..text import fold, json_text, printable
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and the state of every op",
     "explain": "why an op launches as it does at a shape, on this or another device",
-    "bench": "time the ops against their peers; also the experts of a layer, and a whole model",
-    "demo": "train a small Mistral as Hugging Face ships it, then patched, and compare",
+    "bench": "time the ops against their peers; also a whole model, in bf16 and in FP8",
     "autotune": "measure launch configurations on this device and keep the winners",
     "cache": "list, verify, export, import or clear the stored configurations",
     "models": "what every model family of transformers gets, verified on tiny models",
@@ -50,7 +49,6 @@ COMMANDS = {
 
 EXTRAS = {
     "transformers": "transformers",
-    "matplotlib": "bench",
     **dict.fromkeys(("trl", "peft", "datasets", "accelerate"), "examples"),
 }
 """Package -> the extra of liger_hw that installs it; Triton's is named after the vendor."""

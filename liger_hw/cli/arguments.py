@@ -76,7 +76,6 @@ def _tokens(text: str) -> int:
 LARGEST = 2**31 - 1
 positive = _number(int, 1, LARGEST, "a positive integer")
 tokens = _number(_tokens, 1, LARGEST, "a number of tokens; write positive integers such as 65536, or 64k for 64 * 1024")
-seed = _number(int, 0, 2**64 - 1, "a seed; write an integer from 0 to 2**64 - 1")
 seconds = _number(float, 1e-9, 3.2e8, "a positive number of seconds")
 share = _number(float, 0.0, 1.0, "a share; write a number from 0 to 1")
 

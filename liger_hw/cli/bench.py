@@ -1,7 +1,6 @@
-"""`liger-hw bench`: the ops against their peers, and three benchmarks with a name of their own.
+"""`liger-hw bench`: the ops against their peers, and two benchmarks with a name of their own.
 
     liger-hw bench [OP ...]          each op at its workloads: liger_hw, torch, torch.compile, Liger
-    liger-hw bench moe               the experts of a layer: liger_hw, transformers' implementations, Liger
     liger-hw bench e2e               a Hugging Face model trained: tokens/s, peak memory, loss curves
     liger-hw bench float8            the same in bf16, in FP8, and with FP8 of torchao and TransformerEngine
 
@@ -24,7 +23,7 @@ from .arguments import dtype_name, listed, positive, seconds, tokens, torch_dtyp
 MODES = ("fwd", "bwd", "full")
 OF_OPS = ("against", "mode", "sizes", "repeats")
 OF_E2E = ("model", "layers", "batch", "seq", "steps", "rounds", "arms", "checkpointing", "hidden", "text", "lora")
-OPTIONS = {"ops": OF_OPS, "moe": (*OF_OPS, "tokens", "routing"), "e2e": OF_E2E, "float8": OF_E2E}
+OPTIONS = {"ops": OF_OPS, "e2e": OF_E2E, "float8": OF_E2E}
 """Benchmark -> its own options, beside what every benchmark takes."""
 ARMS = {"e2e": ("hf", "liger", "liger_hw"), "float8": ("liger_hw", "float8", "torchao", "torchao-compile", "te")}
 """Benchmark -> the arms that it trains by default."""
@@ -41,27 +40,19 @@ WORDS = listed(str, "names")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("what", nargs="*", metavar="OP", help="ops (default: all), or first: moe, e2e, float8")
+    add("what", nargs="*", metavar="OP", help="ops (default: all), or e2e, float8")
     add("--device", help="torch device (default: the accelerator, else cpu)")
     add("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
     add("--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it")
-    add("--plot", metavar="DIR", help="write a PNG per op and one over the ops (needs matplotlib)")
     add("--budget", type=seconds, metavar="SECONDS", help="start no new work after this long (default: no limit)")
     add("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
 
     add = parser.add_argument_group("ops").add_argument
-    peers = "default torch,compile,liger, for moe eager,grouped_mm,batched_mm,liger"
-    add("--against", type=WORDS, metavar="PEERS", help=peers)
+    add("--against", type=WORDS, metavar="PEERS", help="peers (default torch,compile,liger)")
     modes = "fwd, bwd, full (default: full, forward and backward)"
     add("--mode", type=listed(_mode, "fwd, bwd or full"), default=["full"], help=modes)
     sizes = "comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (default), "
     add("--sizes", type=WORDS, default=[], help=sizes + "`small` (default on a CPU)")
-
-    add = parser.add_argument_group("moe").add_argument
-    numbers = "comma-separated: each layer at these numbers of tokens"
-    add("--tokens", type=listed(positive, "numbers"), default=[], help=numbers)
-    routing = "how tokens spread over the experts; skewed: one expert has ten times the mean (default uniform)"
-    add("--routing", choices=("uniform", "skewed"), default="uniform", help=routing)
 
     add = parser.add_argument_group("e2e, float8").add_argument
     models = "mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), qwen3_5 (4B), "
@@ -91,22 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
                 command = "liger-hw bench" if owner == "ops" else f"liger-hw bench {owner}"
                 raise UsageError(f"bench: --{name} is an option of `{command}`, and changes nothing for {what}")
     device = usable_device("bench", arguments.device)
-    return _e2e(arguments, device, what, names) if what in ARMS else _ops(arguments, device, names, what == "moe")
+    return _e2e(arguments, device, what, names) if what in ARMS else _ops(arguments, device, names)
 
 
-def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: bool) -> int:
-    """experts: fused_moe alone, with experts chosen as a router chooses them"""
-    from ..bench import moe, ops, peers, plots, report, timing
+def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+    from ..bench import ops, peers, report, timing
 
-    if experts and names:
-        raise UsageError(f"bench: moe takes no op, got {names[0]!r}; --sizes chooses layers")
     sizes, dtype = arguments.sizes or (["small"] if device.type == "cpu" else []), torch_dtype(arguments.dtype)
     with user_errors("bench"):
-        if experts:
-            todo = moe.layers(sizes, arguments.tokens, arguments.routing, dtype)
-        else:
-            todo = ops.cases(names, sizes, dtype)
-    against = arguments.against or list(moe.AGAINST if experts else peers.DEFAULT)
+        todo = ops.cases(names, sizes, dtype)
+    against = arguments.against or list(peers.DEFAULT)
     if unknown := [name for name in against if name not in peers.PEERS]:
         raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
     facts, rows, ended = report.machine(device), [], ""
@@ -141,16 +126,11 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: 
             ended = "stopped early: interrupted"
     if arguments.json != "-":  # before the files, which may fail
         print(report.as_text(rows))
-        if experts and (text := moe.as_text(rows)):
-            print(f"\n{text}")
         print(fold(_where(facts)))
         if ended:
             print(fold(ended))
     if arguments.json:
         report.save(arguments.json, {"machine": facts, "rows": rows, "complete": not ended})
-    if arguments.plot:
-        for path in plots.plots(rows, arguments.plot):
-            _progress(f"wrote {path}")
     failed = any(row["arm"] == peers.OURS and row["status"] == "error" for row in rows)
     return 130 if ended.endswith("interrupted") else 1 if failed or "answering" in ended else 0
 
@@ -195,8 +175,6 @@ def _e2e(arguments: argparse.Namespace, device: Any, what: str, names: list[str]
         print(json_text({"machine": facts, **results}, indent=1))
         return 0
     print(e2e.as_text(results))
-    for path in e2e.plots(results, arguments.plot) if arguments.plot else ():
-        _progress(f"wrote {path}")
     return 0
 
 

@@ -13,10 +13,10 @@ import torch
 
 from liger_hw import env, files, registry
 from liger_hw.autotune import compile as aot
-from liger_hw.autotune import inline, lock, notes, store, tables
+from liger_hw.autotune import lock, notes, store, tables
 from liger_hw.backends import known_target
 from liger_hw.cli import main
-from tests.autotune.fakes import H200, FakeMeasurer, entry, other_config, tunable
+from tests.autotune.fakes import H200, entry, other_config, tunable
 
 KEY = (4096, 13, 2)
 NAME = ("rms_norm", "fwd", KEY)
@@ -140,7 +140,6 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     fwd = tunable()
     config = fwd.safe(H200, KEY)
     store.add(H200, [(NAME, entry(config, fwd))])
-    monkeypatch.setenv("LIGER_HW_AUTOTUNE", "1")
     registry.reload()
     registry.forced_config(fwd)  # what the first ordinary launch reads
     registry.env.get("LIGER_HW_DETERMINISTIC"), registry.env.get("LIGER_HW_FAST_LAUNCH")
@@ -229,67 +228,6 @@ def test_deterministic_makes_two_caches_compute_the_same_bits(h200, name):
                 assert size == (config if block in of.neutral else heuristic).blocks[block]
     finally:
         registry.set_deterministic(None)
-
-
-class NoPool:
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def submit(self, name, call, *request):
-        pass
-
-    def wait(self, name):
-        return {"unknown": "no compiler"}
-
-    def close(self):
-        pass
-
-
-class TestInline:
-    """LIGER_HW_AUTOTUNE=1, with a measurer that works in arithmetic."""
-
-    @pytest.fixture(autouse=True)
-    def on(self, clean_registry, monkeypatch):
-        tunable()
-        monkeypatch.setenv("LIGER_HW_AUTOTUNE", "1")
-        monkeypatch.setattr(registry, "target_of", lambda device: H200)
-        monkeypatch.setattr(inline, "CompilePool", NoPool)
-        monkeypatch.setattr(inline, "_tuners", {})
-        monkeypatch.setattr(inline, "_off", False)
-        monkeypatch.delenv("WORLD_SIZE", raising=False)
-        registry.reload()
-        self.best = tunable().safe(H200, KEY)
-        self.made = []
-
-        def measurer(device):
-            self.made.append(FakeMeasurer(tunable().heuristic(H200, KEY), lambda c: 5.0 if c == self.best else 10.0))
-            return self.made[-1]
-
-        monkeypatch.setattr(inline, "new_measurer", measurer)
-
-    def test_a_miss_is_tuned_once_and_stored(self, monkeypatch):
-        fwd = tunable()
-        monkeypatch.setattr(fwd, "space", lambda target, key: [self.best])
-        plan = fwd.plan(DEVICE, KEY)
-        assert (plan.layer, plan.config) == ("user", self.best)
-        assert store.lines_of(H200)[0][1].config == self.best
-        opened = self.made[0].opened
-        registry.invalidate()
-        assert fwd.plan(DEVICE, KEY).config == self.best and self.made[0].opened == opened
-
-    def test_a_failing_tuner_leaves_the_heuristic_and_stays_off(self, monkeypatch, caplog):
-        monkeypatch.setattr(inline, "new_measurer", lambda device: (_ for _ in ()).throw(RuntimeError("no memory")))
-        assert tunable().plan(DEVICE, KEY).layer == "heuristic"
-        assert tunable().plan(DEVICE, (4096, 9, 2)).layer == "heuristic"
-        assert caplog.text.count("no memory") == 1
-
-    def test_never_under_several_ranks_or_while_captured(self, monkeypatch, caplog):
-        monkeypatch.setattr(registry, "is_quiet", lambda: True)
-        assert tunable().plan(DEVICE, KEY).layer == "heuristic" and not self.made
-        monkeypatch.setattr(registry, "is_quiet", lambda: False)
-        monkeypatch.setenv("WORLD_SIZE", "8")
-        assert tunable().plan(DEVICE, (4096, 9, 2)).layer == "heuristic" and not self.made
-        assert "WORLD_SIZE" in caplog.text
 
 
 class TestLock:

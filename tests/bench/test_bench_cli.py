@@ -6,10 +6,8 @@ import json
 
 import harness
 import pytest
-import torch
 
-from liger_hw.bench import moe, training
-from liger_hw.bench.cases import make_inputs
+from liger_hw.bench import training
 from liger_hw.cli import COMMANDS
 
 pytestmark = pytest.mark.cpu
@@ -51,39 +49,6 @@ def test_each_case_is_named_before_it_runs(capsys):
     assert lines[3].startswith("[2/2] rms_norm 9x16")
 
 
-def test_experts(tmp_path, capsys):
-    """Two numbers of tokens against transformers' own; an implementation that is not here is said to be absent."""
-    path = tmp_path / "moe.json"
-    arguments = ("moe", "--sizes", "1x16x8x6x2", "--tokens", "5,24", "--routing", "skewed", "--dtype", "fp32")
-    arguments += ("--device", "cpu", "--repeats", "1", "--against", "eager,liger", "--json", str(path))
-    code, out, err = said(capsys, *arguments)
-    assert code == 0 and "first call s" in out and "liger" in out
-    rows = {(row["sizes"][0], row["arm"]): row for row in json.loads(path.read_text())["rows"]}
-    assert rows.keys() == {(n, arm) for n in (5, 24) for arm in ("liger_hw", "eager", "liger")}
-    for n in (5, 24):
-        for arm in ("liger_hw", "eager"):
-            row = rows[n, arm]
-            assert row["status"] == "ok" and row["error_out"] < 1e-5 and row["error_grad"] < 1e-5, row
-            assert row["floor"] == "gemm" and row["floor_ms"] > 0 and row["first_seconds"] > 0
-        assert rows[n, "liger"]["status"] == "absent"
-
-
-def test_without_a_gpu_experts_are_small(capsys):
-    code, out, err = said(capsys, "moe", "--device", "cpu", "--against", "eager", "--repeats", "1")
-    sizes = [int(n) for n in err.splitlines()[1].split()[2].rstrip(":").split("x")]
-    assert code == 0 and max(sizes) < 64 and "liger_hw" in out
-
-
-@pytest.mark.parametrize(("routing", "share"), [("uniform", 1), ("skewed", 10)])
-def test_routing_of_experts(routing, share):
-    (case,) = moe.layers(["4000x8x4x64x4"], (), routing, torch.float32)
-    index = make_inputs(case, case.sizes, torch.device("cpu"), 3).args[3]
-    assert all(len(set(row)) == 4 for row in index.tolist())
-    counts = index.flatten().bincount(minlength=64)
-    assert counts[0] == pytest.approx(share * 250, rel=0.2 if share == 1 else 1e-9)
-    assert counts[1:].float().mean() == pytest.approx((16000 - float(counts[0])) / 63)
-
-
 def test_json_to_standard_output_is_only_json(capsys):
     arguments = ("rms_norm", "--sizes", "8x16", "--dtype", "fp32", "--against", "torch", "--device", "cpu")
     code, out, _ = said(capsys, *arguments, "--repeats", "1", "--json")
@@ -110,14 +75,10 @@ def test_a_budget_ends_early_and_says_so(capsys):
         (("e2e", "rms_norm"), "e2e takes no op"),
         (("float8", "rms_norm"), "float8 takes no op"),
         (("float8", "--device", "cpu"), "a small one: liger-hw bench float8 --hidden 64"),
-        (("moe", "rms_norm"), "moe takes no op"),
-        (("moe", "--sizes", "8x8"), "no op takes size"),
         (("--model", "llama3"), "--model is an option of `liger-hw bench e2e`, and changes nothing for ops"),
-        (("rms_norm", "--tokens", "64"), "--tokens is an option of `liger-hw bench moe`, and changes nothing for ops"),
-        (("moe", "--steps", "3"), "--steps is an option of `liger-hw bench e2e`, and changes nothing for moe"),
+        (("rms_norm", "--steps", "3"), "--steps is an option of `liger-hw bench e2e`, and changes nothing for ops"),
         (("e2e", "--sizes", "8x8"), "--sizes is an option of `liger-hw bench`, and changes nothing for e2e"),
         (("e2e", "--hidden", "64", "--text", "no/such.txt"), "cannot read --text no/such.txt: No such file"),
-        (("moe", "--tokens", "0"), "0"),
     ],
 )
 def test_mistakes_are_explained(capsys, arguments, text):

@@ -1,4 +1,4 @@
-"""What is kept: machine facts, JSON that survives a kill, the table, plots."""
+"""What is kept: machine facts, JSON that survives a kill, the table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from liger_hw.bench import plots, report
+from liger_hw.bench import report
 
 pytestmark = pytest.mark.cpu
 
@@ -75,12 +75,3 @@ def test_saving_leaves_no_torn_file(tmp_path, capsys):
     assert report.load(path)["found"] == 1 / 3
     report.save("-", {"rows": []})
     assert json.loads(capsys.readouterr().out)["rows"] == []
-
-
-def test_plots(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [row("liger_hw", 0.8), row("torch", 2.0), row("liger_hw", 0.9, sizes=[16, 16]), row("quack", None)]
-    written = plots.plots(rows, tmp_path)
-    assert [path.name for path in written] == ["rms_norm-full.png"]
-    assert all(path.stat().st_size > 5000 for path in written)
-    assert plots.plots([row("liger_hw", None)], tmp_path) == []

@@ -9,9 +9,9 @@ import types
 
 import pytest
 import torch
-from liger_hw.autotune.fake import FakeTensor
 
 import liger_hw
+from liger_hw.autotune.fake import FakeTensor
 from liger_hw.transformers import probing
 from liger_hw.transformers.tiny import VOCAB, tiny_model
 

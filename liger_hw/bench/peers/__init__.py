@@ -3,11 +3,10 @@
     torch    eager, as models write it
     compile  torch.compile of the same
     liger    liger-kernel's functional API, its defaults
-    eager, grouped_mm, batched_mm  experts as transformers 5 runs them
 
 A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file
-of each peer that has it; `benchmarks/more_peers.py` adds further ones. A peer that is not installed is reported absent;
-an option it has not raises `Unsupported`.
+of each peer that has it; `benchmarks/more_peers.py` and `moe.py` add further ones. A peer that is not installed is
+reported absent; an option it has not raises `Unsupported`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Callable, ContextManager
 import torch
 
 from ...registry import Op
-from . import eager, experts, liger
+from . import eager, liger
 from .common import Absent, Unsupported  # noqa: F401  callers take both from here
 
 OURS = "liger_hw"
@@ -74,7 +73,6 @@ PEERS = {
         Peer("torch", "torch", "torch", _torch),
         Peer("compile", "torch", "torch", _compile),
         Peer("liger", "liger_kernel", "liger-kernel", liger.build, liger.chosen),
-        *(Peer(name, "transformers", "transformers", experts.of(name)) for name in experts.IMPLEMENTATIONS),
     )
 }
 DEFAULT = ("torch", "compile", "liger")

@@ -1,31 +1,38 @@
-"""`liger-hw demo`: it trains, it tells, and it fails when a kernel is wrong."""
+"""examples/demo.py: it trains, it tells, and it fails when a kernel is wrong."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from liger_hw.bench import agreement, training
+from liger_hw.bench import training
 from liger_hw.bench.training import Original, Run
-from liger_hw.cli import main
 
 pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
+_spec = importlib.util.spec_from_file_location("demo", Path(__file__).resolve().parents[2] / "examples" / "demo.py")
+program = importlib.util.module_from_spec(_spec)
+sys.modules["demo"] = program  # where dataclasses look for it
+_spec.loader.exec_module(program)
 
 
 @pytest.fixture
-def demo(tmp_path, capsys, monkeypatch):
+def demo(tmp_path, capsys):
     """Run the demo at size tiny on the CPU; returns (exit code, standard output, standard error)."""
 
-    def run(*argv: str, plots: bool = False) -> tuple[int, str, str]:
-        if not plots:  # drawing takes as long as training
-            monkeypatch.setitem(sys.modules, "matplotlib", None)
-        code = main(["demo", "--size", "tiny", "--device", "cpu", "--steps", "4", "--out", str(tmp_path), *argv])
+    def run(*argv: str) -> tuple[int, str, str]:
+        words = ["--size", "tiny", "--device", "cpu", "--steps", "4", "--out", str(tmp_path), *argv]
+        try:
+            code = program.main(words)
+        except SystemExit as stop:
+            code = stop.code
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -34,7 +41,7 @@ def demo(tmp_path, capsys, monkeypatch):
 
 def test_the_arms_agree_and_everything_is_told(demo, tmp_path):
     original = Original("mistral")
-    code, out, err = demo(plots=True)
+    code, out, err = demo()
     assert code == 0, out + err
     assert "torch's reference path" in out and "OK: liger_hw trains as hf does" in out
     assert "round 1 liger_hw:" in err
@@ -43,7 +50,6 @@ def test_the_arms_agree_and_everything_is_told(demo, tmp_path):
     assert (hf["arm"], ours["arm"]) == ("hf", "liger_hw") and len(hf["losses"]) == len(ours["losses"]) == 4
     assert hf["tokens_per_second"] > 0 and data["machine"]["torch"] == torch.__version__
     assert data["verdicts"]["liger_hw"]["problems"] == []
-    assert (tmp_path / "e2e-mistral.png").read_bytes().startswith(b"\x89PNG")
     assert original.differences() == []  # the patch is gone
 
 
@@ -53,7 +59,7 @@ def test_one_step(demo):
 
 
 def test_bf16(demo):
-    code, out, err = demo("--dtype", "bf16")
+    code, out, err = demo("--dtype", "bfloat16")
     assert code == 0, out + err
 
 
@@ -62,12 +68,6 @@ def test_the_control_arm_and_one_that_is_absent(demo, tmp_path):
     assert code == 0, out + err
     assert "absent  liger: liger-kernel needs a GPU" in out
     assert "hf-eager" in json.loads((tmp_path / "demo.json").read_text())["verdicts"]
-
-
-def test_without_matplotlib_the_numbers_are_written(demo, tmp_path):
-    code, _, err = demo("--against", "hf,hf-eager")
-    assert code == 0 and "needs matplotlib" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
 
 
 # -- a wrong kernel --------------------------------------------------------------------------------------------------
@@ -131,33 +131,31 @@ def _run(losses: list[float], grad: float = 1.0, start: float = 0.0) -> Run:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_tolerance_is_the_limit(dtype):
     base = _run([5.0] * 10)
-    limit = agreement.allowed(dtype, 9, 5.0)
-    assert not agreement.compare(base, _run([5.0] * 9 + [5.0 + 0.9 * limit]), dtype).problems
-    assert agreement.compare(base, _run([5.0] * 9 + [5.0 + 1.1 * limit]), dtype).problems
+    limit = program.allowed(dtype, 9, 5.0)
+    assert not program.compare(base, _run([5.0] * 9 + [5.0 + 0.9 * limit]), dtype).problems
+    assert program.compare(base, _run([5.0] * 9 + [5.0 + 1.1 * limit]), dtype).problems
 
 
 def test_the_tolerance_grows_with_steps_and_dtype():
     assert (
-        agreement.allowed("float32", 0, 5.0)
-        < agreement.allowed("float32", 50, 5.0)
-        < agreement.allowed("bfloat16", 0, 5.0)
+        program.allowed("float32", 0, 5.0) < program.allowed("float32", 50, 5.0) < program.allowed("bfloat16", 0, 5.0)
     )
-    assert agreement.allowed("bfloat16", 29, 5.0) < 0.05  # 30 steps in bf16: within 1%
+    assert program.allowed("bfloat16", 29, 5.0) < 0.05  # 30 steps in bf16: within 1%
 
 
 def test_other_reasons_to_fail():
     base = _run([5.0, 4.0])
-    assert "same weights" in agreement.compare(base, _run([5.0, 4.0], start=1.0), "float32").problems[0]
-    assert "first gradient of w" in agreement.compare(base, _run([5.0, 4.0], grad=1.001), "float32").problems[0]
-    assert agreement.compare(base, _run([5.0, math.nan]), "float32").problems
-    assert agreement.compare(base, _run([5.0, 4.0], grad=math.nan), "float32").problems
+    assert "same weights" in program.compare(base, _run([5.0, 4.0], start=1.0), "float32").problems[0]
+    assert "first gradient of w" in program.compare(base, _run([5.0, 4.0], grad=1.001), "float32").problems[0]
+    assert program.compare(base, _run([5.0, math.nan]), "float32").problems
+    assert program.compare(base, _run([5.0, 4.0], grad=math.nan), "float32").problems
     more = Run([5.0, 4.0], {"w": 1.0, "v": 1.0}, 0.0, [1.0], 1, None)
-    assert "gradient for v" in agreement.compare(base, more, "float32").problems[0]
+    assert "gradient for v" in program.compare(base, more, "float32").problems[0]
 
 
 def test_steps_past_the_judged_ones_are_not_judged():
-    base = [5.0] * (agreement.JUDGED_STEPS + 1)
-    assert not agreement.compare(_run(base), _run(base[:-1] + [9.0]), "float32").problems
+    base = [5.0] * (program.JUDGED_STEPS + 1)
+    assert not program.compare(_run(base), _run(base[:-1] + [9.0]), "float32").problems
 
 
 # -- text and arguments ----------------------------------------------------------------------------------------------
@@ -175,32 +173,24 @@ def test_the_default_text_is_real_and_long():
     assert len(text) > 200_000 and b"statement" in text
 
 
-def test_a_text_file(demo, tmp_path):
-    file = tmp_path / "text"
-    file.write_bytes(b"the quick brown fox " * 50)
-    assert demo("--text", str(file), "--against", "hf,hf-eager")[0] == 0
-
-
 @pytest.mark.parametrize(
     "argv, message",
     [
         (("--size", "huge"), "invalid choice: 'huge'"),
-        (("--steps", "0"), "not a positive integer"),
-        (("--dtype", "fp16"), "needs a loss scaler"),
-        (("--dtype", "int4"), "expected fp32, bf16 or fp16"),
+        (("--dtype", "float16"), "invalid choice: 'float16'"),
         (("--device", "cuda:99"), "cannot use --device cuda:99"),
-        (("--device", "rocm"), "torch calls an AMD GPU cuda"),
-        (("--text", "/nonexistent"), "cannot read --text /nonexistent"),
-        (("--seq", "10000000"), "give a longer one or --seq"),
-        (("--against", "hf"), "two or more different arms"),
+        (("--against", "hf"), "nothing to compare with"),
         (("--against", "hf,unsloth"), "unknown arm 'unsloth'"),
         (("--interpret", "--device", "cuda"), "runs on the CPU"),
         (("--against", "liger,liger_hw"), "nothing to compare with"),
     ],
 )
-def test_a_mistake_is_answered(demo, monkeypatch, argv, message):
-    if "--interpret" in argv:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # as in the child process
+def test_a_mistake_is_answered(demo, argv, message):
     code, _, err = demo(*argv)
     assert code == 2 and message in err
     assert not torch.cuda.is_initialized()
+
+
+def test_a_text_that_is_missing_or_too_short_is_refused():
+    with pytest.raises(ValueError, match="cannot read --text /nonexistent"):
+        training.read_text("/nonexistent")
