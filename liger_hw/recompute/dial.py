@@ -131,8 +131,8 @@ def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -
     name = getattr(layer, "__qualname__", type(layer).__name__).removesuffix(".forward").rpartition(".")[2]
     recipes.say_once(
         f"activations: level {level} saves no memory in {name}: nothing that its backward needs can be computed again. "
-        "That is so under torch's tensor parallelism (DTensors), under ZeRO-3 (its hooks pass detached tensors on), "
-        "on a device without kernels and for unpatched norms and gates; level full does not depend on that",
+        "That is so under torch's tensor parallelism (DTensors), on a device without kernels and for unpatched norms "
+        "and gates; level full does not depend on that",
         logging.WARNING,
     )
 

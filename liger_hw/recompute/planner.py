@@ -58,7 +58,7 @@ class Engine:
     whose dtype the states are; kept: whether the gradients' memory exists all the time; buffers: bytes of communication
     live: maximum of parameters gathered at a time; if 0, the embedding, the head and one decoder layer
     passes, link: times a step sends each parameter, and the rate of that in bytes per second, as it lengthens a step
-    recipes: whether levels cheap and mlp save anything; ZeRO-3's hooks pass detached tensors on
+    projections: whether level mlp computes projections again, which ZeRO-3's hooks on each of them forbid
     """
 
     parameters: bool = True
@@ -69,7 +69,7 @@ class Engine:
     live: int = 0
     passes: int = 3
     link: float = 1.0
-    recipes: bool = True
+    projections: bool = True
 
 
 _BUCKET = 5 * 10**8 * 2
@@ -77,7 +77,7 @@ ENGINES = {
     "fsdp2": Engine(link=384e9),
     "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=190e9),
     "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=190e9),
-    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, recipes=False),
+    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, projections=False),
 }
 """FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults.
 
@@ -197,6 +197,7 @@ class Planner:
         width = model.expert_width if model.experts and model.expert_width else model.intermediate
         self.wide = width * (model.top_k if model.experts else 1)
         self.mlp_parameters = 3 * model.hidden * width * max(1, model.experts)
+        self.projects_again = self.engine.projections and not model.experts  # at level mlp
         self.layer = self._layer()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
@@ -234,9 +235,7 @@ class Planner:
             columns = 2 * (m.hidden + q) + 2 * (m.hidden + kv) + (0 if m.experts else 3 * (m.hidden + wide))
             keep += int(unit * (4 if m.experts else 7) * assumed.trainable * linear / columns)
         cheap = keep - normed - gated - rotated + (unit * kv if copied else 0)
-        kept = {"keep": keep, "cheap": cheap, "mlp": cheap if m.experts else cheap - 2 * unit * wide}
-        if not self.engine.recipes:
-            kept["cheap"] = kept["mlp"] = keep
+        kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide if self.projects_again else cheap}
         kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
 
         without_mlp = keep - kept["full"] - gated - 2 * unit * wide
@@ -249,7 +248,7 @@ class Planner:
         # and, if adapters train, what they add to the gate's or the up projection's output
         gradients = unit * (wide + adapted * (wide + m.hidden)) + stream * m.hidden
         gradients += int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
-        again = {"cheap": unit * wide, "mlp": unit * (3 * wide + m.hidden)}
+        again = {"cheap": unit * wide, "mlp": unit * (3 * wide + m.hidden) if self.projects_again else unit * wide}
         if m.experts:
             gradients = stream * m.hidden + self._experts(unit, assumed.trainable == 1)
             again = dict.fromkeys(again, unit * m.hidden)
@@ -355,7 +354,7 @@ class Planner:
         extra = {
             "keep": 0.0,
             "cheap": cheap,
-            "mlp": cheap + (0 if experts else 4 * tokens * m.hidden * wide * rate + adapted * moved(12 * wide)),
+            "mlp": cheap + self.projects_again * (4 * tokens * m.hidden * wide * rate + adapted * moved(12 * wide)),
             "full": full,
             "tiled": forward + sums,
             "offload": forward + sums + exposed,
@@ -483,8 +482,8 @@ class Planner:
         first layers, whose backward comes last, when gradients fill the memory.
         """
         count = self.model.layers
-        equal = ("mlp", "tiled") if self.model.experts else ()  # to cheap and full
-        levels = [level for level in LEVELS if level not in equal]
+        has = {"mlp": self.projects_again, "tiled": not self.model.experts}  # else they are cheap and full
+        levels = [level for level in LEVELS if has.get(level, True)]
         pairs = [(low, high) for i, high in enumerate(levels) for low in levels[i + 1 :]]
         mixes = [(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)]
         mixes += [(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST]

@@ -1,9 +1,10 @@
 """Tensors that autograd does not keep because they can be computed again: recipes, and the hooks that use them.
 
 An op's forward states with `offer` how its output can be computed again from tensors that are saved anyway. While a
-`Scope` is open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe (the output itself, a
-view of it, or autocast's copy of it) is dropped and a `Handle` is saved in its place. In backward the recipe calls the
-same operator on the same inputs, under the same autocast state. So gradients are bit-identical to keeping it.
+`Scope` is open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe (whatever lies in the
+output's memory, as a view of it or what a module hook passes on in its place, and autocast's copy of it) is dropped and
+a `Handle` is saved in its place. In backward the recipe calls the same operator on the same inputs, under the same
+autocast state. So gradients are bit-identical to keeping it.
 
     x --rms_norm--> y --linear--> q        y's recipe: rms_norm(x, w). q, k and v each save a handle on it.
                       --linear--> k        The first that backward reaches computes y, the last one takes it.
@@ -70,7 +71,7 @@ def offer(
     if unsaved is not None and _recipe_of(unsaved) is None:
         return
     recipe = Recipe(call, args, index, output)
-    setattr(output, _MARK, recipe)
+    _attach(recipe, output)
     if output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
         _casts_seen = True
         ctx.__dict__.setdefault(_MARK, {})[number] = weakref.ref(recipe)  # weak: the node outlives what it saved
@@ -103,10 +104,15 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             logging.WARNING,
         )
     else:
-        recipe = Recipe(*call, None, y)
-        for t in (y,) if y._base is None else (y, y._base):
-            setattr(t, _MARK, recipe)
+        _attach(Recipe(*call, None, y), y)
     return y
+
+
+def _attach(recipe: Recipe, output: torch.Tensor) -> None:
+    """Let the output's memory know its recipe, which lives as long. Memory in which two outputs lie has none: what is
+    saved of it would not tell which."""
+    marks = vars(output.untyped_storage())
+    marks[_MARK] = None if _MARK in marks else recipe
 
 
 def _no_scope_open() -> bool:
@@ -141,16 +147,10 @@ def _level() -> int:
 def pack(t: torch.Tensor) -> Any:
     """Saved-tensor hook: a Handle for what has a recipe, else (tensor, version).
 
-    Nearly all tensors have none, and this runs for every tensor that autograd saves, so `_recipe_of` is written out.
+    Nearly all tensors have none, and this runs for every tensor that autograd saves.
     """
-    recipe = t.__dict__.get(_MARK)
-    if recipe is None:
-        base = t._base
-        if base is not None:
-            recipe = base.__dict__.get(_MARK)
-        if recipe is None and _casts_seen:
-            recipe = _recipe_of_cast(t if base is None else base)
-    if recipe is not None and recipe.gives(t):
+    recipe = _recipe_of(t)
+    if recipe is not None:
         if _local.scope is not None:
             _local.scope.left_out += 1
         return Handle(recipe, t)
@@ -160,8 +160,12 @@ def pack(t: torch.Tensor) -> Any:
 
 
 def _recipe_of(t: torch.Tensor) -> "Recipe | None":
-    base = t if t._base is None else t._base
-    recipe = t.__dict__.get(_MARK) or base.__dict__.get(_MARK) or (_recipe_of_cast(base) if _casts_seen else None)
+    try:
+        recipe = t.untyped_storage().__dict__.get(_MARK)
+    except NotImplementedError:  # sparse tensors and such have no memory of this kind
+        return None
+    if recipe is None and _casts_seen:
+        recipe = _recipe_of_cast(t if t._base is None else t._base)
     return recipe if recipe is not None and recipe.gives(t) else None
 
 
@@ -198,7 +202,6 @@ def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
     if recipe is None:
         recipe = Recipe(cast, (t.dtype, Handle(parent)), None, t)
         parent.casts[t.dtype] = weakref.ref(recipe)
-    recipe.place = t.untyped_storage()._cdata  # q, k and v each have a copy
     return recipe
 
 
@@ -207,14 +210,14 @@ def _nothing() -> None:
 
 
 class Recipe:
-    """How to compute one tensor again. Owned by that tensor and by the handles saved in its place.
+    """How to compute one tensor again. Owned by that tensor's memory and by the handles saved in its place.
 
     live: handles that exist; value: the tensor while computed and still awaited by `waiting` of them; epoch: counts
     computations, so that a handle knows whether this one has served it
     """
 
     __slots__ = (
-        *("call", "args", "index", "name", "dtype", "device", "version", "place", "geometry", "casts"),
+        *("call", "args", "index", "name", "dtype", "device", "version", "geometry", "casts"),
         *("live", "value", "waiting", "epoch", "stream", "__weakref__"),
     )
 
@@ -223,20 +226,18 @@ class Recipe:
         self.name = getattr(call, "__name__", None) or str(call)
         self.args = [_Input(arg) if isinstance(arg, (torch.Tensor, Handle)) else arg for arg in args]
         self.dtype, self.device, self.version = output.dtype, output.device, output._version
-        self.place = output.untyped_storage()._cdata
         self.geometry = output.shape, output.stride(), output.storage_offset()
         self.casts: dict[torch.dtype, weakref.ref] = {}
         self.live = self.waiting = self.epoch = 0
         self.value = self.stream = None
 
     def gives(self, t: torch.Tensor) -> bool:
-        """Whether `t` is (a view of) the output as it was computed (same memory, not written since), and still can be.
+        """Whether `t`, which lies in the output's memory, is as it was computed (not written since), and still can be.
 
         It cannot where a parameter was freed since: where a norm is an FSDP unit, its weight is freed after the norm's
         forward and gathered again for the norm's backward, which is later than the next op needs the output.
         """
-        same = t.dtype is self.dtype and t._version == self.version and t.untyped_storage()._cdata == self.place
-        return same and self.has_its_inputs()
+        return t.dtype is self.dtype and t._version == self.version and self.has_its_inputs()
 
     def has_its_inputs(self) -> bool:
         """Whether no tensor that the computation reads has lost its memory."""
@@ -278,12 +279,6 @@ class Recipe:
             result = self.call(*args)
         return result if self.index is None else result[self.index]
 
-    def __reduce__(self) -> tuple:
-        return type(None), ()  # a copied or pickled output takes no recipe along
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
-
 
 class Handle:
     """Stands for a tensor that has a recipe. `view`: its (size, stride, offset) where that is not the output's."""
@@ -306,9 +301,10 @@ class Handle:
 class _Input:
     """A tensor that a recipe needs, packed as the hooks pack, or a handle on another recipe."""
 
-    __slots__ = ("packed",)
+    __slots__ = ("packed", "count")
 
     def __init__(self, t: torch.Tensor | Handle) -> None:
+        self.count = 0 if type(t) is Handle else t.numel()
         recipe = None if type(t) is Handle else _recipe_of(t)
         self.packed = t if type(t) is Handle else pack(t) if recipe is None else Handle(recipe, t)
 
@@ -316,8 +312,9 @@ class _Input:
         """Whether this is no tensor without memory, nor a handle on a recipe that reads one."""
         if type(self.packed) is not tuple:
             return self.packed.recipe.has_its_inputs()
-        t = self.packed[0]
-        return t.untyped_storage().nbytes() > 0 or t.numel() == 0
+        t = self.packed[0]  # FSDP takes a weight's memory; ZeRO-3 its elements, but of a persistent one
+        has_memory = t.numel() == self.count and (self.count == 0 or t.untyped_storage().nbytes() > 0)
+        return has_memory and getattr(t, "ds_persist", True)
 
     def restore(self, name: str, index: int) -> torch.Tensor:
         if type(self.packed) is not tuple:

@@ -271,32 +271,51 @@ def test_compiled_models_are_left_alone(on, caplog, ledger):
 
 
 class _PassedOn(torch.autograd.Function):
-    """What ZeRO-3's hooks do to every input and output of a module."""
+    """What ZeRO-3's hooks do to every input and output of a module; or what makes another tensor of it."""
 
     @staticmethod
-    def forward(ctx, t):
-        return t.detach()
+    def forward(ctx, t, copies):
+        return t.clone() if copies else t.detach()
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient
+        return gradient, None
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_level_that_saves_nothing_says_so_once(hooked, caplog, ledger):
+def _hook(model, copies):
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda _, args: tuple(_PassedOn.apply(arg, copies) for arg in args))
+        module.register_forward_hook(lambda _, args, output: _PassedOn.apply(output, copies))
+
+
+@pytest.mark.parametrize("copies", [None, False, True])
+def test_a_level_that_saves_nothing_says_so_once(copies, caplog, ledger):
     model = Decoder(count=3)
     expected = gradients(model, contextlib.nullcontext())
     recipes._logged.clear()
-    for module in model.modules() if hooked else ():
-        module.register_forward_pre_hook(lambda module, args: tuple(map(_PassedOn.apply, args)))
-        module.register_forward_hook(lambda module, args, output: _PassedOn.apply(output))
+    if copies is not None:
+        _hook(model, copies)
     with caplog.at_level("WARNING", "liger_hw"), liger_hw.activations("mlp", model):
         for _ in range(2):
             assert identical(gradients(model, contextlib.nullcontext()), expected)
-    said = [record.message for record in caplog.records]
-    assert bool(ledger.computed) is not hooked
-    assert len([m for m in said if "level mlp keeps the output of a Linear" in m]) == hooked, said
-    assert len([m for m in said if "level mlp saves no memory in Layer" in m]) == hooked, said
+    messages = [record.message for record in caplog.records]
+    assert bool(ledger.computed) is not (copies is True)
+    assert len([m for m in messages if "level mlp keeps the output of a Linear" in m]) == (copies is not None), messages
+    assert len([m for m in messages if "level mlp saves no memory in Layer" in m]) == (copies is True), messages
+
+
+def test_cheap_spares_as_much_behind_the_hooks_of_zero3(ledger):
+    kept = []
+    for hooked in (False, True):
+        model = Decoder(count=3)
+        if hooked:
+            _hook(model, copies=False)
+        ledger.kept.clear()
+        with liger_hw.activations("cheap", model):
+            out = model(some_input() * 1)
+        kept.append(ledger.elements)
+        del out
+    assert kept[0] == kept[1] > 0
 
 
 def test_frozen_layers_are_not_said_to_save_nothing(caplog):

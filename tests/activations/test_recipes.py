@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import pickle
 import timeit
@@ -166,16 +167,21 @@ def test_one_computation_serves_all_and_goes_with_the_last(ledger, monkeypatch):
     assert len(ledger.computed) == 1 and alive == [False]
 
 
+def offered(x, w):
+    """Whether an op on x has given its output's memory a recipe."""
+    return bool(vars(liger_rms_norm(x, w, 1e-6).untyped_storage()))
+
+
 def test_nothing_is_offered_outside_a_scope_or_without_gradients():
     x, w = normal(4, 8).requires_grad_(), torch.ones(8)
-    assert not vars(liger_rms_norm(x, w, 1e-6))
+    assert not offered(x, w)
     with liger_hw.activations("keep"):
-        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes.hooks_on_top(True) is None
+        assert not offered(x, w) and recipes.hooks_on_top(True) is None
     with torch.no_grad(), liger_hw.activations("cheap"):
-        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes.hooks_on_top(True) is None
+        assert not offered(x, w) and recipes.hooks_on_top(True) is None
     with liger_hw.activations("cheap"):
-        assert not vars(liger_rms_norm(x.detach(), w, 1e-6)), "what trains nothing saves nothing, so sparing adds"
-        assert vars(liger_rms_norm(x, w, 1e-6))
+        assert not offered(x.detach(), w), "what trains nothing saves nothing, so sparing adds"
+        assert offered(x, w)
     assert recipes.hooks_on_top(True) is None
 
 
@@ -184,10 +190,10 @@ def test_scopes_nest_and_survive_exceptions():
     scope = liger_hw.activations("cheap")
     with pytest.raises(KeyError), scope:
         with liger_hw.activations("keep"):
-            assert not vars(liger_rms_norm(x, w, 1e-6))
+            assert not offered(x, w)
         with scope:
-            assert vars(liger_rms_norm(x, w, 1e-6))
-        assert vars(liger_rms_norm(x, w, 1e-6))
+            assert offered(x, w)
+        assert offered(x, w)
         raise KeyError
     assert recipes.hooks_on_top(True) is None
 
@@ -255,10 +261,116 @@ def test_a_slice_of_an_output(ledger):
     assert identical(run("cheap"), run("keep")) and len(ledger.computed) == 1
 
 
-def test_an_output_can_be_pickled():
+def test_an_output_can_be_pickled_and_copied():
     with liger_hw.activations("cheap"):
         y = liger_rms_norm(normal(4, 8).requires_grad_(), torch.ones(8), 1e-6)
-    assert torch.equal(pickle.loads(pickle.dumps(y)), y)
+    for other in (pickle.loads(pickle.dumps(y)), copy.deepcopy(y.detach())):
+        assert torch.equal(other, y) and "_liger_hw_recipe" not in vars(other.untyped_storage())
+
+
+def test_an_alias_of_an_output(ledger):
+    """What ZeRO-3's hooks pass on: the same memory, another tensor, which autograd does not call a view."""
+
+    def run(level):
+        x, w, head = normal(5, 8).requires_grad_(), torch.ones(8), normal(3, 8, seed=1).requires_grad_()
+        with liger_hw.activations(level):
+            y = _Alias.apply(_Alias.apply(liger_rms_norm(x, w, 1e-6)))
+            linear(y[-2:], head).square().sum().backward()
+        return [x.grad, head.grad]
+
+    assert identical(run("cheap"), run("keep")) and len(ledger.computed) == 1
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_memory_of_an_output_that_is_gone_is_another_output(ledger):
+    """Each recipe goes with its output's memory: an allocator gives the same addresses again."""
+    w, head = torch.ones(8), normal(3, 8, seed=1).requires_grad_()
+    results = []
+    for level in ("cheap", "keep"):
+        with liger_hw.activations(level):
+            total = 0
+            for seed in range(50):
+                x = normal(5, 8, seed=seed).requires_grad_()
+                recipe_alone = liger_rms_norm(x, w, 1e-6).exp()  # exp saves its result: the norm's output is freed
+                total = total + linear(_Alias.apply(x * seed), head).square().sum() + recipe_alone.sum()
+        results.append(torch.autograd.grad(total, head))
+    assert identical(*results) and not ledger.computed
+
+
+def test_two_outputs_in_one_memory_are_kept(ledger):
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            both = torch.stack((x * 2, x * 3))
+            for i, output in enumerate(both):
+                recipes.offer(ctx, output, torch.mul, (x, 2 + i))
+            return both[0], both[1]
+
+        @staticmethod
+        def backward(ctx, a, b):
+            return 2 * a + 3 * b
+
+    x = normal(4, 8).requires_grad_()
+    with liger_hw.activations("cheap"):
+        a, b = Both.apply(x)
+        (a.square() + b.square()).sum().backward()
+    torch.testing.assert_close(x.grad, 26 * x.detach())
+    assert not ledger.computed
+
+
+@pytest.mark.parametrize("how", ["memory", "elements", "later"])
+def test_a_weight_that_an_engine_frees_after_the_forward(how, ledger):
+    """FSDP takes the memory of a weight, ZeRO-3 its elements; what ZeRO-3 may take after the output was saved says so.
+
+    It is there again for the norm's own backward, which comes after that of the op that reads the norm's output.
+    """
+
+    def run(level):
+        x, w = normal(5, 8).requires_grad_(), torch.nn.Parameter(normal(8, seed=2))
+        head, whole = normal(3, 8, seed=1).requires_grad_(), w.detach().clone()
+        if how == "later":
+            w.ds_persist = False
+
+        def gather(gradient):
+            w.untyped_storage().resize_(whole.nbytes)
+            w.data = whole
+
+        def free():
+            if how == "memory":
+                w.untyped_storage().resize_(0)
+            else:
+                w.data = whole[:0]
+
+        with liger_hw.activations(level):
+            y = liger_rms_norm(x, w, 1e-6)
+            y.register_hook(gather)
+            if how != "later":
+                free()
+            out = linear(y, head)
+            free()
+            out.square().sum().backward()
+        return [x.grad, w.grad, head.grad]
+
+    assert identical(run("cheap"), run("keep")) and not ledger.computed
+
+
+def test_tensors_without_memory_of_their_own_are_kept():
+    x = normal(4, 8).requires_grad_()
+    with liger_hw.activations("cheap"):
+        torch.sparse.mm(x.detach().relu().to_sparse(), x.t()).square().sum().backward()
+    found, x.grad = x.grad, None
+    (x.detach().relu() @ x.t()).square().sum().backward()
+    torch.testing.assert_close(found, x.grad)
 
 
 # -- backward, again and otherwise -----------------------------------------------------------------------------------
@@ -291,7 +403,7 @@ def test_a_graph_that_is_dropped_takes_its_recipes_along():
     x, w = normal(4, 8).requires_grad_(), torch.ones(8)
     with liger_hw.activations("cheap"):
         y = liger_rms_norm(x, w, 1e-6)
-        recipe = weakref.ref(vars(y)["_liger_hw_recipe"])
+        recipe = weakref.ref(vars(y.untyped_storage())["_liger_hw_recipe"])
         out = (linear(y, normal(3, 8).requires_grad_()), y.exp(), y.square())
     del y, out
     gc.collect()

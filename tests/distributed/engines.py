@@ -354,12 +354,15 @@ def hsdp(adapter: str, patched: bool) -> Run:
     return _fsdp2(adapter, patched, mesh, tail=True)
 
 
-def _deepspeed(stage: int) -> dict[str, Any]:
-    """DeepSpeed's settings, with buckets that do not hide the memory of a small model."""
+def _deepspeed(stage: int, persistent: int = 0) -> dict[str, Any]:
+    """DeepSpeed's settings, with buckets that do not hide the memory of a small model.
+
+    persistent: elements of a parameter that is left whole on each rank
+    """
     buckets = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     settings = {
         "train_micro_batch_size_per_gpu": ROWS,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **buckets},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persistent, **buckets},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
@@ -562,7 +565,7 @@ def trainer_fsdp2(adapter: str, patched: bool) -> Run:
 
 @engine
 def trainer_zero3(adapter: str, patched: bool) -> Run:
-    return _trainer(adapter, patched, deepspeed=_deepspeed(3))
+    return _trainer(adapter, patched, deepspeed=_deepspeed(3, HIDDEN))  # norms stay whole, as in large models
 
 
 @engine

@@ -26,6 +26,11 @@ CALLS = {"rms_norm_fwd": STEPS * (2 * LAYERS + 1), "swiglu_fwd": STEPS * LAYERS,
 """Calls by each rank of the operators that every engine must reach; rope's backward is the same operator."""
 RECOMPUTED = {"rms_norm_fwd": STEPS * 2, "swiglu_fwd": STEPS}
 """Calls by each rank, besides, by which the last layer's level has its activations again in backward."""
+GATES = {"swiglu_fwd": STEPS}
+"""The same where the norms' weights are freed after each forward, or autocast copies what ZeRO-3's hooks pass on.
+
+In its first step ZeRO-3 frees weights that it leaves whole later on, as `trainer_zero3` has the norms'.
+"""
 FUSED = {"fused_linear_cross_entropy_fwd": STEPS}
 SLICED = {"fused_linear_cross_entropy_tp_fwd": STEPS}
 NEEDS = {"zero": ("deepspeed",), "trainer_zero3": ("deepspeed",), "accelerate": ("accelerate",)}
@@ -42,14 +47,14 @@ ENGINES = {
     "hsdp": {"ranks": 4},
     "zero1": {},
     "zero2": {},
-    "zero3": {"recomputed": False},
-    "zero3_init": {"recomputed": False},
-    "tp_torch": {"adapters": "full", "head": SLICED, "recomputed": False},
-    "tp_transformers": {"adapters": "full", "head": SLICED, "recomputed": False},
+    "zero3": {"recomputed": GATES},
+    "zero3_init": {"recomputed": GATES},
+    "tp_torch": {"adapters": "full", "head": SLICED, "recomputed": {}},
+    "tp_transformers": {"adapters": "full", "head": SLICED, "recomputed": {}},
     "accelerate_fsdp2": {},
     "trainer_ddp": {},
     "trainer_fsdp2": {"devices": ("cuda",)},  # accelerate, and so Trainer, shards on accelerators alone
-    "trainer_zero3": {"recomputed": False},
+    "trainer_zero3": {"recomputed": {**RECOMPUTED, "rms_norm_fwd": (STEPS - 1) * 2}, "recomputed_in_bfloat16": GATES},
     "pipeline": {"adapters": "full", "share": 0.5, "most": 2},  # two ranks, each with a half of the layers
 }
 OBJECTIVES = ("dpo", "grpo")
@@ -239,9 +244,9 @@ def wrong(record: dict) -> dict[str, str]:
         wanted["rms_norm_fwd"] += record["ranks"] * STEPS * 2
     # Records of before a patch had a level by default do not say what was computed again.
     if record["adapter"] == "full" and "recomputed" in record:
-        saves = said.get("recomputed", True)
-        for name, count in RECOMPUTED.items():
-            ran, count = record["recomputed"].get(name, 0), share * count * saves
+        saves = said.get(f"recomputed_in_{record['compute']}", said.get("recomputed", RECOMPUTED))
+        for name in RECOMPUTED:
+            ran, count = record["recomputed"].get(name, 0), share * saves.get(name, 0)
             if not (ran == count or engine == "pipeline" and ran > count):
                 found["kernels"] = f"{name} ran {ran} times again, not {count}"
     for name, count in wanted.items():
