@@ -1,4 +1,4 @@
-"""What recorded calls (`runtime/replay.py`) win in a training step that waits for Python: Llamas of two layers.
+"""What recorded calls (`runtime/recording.py`) win in a training step that waits for Python: Llamas of two layers.
 
     python benchmarks/recorded_calls.py --out benchmarks/results/recorded-calls-<device>.json
 
@@ -19,7 +19,7 @@ import torch
 import liger_hw
 from liger_hw.bench import report
 from liger_hw.runtime import operator
-from liger_hw.runtime.replay import MISSED, UNSEEN
+from liger_hw.runtime.launch import MISSED, UNSEEN
 
 ARMS = {"recorded": operator.replay, "launcher": lambda *_: MISSED, "launcher, checked": lambda *_: UNSEEN}
 MODELS = {"1024 wide, 2 x 2048 tokens": (1024, 2, 2048), "512 wide, 512 tokens": (512, 1, 512)}

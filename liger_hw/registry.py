@@ -85,7 +85,7 @@ _failed: dict[Mark, str] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
-"""Recorded calls of the current plans (`runtime/replay.py`); a new dictionary whenever plans change, so that what
+"""Recorded calls of the current plans (`runtime/recording.py`); a new dictionary whenever plans change, so that what
 another thread is recording is dropped with the old one."""
 _deterministic: bool | None = None
 """The last argument of `set_deterministic`."""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from .. import private
+from ..runtime.checks import TENSORS
 from ..runtime.sharding import is_dtensor
 
 FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
@@ -118,7 +119,7 @@ def head_loss(
 
 
 def _check_whole(weight: torch.Tensor) -> None:
-    if is_dtensor(weight) or weight.dim() != 2:
+    if weight.dim() != 2 or (type(weight) not in TENSORS and is_dtensor(weight)):
         raise RuntimeError(
             f"liger_hw: the output head's weight is a shard ({type(weight).__name__} {list(weight.shape)}) when the "
             "loss needs it whole. Call the wrapped model itself (model(...), not model.forward(...)), so that its "

@@ -17,6 +17,7 @@ This file knows torch alone: ops import it. levels.py and dial.py apply it to mo
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import threading
@@ -43,6 +44,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.scope: Scope | None = None  # the innermost open one that does something
         self.entered: list[tuple] = []
+        self.tiles: Callable[..., torch.Tensor] | None = None  # what runs a `tileable` forward in its place
 
 
 _local = _Local()
@@ -473,6 +475,25 @@ class Scope:
 
 
 _STEPPED_ASIDE = Scope(KEEP)
+
+
+def tileable(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """Let an MLP's `forward(self, x)`, which treats every row alike, run in tiles inside a scope of
+    `kernels/pointwise/tiled_mlp.py: Tiles`."""
+
+    @functools.wraps(forward)
+    def run(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        tiles = None if torch.compiler.is_compiling() else _local.tiles
+        return forward(self, x) if tiles is None else tiles(forward, self, x)
+
+    return run
+
+
+def run_tileable_by(tiles: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor] | None:
+    """Have this thread's `tileable` forwards run as `tiles(forward, module, x)`, or by themselves for None; returns
+    what ran them before."""
+    before, _local.tiles = _local.tiles, tiles
+    return before
 
 
 def supported() -> bool:

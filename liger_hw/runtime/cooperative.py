@@ -75,7 +75,7 @@ def launch_cooperative(
     """Launch `programs` programs, `splits` of which share a task.
 
     The kernel takes tensors, words [n_tasks, LANES], numbers, splits, last, flags and LANES, in this order. The words
-    are zeroed by an operator that `replay.py` can repeat.
+    are zeroed by an operator that `launch.replay` can repeat.
     """
     lanes = next_power_of_2(splits)
     words = torch.empty((n_tasks, lanes), dtype=torch.int64, device=tensors[0].device).zero_()

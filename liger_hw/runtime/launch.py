@@ -1,4 +1,4 @@
-"""Launching a kernel with a resolved plan, and watching launches (`observing`).
+"""Launching a kernel with a resolved plan (`launch`) or again as recorded (`replay`), and watching it (`observing`).
 
 A kernel's parameters stand in this order: tensors (or None), runtime numbers, flags (constexpr, chosen by the call),
 tunables (constexpr, chosen by the plan). `launch` passes the first three by position and takes the rest from the plan.
@@ -20,9 +20,11 @@ from typing import Any, Callable, Iterator, NamedTuple, NoReturn, TypeVar
 
 import torch
 
+from .. import registry
 from ..locks import fork_safe
 from ..private import current_device, current_stream
 from ..registry import Plan
+from .checks import PLAIN_NUMBERS, TENSORS, are_plain
 from .triton_import import AVAILABLE, INTERPRET, require, triton
 
 _CONFIG_ERRORS = ("OutOfResources", "CompilationError", "PTXASError", "KeyError", "InterpreterError")
@@ -297,6 +299,98 @@ def is_profiled() -> bool:
     """Whether a profiler hooked Triton's launches: then the ordinary path, which calls the hooks, is taken."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
+
+
+# -- replaying -------------------------------------------------------------------------------------------------------
+#
+# It is for training steps whose time is the host's; what it wins there is in docs/benchmarks/host.md.
+#
+# A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment,
+# device) and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it
+# is most of the host's time. So the second such call is recorded (recording.py), and from the third call on what it
+# allocated and launched is repeated with that call's tensors. A recording holds for the plans that it was made with:
+# the registry drops the cache whenever plans change (`registry.replay_cache`).
+
+MISSED, UNSEEN = object(), object()
+_SEEN, REFUSED = "seen", "refused"
+"""In the cache: of a layout that was called once, and of one whose calls cannot be recorded."""
+_MOST_LAYOUTS = 4096  # layouts that never repeat must not be kept without end
+
+
+def replay(
+    name: str, check: Callable[[tuple], None], args: tuple, end: int, record: Callable[[dict, tuple, tuple], Any]
+) -> Any:
+    """The operator's result. MISSED and UNSEEN: its launcher is to be called, where the arguments `are_plain`, and for
+    UNSEEN `check` is to be asked before that. It was for MISSED, and for every layout that is replayed.
+
+    check: raises for arguments that do not fit, by their dtypes, shapes and devices
+    end: how many arguments there are up to the last tensor; what follows goes into the key as it stands
+    record: of (cache, key, args), makes the call and keeps what it did (`recording.py: recorder`)
+    """
+    if observers or not CAN_BE_FAST:
+        return UNSEEN
+    index = args[0].get_device() if type(args[0]) in TENSORS else -1
+    if index < 0 or index != current_device():  # that raises without a driver: CPU tensors do not ask
+        return UNSEEN
+    key, pointers, together = [name, args[end:]], [None], 0
+    try:
+        for arg in args[:end]:
+            if type(arg) in TENSORS:
+                if arg.get_device() != index:
+                    return UNSEEN
+                pointer = arg.data_ptr()
+                together |= pointer
+                pointers.append(pointer)
+                key += arg.dtype, arg.shape, arg.stride()
+            else:
+                key.append(arg)
+    except RuntimeError:  # a tensor without memory of its own, as batched gradients have
+        return UNSEEN
+    key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
+    key = tuple(key)
+    cache = registry.replay_cache
+    try:
+        entry = cache.get(key)
+    except TypeError:  # a list among the arguments
+        return UNSEEN
+    if type(entry) is not tuple:
+        if entry is REFUSED:
+            return MISSED
+        if not are_plain(args) or not PLAIN_NUMBERS.issuperset(map(type, args[end:])):
+            return UNSEEN  # of a tensor given as a number the key knows nothing but which tensor it is
+        if entry is _SEEN and not is_profiled():
+            return record(cache, key, args)
+        if entry is None:
+            check(args)
+        if len(cache) >= _MOST_LAYOUTS:
+            cache.clear()
+        cache[key] = _SEEN
+        return MISSED
+    if is_profiled():
+        return MISSED
+
+    device, allocations, steps, results_of = entry
+    allocated = []
+    for like, shape, strides, dtype in allocations:
+        if like is None:
+            new = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        else:
+            new = torch.empty_like(args[like])
+        allocated.append(new)
+        pointers.append(new.data_ptr())
+    stream = current_stream(index)
+    try:
+        for run, grid, head, places, rest in steps:
+            if grid is None:
+                run(allocated[places], *rest)
+            else:
+                run(*grid, stream, *head, *places(pointers), *rest)
+    except Exception as error:
+        if not blames_config(error):
+            raise
+        cache.pop(key, None)  # the launcher knows which plan failed
+        return MISSED
+    return results_of(allocated)
 
 
 # -- watching launches -----------------------------------------------------------------------------------------------

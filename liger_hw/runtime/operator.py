@@ -49,8 +49,18 @@ from .checks import (  # noqa: F401  op files take these from here
     warn_ignored,
 )
 from .derivative import backward_of
-from .launch import LaunchFailed, Routine, call_routine, launch, observed, observers  # noqa: F401  as above
-from .replay import MISSED, UNSEEN, replay
+from .launch import (  # noqa: F401  as above
+    MISSED,
+    UNSEEN,
+    LaunchFailed,
+    Routine,
+    call_routine,
+    launch,
+    observed,
+    observers,
+    replay,
+)
+from .recording import recorder
 from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
 from .triton_import import INTERPRET
 
@@ -79,7 +89,7 @@ def define(
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
-    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
+    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`recording.py`)
     reference: the same results in plain torch
     derivative_of: in place of a fake where none is named, and of a reference, the forward operator of a backward one
     (`derivative.py`); a reference beside it gives the forward's results from the backward's arguments
@@ -90,7 +100,7 @@ def define(
     fake by calling the reference on fake tensors, for a reference that does not call autograd.
     numbers: a NamedTuple whose fields are appended to the schema. The functions, and the returned callable, take one
     such tuple instead.
-    recorded: False for a launcher that also does other work (`replay.repeated`)
+    recorded: False for a launcher that also does other work (`recording.repeated`)
 
     All functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
     bool for an int, and 0, 1 or None for a bool are converted. No function may return one of its inputs.
@@ -127,11 +137,12 @@ def define(
     places = tuple(place for place, kind in enumerate(kinds) if kind in _NUMBERS)
     coercions = places, tuple(_NUMBERS[kinds[place]] for place in places)
     tensors_end = 1 + max(place for place, kind in enumerate(kinds) if "Tensor" in kind)
+    record = recorder(launcher, coercions)
 
     def replayed(args: tuple) -> Any:
         """What a recording of this layout gives, or MISSED or UNSEEN as `replay` has them."""
         try:
-            return replay(name, launcher, check_args, args, tensors_end, coercions) if recorded else UNSEEN
+            return replay(name, check_args, args, tensors_end, record) if recorded else UNSEEN
         except LaunchFailed as failure:
             _quarantine(failure)
             return MISSED

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from .. import env
-from ..kernels.pointwise.tiled_mlp import tileable
-from ..recompute.recipes import owns_outputs, project, recomputing
+from ..recompute.recipes import owns_outputs, project, recomputing, tileable
 from ..runtime.operator import is_transformed
 from ..runtime.triton_import import INTERPRET
 from . import functional
@@ -179,10 +178,14 @@ def while_its_module_has(module: Any, name: str, original: Callable, function: C
 
 def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, casting_mode: str) -> Callable:
     """RMSNorm of (module, x), whose attributes have these names. No weight: no scaling; eps may be a number."""
-    liger_rms_norm = functional.liger_rms_norm
+    from ..kernels.norms.rms_norm import CASTING_MODES, RMSNormFunction
+
+    casting = CASTING_MODES[casting_mode]
     if not isinstance(eps, str):
-        return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), eps, offset, casting_mode)
-    return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), getattr(self, eps), offset, casting_mode)
+        return lambda self, x: RMSNormFunction.apply(x, weight and getattr(self, weight), eps, offset, casting)
+    return lambda self, x: RMSNormFunction.apply(
+        x, weight and getattr(self, weight), getattr(self, eps), offset, casting
+    )
 
 
 def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
@@ -256,12 +259,15 @@ def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
     return down(y)
 
 
-def _gate_kernel(act: str) -> Callable[..., torch.Tensor]:
-    """The kernel of act(gate) * up."""
+def _gate_kernel(act: str) -> Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+    """The kernel of act(gate) * up, of (gate, up, whether the caller owns them)."""
     if act == "silu":
-        return functional.liger_swiglu
-    geglu, approximate = functional.liger_geglu, "tanh" if act == "gelu_tanh" else "none"
-    return lambda gate, up, owned=False: geglu(gate, up, approximate, owned=owned)
+        from ..kernels.pointwise.swiglu import SiLUMulFunction
+
+        return lambda gate, up, owned: SiLUMulFunction.apply(gate, up, 1.0, 1.0, owned)
+    from ..kernels.pointwise.geglu import GELUMulFunction
+
+    return lambda gate, up, owned: GELUMulFunction.apply(gate, up, act == "gelu_tanh", owned)
 
 
 def gated_replacement(
@@ -272,23 +278,23 @@ def gated_replacement(
     gate_scale, out_scale: attributes that multiply the gate and the result, or empty. up_first: up is called first.
     cast: what down is given is cast to its weight's dtype where that is one of these
     """
-    kernel = _gate_kernel(act)
+    kernel, liger_swiglu, may_fuse = _gate_kernel(act), functional.liger_swiglu, not gate_scale and not cast
 
     @tileable
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate_projection, up_projection, projection = getattr(self, gate), getattr(self, up), getattr(self, down)
         if up_first:
-            u = project(getattr(self, up), x)
-            g = project(getattr(self, gate), x)
+            u = project(up_projection, x)
+            g = project(gate_projection, x)
         else:
-            g = project(getattr(self, gate), x)
-            u = project(getattr(self, up), x)
-        scales = (getattr(self, gate_scale),) if gate_scale else ()
-        owned, projection = owns_outputs(getattr(self, gate), getattr(self, up)), getattr(self, down)
-        y = None
-        if not scales and not cast and hasattr(projection, "after_gate"):  # a linear in FP8: the gate writes FP8 itself
+            g = project(gate_projection, x)
+            u = project(up_projection, x)
+        owned, y = owns_outputs(gate_projection, up_projection), None
+        if may_fuse and hasattr(type(projection), "after_gate"):  # a linear in FP8: the gate writes FP8 itself
             y = projection.after_gate(act, g, u, owned)
         if y is None:
-            y = _projected(projection, kernel(g, u, *scales, owned=owned), cast)
+            h = liger_swiglu(g, u, getattr(self, gate_scale), owned=owned) if gate_scale else kernel(g, u, owned)
+            y = _projected(projection, h, cast)
         return y * getattr(self, out_scale) if out_scale else y
 
     return replacement
@@ -298,12 +304,12 @@ def halves_replacement(act: str, gate_first: bool) -> Callable:
     """act(gate) * up of (module, gate_up), the two halves of one tensor, and whether the caller owns it."""
     if act == "silu" and gate_first:
         fused = functional.liger_fused_gate_up_swiglu
-        return lambda self, gate_up, owned=False: fused(gate_up, owned=owned)
+        return lambda self, gate_up, owned: fused(gate_up, owned=owned)
     kernel = _gate_kernel(act)
 
-    def replacement(self: Any, gate_up: torch.Tensor, owned: bool = False) -> torch.Tensor:
+    def replacement(self: Any, gate_up: torch.Tensor, owned: bool) -> torch.Tensor:
         one, other = gate_up.chunk(2, -1)
-        return kernel(one, other, owned=owned) if gate_first else kernel(other, one, owned=owned)
+        return kernel(one, other, owned) if gate_first else kernel(other, one, owned)
 
     return replacement
 
@@ -314,7 +320,7 @@ def one_projection_replacement(activation: Callable, up: str, down: str, out_sca
     @tileable
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
         projection = getattr(self, up)
-        y = activation(self, project(projection, x), owned=owns_outputs(projection))
+        y = activation(self, project(projection, x), owns_outputs(projection))
         y = _projected(getattr(self, down), y, cast)
         return y * getattr(self, out_scale) if out_scale else y
 
@@ -327,11 +333,12 @@ def one_projection_replacement(activation: Callable, up: str, down: str, out_sca
 # kernel has no form for (no k, a cache of another length, learned angles, another layout) runs the original.
 
 
-def of_q_and_k(kernel: Callable, original: Callable) -> Callable:
+def of_q_and_k(function: type, form: Any, widths: int, original: Callable) -> Callable:
     """For functions of (q, k, cos, sin, [position_ids], unsqueeze_dim=1).
 
-    kernel: function of (q, k, cos, sin, None, unsqueeze_dim). position_ids is ignored, as in transformers since 4.40:
-    cos and sin are gathered already.
+    function, form: the kernel's Function, and how pairs and angles lie (`kernels/rotary/rotary.py`); it turns as many
+    columns as cos has times `widths`. position_ids is ignored, as in transformers since 4.40: cos and sin are gathered
+    already.
     """
 
     def rotated(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:
@@ -339,7 +346,9 @@ def of_q_and_k(kernel: Callable, original: Callable) -> Callable:
             return None
         if axis == 0 and cos.dim() == 2:  # one image's patches: [T, width] for every batch and head
             cos, sin, axis = cos[None], sin[None], 1
-        return kernel(q, k, cos, sin, None, axis) if _fits_q_and_k(q, k, cos, sin, axis) else None
+        if not _fits_q_and_k(q, k, cos, sin, axis):
+            return None
+        return function.apply(q, k, cos, sin, widths * cos.shape[-1], axis, form)
 
     if "position_ids" in inspect.signature(original).parameters:
 

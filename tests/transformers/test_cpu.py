@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 import liger_hw
 from liger_hw import env
+from liger_hw.kernels.rotary.rope import RopeFunction
 from liger_hw.transformers import replacing
 from liger_hw.transformers.tiny import tiny_config
 
@@ -21,7 +22,7 @@ def test_a_rotary_function_may_be_called_with_its_axis_first():
     def original(q, k, cos, sin, unsqueeze_dim=1):
         return q
 
-    turn = replacing.of_q_and_k(original, original)
+    turn = replacing.of_q_and_k(RopeFunction, None, 1, original)
     q = torch.ones(2)
     assert turn(unsqueeze_dim=1, sin=None, cos=torch.ones(2), k=q, q=q) is q
 

@@ -134,11 +134,11 @@ def test_instance_patch_binds_this_model_only(family, batch):
 
 
 def test_rope_on_an_instance_leaves_the_module_function_to_others(family, batch, monkeypatch):
-    from liger_hw.transformers import functional
+    from liger_hw.kernels.rotary.rope import RopeFunction
 
     seen = []
-    real = functional.liger_rope
-    monkeypatch.setattr(functional, "liger_rope", lambda *a, **k: seen.append(1) or real(*a, **k))
+    real = RopeFunction.apply
+    monkeypatch.setattr(RopeFunction, "apply", lambda *args: seen.append(1) or real(*args))
     name = private_name("apply_rotary_pos_emb", "")
     monkeypatch.delattr(family.modeling, name, raising=False)
     patched, other = family.model(), family.model()
@@ -289,9 +289,9 @@ def test_a_model_without_a_head(family, batch):
     "act, kernel, variant", [("gelu", "geglu", "gelu"), ("gelu_pytorch_tanh", "geglu", "gelu_tanh")]
 )
 def test_an_mlp_with_another_activation_takes_its_kernel(family, batch, act, kernel, variant, monkeypatch):
-    from liger_hw.transformers import functional
+    from liger_hw.kernels.pointwise.swiglu import SiLUMulFunction
 
-    monkeypatch.setattr(functional, "liger_swiglu", None)  # calling it would fail
+    monkeypatch.setattr(SiLUMulFunction, "apply", None)  # calling it would fail
     model = family.model(hidden_act=act)
     expected = model(batch["input_ids"]).logits
     with family.apply(model=model) as report:
@@ -301,9 +301,9 @@ def test_an_mlp_with_another_activation_takes_its_kernel(family, batch, act, ker
 
 @pytest.mark.parametrize("scope", ["classes", "instance"])
 def test_an_mlp_without_a_kernel_keeps_its_own_forward(family, batch, scope, monkeypatch):
-    from liger_hw.transformers import functional
+    from liger_hw.kernels.pointwise.swiglu import SiLUMulFunction
 
-    monkeypatch.setattr(functional, "liger_swiglu", None)
+    monkeypatch.setattr(SiLUMulFunction, "apply", None)
     model = family.model(hidden_act="relu")
     expected = model(batch["input_ids"]).logits
     with family.apply(model=None if scope == "classes" else model) as report:

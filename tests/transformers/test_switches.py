@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import liger_hw
-from liger_hw.transformers import functional
+from liger_hw.runtime.operator import Function
 from liger_hw.transformers.tiny import tiny_config, tiny_model
 
 pytestmark = pytest.mark.cpu
@@ -33,15 +33,14 @@ def scope(request):
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """Names of the public functions that patches made in the test call."""
-    names = []
+    """Names of the ops whose Functions run."""
+    names, real = [], Function.apply.__func__
 
-    def counting(name, function):
-        return lambda *args, **kwargs: names.append(name.removeprefix("liger_")) or function(*args, **kwargs)
+    def apply(cls, *args, **kwargs):
+        names.append(cls.__module__.rpartition(".")[2])
+        return real(cls, *args, **kwargs)
 
-    for name in functional.__all__:
-        if name.startswith("liger_"):
-            monkeypatch.setattr(functional, name, counting(name, getattr(functional, name)))
+    monkeypatch.setattr(Function, "apply", classmethod(apply))
     return names
 
 

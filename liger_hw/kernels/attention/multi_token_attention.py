@@ -37,7 +37,7 @@ from ...runtime.operator import (
     launch,
     no_weight,
 )
-from ...runtime.replay import repeated
+from ...runtime.recording import repeated
 from ..rows.reduce import column_sum, column_sum_tunable
 from ..rows.tuning import rows_per_program, safe
 from .multi_token_attention_kernels import (

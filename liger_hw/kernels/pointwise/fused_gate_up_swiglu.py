@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import owns_outputs, project
+from ...recompute.recipes import owns_outputs, project, tileable
 from ...registry import Sample
 from ...runtime.operator import OperatorFunction, check_flags, check_numbers
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators
 from .swiglu import check_silu, swiglu_reference
-from .tiled_mlp import tileable
 
 
 def fused_gate_up_swiglu_reference(y, gate_multiplier=1.0, down_multiplier=1.0):

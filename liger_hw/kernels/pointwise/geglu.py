@@ -17,11 +17,11 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import owns_outputs, project
+from ...recompute.recipes import owns_outputs, project, tileable
 from ...runtime.operator import OperatorFunction, check, check_flags
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
-from .tiled_mlp import apply_tiled_mlp, tileable
+from .tiled_mlp import apply_tiled_mlp
 
 APPROXIMATIONS = ("tanh", "none")
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import owns_outputs, project
+from ...recompute.recipes import owns_outputs, project, tileable
 from ...runtime.operator import OperatorFunction, check, check_flags, check_numbers
 from ...runtime.sharding import RowsRule
 from .elementwise import activation_tunables, gated_operators, gated_sample
-from .tiled_mlp import apply_tiled_mlp, tileable
+from .tiled_mlp import apply_tiled_mlp
 
 
 def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):

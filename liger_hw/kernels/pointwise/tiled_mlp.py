@@ -16,8 +16,6 @@ Source: ALST, https://arxiv.org/abs/2506.13996 (section 3.1).
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -25,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ...private import graph_task
+from ...recompute.recipes import run_tileable_by
 from ...runtime.operator import check, check_tensors, first_order
 from ..heads.linear_head import add_product
 
@@ -38,38 +37,24 @@ Run = Callable[[Any, torch.Tensor], torch.Tensor]
 # -- which MLPs run in tiles -----------------------------------------------------------------------------------------
 
 
-class _Local(threading.local):
-    depth = 0
-
-
-_local = _Local()
-
-
 class Tiles:
     """While open, this thread's MLPs with a `tileable` forward run in tiles of `TILE_ROWS` rows. Scopes nest."""
 
     def __enter__(self) -> "Tiles":
-        _local.depth += 1
+        self._outer = run_tileable_by(_in_tiles)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _local.depth -= 1
+        run_tileable_by(self._outer)
 
 
-def tileable(forward: Run) -> Run:
-    """Let a module's `forward(self, x)` run in tiles inside a `Tiles` scope, where x has more rows than a tile."""
-
-    @functools.wraps(forward)
-    def in_tiles(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not _local.depth:
-            return forward(self, x)
-        rows = x.numel() // max(1, x.shape[-1])
-        if rows <= TILE_ROWS:
-            return forward(self, x)
-        y = _run_in_tiles(forward, self, x.reshape(rows, x.shape[-1]), -(-rows // TILE_ROWS))
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    return in_tiles
+def _in_tiles(forward: Run, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`forward(module, x)`, in tiles where x has more rows than one."""
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows <= TILE_ROWS:
+        return forward(module, x)
+    y = _run_in_tiles(forward, module, x.reshape(rows, x.shape[-1]), -(-rows // TILE_ROWS))
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def apply_tiled_mlp(

@@ -14,10 +14,9 @@ import torch
 
 from ... import registry
 from ...registry import Sample
-from ...runtime.operator import Function, first_order
 from . import rope
 from .rope import check_rope, rope_angles
-from .rotary import PAIRS, SMALL, Form, Rotary, turned
+from .rotary import PAIRS, SMALL, Form, Rotary, RotaryFunction, turned
 
 
 def interleaved_rope_reference(
@@ -28,19 +27,8 @@ def interleaved_rope_reference(
     return turned(q, *how), turned(k, *how)
 
 
-_rotary = Rotary("interleaved_rope")
-
-
-class InterleavedRopeFunction(Function):
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves, to_halves):
-        rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)
-        return _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles))
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dq, dk):
-        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None, None
+class InterleavedRopeFunction(RotaryFunction):
+    core = Rotary("interleaved_rope")
 
 
 def liger_interleaved_rope(
@@ -68,7 +56,9 @@ def liger_interleaved_rope(
     """
     flags = {"shared_halves": shared_halves, "to_halves": to_halves}
     check_rope("liger_interleaved_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags)
-    return InterleavedRopeFunction.apply(q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)
+    form = Form(True, not to_halves, angles)
+    return InterleavedRopeFunction.apply(q, k, cos, sin, rotary_dim, unsqueeze_dim, form)
 
 
 WORKLOADS = {"glm4_9b": (4, 4096, 32, 2, 128), "command_r_35b": (2, 4096, 64, 64, 128)}
@@ -85,5 +75,8 @@ def sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sa
 
 
 OP = registry.register_file(
-    __name__, tunables=_rotary.tunables, small=SMALL, options=({}, {"to_halves": True, "narrow": True, "partial": True})
+    __name__,
+    tunables=InterleavedRopeFunction.core.tunables,
+    small=SMALL,
+    options=({}, {"to_halves": True, "narrow": True, "partial": True}),
 )

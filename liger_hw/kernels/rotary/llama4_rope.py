@@ -14,8 +14,8 @@ import torch
 
 from ... import registry
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_tensors, first_order, nested
-from .rotary import COMPLEX, SMALL, Form, Rotary, check_no_gradient, rotary_sample, turned
+from ...runtime.operator import check, check_tensors, nested
+from .rotary import COMPLEX, SMALL, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, turned
 
 _HEAD_AXIS = 2
 _FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
@@ -27,20 +27,8 @@ def llama4_rope_reference(xq, xk, freqs_cis):
     return turned(xq, *how), turned(xk, *how)
 
 
-_rotary = Rotary("llama4_rope", flat=True)
-
-
-class Llama4RopeFunction(Function):
-    @staticmethod
-    def forward(ctx, q, k, freqs_cis):
-        rotary_dim = 2 * freqs_cis.shape[-1]
-        freqs = torch.view_as_real(freqs_cis.resolve_conj())
-        return _rotary.forward(ctx, q, k, freqs, None, rotary_dim, _HEAD_AXIS, _FORM)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dq, dk):
-        return *_rotary.backward(ctx, dq, dk), None
+class Llama4RopeFunction(RotaryFunction):
+    core = Rotary("llama4_rope", flat=True)
 
 
 def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +42,8 @@ def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tenso
     if reason := _angles_misfit(xq, freqs_cis):
         check(False, "liger_llama4_rope", reason)
     check_no_gradient("liger_llama4_rope", freqs_cis)
-    return Llama4RopeFunction.apply(xq, xk, freqs_cis)
+    freqs = torch.view_as_real(freqs_cis.resolve_conj())
+    return Llama4RopeFunction.apply(xq, xk, freqs, None, 2 * freqs_cis.shape[-1], _HEAD_AXIS, _FORM)
 
 
 def _angles_misfit(xq, freqs_cis) -> str:
@@ -108,7 +97,7 @@ def sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) -
 
 OP = registry.register_file(
     __name__,
-    tunables=_rotary.tunables,
+    tunables=Llama4RopeFunction.core.tunables,
     small=(*SMALL, (1, 5, 3, 2, 7)),
     options=({}, {"per_batch": True, "partial": True}),
 )

@@ -18,8 +18,8 @@ import torch
 
 from ... import registry
 from ...registry import Sample
-from ...runtime.operator import Function, check, check_flags, check_integers, check_tensors, first_order
-from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, rotary_sample, turned
+from ...runtime.operator import check, check_flags, check_integers, check_tensors
+from .rotary import HALVES, SHARED, SMALL, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, turned
 
 
 def qwen2vl_mrope_reference(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
@@ -33,19 +33,8 @@ def _form(mrope_section: Sequence[int], shared_halves: bool) -> Form:
     return Form(angles=angles, section_0=time, section_1=time + height)
 
 
-_rotary = Rotary("qwen2vl_mrope")
-
-
-class Qwen2VLMRopeFunction(Function):
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves):
-        form = _form(mrope_section, shared_halves)
-        return _rotary.forward(ctx, q, k, cos, sin, 2 * sum(mrope_section), unsqueeze_dim, form)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dq, dk):
-        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None
+class Qwen2VLMRopeFunction(RotaryFunction):
+    core = Rotary("qwen2vl_mrope")
 
 
 def liger_qwen2vl_mrope(
@@ -73,7 +62,8 @@ def liger_qwen2vl_mrope(
     check_no_gradient("liger_qwen2vl_mrope", cos, sin)
     check_integers("liger_qwen2vl_mrope", unsqueeze_dim=unsqueeze_dim)
     check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
-    return Qwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
+    form = _form(mrope_section, shared_halves)
+    return Qwen2VLMRopeFunction.apply(q, k, cos, sin, 2 * sum(mrope_section), unsqueeze_dim, form)
 
 
 liger_multimodal_rotary_pos_emb = liger_qwen2vl_mrope  # Liger's name, in Qwen2-VL's model
@@ -100,7 +90,7 @@ def sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one
 
 OP = registry.register_file(
     __name__,
-    tunables=_rotary.tunables,
+    tunables=Qwen2VLMRopeFunction.core.tunables,
     small=SMALL,
     options=({}, {"shared": False}, {"transposed": False, "one_batch": True}),
 )

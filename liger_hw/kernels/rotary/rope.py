@@ -13,11 +13,10 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import offer
 from ...registry import Sample
-from ...runtime.operator import Function, check_flags, check_integers, check_tensors, first_order
+from ...runtime.operator import check_flags, check_integers, check_tensors
 from ...runtime.sharding import RotaryRule
-from .rotary import HALVES, SHARED, Form, Rotary, check_no_gradient, rotary_sample, turned
+from .rotary import HALVES, SHARED, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, turned
 
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
@@ -33,27 +32,9 @@ def rope_angles(cos, rotary_dim, shared_halves, whole=HALVES):
     return rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
 
 
-_rotary = Rotary("rope", by_position=16, heads_first=False)
-
-
-class RopeFunction(Function):
-    sharding = RotaryRule()
-
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves):
-        rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
-        form = Form(angles=angles)
-        outputs = _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, form)
-        for i, x in enumerate((q, k)):  # after a QK norm, whose output is computed again as well
-            inside = ctx.layout[2 + i]
-            args = (x, None, cos, sin, rotary_dim, unsqueeze_dim, inside, inside, *form, False)
-            offer(ctx, outputs[i], _rotary.operator, args, 0, unsaved=x, number=i)
-        return outputs
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dq, dk):
-        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None
+class RopeFunction(RotaryFunction):
+    sharding, is_cheap = RotaryRule(), True
+    core = Rotary("rope", by_position=16, heads_first=False)
 
 
 def liger_rope(
@@ -82,7 +63,8 @@ def liger_rope(
     if cos.dim() == 4 and cos.shape == sin.shape and 1 in (of_heads := cos.shape[1:3]):
         heads_at = 1 + list(of_heads).index(1)
         cos, sin = cos.squeeze(heads_at), sin.squeeze(heads_at)
-    return RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves)
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
+    return RopeFunction.apply(q, k, cos, sin, rotary_dim, unsqueeze_dim, Form(angles=angles))
 
 
 def check_rope(op: str, q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags) -> None:
@@ -125,7 +107,7 @@ def sample(
 
 OP = registry.register_file(
     __name__,
-    tunables=_rotary.tunables,
+    tunables=RopeFunction.core.tunables,
     options=(
         {},
         {"unsqueeze_dim": 2, "transposed": False},

@@ -21,13 +21,14 @@ the layout it knows.
 from __future__ import annotations
 
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2, tile_space
 from ...runtime.dependent_launch import is_small
-from ...runtime.operator import cdiv, check, define, launch
+from ...runtime.operator import Function, cdiv, check, define, first_order, launch
 from ..pointwise.elementwise import flat_safe, flat_space
 from .rotary_kernels import _flat_rotary_kernel, _rotary_kernel
 
@@ -369,6 +370,35 @@ class Rotary:
         if alone is not None:
             alone = self.operator(alone, None, cos, sin, rotary_dim, head_axis, inside, inside, *ctx.form, True)[0]
         return (None, alone) if dq is None else (alone, None)
+
+
+class RotaryFunction(Function):
+    """Autograd of a rotary op on (q, k, cos, sin or None, rotary_dim, unsqueeze_dim, form).
+
+    core: the op's `Rotary`; is_cheap: the outputs are offered for recomputation, which holds where q and k are computed
+    again as well, as after a QK norm
+    """
+
+    core: ClassVar[Rotary]
+    is_cheap: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        core, is_cheap = cls.core, cls.is_cheap
+
+        def forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, form):
+            outputs = core.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, form)
+            for i, x in enumerate((q, k) if is_cheap else ()):
+                inside = ctx.layout[2 + i]
+                args = (x, None, cos, sin, rotary_dim, unsqueeze_dim, inside, inside, *form, False)
+                offer(ctx, outputs[i], core.operator, args, 0, unsaved=x, number=i)
+            return outputs
+
+        def backward(ctx, dq, dk):
+            return *core.backward(ctx, dq, dk), None, None, None, None, None
+
+        backward.__qualname__ = f"{cls.__qualname__}.backward"
+        cls.forward, cls.backward = staticmethod(forward), staticmethod(first_order(backward))
 
 
 def _misfit(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags) -> str:

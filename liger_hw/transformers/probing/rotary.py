@@ -9,12 +9,12 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from ...kernels.rotary.interleaved_rope import interleaved_rope_reference
+from ...kernels.rotary.interleaved_rope import InterleavedRopeFunction, interleaved_rope_reference
 from ...kernels.rotary.llama4_rope import llama4_rope_reference
 from ...kernels.rotary.qwen2vl_mrope import qwen2vl_mrope_reference
-from ...kernels.rotary.rope import rope_reference
+from ...kernels.rotary.rope import RopeFunction, rope_reference
+from ...kernels.rotary.rotary import HALVES, PAIRS, SHARED, Form
 from ...kernels.rotary.vision_rope import vision_rope_reference
-from .. import functional
 from ..replacing import complex_angles, of_q_and_k, packed_patches, three_axes
 from ..source import Facts, open_branch
 from .probe import Match, Refused, agrees, generator, normal, quiet
@@ -142,28 +142,24 @@ def _q_and_k_form() -> _Form:
             q, k = _heads(source, axis)
             cos, sin = _angles(source, 2, _TOKENS, width, equal=equal)
             cases.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
-    rope, interleaved = functional.liger_rope, functional.liger_interleaved_rope
-
-    def half_width(q: Any, k: Any, cos: Any, sin: Any, ids: None, axis: int) -> Any:
-        return rope(q, k, cos, sin, ids, axis, 2 * cos.shape[-1])
-
-    make = functools.partial
+    whole, half = Form(angles=HALVES), Form(angles=SHARED)
     kernels = [
-        _Kernel("rope", "", rope_reference, make(of_q_and_k, rope)),
+        _Kernel("rope", "", rope_reference, functools.partial(of_q_and_k, RopeFunction, whole, 1)),
         _Kernel(
             "rope",
             "cos and sin of half the width",
             rope_reference,
-            make(of_q_and_k, half_width),
+            functools.partial(of_q_and_k, RopeFunction, half, 2),
             {"rotary_dim": _WIDTH},
         ),
     ]
-    for variant, options in (
-        ("", {}),
-        ("one angle a pair", {"shared_halves": True}),
-        ("one angle a pair, taken apart", {"shared_halves": True, "to_halves": True}),
+    for variant, angles, options in (
+        ("", PAIRS, {}),
+        ("one angle a pair", SHARED, {"shared_halves": True}),
+        ("one angle a pair, taken apart", SHARED, {"shared_halves": True, "to_halves": True}),
     ):
-        kernel = make(of_q_and_k, make(interleaved, **options))
+        form = Form(True, not options.get("to_halves"), angles)
+        kernel = functools.partial(of_q_and_k, InterleavedRopeFunction, form, 1)
         kernels.append(_Kernel("interleaved_rope", variant, interleaved_rope_reference, kernel, options))
     return _Form(takes, cases, kernels)
 

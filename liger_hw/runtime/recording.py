@@ -1,17 +1,9 @@
-"""Replay cache: the second call of a layout is recorded, later calls repeat its allocations and launches.
-
-It is for training steps whose time is the host's; what it wins there is in docs/benchmarks/host.md.
-
-A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device)
-and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it is most
-of the host's time. So the second such call is recorded: what it allocates, what it launches with which tensors, what it
-returns. From the third call on those steps are repeated with that call's tensors.
+"""Recording a call of an operator for `launch.replay`: what it allocates, launches with which tensors, and returns.
 
 Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back),
 a tensor that is neither an argument nor allocated there, or a launch that went through Triton, and the layout is left
 to the launcher for good. Of an operator that does more, parts that do no more can be recorded by themselves
-(`repeated`). A recording holds for the plans that it was made with: the registry drops the cache whenever plans change
-(`registry.replay_cache`).
+(`repeated`).
 """
 
 from __future__ import annotations
@@ -25,13 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
 from ..private import assert_async
-from . import launch as _launch
-from .checks import PLAIN_NUMBERS, TENSORS, NumberTypes, are_plain, coerced
-from .launch import Observer, observers, observing
+from .checks import TENSORS, NumberTypes, coerced
+from .launch import MISSED, REFUSED, UNSEEN, Observer, observing, replay, tensor_count
 
-MISSED, UNSEEN = object(), object()
-_SEEN, _REFUSED = "seen", "refused"
-_MOST = 4096  # layouts that never repeat must not be kept without end
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     {
@@ -50,11 +38,11 @@ _REPEATED = {
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a part of a launcher that takes a tensor, then tensors and numbers, and returns what it allocated."""
-    name = f"{part.__module__}.{part.__qualname__}"
+    name, record = f"{part.__module__}.{part.__qualname__}", recorder(part, ((), ()))
 
     @wraps(part)
     def call(*args: Any) -> Any:
-        result = replay(name, part, _no_check, args, len(args), ((), ()))
+        result = replay(name, _no_check, args, len(args), record)
         return part(*args) if result is MISSED or result is UNSEEN else result
 
     return call
@@ -64,91 +52,20 @@ def _no_check(args: tuple) -> None:
     """Parts of launchers get what fits."""
 
 
-def replay(
-    name: str, launcher: Callable[..., Any], check: Callable[[tuple], None], args: tuple, end: int, numbers: NumberTypes
-) -> Any:
-    """The operator's result. MISSED and UNSEEN: its launcher is to be called, where the arguments `are_plain`, and for
-    UNSEEN `check` is to be asked before that. It was for MISSED, and for every layout that is replayed.
+def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[dict, tuple, tuple], Any]:
+    """What makes a call of `launcher`, and keeps in the cache what it did, or that it cannot be kept."""
 
-    check: raises for arguments that do not fit, by their dtypes, shapes and devices
-    end: how many arguments there are up to the last tensor; what follows goes into the key as it stands
-    """
-    if observers or not _launch.CAN_BE_FAST:
-        return UNSEEN
-    index = args[0].get_device() if type(args[0]) in TENSORS else -1
-    if index < 0 or index != _launch.current_device():  # that raises without a driver: CPU tensors do not ask
-        return UNSEEN
-    key, pointers, together = [name, args[end:]], [None], 0
-    try:
-        for arg in args[:end]:
-            if type(arg) in TENSORS:
-                if arg.get_device() != index:
-                    return UNSEEN
-                pointer = arg.data_ptr()
-                together |= pointer
-                pointers.append(pointer)
-                key += arg.dtype, arg.shape, arg.stride()
-            else:
-                key.append(arg)
-    except RuntimeError:  # a tensor without memory of its own, as batched gradients have
-        return UNSEEN
-    key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
-    key = tuple(key)
-    cache = registry.replay_cache
-    try:
-        entry = cache.get(key)
-    except TypeError:  # a list among the arguments
-        return UNSEEN
-    if type(entry) is not tuple:
-        if entry is _REFUSED:
-            return MISSED
-        if not are_plain(args) or not PLAIN_NUMBERS.issuperset(map(type, args[end:])):
-            return UNSEEN  # of a tensor given as a number the key knows nothing but which tensor it is
-        if entry is _SEEN and not _launch.is_profiled():
-            return _record(cache, key, launcher, args, numbers)
-        if entry is None:
-            check(args)
-        if len(cache) >= _MOST:
-            cache.clear()
-        cache[key] = _SEEN
-        return MISSED
-    if _launch.is_profiled():
-        return MISSED
+    def record(cache: dict, key: tuple, args: tuple) -> Any:
+        # one object for each argument, though the caller may have passed one tensor as two
+        arguments = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
+        recorded = _Recorder(arguments)
+        with observing(recorded), recorded:
+            result = launcher(*coerced(arguments, numbers))  # a tensor read here as a number is seen, and not kept
+        if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorded.plans):
+            cache[key] = recorded.recording(arguments, result) or REFUSED
+        return result
 
-    device, allocations, steps, results_of = entry
-    allocated = []
-    for like, shape, strides, dtype in allocations:
-        if like is None:
-            new = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        else:
-            new = torch.empty_like(args[like])
-        allocated.append(new)
-        pointers.append(new.data_ptr())
-    stream = _launch.current_stream(index)
-    try:
-        for run, grid, head, places, rest in steps:
-            if grid is None:
-                run(allocated[places], *rest)
-            else:
-                run(*grid, stream, *head, *places(pointers), *rest)
-    except Exception as error:
-        if not _launch.blames_config(error):
-            raise
-        cache.pop(key, None)  # the launcher knows which plan failed
-        return MISSED
-    return results_of(allocated)
-
-
-def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple, numbers: NumberTypes) -> Any:
-    """Call the launcher, and keep in `cache` what it did, or that it cannot be kept."""
-    # one object for each argument, though the caller may have passed one tensor as two
-    arguments = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
-    recorder = _Recorder(arguments)
-    with observing(recorder), recorder:
-        result = launcher(*coerced(arguments, numbers))  # a tensor read here as a number is seen, and not kept
-    if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
-        cache[key] = recorder.recording(arguments, result) or _REFUSED
-    return result
+    return record
 
 
 class _Recorder(Observer, TorchDispatchMode):
@@ -195,7 +112,7 @@ class _Recorder(Observer, TorchDispatchMode):
     ) -> tuple | None:
         entry = proceed(plan, kernel, grid, args, flags)
         self.plans.append(plan)
-        count = _launch.tensor_count(kernel, args)
+        count = tensor_count(kernel, args)
         places = [self.places.get(id(arg)) for arg in args[:count]]
         if entry is None or count < 2 or None in places or any(isinstance(arg, torch.Tensor) for arg in args[count:]):
             self.refused = True
