@@ -67,11 +67,10 @@ ELSEWHERE = {
     "bench/inputs.py": (1, "torch._foreach_copy_: one launch writes back what a timed call overwrote"),
     "distributed/owners.py": (2, "whose hook a function is; how FSDP2 shards what it has gathered"),
     "transformers/report.py": (1, "whether copy.deepcopy asks for a state"),
-    "transformers/guards.py": (1, _FORWARDS),
     "transformers/probing/mixers.py": (1, _FORWARDS),
     "transformers/probing/norms.py": (1, _FORWARDS),
     "transformers/probing/rotary.py": (1, _FORWARDS),
-    "transformers/source.py": (3, _FORWARDS),
+    "transformers/source.py": (4, _FORWARDS),
     "transformers/rebind.py": (2, _FORWARDS),
     "transformers/replacing.py": (2, _FORWARDS),
 }

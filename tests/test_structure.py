@@ -408,7 +408,7 @@ FLOORS = (
     "distributed",
     # what a patch consists of, and how a module is recognised
     "transformers/marks transformers/choice transformers/report transformers/replacing "
-    "transformers/functional transformers/guards transformers/source transformers/probing",
+    "transformers/functional transformers/source transformers/probing",
     "recompute",
     "transformers",
     "megatron megatron_head hub trl",

@@ -26,16 +26,15 @@ from ..runtime.operator import check_flags
 from . import probing
 from .choice import CHOICE, NAME, SLOT, Choice, chosen_by_default
 from .experts import as_before, is_spread, register_experts
-from .guards import EVERYTHING, Guards, current_forward, guards_of, holds, reads
 from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark, marked
 from .packing import packing_note
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .replacing import guarded, while_its_class_has, while_its_module_has
+from .replacing import Guards, current_forward, guarded, guards_of, holds, while_its_class_has, while_its_module_has
 from .report import ALREADY, PATCH_LOCK, PATCHED, NewModels, Patch, PatchReport, PatchRow, forward_slot
-from .source import NoSource
+from .source import EVERYTHING, NoSource, reads
 
 log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"

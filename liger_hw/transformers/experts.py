@@ -22,9 +22,8 @@ import torch.nn.utils.parametrize
 from ..distributed import owners
 from . import probing
 from .choice import CHOICE, NAME, SLOT, Chosen
-from .guards import guards_of
 from .marks import original_of
-from .replacing import guarded
+from .replacing import guarded, guards_of
 
 log = logging.getLogger("liger_hw")
 _DEFAULT = "grouped_mm"

@@ -1,9 +1,9 @@
-"""What the source of a forward says: the branches that it may take, and whether it hands its module on.
+"""What the code of a forward says: what it reads of its module, and the branches that it may take.
 
 A module is recognised by runs on a few inputs. Its code may turn off the way on others: of another length, dtype or
 device. So every condition in its source, and in the functions that it calls, may ask only for attributes of the module,
-which guards compare (guards.py), and for its mode, since the probes run both. `open_branch` names the first condition
-that asks for more. Code without source is left alone.
+which guards compare (replacing.py), and for its mode, since the probes run both. `open_branch` names the first one that
+asks for more. Code without source is left alone.
 """
 
 from __future__ import annotations
@@ -56,6 +56,62 @@ def hands_itself_on(code: types.CodeType) -> bool:
     functions = [n for n in ast.walk(tree) if isinstance(n, (ast.Lambda, ast.FunctionDef)) and n is not tree]
     inner = any(isinstance(n, ast.Name) and n.id == me for function in functions for n in ast.walk(function))
     return inner or any(id(node) not in looked_up for node in names)
+
+
+# -- what a forward reads --------------------------------------------------------------------------------------------
+
+EVERYTHING = "*"
+"""Among what a function reads when it passes `self` on to something that may read any attribute."""
+OF_CONFIG = "config."
+"""Prefix of a name that a function may look up on a configuration."""
+
+
+@functools.lru_cache(maxsize=1024)
+def reads(cls: type, function: Callable) -> frozenset[str]:
+    """Names that `function`, the methods it names and the function it decorates may look up on self.
+
+    A name that it may look up on self's configuration is there with `config.` before it too.
+    `EVERYTHING` is among them when it passes self on to a function that may read anything.
+    """
+    seen: set[str] = set()
+    waiting: list[Any] = [function]
+    done: set[types.CodeType] = set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, property):
+            item = item.fget
+        while item is not None:
+            code = getattr(item, "__code__", None)
+            names = _names_in(code, done)
+            seen |= names
+            if "config" in names or (code is not None and "config" in code.co_varnames):
+                seen |= {OF_CONFIG + name for name in names}
+            if code is not None and not hasattr(item, "__wrapped__") and hands_itself_on(code):
+                seen.add(EVERYTHING)
+            inherited = "super" in names or "__class__" in names
+            for name in (names | {item.__name__}) if inherited else names:
+                for base in cls.__mro__ if inherited else ():
+                    method = vars(base).get(name)
+                    if isinstance(method, types.FunctionType) and base is not nn.Module:
+                        waiting.append(method)
+                member = inspect.getattr_static(cls, name, None)
+                if isinstance(member, (types.FunctionType, property)) and not hasattr(nn.Module, name):
+                    waiting.append(member)
+            item = getattr(item, "__wrapped__", None)
+    return frozenset(seen)
+
+
+def _names_in(code: types.CodeType | None, done: set[types.CodeType]) -> set[str]:
+    if code is None or code in done:
+        return set()
+    done.add(code)
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant, done)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)  # getattr(self, "name")
+    return names
 
 
 # -- branches --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import nn
 
 import liger_hw
 from liger_hw.transformers import probing
-from liger_hw.transformers.guards import guards_of, holds
+from liger_hw.transformers.replacing import guards_of, holds
 from liger_hw.transformers.report import Patch
 
 pytestmark = pytest.mark.cpu

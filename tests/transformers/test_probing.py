@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_hw.transformers import probing
-from liger_hw.transformers.guards import EVERYTHING, guards_of, holds, reads
 from liger_hw.transformers.probing import Match, Refused, rotary
+from liger_hw.transformers.replacing import guards_of, holds
+from liger_hw.transformers.source import EVERYTHING, reads
 
 pytestmark = pytest.mark.cpu
 

@@ -10,7 +10,7 @@ alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, als
 rounding, and the gradients.
 
 probe.py has how a copy is run; norms.py, mlps.py, experts.py, mixers.py and rotary.py have one kind each;
-../guards.py says when a match that was found on one module applies to another.
+../replacing.py says when a match that was found on one module applies to another.
 """
 
 from __future__ import annotations

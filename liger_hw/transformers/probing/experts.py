@@ -20,9 +20,9 @@ from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
 from .. import functional
 from ..choice import CHOICE, NAME
-from ..guards import EVERYTHING, Guards, is_method_of, reads
 from ..marks import is_our_method
-from ..source import Facts, open_branch
+from ..replacing import Guards, is_method_of
+from ..source import EVERYTHING, Facts, open_branch, reads
 from .probe import (
     LARGE,
     Match,

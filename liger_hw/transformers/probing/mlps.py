@@ -18,9 +18,8 @@ from ...kernels.pointwise.geglu import geglu_reference
 from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
 from .. import functional
-from ..guards import EVERYTHING, is_customised, reads
-from ..replacing import Cast, gated_replacement, halves_replacement, one_projection_replacement
-from ..source import Facts, open_branch
+from ..replacing import Cast, gated_replacement, halves_replacement, is_customised, one_projection_replacement
+from ..source import EVERYTHING, Facts, open_branch, reads
 from .probe import (
     BATCH,
     LARGE,

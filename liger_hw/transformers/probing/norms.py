@@ -15,9 +15,8 @@ from ...distributed import owners
 from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
-from ..guards import EVERYTHING, reads
 from ..replacing import gated_rms_norm_replacement, layer_norm_replacement, rms_norm_replacement, takes_what_is_there
-from ..source import Facts, open_branch
+from ..source import EVERYTHING, Facts, open_branch, reads
 from .probe import (
     BATCH,
     LARGE,

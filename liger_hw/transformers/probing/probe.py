@@ -17,8 +17,10 @@ from torch import nn
 
 from ...private import n_dispatch_modes
 from ...text import first_line
-from ..guards import INSTANCE_FORWARDS
-from ..replacing import Match  # noqa: F401  each kind of module takes it from here
+from ..replacing import (
+    INSTANCE_FORWARDS,
+    Match,  # noqa: F401  each kind of module takes it from here
+)
 
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
