@@ -91,25 +91,26 @@ VARIABLES = {variable.name: variable for variable in _TABLE}
 CONFIG_PREFIX = "LIGER_HW_CONFIG_"
 """`LIGER_HW_CONFIG_<OP>` (JSON of a LaunchConfig; `<OP>__<VARIANT>` for one variant) is layer 0 of the registry."""
 
-_values: dict[str, Any] = {}
-
 
 class SettingError(ValueError):
     """What the environment asks for cannot be done; the message names the variable."""
 
 
-def get(name: str) -> Any:
-    """Value of a LIGER_HW_ variable; raises `SettingError` when it, or any other one that is set, cannot be parsed."""
-    try:
-        return _values[name]
-    except KeyError:
-        pass
-    VARIABLES[name]  # a name that is not in the table is our own mistake
-    read = {each: _parsed(variable) for each, variable in VARIABLES.items()}
-    for other in unknown():
-        log.warning("liger_hw: %s is set but means nothing%s", other, suggestion(other))
-    _values.update(read)
-    return _values[name]
+class _Values(dict[str, Any]):
+    """Variable -> its value; the first use of any reads the environment."""
+
+    def __missing__(self, name: str) -> Any:
+        VARIABLES[name]  # a name that is not in the table is our own mistake
+        read = {each: _parsed(variable) for each, variable in VARIABLES.items()}
+        for other in unknown():
+            log.warning("liger_hw: %s is set but means nothing%s", other, suggestion(other))
+        self.update(read)
+        return read[name]
+
+
+_values = _Values()
+get: Callable[[str], Any] = _values.__getitem__
+"""Value of a LIGER_HW_ variable; raises `SettingError` when it, or any other one that is set, cannot be parsed."""
 
 
 def _parsed(variable: Variable) -> Any:

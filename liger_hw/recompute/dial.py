@@ -7,7 +7,7 @@ prediction was from the measured peak.
 
 `put_default` is for a patch with the fused loss that names no levels: the last layer is at `cheap`. The peak of a step
 is at the loss, where the head's logits stand on top of all that was kept. A step on a small input waits for Python,
-which saved-tensor hooks make slower, and has little memory to save: below `LEAST_BYTES` the default keeps everything.
+which saved-tensor hooks make slower, and has little memory to save: there `last_at_cheap` keeps everything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from ..kernels.pointwise.tiled_mlp import Tiles
 from ..transformers.marks import PATCH_MARK, SWITCH, mark
-from ..transformers.replacing import keeps_own_code
+from ..transformers.replacing import last_at_cheap
 from ..transformers.report import PATCH_LOCK, Patch, PatchReport, PatchRow, forward_slot
 from . import recipes
 from .levels import CHECKPOINTED, FIT, LEVELS, Levels, check_level, in_words, is_budget, level_of_each, parse_size
@@ -36,8 +36,6 @@ log = logging.getLogger("liger_hw")
 _PART = "activations"
 _DEFAULT = "activations by default"
 """The part of a default's functions: unlike levels that were named, they may stand beneath others."""
-LEAST_BYTES = 16 << 20
-"""Bytes of a layer's input from which the default is in force: 2048 tokens of width 4096 in bf16."""
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
@@ -391,40 +389,17 @@ def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Seq
         if not its_own or hasattr(forward, PATCH_MARK):
             continue
         if model is not None:
-            function = _last_at_cheap(cls.forward, False, switch)
+            function = last_at_cheap(cls.forward, None, switch)
             mark(function, _DEFAULT, _PART, switch)
             patch = Patch(layer, slot, types.MethodType(function, layer))
         elif cls.__module__ == report.module and _is_last(layer):
-            patch = _on_class(cls, _last_at_cheap(cls.forward, True, switch), _DEFAULT, switch)
+            patch = _on_class(cls, last_at_cheap(cls.forward, _is_last, switch), _DEFAULT, switch)
         else:
             continue
         words = 'at cheap by default; activations="keep" keeps all'
         patch.apply()
         report.patches.append(patch)
         report.rows.append(PatchRow(_PART, f"last {cls.__name__}.forward", "-", words))
-
-
-def _last_at_cheap(original: Callable[..., Any], of_class: bool, switch: list[bool]) -> Callable[..., Any]:
-    """The forward of a class's layers, of which the last of a model is at `cheap`, or the forward of one such layer.
-
-    It gives way to levels that are named, to other saved-tensor hooks and to torch.compile, and where no kernel runs.
-    """
-    last: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(original)
-    def last_at_cheap(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        forward = original if of_class else type(self).forward  # FSDP2 gives a layer another class
-        if torch.compiler.is_compiling() or not switch or not recipes.is_free():
-            return forward(self, *args, **kwargs)
-        if self not in last:
-            last[self] = not of_class or _is_last(self)
-        x = args[0] if args else kwargs.get("hidden_states")
-        if not last[self] or not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES or keeps_own_code(x):
-            return forward(self, *args, **kwargs)
-        with recipes.Scope(recipes.CHEAP):
-            return forward(self, *args, **kwargs)
-
-    return last_at_cheap
 
 
 def _is_last(layer: torch.nn.Module) -> bool:

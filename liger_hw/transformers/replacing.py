@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from .. import env
 from ..distributed import owners
+from ..recompute import recipes
 from ..recompute.recipes import owns_outputs, project, recomputing, tileable
 from ..runtime.operator import is_transformed
 from ..runtime.triton_import import INTERPRET
@@ -375,6 +377,36 @@ def while_its_module_has(module: Any, name: str, original: Callable, function: C
 
     current.__signature__ = inspect.signature(function)
     return current
+
+
+# -- the last layer ----------------------------------------------------------------------------------------------------
+
+LEAST_BYTES = 16 << 20
+"""Bytes of a layer's input from which the default of `recompute/dial.py` is in force: 2048 tokens of width 4096 in
+bf16."""
+
+
+def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | None, switch: list[bool]) -> Callable:
+    """The forward of a class's layers, of which those that are last are at `cheap`; is_last None: of one such layer.
+
+    It gives way to levels that are named, to other saved-tensor hooks and to torch.compile, and where no kernel runs.
+    """
+    last: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        instead = original if is_last else type(self).forward  # FSDP2 gives a layer another class
+        if torch.compiler.is_compiling() or not switch or not recipes.is_free():
+            return instead(self, *args, **kwargs)
+        if self not in last:
+            last[self] = is_last is None or is_last(self)
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not last[self] or not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES or keeps_own_code(x):
+            return instead(self, *args, **kwargs)
+        with recipes.Scope(recipes.CHEAP):
+            return instead(self, *args, **kwargs)
+
+    return forward
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------

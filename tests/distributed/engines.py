@@ -717,9 +717,9 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     global DEVICE, COMPUTE, VOCAB, TOKENS
-    from liger_hw.recompute import dial
+    from liger_hw.transformers import replacing
 
-    dial.LEAST_BYTES = 0  # these models are small
+    replacing.LEAST_BYTES = 0  # these models are small
     parser = argparse.ArgumentParser()
     parser.add_argument("cells", help="engine:adapter, with commas")
     parser.add_argument("out", type=Path)

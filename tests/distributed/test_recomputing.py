@@ -15,6 +15,7 @@ import liger_hw
 from liger_hw.kernels.pointwise import tiled_mlp
 from liger_hw.recompute import dial, recipes
 from liger_hw.recompute.dial import class_patch
+from liger_hw.transformers import replacing
 from tests.activations.small_decoder import Decoder, gradients, identical, some_input
 
 transformers = pytest.importorskip("transformers")
@@ -118,7 +119,7 @@ def check_budgets_of_shards(rank, device):
 
 def check_default_level(rank, device):
     """The last layer of a live model, patched before it is sharded or after, or of a class, at cheap."""
-    dial.LEAST_BYTES = 0  # this model is small
+    replacing.LEAST_BYTES = 0  # this model is small
     mesh = dist.init_device_mesh("cpu", (2,))
 
     def step(setting, order, names):

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 import liger_hw  # noqa: E402
 from liger_hw.recompute import dial, recipes  # noqa: E402
+from liger_hw.transformers import replacing  # noqa: E402
 from liger_hw.transformers.report import patched_parts  # noqa: E402
 from liger_hw.transformers.tiny import tiny_config  # noqa: E402
 
@@ -85,7 +86,7 @@ def kept(model):
 @pytest.fixture(autouse=True)
 def small_inputs_count(monkeypatch):
     """The default is in force for these models, whose inputs are far below what it asks for."""
-    monkeypatch.setattr(dial, "LEAST_BYTES", 0)
+    monkeypatch.setattr(replacing, "LEAST_BYTES", 0)
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_small_inputs_keep_everything(classes, monkeypatch, recomputed):
     """Below LEAST_BYTES the default keeps everything; a level that is named is in force at any size."""
     model, nbytes = tiny(), IDS.numel() * SIZES["hidden_size"] * 4
     for least, names in ((nbytes, 1), (nbytes + 1, 0)):
-        monkeypatch.setattr(dial, "LEAST_BYTES", least)
+        monkeypatch.setattr(replacing, "LEAST_BYTES", least)
         with patched(model, classes=classes):
             recomputed.clear()
             step(model)
