@@ -226,7 +226,7 @@ def name_launchers_apart() -> None:
 
 
 def _threads() -> int:
-    """Compiling threads: of the cores that fall to this process three quarters, 12 at most. Most of them wait, for the
-    front end or for a compiler that is a process of its own."""
+    """Compiling threads: as many as cores fall to this process, 24 at most. Most of them wait, for the front end or for
+    a compiler that is a process of its own."""
     ranks = env.launcher_number("LOCAL_WORLD_SIZE", 1)
-    return max(2, min(12, (os.cpu_count() or 2) * 3 // 4 // max(1, ranks)))
+    return max(2, min(24, (os.cpu_count() or 2) // max(1, ranks)))
