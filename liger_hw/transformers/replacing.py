@@ -130,7 +130,7 @@ def holds(module: nn.Module, guards: Guards) -> bool:
         elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it once more
             agree = (module._parameters.get(name, module) is None) == value
         elif kind == "method":  # the class's, which no function of the module's own hides
-            agree = name not in module.__dict__ and is_method_of(type(module), name, value)
+            agree = name not in module.__dict__ and stands_for(getattr(type(module), name, None), value)
         elif kind == "same":
             agree = getattr(module, name, None) == value
         else:
@@ -141,9 +141,8 @@ def holds(module: nn.Module, guards: Guards) -> bool:
     return True
 
 
-def is_method_of(cls: type, name: str, function: Callable | None) -> bool:
-    """Whether a class has `function` by this name, or what a patch put in its place."""
-    current = getattr(cls, name, None)
+def stands_for(current: Any, function: Any) -> bool:
+    """Whether `current` is `function`, or what a patch put in its place."""
     return current is function or original_of(current) is original_of(function)
 
 
@@ -306,7 +305,7 @@ def guarded(
     def applies(self: Any, x: Any) -> bool:
         if not switch or not runs_kernels(x) or (guards and not holds(self, guards)):
             return False
-        if of_one_module and _is_another(type(self).forward, original):
+        if of_one_module and not stands_for(type(self).forward, original):
             return False
         return ready is None or ready(self, x)
 
@@ -350,18 +349,13 @@ def _forward_of_its_class(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def _is_another(current: Callable, original: Callable) -> bool:
-    """Whether a class's method is neither `original` nor what a patch of the class put in its place."""
-    return current is not original and original_of(current) is not original
-
-
 def while_its_class_has(original: Callable, forward: Callable) -> Callable:
     """A live module's `forward` while `original` is its class's; when the class, or its forward, is another, that."""
 
     @functools.wraps(forward)
     def bound(self, *args, **kwargs):
         current = self.__class__.forward
-        return (current if _is_another(current, original) else forward)(self, *args, **kwargs)
+        return (forward if stands_for(current, original) else current)(self, *args, **kwargs)
 
     return bound
 
@@ -373,7 +367,7 @@ def while_its_module_has(module: Any, name: str, original: Callable, function: C
 
     def current(*args, **kwargs):
         value = getattr(module, name)
-        return (value if value is not there and _is_another(value, original) else function)(*args, **kwargs)
+        return (function if value is there or stands_for(value, original) else value)(*args, **kwargs)
 
     current.__signature__ = inspect.signature(function)
     return current

@@ -14,8 +14,8 @@ from typing import Any, Callable, Iterator
 
 import torch
 
+from ..runtime.operator import Function
 from ..text import first_line
-from . import functional
 from .report import ALREADY, PATCHED, SLOTS, PatchReport
 from .tiny import tiny_model
 
@@ -42,31 +42,19 @@ def forwards(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter]:
-    """Counts the kernels' calls by patches made while it is open; it changes liger_hw's own table of functions only.
-
-    A rotary function that a live patch makes stays for later ones (`rebind.py`), so it counts until this is closed.
-    """
+    """Counts the calls of each op's Function, by the op's name, while it is open."""
     calls: Counter = Counter()
-    is_open = True
-    names = [name for name in functional.__all__ if name.startswith("liger_")]
-    originals = {name: getattr(functional, name) for name in names}
+    original = vars(Function)["apply"]
 
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if is_open:
-                calls[name.removeprefix("liger_")] += 1
-            return originals[name](*args, **kwargs)
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        calls[cls.__module__.rpartition(".")[2]] += 1
+        return original.__func__(cls, *args, **kwargs)
 
-        return call
-
+    Function.apply = classmethod(apply)
     try:
-        for name in names:
-            setattr(functional, name, counting(name))
         yield calls
     finally:
-        is_open = False
-        for name in names:
-            setattr(functional, name, originals[name])
+        Function.apply = original
 
 
 # -- one step --------------------------------------------------------------------------------------------------------

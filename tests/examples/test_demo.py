@@ -73,14 +73,14 @@ def test_the_control_arm_and_one_that_is_absent(demo, tmp_path):
 # -- a wrong kernel --------------------------------------------------------------------------------------------------
 
 
-def _scaled(monkeypatch, module: str, name: str, change) -> None:
-    module = importlib.import_module(module)
-    original = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args, **kwargs: change(original(*args, **kwargs)))
+def _swiglu_times(monkeypatch, factor: float) -> None:
+    function = importlib.import_module("liger_hw.kernels.pointwise.swiglu").SiLUMulFunction
+    original = function.apply
+    monkeypatch.setattr(function, "apply", lambda *args: original(*args) * factor)
 
 
 def _swiglu_off_by_a_thousandth(monkeypatch):
-    _scaled(monkeypatch, "liger_hw.transformers.functional", "liger_swiglu", lambda y: y * 1.001)
+    _swiglu_times(monkeypatch, 1.001)
 
 
 def _rms_norm_backward_forgets_a_bit_of_dx(monkeypatch):
@@ -95,13 +95,13 @@ def _rms_norm_backward_forgets_a_bit_of_dx(monkeypatch):
 
 
 def _rope_turns_the_wrong_way(monkeypatch):
-    functional = importlib.import_module("liger_hw.transformers.functional")
-    original = functional.liger_rope
-    monkeypatch.setattr(functional, "liger_rope", lambda q, k, cos, sin, *rest: original(q, k, cos, -sin, *rest))
+    function = importlib.import_module("liger_hw.kernels.rotary.rope").RopeFunction
+    original = function.apply
+    monkeypatch.setattr(function, "apply", lambda q, k, cos, sin, *rest: original(q, k, cos, -sin, *rest))
 
 
 def _nan(monkeypatch):
-    _scaled(monkeypatch, "liger_hw.transformers.functional", "liger_swiglu", lambda y: y * math.nan)
+    _swiglu_times(monkeypatch, math.nan)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 import liger_hw
-from liger_hw.runtime.operator import Function
 from liger_hw.transformers.tiny import tiny_config, tiny_model
+from liger_hw.transformers.verify import counted
 
 pytestmark = pytest.mark.cpu
 
@@ -32,16 +32,10 @@ def scope(request):
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch):
-    """Names of the ops whose Functions run."""
-    names, real = [], Function.apply.__func__
-
-    def apply(cls, *args, **kwargs):
-        names.append(cls.__module__.rpartition(".")[2])
-        return real(cls, *args, **kwargs)
-
-    monkeypatch.setattr(Function, "apply", classmethod(apply))
-    return names
+def kernel_calls():
+    """Calls of each op."""
+    with counted() as calls:
+        yield calls
 
 
 # -- switches of every model -----------------------------------------------------------------------------------------

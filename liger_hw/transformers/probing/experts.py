@@ -21,7 +21,7 @@ from ...runtime.checks import autocast_dtype
 from .. import functional
 from ..choice import CHOICE, NAME
 from ..marks import is_our_method
-from ..replacing import Guards, is_method_of
+from ..replacing import Guards, stands_for
 from ..source import EVERYTHING, Facts, open_branch, reads
 from .probe import (
     LARGE,
@@ -152,7 +152,7 @@ def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
     gate = getattr(cls, _GATE, None)
 
     def ready(self: Any, x: torch.Tensor) -> bool:
-        return not has_own_gate(self) and is_method_of(type(self), _GATE, gate)
+        return not has_own_gate(self) and stands_for(getattr(type(self), _GATE, None), gate)
 
     return ready
 
