@@ -49,7 +49,17 @@ from .checks import (  # noqa: F401  op files take these from here
     warn_ignored,
 )
 from .derivative import backward_of
-from .launch import MISSED, UNSEEN, LaunchFailed, Routine, call_routine, launch, observed, observers, replay  # noqa: F401
+from .launch import (  # noqa: F401  as above
+    MISSED,
+    UNSEEN,
+    LaunchFailed,
+    Routine,
+    call_routine,
+    launch,
+    observed,
+    observers,
+    replay,
+)
 from .recording import recorder
 from .sharding import LossRule, RotaryRule, RowsRule, apply_sharded, is_dtensor, refuse_dtensors
 from .triton_import import INTERPRET
