@@ -20,6 +20,7 @@ from typing import Any, Iterator
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from families import NOT_BUILT, NOT_REVERTED, VERIFIED, WRONG, causal_lms, counted, forwards
 
 import liger_hw.transformers
 from liger_hw import env
@@ -27,7 +28,6 @@ from liger_hw.cli.arguments import usable_device
 from liger_hw.text import first_line, fold, json_text
 from liger_hw.transformers.models import specs
 from liger_hw.transformers.tiny import tiny_model
-from liger_hw.transformers.verify import NOT_BUILT, NOT_REVERTED, VERIFIED, WRONG, causal_lms, counted, forwards
 
 STEPS, BATCH, LENGTH, LEARNING_RATE, TOP = 32, 4, 48, 3e-3, 10
 TOLERANCES = 1e-4, 5e-3, 1e-2

@@ -1,6 +1,6 @@
-"""docs/models.md from what `liger-hw models --json` printed, or docs/convergence.md from rows of `convergence.py`.
+"""docs/models.md from what `families.py --json` printed, or docs/convergence.md from rows of `convergence.py`.
 
-    liger-hw models --json > rows.jsonl
+    python benchmarks/families.py --json > rows.jsonl
     python benchmarks/models_page.py rows.jsonl --output docs/models.md
     python benchmarks/models_page.py cpu.jsonl h200.jsonl --output docs/convergence.md     rows of several places
 
@@ -20,15 +20,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from families import summary
+
 from liger_hw import __version__
-from liger_hw.cli.models import summary
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: {error}; `liger-hw models --json > FILE` writes one") from None
+        raise SystemExit(f"{path}: {error}; `benchmarks/families.py --json > FILE` writes one") from None
 
 
 def page_of(rows: list[dict[str, Any]]) -> str:

@@ -34,7 +34,6 @@ COMMANDS = {
     "bench": "time the ops against their peers; also a whole model, in bf16 and in FP8",
     "autotune": "measure launch configurations on this device and keep the winners",
     "cache": "list, verify, export, import or clear the stored configurations",
-    "models": "what every model family of transformers gets, verified on tiny models",
     "compile": "what every op would launch on an architecture, compiled here without the device",
     "shim": "print the folder for PYTHONPATH that answers `import liger_kernel` with liger_hw",
     "hub": "print the folder from which the `kernels` package loads the layers of liger_hw",

@@ -147,7 +147,6 @@ def test_a_sequence_length_may_be_written_in_k(capsys):
     "words, package",
     [
         (("check", "mistral"), "transformers"),
-        (("models", "llama"), "transformers"),
         (("compile", "--target", "sm90", "--ops", "rms_norm"), "triton"),
         (("autotune", "--device", "xpu", "--ops", "rms_norm"), "triton"),
     ],

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from families import causal_lms, forwards
 
 import liger_hw
 from liger_hw.transformers.tiny import tiny_model
-from liger_hw.transformers.verify import causal_lms, forwards
 
 pytestmark = [pytest.mark.cpu, pytest.mark.full]
 

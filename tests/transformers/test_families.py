@@ -8,10 +8,10 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+import families as verify
 import pytest
 
 import liger_hw.transformers
-from liger_hw.transformers import verify
 from liger_hw.transformers.models import specs
 
 pytestmark = pytest.mark.cpu

@@ -6,11 +6,11 @@ import importlib
 
 import pytest
 import torch
+from families import step
 
 import liger_hw.transformers
 from liger_hw.kernels.rotary.qwen2vl_mrope import Qwen2VLMRopeFunction
 from liger_hw.transformers.tiny import tiny_model
-from liger_hw.transformers.verify import step
 
 pytestmark = pytest.mark.cpu
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from families import counted
 from small_models import SIZES, assert_same_gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,6 @@ import liger_hw
 from liger_hw.transformers.auto_model import AutoLigerKernelForCausalLM
 from liger_hw.transformers.report import PATCHED
 from liger_hw.transformers.tiny import tiny_model
-from liger_hw.transformers.verify import counted
 
 pytestmark = pytest.mark.cpu
 

@@ -9,8 +9,9 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+import families as verify  # noqa: E402
+
 import liger_hw  # noqa: E402
-from liger_hw.transformers import verify  # noqa: E402
 from liger_hw.transformers.tiny import tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.cpu

@@ -2,7 +2,7 @@
 
 A spec states where a family's code is and which keywords its function has. Which kernels fit which of its modules is
 found by running them (see ../probing/). A family without a spec needs none: `liger_hw.patch(model)` finds the same
-kernels. `liger-hw models` lists what every family of transformers gets.
+kernels. `liger-hw check MODEL` says what a model gets.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`liger-hw models`: its rows, the page it writes, and its answers to bad requests."""
+"""benchmarks/families.py and models_page.py: rows, the pages made of them, and answers to bad requests."""
 
 from __future__ import annotations
 
 import json
 
+import families
 import models_page
 import pytest
 
-from liger_hw.cli import UsageError, main, models
-from liger_hw.transformers import verify
+from liger_hw.cli import UsageError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="this transformers has no Gemma 4")
 def test_rows_and_page(tmp_path, capsys):
-    assert main(["models", "llama", "gemma4_assistant", "--json"]) == 0
+    assert families.main(["llama", "gemma4_assistant", "--json"]) == 0
     printed = capsys.readouterr().out
     rows = [json.loads(line) for line in printed.splitlines()]
     assert [(row["family"], row["named"]) for row in rows] == [
@@ -38,15 +38,15 @@ def test_a_family_whose_patched_step_raises_is_a_row_that_differs(monkeypatch, c
     def raises(*args, **kwargs):
         raise ZeroDivisionError("in its step")
 
-    monkeypatch.setattr(verify, "check_step", raises)
-    assert main(["models", "llama", "--named", "--json"]) == 1
+    monkeypatch.setattr(families, "check_step", raises)
+    assert families.main(["llama", "--named", "--json"]) == 1
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert row["outcome"] == "differs" and row["reason"] == "ZeroDivisionError: in its step" and row["named"]
 
 
 def test_an_unknown_family_is_refused():
-    with pytest.raises(UsageError, match="no causal LM family 'lama'"):
-        list(models._jobs({"llama": "LlamaForCausalLM"}, ["lama"], False))
+    with pytest.raises(ValueError, match="no causal LM family 'lama'"):
+        list(families.jobs_of({"llama": "LlamaForCausalLM"}, ["lama"], False))
 
 
 def test_one_page_of_trainings_in_several_places(tmp_path, capsys):
@@ -65,10 +65,10 @@ def test_one_page_of_trainings_in_several_places(tmp_path, capsys):
         < text.index("| f1 |")
     )
     assert "2 of 2 verified" in text and "3 of 3 verified" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="no.json: .*`liger-hw models --json > FILE` writes one"):
+    with pytest.raises(SystemExit, match="no.json: .*`benchmarks/families.py --json > FILE` writes one"):
         models_page.main(["no.json", "--output", str(page)])
 
 
-def test_a_bad_device_is_answered_before_anything_is_built(capsys):
-    assert main(["models", "llama", "--device", "nope"]) == 2
-    assert "cannot use --device nope" in capsys.readouterr().err
+def test_a_bad_device_is_answered_before_anything_is_built():
+    with pytest.raises(UsageError, match="cannot use --device nope"):
+        families.main(["llama", "--device", "nope"])

@@ -1,23 +1,42 @@
-"""Does a patched model compute what it did unpatched? Checked on tiny models; see `liger-hw models`.
+"""What every causal LM family of the installed transformers gets from a patch, checked on tiny models.
 
-`check_step` compares the loss and the gradients of one training step, and makes sure that `revert()` gives every
-forward back.
+    python benchmarks/families.py                     every family; a line each
+    python benchmarks/families.py llama helium        some
+    python benchmarks/families.py --named --json      those with a function of their own; one JSON object a line
+
+Builds a family's model tiny, from its configuration class, with random weights; patches it; compares loss and gradients
+with the reverted model. Families with a function of their own are checked through it, on their classes, and through
+`patch`. Ends with 1 when one differs. `models_page.py` makes docs/models.md of the JSON. `liger-hw check MODEL` says
+for one model, without running it, what a patch would change.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
+import json
+import os
+import sys
+import warnings
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
-from ..runtime.operator import Function
-from ..text import first_line
-from .report import ALREADY, PATCHED, SLOTS, PatchReport
-from .tiny import tiny_model
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from liger_hw import env
+from liger_hw import transformers as public
+from liger_hw.cli.arguments import usable_device
+from liger_hw.runtime.operator import Function
+from liger_hw.text import StatusLine, first_line, fold
+from liger_hw.transformers.apply import patch
+from liger_hw.transformers.models import specs
+from liger_hw.transformers.report import ALREADY, PATCHED, SLOTS, PatchReport
+from liger_hw.transformers.tiny import tiny_model
 
 VERIFIED, WRONG, NOT_BUILT = "verified", "differs", "cannot be built"
 NOT_REVERTED = "revert() did not give every forward back"
@@ -99,8 +118,6 @@ def check_step(
     apply: the patch function, default `patch`; classes: patch the classes, which then holds for the tiny model too,
     instead of the model itself
     """
-    from .apply import patch
-
     row = Row(family, class_name)
     try:
         model, loss = tiny_training(class_name, seed, device)
@@ -231,3 +248,79 @@ def _tower_input(tower: Any) -> tuple[Any, dict[str, torch.Tensor]] | None:
 def _first_tensor(outputs: Any) -> torch.Tensor:
     tensor = getattr(outputs, "last_hidden_state", None)
     return tensor if tensor is not None else outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
+# -- every family ----------------------------------------------------------------------------------------------------
+
+
+def jobs_of(classes: dict[str, str], families: Sequence[str], named: bool) -> Iterator[tuple[str, str, bool]]:
+    """(family, class, whether through its function) of every check, in order: through functions of their own first.
+
+    Raises `ValueError` for a family that transformers does not have.
+    """
+    functions = {name: spec.models[0] for name, spec in specs().items()}
+    for name in families:
+        if name not in {**classes, **functions}:
+            raise ValueError(f"transformers has no causal LM family {name!r}; `--named` lists those with a function")
+    for checks, through_function in ((functions, True), ({} if named else classes, False)):
+        for name, class_name in checks.items():
+            if not families or name in families:
+                yield name, class_name, through_function
+
+
+def _line(row: dict[str, Any]) -> str:
+    kind = "function" if row["named"] else "patch()"
+    if row["outcome"] != VERIFIED:
+        return f"{row['family']:<26} {kind:<8} {row['outcome']}: {row['reason']}"
+    done = ", ".join(f"{kernel} x{n}" for kernel, n in row["patched"].items())
+    left = f"; left alone: {len(row['left'])} kinds" if row["left"] else ""
+    return f"{row['family']:<26} {kind:<8} verified: {done}{left}"
+
+
+_NORMS, _LOSSES = {"rms_norm", "layer_norm"}, {"cross_entropy", "fused_linear_cross_entropy"}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How many rows of `--json` are verified."""
+    verified = [row for row in rows if row["outcome"] == VERIFIED]
+    others = [row for row in rows if not row["named"]]
+    calls = [row["calls"].keys() for row in others if row["outcome"] == VERIFIED]
+    both = sum(bool(kernels & _NORMS and kernels & _LOSSES) for kernels in calls)
+    named = [row for row in rows if row["named"]]
+    return (
+        f"{len(verified)} of {len(rows)} verified; {both} of {len(others)} causal LM families with norms and loss on "
+        f"kernels; {sum(row['outcome'] == VERIFIED for row in named)} of {len(named)} functions"
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("families", nargs="*", help="names as in config.model_type (default: all)")
+    add("--named", action="store_true", help="only the families with a function of their own")
+    add("--device", default="cpu", help="where (default cpu)")
+    add("--json", action="store_true", help="one JSON object a family, for machines")
+    options = parser.parse_args(words)
+    usable_device("families", options.device)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    env.prefer("LIGER_HW_CPU_REFERENCE", True)  # on a CPU too, what is compared is what the kernels compute
+    jobs, rows, screen = list(jobs_of(causal_lms(), options.families, options.named)), [], StatusLine()
+    for number, (family, class_name, named) in enumerate(jobs):
+        screen.progress(number, len(jobs), family)
+        function = getattr(public, specs()[family].function_name) if named else None
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            try:
+                row = check_step(family, class_name, function, classes=named, device=options.device)
+            except Exception as error:
+                row = Row(family, class_name, outcome=WRONG, reason=first_line(error))
+        rows.append({**asdict(row), "named": named})
+        screen.end()
+        print(json.dumps(rows[-1]) if options.json else fold(_line(rows[-1]), " " * 36), flush=True)
+    if not options.json:
+        print(fold(summary(rows)))
+    return 1 if any(row["outcome"] == WRONG for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
