@@ -12,8 +12,8 @@ notes that a process left for later ones. The kind in a line's provenance says w
 
 Of two lines about the same thing the later one counts, and the end of a search takes the lines of its candidates away.
 A writer holds a lock in the same folder, reads the file and puts a whole one in its place: a reader sees the old file
-or the new one, and two writers lose nothing. A line that cannot be read is ignored with one warning; the next
-writer renames a file with such lines to `.unreadable` before it puts the new one in its place.
+or the new one, and two writers lose nothing. A line that cannot be read is ignored with one warning, and
+is not in the file that the next writer puts there.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 """
@@ -169,11 +169,8 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        problems: list[str] = []
         with files.locked(path.parent / ".lock"):
-            merged = _merged([*lines_of(target, problems), *lines])
-            _set_aside(path, problems)
-            _write(path, header(target), merged)
+            _write(path, header(target), _merged([*lines_of(target), *lines]))
         return True
     except OSError as error:
         warn_once("write", f"cannot write {path}: {error}; nothing is stored there")
@@ -183,22 +180,13 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
 def remove(path: Path, kinds: Collection[str]) -> int:
     """Remove the lines of these kinds from one file of the user cache; how many there were. Raises `OSError`."""
     with files.locked(path.parent / ".lock"):
-        about, lines, problems = load(path)
+        about, lines, _ = load(path)
         kept = [line for line in lines if line[1].kind not in kinds]
-        _set_aside(path, problems)
         if kept:
             _write(path, about, kept)
         else:
             path.unlink(missing_ok=True)
     return len(lines) - len(kept)
-
-
-def _set_aside(path: Path, problems: list[str]) -> None:
-    """Before a file is replaced: keep one that holds what this version cannot read."""
-    if problems:
-        aside = path.with_suffix(".unreadable")
-        os.replace(path, aside)
-        warn_once("set aside", f"{path} could not be read as a whole and is now {aside.name}: {problems[0]}")
 
 
 def _write(path: Path, about: dict[str, Any], lines: list[Line]) -> None:

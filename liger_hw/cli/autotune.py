@@ -5,7 +5,6 @@
     liger-hw autotune --device cuda --from-misses                        what earlier runs found no entry for
     liger-hw autotune --device gfx942                                    for a device that is not here, by compiling
     liger-hw autotune --device xpu                                       the same for every known Intel architecture
-    liger-hw autotune --list                                             names of architectures and devices
 
 Winners go to the user cache (docs/registry.md); `liger-hw cache export` turns them into a table that can be shipped.
 Interrupt it at any time: every measurement is kept, and `--resume` goes on from there.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import math
 import os
 import sys
@@ -35,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
     add = what.add_argument
     add("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
-    add("--list", action="store_true", help="print the names of architectures and devices, and tune nothing")
     add_model_sizes(what, "only these ops, or kernels such as rms_norm.fwd")
     sizes = "problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)"
     add("--shapes", type=listed(shape, "shapes such as 8192x4096"), default=[], metavar="AxB,..", help=sizes)
@@ -59,8 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     if env.launcher_number("RANK", 0) != 0:
         print("liger-hw autotune: only rank 0 measures and writes", file=sys.stderr)
         return 0
-    if arguments.list:
-        return _list(arguments)
     device, absent = _device(arguments.device)
     chosen = arguments.model or arguments.shapes or arguments.from_misses
     arguments.first = len(absent) > 1 and not chosen  # every workload of every op on every architecture takes a day
@@ -102,17 +97,14 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
     if name is None:
         raise UsageError(
             "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
-            "one that is not here, by compiling and a model; `--list` has the names"
+            "one that is not here, by compiling and a model"
         )
     if name in VENDORS:
         return "", [known_target(arch) for arch in backend(name).known_archs()]
-    with contextlib.suppress(ValueError):
+    try:
         return "", [known_target(name)]
-    kinds = [*VENDORS, *(one for v in VENDORS for one in (*backend(v).known_archs(), *backend(v).known_devices()))]
-    near = difflib.get_close_matches(kind.lower(), kinds, 1)
-    hint = f"did you mean {near[0]}?" if near and kind not in VENDORS else "`liger-hw autotune --list` has the names"
-    what = "not in this machine" if kind in VENDORS else "no known device or architecture"
-    raise UsageError(f"autotune: {name!r} is {what} (GPUs here: {here}; torch {torch.__version__}); {hint}")
+    except ValueError as error:
+        raise UsageError(f"autotune: {error} (GPUs here: {here}; torch {torch.__version__})") from None
 
 
 def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:
@@ -173,27 +165,6 @@ def _dry_run(arguments: argparse.Namespace, device: str, absent: list["Target"])
                 print(f"not planned: {problem}")
     if arguments.json:
         print(json_text(documents[0] if len(documents) == 1 else documents, indent=2))
-    return 0
-
-
-def _list(arguments: argparse.Namespace) -> int:
-    """The names that --device takes, of every command that has it."""
-    from ..autotune import store
-    from ..backends import VENDORS, backend, known_target
-
-    rows = []
-    for vendor in (vendor for vendor in VENDORS if vendor != "cpu"):
-        devices: dict[str, list[str]] = {arch: [] for arch in backend(vendor).known_archs()}
-        for device in backend(vendor).known_devices():
-            devices.setdefault(known_target(device).arch, []).append(device)
-        for arch, names in devices.items():
-            stored = store.read(known_target(arch))
-            shipped = {entry.kind for entries in stored.values() for entry in store.answers(entries)}
-            rows.append((vendor, arch, " ".join(names), ", ".join(sorted(shipped)) or "the heuristic"))
-    if arguments.json:
-        print(json_text([dict(zip(("vendor", "arch", "devices", "tables"), row)) for row in rows], indent=1))
-    else:
-        print(table([("vendor", "architecture", "devices", "tables hold"), *rows]))
     return 0
 
 

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .cache import health
 
     began = time.monotonic()
-    facts = info.collect(ops=False)
+    facts = info.collect()
     ops = _check_ops(device)
     timings = _timings(device) if device.type != "cpu" else {}
     problems = [f"{name}: {reason}" for name, reason in ops.items() if reason]

@@ -1,9 +1,7 @@
 """`liger-hw info`: what this machine is and how liger_hw runs on it. Needs no Triton, no transformers, no GPU.
 
-    liger-hw info            device, Triton, backend, cache folder, what is tuned
-    liger-hw info --all      where every op's configuration comes from too
-
-`--require` says what is missing to run kernels on a vendor's GPU.
+Device, Triton, backend, cache folder, what is tuned. `--require` says what is missing to run kernels on a vendor's GPU;
+`liger-hw explain OP` where an op's configuration comes from.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..backends import VENDORS, backend, backends
-from ..text import StatusLine, json_text, labelled, table
+from ..text import json_text, labelled
 
 # Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
 # at least once; two of them in one environment overwrite each other's files.
@@ -37,8 +35,7 @@ OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pyto
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--all", action="store_true", help="where every op's configuration comes from, too")
-    add("--json", action="store_true", help="print JSON, with every workload of every op")
+    add("--json", action="store_true", help="print JSON")
     missing = "print nothing but what is missing to run kernels on such a GPU; exit status 1 if anything"
     add("--require", choices=[vendor for vendor in VENDORS if vendor != "cpu"], help=missing)
 
@@ -51,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in () if arguments.json else missing:
             print(f"liger-hw info: {line}", file=sys.stderr)
         return 1 if missing else 0
-    facts = collect(ops=arguments.all or arguments.json)
+    facts = collect()
     print(json_text(facts, indent=2) if arguments.json else as_text(facts))
     return 0
 
@@ -78,8 +75,8 @@ def lacking(vendor: str) -> list[str]:
     return lines + ([triton["warning"]] if triton["warning"] else [])
 
 
-def collect(ops: bool) -> dict[str, Any]:
-    """Everything `liger-hw info --json` prints; without `ops`, what takes no time to find."""
+def collect() -> dict[str, Any]:
+    """Everything `liger-hw info --json` prints."""
     import torch
 
     from .. import env
@@ -100,7 +97,6 @@ def collect(ops: bool) -> dict[str, Any]:
         "tuned": {device["device"]: _tuned(device) for device in devices if device["target"]},
         "cache": str(store.root()),
         "lock_file": env.get("LIGER_HW_LOCK_FILE"),
-        "ops": _ops(devices) if ops else None,
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(env.PREFIX)},
         "unknown_environment": {name: env.suggestion(name) for name in env.unknown()},
     }
@@ -162,27 +158,6 @@ def _tuned(device: dict[str, Any]) -> dict[str, int]:
     return Counter(f"{one.kind} ({one.layer})" for entries in table.values() for one in store.answers(entries))
 
 
-def _ops(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every op, kernel, device and workload: which configuration it takes in bf16, and where that comes from."""
-    import torch
-
-    from .. import registry
-
-    rows, screen = [], StatusLine()
-    for number, op in enumerate(registry.ops().values()):
-        screen.progress(number, len(registry.ops()), op.name)
-        for device in (device for device in devices if device["target"]):
-            runs = "reference" if device["backend"] == "cpu" and not registry.interpreting() else "kernel"
-            for workload, sizes in op.workloads.items():
-                for one in registry.explain(op.name, sizes, torch.bfloat16, device["device"]):
-                    row = {"op": op.name, "tunable": one.tunable, "device": device["device"], "runs": runs}
-                    row |= {"workload": workload, "shape": list(sizes), "key": list(one.key)}
-                    row |= {"layer": one.chosen.layer, "provenance": dict(one.chosen.provenance)}
-                    rows.append({**row, "config": one.chosen.config.to_json()})
-    screen.end()
-    return rows
-
-
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -191,7 +166,7 @@ def _version(name: str) -> str | None:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The human form of `collect()`; of `ops` one row an op and device, at the op's first workload."""
+    """The human form of `collect()`."""
     torch, triton = facts["torch"], facts["triton"]
     built = ", ".join(f"{name} {torch[name]}" for name in _torch_versions() if torch[name]) or "cpu only"
     provided = ", ".join(f"{d['name']} {d['version']}" for d in triton["distributions"]) or "not installed"
@@ -215,8 +190,7 @@ def as_text(facts: dict[str, Any]) -> str:
     for name, hint in facts["unknown_environment"].items():
         warnings.append(f"{name} is set, but liger_hw knows no such variable{hint}")
     lines += [("WARNING", warning) for warning in warnings]
-    text = "\n".join(labelled(*line) for line in lines)
-    return text if facts["ops"] is None else "\n".join([text, "", *_op_lines(facts)])
+    return "\n".join(labelled(*line) for line in lines)
 
 
 def _device_lines(device: dict[str, Any], tuned: dict[str, int]) -> list[tuple[str, str]]:
@@ -235,14 +209,3 @@ def _device_lines(device: dict[str, Any], tuned: dict[str, int]) -> list[tuple[s
         ),
         ("  tuned", f"{stored}; any other key takes its op's heuristic"),
     ]
-
-
-def _op_lines(facts: dict[str, Any]) -> list[str]:
-    rows = {("tunable", "device"): ("op", "device", "runs", "at", "config from", "provenance")}
-    for row in facts["ops"]:
-        provenance = row["provenance"]
-        kind = " ".join(str(provenance[name]) for name in ("kind", "date") if name in provenance)
-        at = f"{row['workload']} {'x'.join(map(str, row['shape']))}"
-        shown = (row["tunable"], row["device"], row["runs"], at, row["layer"], kind)
-        rows.setdefault((row["tunable"], row["device"]), shown)
-    return ["ops in bf16", table([*rows.values()], indent="  ") if len(rows) > 1 else "  none"]

@@ -2,8 +2,7 @@
 
 A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` the forward of the layers' class, and
 nothing else. With "fit" or a size the levels are planned at the first forward that trains, when batch, sequence length
-and dtype are known, and again when a larger batch comes. After the second optimizer step the log says how far the
-prediction was from the measured peak.
+and dtype are known, and again when a larger batch comes.
 
 `put_default` is for a patch with the fused loss that names no levels: the last layer is at `cheap`. The peak of a step
 is at the loss, where the head's logits stand on top of all that was kept. A step on a small input waits for Python,
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import types
@@ -153,7 +151,6 @@ class Choice:
             recipes.Scope(recipes.CHEAP)  # raises, saying why
         self.prediction: Prediction | None = None
         self.planned_for: tuple[int, int] | None = None
-        self._comparison: Any = None
 
     def level(self, index: int, source: torch.nn.Module, args: tuple, kwargs: dict) -> str:
         """The level of layer `index`, called with these arguments. `source`: a module whose parameters are typical."""
@@ -180,33 +177,6 @@ class Choice:
         self.levels = self.prediction.levels
         words = "liger_hw: activations=%r at %d x %d: %s (%s)"
         log.info(words, self.setting, *shape, self.prediction, planner.assumptions)
-        self.end()
-        if device.type != "cpu":
-            self._comparison = compare(self.prediction, device)
-
-    def end(self) -> None:
-        """Compare nothing more with the prediction."""
-        if self._comparison is not None:
-            self._comparison.remove()
-
-
-def compare(prediction: Prediction, device: torch.device) -> Any:
-    """A hook that logs the allocator's peak after the second optimizer step, which is the first to find its states."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    peak, steps = torch.get_device_module(device).max_memory_allocated, itertools.count(1)
-    before = peak(device)
-
-    def after_step(*_: Any) -> None:
-        if next(steps) != 2:
-            return
-        measured, predicted = peak(device), prediction.peak
-        note = f", predicted {predicted / 2**30:.1f} ({100 * (predicted / measured - 1):+.1f}%)"
-        if measured <= before:
-            note = "; the process had used more before, so this says nothing"
-        log.info("liger_hw: peak memory after the second optimizer step: %.1f GiB%s", measured / 2**30, note)
-
-    return register_optimizer_step_post_hook(after_step)
 
 
 # -- one model, or a class -------------------------------------------------------------------------------------------
@@ -268,7 +238,6 @@ class Dial:
         """Put every layer's forward back; false while other code has replaced one. Twice does nothing more."""
         with PATCH_LOCK:
             self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
-        self._choice.end()
         return not self._patches
 
     def __enter__(self) -> "Dial":

@@ -350,32 +350,3 @@ def test_lora(ledger):
 def test_words():
     assert parse_size("80GiB") == 80 << 30 and parse_size("1.5 gb") == 15 * 10**8 and parse_size("80") is None
     assert level_of_each("mlp", 1) == ("cheap",)
-
-
-class _Device:
-    """Stands for an accelerator's allocator."""
-
-    peak = 0
-
-    def max_memory_allocated(self, device):
-        return self.peak
-
-
-def test_the_prediction_is_compared_with_the_allocator(monkeypatch, caplog):
-    device = _Device()
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    prediction = dials.Prediction(("keep",), peak=2 << 30, speed=1.0, seconds=1.0)
-    handle = dials.compare(prediction, torch.device("cpu"))
-    weight.grad = torch.ones(2)
-    with caplog.at_level("INFO", "liger_hw"):
-        device.peak = 1 << 30
-        optimizer.step()
-        device.peak = 4 << 30
-        optimizer.step()
-        optimizer.step()
-    assert [record.message for record in caplog.records] == [
-        "liger_hw: peak memory after the second optimizer step: 4.0 GiB, predicted 2.0 (-50.0%)"
-    ]
-    handle.remove()

@@ -202,10 +202,9 @@ def test_a_broken_cache_is_a_miss_with_one_warning(stored, caplog, damage):
     taken(key=(2048, 13, 2))
     said = warnings(caplog)
     assert len(said) == 1 and "ignored what cannot be read" in said[0] and "cache verify" in said[0]
-    before, aside = path.read_bytes(), path.with_suffix(".unreadable")
     assert store.add(H200, [(NAME, entry(config, fwd))]), "a writer is not stopped by it either"
     registry.reload()
-    assert taken().layer == "user" and aside.read_bytes() == before
+    assert taken().layer == "user"
 
 
 def test_a_broken_line_costs_itself_only(stored, caplog):
@@ -215,11 +214,8 @@ def test_a_broken_line_costs_itself_only(stored, caplog):
     registry.reload()
     layers = [taken(key=key).layer for key in (KEY, (2048, 13, 2))]
     assert sorted(layers) == ["heuristic", "user"] and len(warnings(caplog)) == 1
-    before, aside = path.read_bytes(), path.with_suffix(".unreadable")
     assert store.add(H200, [(NAME, note("failed", config))]) and len(store.load(path)[1]) == 2
-    assert aside.read_bytes() == before
-    os.replace(aside, path)
-    assert store.remove(path, ["measured"]) == 1 and not path.exists() and aside.read_bytes() == before
+    assert store.remove(path, ["measured"]) == 1 and len(store.load(path)[1]) == 1
 
 
 @pytest.mark.parametrize("kind", ["a folder", "200 MB"])

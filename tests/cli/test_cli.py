@@ -153,11 +153,9 @@ def test_info_json(capsys):
         assert row["config"]["num_warps"] >= 1
 
 
-def test_info_text_shows_every_op_and_says_what_the_cpu_runs(capsys):
-    code, out, _ = said(capsys, "info", "--all")
-    assert code == 0
-    assert "torch's reference path" in out
-    assert all(op in out for op in registry.ops())
+def test_info_says_what_the_cpu_runs(capsys):
+    code, out, _ = said(capsys, "info")
+    assert code == 0 and "torch's reference path" in out
 
 
 def test_info_opens_with_what_matters(capsys):

@@ -21,10 +21,9 @@ pytestmark = pytest.mark.cpu
 @pytest.mark.parametrize(
     "words",
     [
-        ("info", "--all"),
+        ("info",),
         ("explain", "rms_norm", "--shape", "2x4096", "--device", "h200"),
         ("plan", "--model", "mistral-7b", "--batch", "1", "--seq", "4096", "--memory", "80GiB", "--shards", "8"),
-        ("autotune", "--list"),
         ("autotune", "--dry-run", "--device", "xpu", "--ops", "softmax"),
         ("cache", "verify"),
         ("check", "mistral"),
@@ -120,10 +119,9 @@ def test_a_lock_files_check_takes_nothing_of_what_a_lock_file_is_made_from(capsy
 
 
 def test_a_bench_shows_what_it_measured_where_its_files_cannot_be_written(capsys, tmp_path):
-    (tmp_path / "file").touch()
     words = ("bench", "relu_squared", "--device", "cpu", "--against", "torch", "--repeats", "1", "--sizes", "8x64")
-    code, out, err = said(capsys, *words, "--plot", str(tmp_path / "file"))
-    assert code == 2 and "relu_squared  8x64" in out and err.endswith(f"File exists: {tmp_path / 'file'}\n")
+    code, out, err = said(capsys, *words, "--json", str(tmp_path))
+    assert code == 2 and "relu_squared  8x64" in out and str(tmp_path) in err.splitlines()[-1]
 
 
 def test_a_cache_under_a_file_is_named(clean_registry, capsys, tmp_path, monkeypatch):
@@ -306,10 +304,9 @@ def test_autotune_does_not_begin_where_nothing_can_be_kept(capsys, clean_registr
     assert said(capsys, *words, "--dry-run")[0] == 0
 
 
-@pytest.mark.parametrize(("typed", "hint"), [("mi300", "did you mean mi300"), ("zzzz", "--list` has the names")])
-def test_autotune_answers_a_misspelt_device(capsys, typed, hint):
-    code, _, err = said(capsys, "autotune", "--device", typed, "--ops", "rms_norm")
-    assert code == 2 and f"{typed!r} is no known device or architecture" in err and hint in err
+def test_autotune_answers_a_misspelt_device(capsys):
+    code, _, err = said(capsys, "autotune", "--device", "mi300", "--ops", "rms_norm")
+    assert code == 2 and "unknown architecture 'mi300'" in err and "gfx942" in err and "mi300x" in err
 
 
 def test_bench_runs_at_small_sizes_on_a_cpu_and_e2e_says_what_it_needs(capsys):
