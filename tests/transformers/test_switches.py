@@ -11,10 +11,10 @@ import types
 import pytest
 import torch
 import transformers
+from families import counted
 
 import liger_hw
 from liger_hw.transformers.tiny import tiny_config, tiny_model
-from liger_hw.transformers.verify import counted
 
 pytestmark = pytest.mark.cpu
 
