@@ -98,8 +98,7 @@ def layers(sizes: Sequence[str], tokens: Sequence[int], routing: str, dtype: tor
     if tokens:
         todo = [replace(case, sizes=(n, *case.sizes[1:])) for case in todo for n in tokens]
     routed = functools.partial(_routed, skewed=routing == "skewed")
-    few = 16, 64, 32, 8, 2
-    return [replace(case, prepare=routed, limit=READY_SECONDS, host_sizes=few) for case in todo]
+    return [replace(case, prepare=routed, limit=READY_SECONDS) for case in todo]
 
 
 def _routed(inputs: Inputs, skewed: bool) -> Inputs:

@@ -21,9 +21,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """quick: only graph-replayed times; no eager loop, host time, memory or accuracy
+    """quick: only times; no memory or accuracy
     prepare: what becomes of the op's sample; limit: seconds in which an arm must be ready (default: `ops.ARM_LIMIT`)
-    host_sizes: the sizes at which host time is measured (default: these with few rows)
     """
 
     op: Op
@@ -33,7 +32,6 @@ class Case:
     quick: bool = False
     prepare: Callable[[Inputs], Inputs] | None = None
     limit: int | None = None
-    host_sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         dtype = "" if self.dtype is torch.bfloat16 else f" {str(self.dtype).removeprefix('torch.')}"

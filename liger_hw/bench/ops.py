@@ -1,4 +1,4 @@
-"""Op x size x arm -> rows: times, share of the floor, host time, peak memory, error against fp64.
+"""Op x size x arm -> rows: times, share of the floor, peak memory, error against fp64.
 
     rows = bench(cases(["rms_norm"], ["mistral_7b", "8192x8192"]), "cuda", against=("torch", "liger"))
 
@@ -50,8 +50,6 @@ class Arm:
     works: dict[str, Work] = field(default_factory=dict)
     runners: dict[str, Runner] = field(default_factory=dict)
     times: dict[str, Stats] = field(default_factory=dict)
-    eager: dict[str, Stats] = field(default_factory=dict)
-    host: dict[str, float] = field(default_factory=dict)
     peak_mib: float | None = None
     kept_mib: float | None = None
     first_seconds: float | None = None
@@ -200,31 +198,6 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
         if failed := [errors[arm.name, mode] for mode in arm.runners if (arm.name, mode) in errors]:
             arm.status, arm.note = "error", failed[0]
     _alive(meter, RuntimeError("timing"))
-    if case.quick:
-        return floors
-
-    live = [arm for arm in arms if arm.status == "ok" and arm.times]
-    loops = [(arm, mode, meter.eager(work)) for arm in live for mode, work in arm.works.items()]
-    turns = [[loop() for _, _, loop in loops] for _ in range(repeats)]
-    for (arm, mode, _), samples in zip(loops, zip(*turns)):
-        arm.eager[mode] = Stats.of(samples)
-    # on a few rows of a product too it is the device that takes long (it reads all of the weight), or a CPU
-    if case.op.name in PRODUCTS and (meter.module is None or not case.host_sizes):
-        return floors
-
-    small = [make_inputs(case, case.host_sizes or with_few_rows(case, 16), meter.device, 7)]
-    for arm in live:
-        for mode, work in arm.works.items():
-            try:
-                if arm.name == "compile":  # small inputs would compile again
-                    slow = arm.eager[mode].median > 5
-                    arm.host[mode] = meter.host_us(work.call, calls=3 if slow else 5, blocks=3 if slow else 8)
-                    work.restore()
-                else:
-                    arm.host[mode] = meter.host_us(Work(arm.function, small, work.backward).call)
-            except Exception as error:
-                arm.note = arm.note or f"host time: {first_line(error)}"
-                _alive(meter, error)
     return floors
 
 
@@ -243,15 +216,9 @@ def _row(
 ) -> dict[str, Any]:
     """One line of the results. Times are ms a call, `share` is floor over time, errors are relative to fp64."""
 
-    def difference(table: dict[str, Any]) -> Any:
-        if mode != "bwd":
-            return table.get(mode)
-        if "full" not in table or "fwd" not in table:
-            return None
-        full, fwd = table["full"], table["fwd"]
-        return full.minus(fwd) if isinstance(full, Stats) else full - fwd
-
-    times, eager = difference(arm.times), difference(arm.eager)
+    times = arm.times.get(mode)
+    if mode == "bwd" and {"full", "fwd"} <= arm.times.keys():
+        times = arm.times["full"].minus(arm.times["fwd"])
     runner = arm.runners.get("full" if mode == "bwd" else mode)
     floor = floors.get(mode)
     peer = peers.PEERS.get(arm.name)
@@ -275,8 +242,6 @@ def _row(
         "floor_ms": floor,
         "floor": kind,
         "share": floor / times.median if times and floor and times.median > 0 else None,
-        "eager_ms": asdict(eager) if eager else None,
-        "host_us": difference(arm.host),
         "peak_mib": arm.peak_mib,
         "kept_mib": arm.kept_mib,
         "first_seconds": arm.first_seconds,

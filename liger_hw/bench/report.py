@@ -98,7 +98,7 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
     return f"{_details(rows)}\n\n{side_by_side(rows)}" if rows else "nothing was measured"
 
 
-DETAILS = ("arm", "ms", "p20..p80", "share", "eager ms", "host us", "MiB", "err", "err grad", "note")
+DETAILS = ("arm", "ms", "p20..p80", "share", "MiB", "err", "err grad", "note")
 
 
 def _details(rows: Sequence[dict[str, Any]]) -> str:
@@ -112,7 +112,7 @@ def _details(rows: Sequence[dict[str, Any]]) -> str:
         if case != above:
             lines.append((" ".join(case),))
             above = case
-        ms, eager, note = row["ms"], row["eager_ms"], row["note"]
+        ms, note = row["ms"], row["note"]
         if ms and row["method"] != "graph" and row["method"] not in note:
             note = f"{row['method']} {note}".strip()
         lines.append(
@@ -121,8 +121,6 @@ def _details(rows: Sequence[dict[str, Any]]) -> str:
                 _ms(ms and ms["median"]),
                 f"{_ms(ms['p20'])}..{_ms(ms['p80'])}" if ms else "-",
                 _percent(row["share"]),
-                _ms(eager and eager["median"]),
-                _number(row["host_us"], ".0f"),
                 _number(row["peak_mib"], ".0f"),
                 _number(row["error_out"], ".1e"),
                 _number(row["error_grad"], ".1e"),

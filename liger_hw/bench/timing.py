@@ -219,34 +219,6 @@ class Meter(Clock):
         self.busy()
         return super().each(times, call, before)
 
-    def eager(self, work: Work, budget_ms: float = 20.0) -> Callable[[], list[float]]:
-        """A function that returns wall milliseconds a call in a plain loop: what a user feels, host time included."""
-        work.call()
-        self.synchronize()
-        start = time.perf_counter()
-        work.call()
-        self.synchronize()
-        once = (time.perf_counter() - start) * 1e3
-        work.restore()
-        calls = int(max(1, min(100, budget_ms / 3 / max(once, 1e-3))))
-        turns = 3 if once < budget_ms else 1
-
-        def measure() -> list[float]:
-            samples = []
-            for _ in range(turns):
-                if work.overwrites_inputs:
-                    work.restore()
-                self.synchronize()
-                start = time.perf_counter()
-                for i in range(1 if work.overwrites_inputs else calls):
-                    work.call(i % len(work.sets))
-                self.synchronize()
-                samples.append((time.perf_counter() - start) * 1e3 / (1 if work.overwrites_inputs else calls))
-            work.restore()
-            return samples
-
-        return measure
-
     def host_us(self, call: Callable[[], Any], calls: int = 20, blocks: int = 12) -> float:
         """Microseconds the host needs to enqueue one call: the median over blocks, waiting only between them.
 

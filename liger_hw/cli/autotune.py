@@ -101,10 +101,13 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
         )
     if name in VENDORS:
         return "", [known_target(arch) for arch in backend(name).known_archs()]
+    where = f"(GPUs here: {here}; torch {torch.__version__})"
+    if kind in VENDORS:
+        raise UsageError(f"autotune: {name!r} is not in this machine {where}")
     try:
         return "", [known_target(name)]
     except ValueError as error:
-        raise UsageError(f"autotune: {error} (GPUs here: {here}; torch {torch.__version__})") from None
+        raise UsageError(f"autotune: {error} {where}") from None
 
 
 def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:

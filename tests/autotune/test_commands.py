@@ -57,7 +57,7 @@ def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
     "words, said",
     [
         (("--device", "cuda:7"), "is not in this machine"),
-        (("--device", "nonsense"), "is no known device or architecture"),
+        (("--device", "nonsense"), "unknown architecture 'nonsense'; known: sm80"),
         (("--device", "cpu"), "nothing to tune"),
         (("--device", "cpu", "--dry-run"), "nothing to tune"),
         ((), "no GPU here"),

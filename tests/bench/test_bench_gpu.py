@@ -24,7 +24,7 @@ def test_kernels_are_replayed_from_graphs(device):
     graphs = hasattr(torch.get_device_module(torch.device(device)), "graph_pool_handle")
     for row in rows:
         assert row["method"] == ("graph" if graphs else "events"), row["note"]
-        assert 0 < row["share"] < 2 and row["peak_mib"] > 0 and row["host_us"] is not None
+        assert 0 < row["share"] < 2 and row["peak_mib"] > 0
         assert row["error_out"] < 1e-2 and row["error_grad"] < 1e-2
 
 

@@ -243,7 +243,7 @@ def test_the_cpu_is_timed_by_the_wall_and_has_no_peak():
     runner = meter.runner(work, floor_ms=0.1)
     assert (meter.graphs, runner.method, runner.why) == (False, "wall", "no graphs")
     assert all(value > 0 for value in runner.burst(3)) and meter.peak_mib(work) is None
-    assert meter.host_us(work.call, calls=2, blocks=2) > 0 and min(meter.eager(work, 1.0)()) > 0
+    assert meter.host_us(work.call, calls=2, blocks=2) > 0
 
 
 def test_floors_are_measured():

@@ -120,10 +120,10 @@ def test_json_is_one_valid_document_on_an_error(capsys, words):
 
 def test_commands_run_where_kernels_are_interpreted():
     """Triton was imported before the variable was looked at: a traceback."""
-    command = [sys.executable, "-m", "liger_hw", "info", "--json"]
+    command = [sys.executable, "-m", "liger_hw", "explain", "rms_norm", "--device", "cpu", "--shape", "8x64"]
     done = subprocess.run(command, env={**os.environ, "LIGER_HW_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {row["runs"] for row in json.loads(done.stdout)["ops"] if row["device"] == "cpu"} == {"kernel"}
+    assert ": taken" in done.stdout and "would be taken" not in done.stdout, "its kernels run"
 
 
 def test_a_full_output_is_one_line():
@@ -145,12 +145,6 @@ def test_info_json(capsys):
     assert {"version", "distributions", "warning"} <= set(facts["triton"])
     cpu = next(device for device in facts["devices"] if device["device"] == "cpu")
     assert cpu["backend"] == "cpu" and cpu["target"]["arch"] == "cpu"
-    shown = {(row["op"], row["workload"]) for row in facts["ops"] if row["device"] == "cpu"}
-    assert shown == {(op.name, name) for op in registry.ops().values() for name in op.workloads}
-    for row in facts["ops"]:
-        assert row["layer"] in registry.LAYERS
-        assert row["provenance"]["kind"]
-        assert row["config"]["num_warps"] >= 1
 
 
 def test_info_says_what_the_cpu_runs(capsys):

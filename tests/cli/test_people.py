@@ -118,12 +118,6 @@ def test_a_lock_files_check_takes_nothing_of_what_a_lock_file_is_made_from(capsy
     assert (code, out) == (2, "") and err.endswith(f"and takes no {more[0]}\n")
 
 
-def test_a_bench_shows_what_it_measured_where_its_files_cannot_be_written(capsys, tmp_path):
-    words = ("bench", "relu_squared", "--device", "cpu", "--against", "torch", "--repeats", "1", "--sizes", "8x64")
-    code, out, err = said(capsys, *words, "--json", str(tmp_path))
-    assert code == 2 and "relu_squared  8x64" in out and str(tmp_path) in err.splitlines()[-1]
-
-
 def test_a_cache_under_a_file_is_named(clean_registry, capsys, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "file" / "cache"))
