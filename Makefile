@@ -31,7 +31,7 @@ help:
 	@echo "make clean   remove $(VENV)"
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py $(DEMO)
+	$(BIN)/python benchmarks/demo.py $(DEMO)
 
 check: lint
 	PYTHON=$(BIN)/python bash ci/test.sh check kernels

@@ -53,7 +53,7 @@ for lane in "${lanes[@]}"; do
         transformers4)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/transformers4
             [ -d "$overlay" ] || { echo "ci/test.sh: lane transformers4 needs $overlay; run make install" >&2; exit 2; }
-            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m "cpu$chosen" tests/transformers tests/examples/test_demo.py)
+            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m "cpu$chosen" tests/transformers tests/bench/test_demo.py)
             [ -z "$chosen" ] || command+=("${alike[@]/#/--ignore=tests/transformers/test_}")
             ;;
         trl)

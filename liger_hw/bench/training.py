@@ -2,7 +2,7 @@
 
 Every arm starts from the same weights (checked, see `Run.start`), sees the same windows of the same text in the same
 order and takes the same optimizer steps, so that two arms may differ only by what was patched in before the model was
-built, and by what its linears are. `liger-hw bench e2e` and `float8` and examples/demo.py are made of this.
+built, and by what its linears are. `liger-hw bench e2e` and `float8` and benchmarks/demo.py are made of this.
 """
 
 from __future__ import annotations

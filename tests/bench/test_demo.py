@@ -1,14 +1,12 @@
-"""examples/demo.py: it trains, it tells, and it fails when a kernel is wrong."""
+"""benchmarks/demo.py: it trains, it tells, and it fails when a kernel is wrong."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
 
+import demo as script
 import pytest
 import torch
 
@@ -17,10 +15,6 @@ from liger_hw.bench.training import Original, Run
 
 pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
-_spec = importlib.util.spec_from_file_location("demo", Path(__file__).resolve().parents[2] / "examples" / "demo.py")
-program = importlib.util.module_from_spec(_spec)
-sys.modules["demo"] = program  # where dataclasses look for it
-_spec.loader.exec_module(program)
 
 
 @pytest.fixture
@@ -30,7 +24,7 @@ def demo(tmp_path, capsys):
     def run(*argv: str) -> tuple[int, str, str]:
         words = ["--size", "tiny", "--device", "cpu", "--steps", "4", "--out", str(tmp_path), *argv]
         try:
-            code = program.main(words)
+            code = script.main(words)
         except SystemExit as stop:
             code = stop.code
         captured = capsys.readouterr()
@@ -131,31 +125,29 @@ def _run(losses: list[float], grad: float = 1.0, start: float = 0.0) -> Run:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_tolerance_is_the_limit(dtype):
     base = _run([5.0] * 10)
-    limit = program.allowed(dtype, 9, 5.0)
-    assert not program.compare(base, _run([5.0] * 9 + [5.0 + 0.9 * limit]), dtype).problems
-    assert program.compare(base, _run([5.0] * 9 + [5.0 + 1.1 * limit]), dtype).problems
+    limit = script.allowed(dtype, 9, 5.0)
+    assert not script.compare(base, _run([5.0] * 9 + [5.0 + 0.9 * limit]), dtype).problems
+    assert script.compare(base, _run([5.0] * 9 + [5.0 + 1.1 * limit]), dtype).problems
 
 
 def test_the_tolerance_grows_with_steps_and_dtype():
-    assert (
-        program.allowed("float32", 0, 5.0) < program.allowed("float32", 50, 5.0) < program.allowed("bfloat16", 0, 5.0)
-    )
-    assert program.allowed("bfloat16", 29, 5.0) < 0.05  # 30 steps in bf16: within 1%
+    assert script.allowed("float32", 0, 5.0) < script.allowed("float32", 50, 5.0) < script.allowed("bfloat16", 0, 5.0)
+    assert script.allowed("bfloat16", 29, 5.0) < 0.05  # 30 steps in bf16: within 1%
 
 
 def test_other_reasons_to_fail():
     base = _run([5.0, 4.0])
-    assert "same weights" in program.compare(base, _run([5.0, 4.0], start=1.0), "float32").problems[0]
-    assert "first gradient of w" in program.compare(base, _run([5.0, 4.0], grad=1.001), "float32").problems[0]
-    assert program.compare(base, _run([5.0, math.nan]), "float32").problems
-    assert program.compare(base, _run([5.0, 4.0], grad=math.nan), "float32").problems
+    assert "same weights" in script.compare(base, _run([5.0, 4.0], start=1.0), "float32").problems[0]
+    assert "first gradient of w" in script.compare(base, _run([5.0, 4.0], grad=1.001), "float32").problems[0]
+    assert script.compare(base, _run([5.0, math.nan]), "float32").problems
+    assert script.compare(base, _run([5.0, 4.0], grad=math.nan), "float32").problems
     more = Run([5.0, 4.0], {"w": 1.0, "v": 1.0}, 0.0, [1.0], 1, None)
-    assert "gradient for v" in program.compare(base, more, "float32").problems[0]
+    assert "gradient for v" in script.compare(base, more, "float32").problems[0]
 
 
 def test_steps_past_the_judged_ones_are_not_judged():
-    base = [5.0] * (program.JUDGED_STEPS + 1)
-    assert not program.compare(_run(base), _run(base[:-1] + [9.0]), "float32").problems
+    base = [5.0] * (script.JUDGED_STEPS + 1)
+    assert not script.compare(_run(base), _run(base[:-1] + [9.0]), "float32").problems
 
 
 # -- text and arguments ----------------------------------------------------------------------------------------------

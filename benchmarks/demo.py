@@ -1,7 +1,7 @@
 """The same small Mistral trained twice on real text, before and after one line, and compared.
 
-    python examples/demo.py                      or: make demo
-    python examples/demo.py --interpret          the real kernels on a CPU, in Triton's interpreter
+    python benchmarks/demo.py                    or: make demo
+    python benchmarks/demo.py --interpret        the real kernels on a CPU, in Triton's interpreter
 
 Ends with 0 when the curves agree within what the dtype's rounding explains, and with 1 when they do not. `--out` gets
 demo.json, with every number. `liger-hw bench e2e` trains real sizes.
@@ -32,6 +32,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SIZES = {
     "tiny": {"hidden": 64, "layers": 2, "batch": 2, "seq": 48, "steps": 12},
