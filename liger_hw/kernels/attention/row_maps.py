@@ -10,9 +10,8 @@ rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... Both k
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 
 then constexpr flags, and the plan's BLOCK_SIZE, ROWS, STAGES and others. The flags of the first kernel are ONE_TILE
-(every program has one tile, so that no loop needs to stand before its load), NARROW (the row's fp32 copy would take
-more than a quarter of the registers) and VECTOR; the second kernel takes VECTOR alone. Backward's kernels take SPARSE
-before.
+(every program has one tile and no loop), NARROW (the tile's fp32 copy would take more than a quarter of the registers)
+and VECTOR; the second kernel takes VECTOR alone. In backward SPARSE is the first flag of both.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _row_map_bwd_kernel(
 
 @triton.jit
 def lane_sums(x, LANES: tl.constexpr):
-    """[LANES] sums of the neighbours in a block that one thread loads at once: what is left takes few registers."""
+    """[LANES] sums, each of the adjacent elements of one thread's vector load: accumulators in few registers."""
     return tl.sum(tl.reshape(x, [LANES, x.shape[0] // LANES]), axis=1)
 
 
@@ -170,7 +169,7 @@ _WIDEST_TILE = 32768
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Whole rows, several programs a multiprocessor; wide fp32 rows one, that has its next row in flight.
+    """Whole rows, several programs a multiprocessor; for wide fp32 rows one program, that prefetches its next row.
 
     Rows whose fp32 copies would spill go in tiles of at most 32 KiB, by as many warps as there may be, so that the
     second sweep follows soon and finds the row in L2. While all rows fit the device at once, each has a program of its
@@ -213,10 +212,10 @@ def _misfit(config: LaunchConfig, key: Key) -> str | None:
 def row_map(
     op: str, kernels: tuple[Any, Any], reference: Callable[..., Any], bwd_reference: Callable[..., Any], *, sparse: bool
 ) -> tuple[Tunable, Tunable, Any, Any]:
-    """The tunables `<op>.fwd` of these kernels and `<op>.bwd`, and the operators `<op>_fwd(x) -> y` and
-    `<op>_bwd(dy, y) -> dx`.
+    """The tunables `<op>.fwd` and `<op>.bwd`, and the operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`.
 
-    bwd_reference: the latter in torch; sparse: which weights backward has, see the top of this file
+    kernels: the two forward kernels; reference, bwd_reference: the operators in torch
+    sparse: whether backward has sparsemax's weights, see the top of this file
     """
 
     def tunable(variant: str, kernels: tuple[Any, Any], tensors: int) -> Tunable:

@@ -1,9 +1,9 @@
 """Sums of rows by index: dW[r] = the sum of dy[i] over the i whose index is r. The gradient of an embedding's table.
 
-Sums are fp32, rounded once, in the order of i whatever the timing. One kernel sums chunks of the sorted i, a second
-joins the sums of rows that span chunks. A row that occurs once and one that fills the batch cost alike, and there are
-no atomics. Later programs of the first kernel write zeros to the rows that no index names, while its sums wait
-for memory. Up to MOST_UNSORTED indices take one launch without a sort: every program reads all indices.
+Sums are fp32, added in the order of i, without atomics (deterministic), and rounded once. One kernel sums chunks of the
+sorted indices, a second joins the sums of rows that span chunks: the cost does not depend on how often an index occurs.
+The first kernel's last programs write zeros to the rows without an index, while the others wait for memory.
+Up to MOST_UNSORTED indices take one launch without a sort: every program reads all indices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_UNSORTED = 64
 
 @triton.jit
 def _zero_rows(DW_ptr, rows, is_zero, n_cols, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Write zeros to the rows of dW, of ROWS, that `is_zero` marks."""
+    """Write zeros to the rows of dW that `is_zero` marks; rows, is_zero: [ROWS]."""
     for start in range(0, n_cols, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
         out = DW_ptr + rows[:, None] * n_cols + cols[None, :]
@@ -99,14 +99,14 @@ def _embedding_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The first n_sums programs sum, the others write zeros: what waits longest begins first.
+    """The first n_sums programs sum, the others write zeros: the slowest programs start first.
 
-    A summing program has BLOCK_SIZE columns of one chunk of the sorted tokens, and reads GROUP tokens at a time. Rows
-    that lie wholly in the chunk are stored in dW, or with ACCUMULATE added to it. The sum of a row that began in an
-    earlier chunk goes to Earlier[chunk], of one that goes on in a later chunk to Later[chunk], both [n_chunks, n_cols]
-    fp32; a row that does both counts as the former.
+    A summing program has BLOCK_SIZE columns of one chunk of the sorted tokens, and reads GROUP tokens at a time. Sums
+    of rows of dW whose tokens all lie in the chunk are stored in dW, or with ACCUMULATE added to it. The sum of a row
+    that began in an earlier chunk goes to Earlier[chunk], even if it goes on in a later one. If a row begins here and
+    goes on, its sum goes to Later[chunk]. Both are [n_chunks, n_cols] fp32.
 
-    Of the others each has ROWS rows of dW, and clears those that no token names: the sorted tokens are bisected.
+    Each other program takes ROWS rows of dW and zeros those without a token, by bisecting the sorted tokens.
     top: the largest power of two that is at most n_tokens.
     """
     program = tl.program_id(0)
@@ -147,7 +147,7 @@ def _embedding_bwd_kernel(
                     tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
                 else:
                     tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
-                # rare; the branch spares the others a change of layout
+                # a branch, because this is rare: masked stores alone would convert the layout of every token's sum
                 if has_gradient & (ends | last) & ((ends & began_here) == 0):
                     tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
                     tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)
@@ -190,7 +190,7 @@ def _embedding_join_kernel(
     following = tl.load(Sorted_ptr + end, mask=end < n_tokens, other=-2).to(tl.int64)
     began = end - CHUNK
     before = tl.load(Sorted_ptr + began - 1, mask=began > 0, other=-1).to(tl.int64)
-    began_here = (began == 0) | (before != row)  # or after the chunk's first place, which `before` differs from as well
+    began_here = (began == 0) | (before != row)  # tokens are sorted, so this holds for a row that begins mid-chunk too
     if (row == following) & began_here & (row >= 0) & (row < n_rows) & (row != padding_idx):
         cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         col_mask = cols < n_cols
@@ -248,8 +248,8 @@ def _unsorted_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Chunks of 16 tokens, 8 elements a thread: short enough to fill the device with a small batch. Of more than 8192
-    tokens chunks of 64, which leave a quarter of the sums of a frequent row to join.
+    """Chunks of 16 tokens, 8 elements a thread: short enough to fill the device with a small batch. Above 8192 tokens
+    chunks of 64, so that a frequent row has a quarter as many sums to join.
 
     16384 elements of zeros a program, in at most 8 rows where rows are long: each row takes registers of its own.
     """
@@ -268,7 +268,7 @@ def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _join_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """As many sums at once as 4096 tokens of one row leave in a few rounds: a round waits for memory."""
+    """32 chunk sums a round, as each round waits for memory: 4096 tokens of one row take 8 rounds."""
     block = min(key[0], 256)
     return LaunchConfig({"BLOCK_M": 32, "BLOCK_SIZE": block}, target.warps(32 * block, 32, 8))
 
@@ -311,7 +311,7 @@ def sum_rows(
     (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
     key = row_key(n_tokens, n_cols, dy.itemsize)
 
-    # Each launch is repeated alone where its configuration fails: what the first one added must not be added again.
+    # Each launch has its own fallback: where only the second fails, what the first added must not be added again.
 
     def sum_chunks() -> tuple[int, torch.Tensor]:
         """(tokens of a chunk, sums [2, n_chunks, n_cols] of rows that span chunks)."""

@@ -1,11 +1,11 @@
-"""Quantisation to FP8, and the transposed copy that the products of a backward want.
+"""Quantisation to FP8, and the transposed copy that the GEMMs of backward need.
 
 Three operators on matrices [n_rows, n_cols], each of which reads its input once:
     rows        data and scale of every row, from one read; data has its columns rounded up to 16
     cast        data with one scale that is known, or scales alone (for one scale of a whole matrix)
-    transposed  [n_cols, n_rows rounded up to 16]: of FP8 as it is or times a factor of each row, or of a wider matrix
-                times one factor
-What is rounded up is filled with zeros, which add nothing to a product.
+    transposed  [n_cols, n_rows rounded up to 16] in FP8: of FP8 data, unchanged or times a factor of each row, or of
+                fp32, fp16 or bf16 data times one factor
+The padding is filled with zeros, which add nothing to a product.
 FP8 times a power of two that is at most 1 is exact unless it underflows.
 """
 
@@ -37,7 +37,7 @@ def magnitude_bits(x):
 @triton.jit
 def scale_bits(largest, LARGEST: tl.constexpr):
     """The scale, as bits, for magnitudes of at most `largest` (bits); LARGEST: the format's largest number, as bits."""
-    UP: tl.constexpr = 0x7FFFFF - (LARGEST & 0x7FFFFF)  # carries into the exponent what is beyond LARGEST's mantissa
+    UP: tl.constexpr = 0x7FFFFF - (LARGEST & 0x7FFFFF)  # adding it raises the exponent if the mantissa is > LARGEST's
     EXPONENT: tl.constexpr = (LARGEST & 0x7F800000) - 0x3F800000
     scale = ((largest + UP) & 0x7F800000) - EXPONENT
     scale = tl.maximum(scale, 0x0D800000)  # 2^-100
@@ -139,8 +139,7 @@ def _float8_transposed_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One tile of ROWS rows and BLOCK_SIZE columns a program. FACTOR_ptr: [n_rows] or [1], or None for bytes as they
-    are."""
+    """One tile of ROWS rows and BLOCK_SIZE columns a program. FACTOR_ptr: [n_rows] or [1], or None to copy FP8."""
     wait_for_previous(DEPENDENT)
     tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     pid = tl.program_id(0).to(tl.int64)
@@ -167,7 +166,7 @@ def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _key(n_rows: int, n_in: int, n_out: int, itemsize: int) -> Key:
-    """The key of x among what a linear quantises; of weights and gradients the launchers take `row_key` too."""
+    """For a linear's input [n_rows, n_in]; the launchers take `row_key` of weights and gradients too."""
     return row_key(n_rows, n_in, itemsize)
 
 
@@ -191,7 +190,7 @@ TRANSPOSED = Tunable(
 
 
 def _launch_rows(x, scale, has_data, has_scales, format):
-    """[data, scale], of which a caller may leave one out."""
+    """(data, scales), None for the one that is not wanted."""
     x, dtype = row_major(x), float8_dtype(x.device, format)
     n_rows, n_cols = x.shape
     width = aligned(n_cols)
@@ -221,7 +220,7 @@ def _transposed(x, factor, format):
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in fp32; fp64 stays, which the references round nowhere."""
+    """x in fp32; fp64 stays fp64: the references do not round it."""
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.dtype.itemsize > 1 else x.float()
 
 
@@ -253,7 +252,7 @@ def transposed_reference(x, factor, format):
 
 
 def _transposed_fake(x, factor, format):
-    """The reference's slices would fix symbolic sizes."""
+    """Not the reference itself: its slices would specialise symbolic sizes."""
     keeps_dtype = factor is None or x.dtype is torch.float64
     dtype = x.dtype if keeps_dtype else float8_dtype(x.device, format)
     return x.new_empty((x.shape[1], aligned(x.shape[0])), dtype=dtype)
@@ -287,7 +286,7 @@ float8_transposed = define(
 
 
 def quantized(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
-    """A matrix in FP8, with a scale of each row or one of all."""
+    """A matrix in FP8, with one scale for each row or one for all."""
     if rowwise:
         return Float8Rows(*float8_rows(x, format))
     scale = float8_scales(x, format)
@@ -303,7 +302,7 @@ def liger_quantize_float8(
     X: [n_rows, n_cols] in fp32, fp16 or bf16. scaling: `row`, a scale for each row from one read of X, or `tensor`, one
     for all from two reads. format: `e4m3` or `e5m2`, in the dtype that X's device has for it.
     transposed: also return data transposed, [n_cols rounded up to 16, n_rows rounded up to 16], as products that sum
-    over rows want it; it has the same scales, and is made of the FP8 bytes. For a scale for each column give X.t().
+    over rows need it: the same FP8 values with the same scales. For a scale for each column give X.t().
     Returns `Float8Rows(data, scale)`. A row with an infinity or NaN has the scale NaN.
     Raises `ValueError` for other arguments, and where the device has no FP8.
     """

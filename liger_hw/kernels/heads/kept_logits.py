@@ -7,17 +7,17 @@ either kept or computed again, which is a fourth GEMM beside the head's three. T
   logits of `hidden` rows are of its size. They wait in its memory, cut into slices of the vocabulary. Each slice [slab,
   width] is contiguous; slice i lies where the gradient of slice i + 1 will be, and the last one in a buffer of its own,
   the tail. Backward turns every slice into its gradient and sums dx. Then it writes dweight of slice 0, whose place
-  holds nothing; of slice 1 over the logits of slice 0, which are done with; and so on.
-- Of the rest, the rows after the slab, as many as memory allows, in a buffer of their own.
+  holds nothing; of slice 1 over the logits of slice 0, which are no longer needed; and so on.
+- The rest, the rows after the slab: as many of them as memory allows are kept in a buffer of their own.
 
-The rest is one group of rows or two (`rest_groups`). A group that is kept whole is one chunk. For another, backward
-goes through slices of the vocabulary in the tail's memory, where the logits that were not kept are computed again. So
-whatever the memory, the weight's gradient is rounded twice, or three times with more than 3 x hidden rows.
+The rest is one group of rows or two (`rest_groups`). A group that is kept whole is one chunk. For any other, backward
+takes one slice of the vocabulary after the other, and computes the logits that were not kept again in the tail's
+memory. So the weight's gradient is always rounded twice, or three times with more than 3 x hidden rows.
 
 With up to half as many rows as the hidden size there is no slab: all logits are in a buffer of their own, which is
 smaller.
 
-dx over slices is summed in fp32: where the gradient of slice 0 will be while the slab is under way, if it fits there.
+dx is summed over slices in fp32; the slab's sum lies where the gradient of slice 0 will be, if it fits there.
 
 Memory. With LIGER_HW_LOSS_MEMORY_MIB set, as many rows of the rest are kept as fit beside everything else. Unset, kept
 rows, tail and fp32 sums take at most SPARE of the weight gradient's memory.
@@ -53,7 +53,7 @@ SLICE_STEP = 128
 MIN_SLICE_WIDTH = 2048
 SPARE = 9 / 8
 MAX_SLABS = 5
-"""Most slabs of rows; with more rows too few logits would be kept, and chunks are better."""
+"""Most rows, in slabs; with more rows too few logits would be kept, and chunks are better."""
 _FORWARD_ROWS = 4096
 """Chunk size for rows whose logits are not kept."""
 _IGNORED, _OUTSIDE = -1, -2
@@ -74,7 +74,7 @@ class KeepPlan(NamedTuple):
     rest: int
 
     def allocate(self, x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> KeptLogits:
-        """Uninitialised memory for it; rows of the rest are multiples of `tile`."""
+        """Uninitialised memory for this plan; the rest has a multiple of `tile` rows."""
         shape = weight.shape if self.slab else (0,)
         waiting = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         rest = logits_memory(x, cdiv(self.rest, tile) * tile if tile else self.rest, padded(weight.shape[0]))
@@ -138,7 +138,7 @@ def _slab_slices(vocab: int, width: int) -> Slices:
 
 
 def _rest_slices(vocab: int, most: int) -> Slices:
-    """Slices of at most `most` columns, about equally many."""
+    """Slices of at most `most` columns, of about equal width."""
     width = min(most, cdiv(cdiv(vocab, cdiv(vocab, most)), SLICE_STEP) * SLICE_STEP)
     return [(start, min(start + width, vocab)) for start in range(0, vocab, width)]
 
@@ -167,7 +167,8 @@ def _slab_logits(kept: KeptLogits) -> tuple[Slices, list[torch.Tensor]]:
 def _targets_by_slice(target: torch.Tensor, ignore_index: int, slices: Slices) -> tuple[torch.Tensor, torch.Tensor]:
     """([slices, n_rows] the targets as columns of each slice, [slices, n_rows] whether they are in it).
 
-    A row whose target is in another slice has column 0, which then counts for nothing; other rows _IGNORED or _OUTSIDE.
+    A row whose target is in another slice has column 0, for callers to give coefficient 0. An ignored target is
+    _IGNORED, one outside the vocabulary _OUTSIDE.
     """
     y, width, vocab = target.long(), slices[0][1], slices[-1][1]
     number = torch.arange(len(slices), device=y.device)[:, None]
@@ -194,8 +195,8 @@ def keeping_forward(
 ) -> None:
     """Fills `out` with the results of all rows, and `kept`.
 
-    Rows are read whole. Rows of the slab and rows that are not kept pass through the memory of the rest before the
-    rest is there, or through a buffer; the slab's are copied from it into their slices.
+    The logits of the slab, and those that are not kept, are computed first: in the rest's memory, or in a buffer if
+    that is too small. The slab's are copied from there into their slices.
 
     tile: rows of every product (`linear_head.tile_logits`), 0: as many as fit
     options, bias, plain: as in `row_log_probs`
@@ -258,7 +259,7 @@ def keeping_backward(
     dweight = kept.waiting if slab else torch.empty((vocab, hidden), dtype=weight.dtype, device=x.device)
     sums = torch.zeros(vocab, dtype=saved.lse.dtype, device=x.device) if needs.dbias else None
 
-    def take_in(dlogits: torch.Tensor, rows: slice, columns: slice, first: bool) -> None:
+    def add_dweight(dlogits: torch.Tensor, rows: slice, columns: slice, first: bool) -> None:
         dweight_of(dlogits, x[rows], dweight[columns], first)
         if sums is not None:
             sums[columns] += dlogits.sum(0, dtype=sums.dtype)
@@ -287,7 +288,7 @@ def keeping_backward(
         _round_into(dx, rows, total)
         del total
         for columns, dlogits in zip(slices, slab_logits):
-            take_in(dlogits, rows, slice(*columns), True)
+            add_dweight(dlogits, rows, slice(*columns), True)
     kept_rows = min(kept.rest.shape[0], n_rows - slab)
     for start, stop in rest_groups(n_rows, slab):
         rows, n_kept = slice(start, stop), min(max(slab + kept_rows - start, 0), stop - start)
@@ -297,7 +298,7 @@ def keeping_backward(
             _gradients(logits, target, saved, dlogp, options, bias=bias, row_start=start, plain=plain, **coefs)
             if dx is not None:
                 dx_of(logits, weight, dx[rows], True)
-            take_in(logits, rows, slice(None), not slab)
+            add_dweight(logits, rows, slice(None), not slab)
             continue
         slices = _rest_slices(vocab, kept.tail.numel() // (stop - start) // 16 * 16)
         targets, here = _targets_by_slice(target[rows], ignore_index, slices)
@@ -316,14 +317,14 @@ def keeping_backward(
             _gradients(logits[:, part], *row, dlogits=dlogits[:n_kept], **how)
             if total is not None:
                 dx_of(dlogits, weight[part], total, i == 0)
-            take_in(dlogits, rows, part, False)
+            add_dweight(dlogits, rows, part, False)
         _round_into(dx, rows, total)
         del total
     return dx, dweight, sums
 
 
 def _dx_sum(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Where dx of some rows is summed over slices: in place, or, of 16 bits, in fp32, in `free` memory if it fits."""
+    """Where dx of `rows` is summed over slices: in place, or for 16-bit dx in fp32, in `free` memory if it fits."""
     into = dx if dx is None else dx[rows]
     if into is None or into.dtype.itemsize > 2:
         return into
@@ -333,7 +334,7 @@ def _dx_sum(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = No
 
 
 def _round_into(dx: torch.Tensor | None, rows: slice, total: torch.Tensor | None) -> None:
-    """The sum of `_dx_sum` into dx, where it was not made in place."""
+    """Copy the sum of `_dx_sum` into dx, unless it was computed in place."""
     if total is not None and total.dtype != dx.dtype:
         dx[rows] = total
 
@@ -344,8 +345,8 @@ def _select(results: LogProbs, which: slice) -> LogProbs:
 
 
 def _gradients(*args: Any, **options: Any) -> None:
-    """`row_log_prob_gradients`, which writes over logits, repeated alone where its configuration fails.
+    """`row_log_prob_gradients` with a fallback of its own, since it overwrites logits.
 
-    Repeating the whole backward would take logits that are gradients already for logits.
+    Repeating the whole backward would read gradients as logits.
     """
     with_fallback(partial(row_log_prob_gradients, *args, **options))()

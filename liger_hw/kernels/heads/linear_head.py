@@ -1,4 +1,4 @@
-"""The linear head under a loss: logits = x @ weight^T in chunks of rows, and the gradients that come back from theirs.
+"""The linear head below a loss: logits = x @ weight^T in chunks of rows, and gradients of x and weight from dlogits.
 
     x [n_rows, hidden], weight [vocab, hidden], dlogits [chunk, vocab]: dx = dlogits @ weight, dweight += dlogits^T @ x
 
@@ -13,8 +13,8 @@ loss says what happens between them:
     dx, dweight, dbias = grads.results(bias)
 
 What the body leaves in `logits` is the gradient that goes into `grads`; without gradients only the first GEMM runs.
-Tensors of one value a row (target, losses) are whole: a row kernel adds `row_start` to its row. The row kernel adds the
-bias, in fp32; the bias's gradient is the column sum of dlogits.
+Tensors of one value a row (target, losses) are passed whole: a row kernel adds `row_start` to its row. The row kernel
+adds the bias, in fp32; the bias's gradient is the column sum of dlogits.
 
 A loss with a teacher gives `second=(x2, weight2)` and gets that head's logits too, in a buffer of their own. `order`
 sweeps the rows in another order, or some of them only: row i of the sweep is row order[i] of x.
@@ -61,9 +61,9 @@ MAX_PLAIN_CHUNKS = 2
 MAX_CHUNKS = 4
 MAX_CHUNKS_WITH_TARGETS = 8
 MIN_SPLIT_VOCAB = 1024
-"""An odd vocabulary below this size is multiplied in one product: too many rows would have their target in the rest."""
+"""A vocabulary below this size is one product even if unaligned: too many rows' targets would be in the rest."""
 MIN_PART = 256
-"""Rows of fp32 logits that are computed at a time, at least: a GEMM of fewer rows only waits for the weight."""
+"""Rows of fp32 logits that are computed at a time, at least: a GEMM of fewer rows is bound by reading the weight."""
 _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
 
@@ -168,12 +168,12 @@ def plan_groups(
 def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: torch.device, world: int = 1) -> Chunks:
     """Chunks of any rows for a head whose vocabulary is shared out between ranks.
 
-    All ranks must come to the same chunks, and none knows how many columns another has, so the budget is a share of the
-    weight's gradient, in which the columns cancel: a chunk's logits take as much memory, or MIN_ROWS rows'.
+    All ranks must choose the same chunks, though none knows the other ranks' column counts. So a chunk has `hidden`
+    rows, which makes its logits as large as the rank's weight gradient for any number of columns, or MIN_ROWS if more.
     Smaller chunks are slower by 3% to 5%: smaller products, and more calls of the host.
     LIGER_HW_LOSS_MEMORY_MIB is not read. The rules for precision are the same as in `plan_chunks` with targets.
 
-    world: a multiple of which every chunk has rows
+    world: ranks; the number of rows of every chunk is a multiple of it
     """
     most = MAX_CHUNKS_WITH_TARGETS if itemsize == 2 and not wide else n_rows
     rows = max(2 * MIN_ROWS if wide else MIN_ROWS, hidden // STEP * STEP)
@@ -198,14 +198,14 @@ def borrow_gradient_memory(chunks: Chunks, hidden: int, vocab: int, device: torc
 
 
 def padded(columns: int) -> int:
-    """Elements from one row of a logits buffer to the next: a multiple of 16, so that odd vocabularies load as wide."""
+    """Row stride of a logits buffer, in elements: a multiple of 16, so that vector loads work for any vocabulary."""
     return cdiv(columns, 16) * 16
 
 
 def divide(n_rows: int, rows: int, device: torch.device | None = None) -> tuple[tuple[int, int], ...]:
     """(start, stop) of chunks of at most `rows` rows, multiples of STEP but for the last.
 
-    Tall chunks have an even number of steps where the device's GEMM library wants it; others are shared out evenly.
+    Tall chunks have an even number of steps where the device's GEMM library wants it; other chunks are of equal size.
     """
     return _divided(n_rows, rows, min(STEP, rows), _even_above(device))
 
@@ -268,16 +268,16 @@ class Needs(NamedTuple):
 
 
 class HeadGradients:
-    """The gradients of one head, filled chunk by chunk by `sweep`; None for one that is not needed.
+    """The gradients of one head, filled chunk by chunk by `sweep`; attributes that are not needed stay None.
 
-    dx [n_rows, hidden], zero in rows that no chunk has; dweight [vocab, hidden], in fp32 where the chunks are `wide`;
+    dx [n_rows, hidden], zero in rows that no chunk covers; dweight [vocab, hidden], fp32 where the chunks are `wide`;
     dbias [vocab], accumulated in fp32 (fp64 for fp64).
 
     needs: which of x, weight and bias have a gradient
     targets: [rows of the sweep], in its order: the columns whose entries are accumulated separately
     (`head_targets.py`).
         Any column gives the right sum; a column outside the vocabulary has no entry.
-    plain: in torch, without kernels
+    plain: accumulate the targets' entries with torch operations, without Triton kernels
     """
 
     def __init__(
@@ -305,8 +305,7 @@ class HeadGradients:
     def add(
         self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int
     ) -> None:
-        """Take in the gradient of the logits of x, which are rows `start`.. of the sweep and `rows` of the whole
-        input."""
+        """Add a chunk's share, from dlogits and x of the chunk: rows `start`... of the sweep, `rows` of the input."""
         if self.dx is not None:
             self.add_dx(dlogits, weight, rows, start)
         if self.dbias is not None:
@@ -317,7 +316,7 @@ class HeadGradients:
             dweight_of(dlogits, x, self.dweight, start == 0)
 
     def add_dx(self, dlogits: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int) -> None:
-        """The first product of `add`, of the same arguments."""
+        """Only dx of what `add` does, with the same arguments."""
         if isinstance(rows, slice):
             dx_of(dlogits, weight, self.dx[rows], True)
         else:
@@ -326,7 +325,7 @@ class HeadGradients:
             self.dx.index_copy_(0, rows, part)
 
     def finish(self, x: torch.Tensor, order: torch.Tensor | None, buffer: torch.Tensor) -> None:
-        """After the last chunk; the logits' buffer may be overwritten."""
+        """Call after the last chunk; `buffer`, the logits', serves as scratch memory."""
         if self._entries is not None:
             scratch = buffer.view(-1).view(torch.float32) if buffer.shape[1] % 16 == 0 else None
             self._entries.restore(self.dweight, x, order, scratch)
@@ -342,7 +341,7 @@ class HeadGradients:
 
 
 def reference_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A head's logits in plain differentiable torch, rounded to x's dtype before the bias; with one in fp32 or fp64."""
+    """A head's logits in differentiable torch, rounded to x's dtype; a bias is added after that, in fp32 or fp64."""
     logits = F.linear(x, weight)
     if bias is None:
         return logits
@@ -392,7 +391,7 @@ def scale_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """A whole backward: `scale_gradient` of every gradient that a forward saved; None where not needed."""
     kept = graph_is_kept()
-    nan = float("nan")  # of sums over entries of both signs infinity makes nan, which a product with it would not
+    nan = float("nan")  # inf times terms of both signs sums to nan, but inf times their saved sum would be inf
     grad_output = torch.nan_to_num(grad_output, nan=nan, posinf=nan, neginf=nan)
     return tuple(scale_gradient(g, grad_output, stats, kept) if w else None for g, w in zip(grads, needs))
 
@@ -500,7 +499,7 @@ def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
-    """The same at the beginning of a tensor that is there already."""
+    """Logits [rows, vocab] with padded rows, at the beginning of `memory`."""
     stride = padded(vocab)
     buffer = memory.view(-1)[: rows * stride].view(rows, stride)
     if vocab % 16:
@@ -509,7 +508,7 @@ def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
 
 
 def _fp32_logits_in(memory: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two fp32 buffers of logits [rows, vocab] in a tensor that is there already, of as many rows as there is room."""
+    """Two fp32 buffers of logits [rows, vocab] in the bytes of `memory`, with as many rows as fit."""
     stride, flat = padded(vocab), memory.view(-1)
     flat = flat[: flat.numel() // 2 * 2].view(torch.float32)
     rows = flat.numel() // (2 * stride)
@@ -559,7 +558,7 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
 
 
 def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: bool) -> None:
-    """dx = dlogits @ weight, or dx += it where not first.
+    """dx = dlogits @ weight if first, else dx += dlogits @ weight.
 
     The unaligned rest comes first: its sum is rounded once more, and is small but for rows whose target is in it.
     """
@@ -569,7 +568,7 @@ def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: 
 
 
 def dweight_of(dlogits: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, first: bool) -> None:
-    """dweight = dlogits^T @ x, or dweight += it where not first."""
+    """dweight = dlogits^T @ x if first, else dweight += dlogits^T @ x."""
     for columns in _columns_of(dlogits):
         add_product(dweight[columns], dlogits[:, columns].t(), x, first)
 
@@ -585,7 +584,7 @@ def _is_unsupported(error: Exception) -> bool:
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
-    """out = a @ b, or out += a @ b where not first, in out's dtype: the operands' own, or fp32."""
+    """out = a @ b if first, else out += a @ b; out has the operands' dtype or is fp32."""
     if type(out) is not torch.Tensor:
         return  # fake tensors (autotune/compile_ahead.py), for which torch has no out_dtype
     if out.dtype == a.dtype:

@@ -4,8 +4,8 @@
 
 x is zero before a sequence, and before the document that seq_idx [batch, tokens] says token t belongs to. A forward
 kernel reads each tile once from memory, and its earlier tokens again from the cache. A backward kernel walks over the
-tokens of BLOCK_R runs at once, with the last four tokens of x and of the convolution's gradient in registers: each is
-read once, and the gradient of token t - 3 is complete when token t is known.
+tokens of BLOCK_R runs of BLOCK_L tokens at once, with the last four tokens of x and of the convolution's gradient in
+registers: each is read once, and the gradient of token t - 3 is complete when token t is known.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _short_conv_bwd_kernel(
     u1, i1 = _product(BCX_ptr, Idx_ptr, row, first - 1, n_tokens, n_cols, cols)
     u2, i2 = _product(BCX_ptr, Idx_ptr, row, first - 2, n_tokens, n_cols, cols)
     u3, i3 = _product(BCX_ptr, Idx_ptr, row, first - 3, n_tokens, n_cols, cols)
-    # what d begins with reaches no store; begun alike, Triton 3.6 and 3.7 fold d2 and d3 to what they begin with
+    # d1 to d3 start with values that reach no store, three different ones: Triton 3.6 and 3.7 would fold equal ones
     d1, d2, d3 = u1, u2, u3
     dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     dw1, dw2, dw3 = dw0, dw0, dw0
@@ -127,7 +127,7 @@ def _short_conv_bwd_kernel(
         u1_, u2_ = within(u1, i0, i1, Idx_ptr, 1, TAPS), within(u2, i0, i2, Idx_ptr, 2, TAPS)
         u3_ = within(u3, i0, i3, Idx_ptr, 3, TAPS)
         dc = dy * (w0 * u0 + w1 * u1_ + w2 * u2_ + w3 * u3_)
-        is_counted = step < BLOCK_L  # selects products: the next run's tokens may be infinite
+        is_counted = step < BLOCK_L  # masks products, not factors: the next run's tokens may be infinite
         at = DBCX_ptr + (row + t)[:, None] * (3 * n_cols) + n_cols + cols[None, :]
         tl.store(at, dc.to(DBCX_ptr.dtype.element_ty), mask=(t < n_tokens)[:, None] & col_mask[None, :] & is_counted)
         d0 = dy * c.to(tl.float32)

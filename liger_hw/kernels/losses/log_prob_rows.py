@@ -17,7 +17,7 @@ few torch operations on [n_rows] tensors between the two launches, and never see
 A loss that needs every row's logp before any slope (of a sequence that spans chunks) sweeps twice: first without
 gradients, then through `row_log_prob_gradients` alone. Rows whose target is ignore_index have logp, entropy and
 gradient of exactly zero; their lse and logit_sum come from their logits when logit_sum is computed, else they are zero.
-A target out of range gives nan in its row; `launch_stats` of the cross entropies has the assertion.
+A target out of range gives nan in its row, without the assertion that the cross entropies have.
 
 Everything is computed in fp32. The first launch reads a row once, the second reads it and writes the gradient.
 """
@@ -75,8 +75,8 @@ def _log_prob_rows_kernel(
 ):
     """One program a row of a chunk that begins at row `row_start` of the targets and results.
 
-    The two floats stand before the integers: after them, LLVM in Triton 3.8.0 dies of their load on gfx942 and gfx950
-    ("Use not jointly dominated by defs" in its machine scheduler, which shrinks a scalar load that it rematerialises).
+    The two floats come before the integers: in the other order LLVM of Triton 3.8.0 crashes on gfx942 and gfx950 ("Use
+    not jointly dominated by defs" in its machine scheduler, which shrinks a scalar load that it rematerialises).
     """
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
@@ -194,9 +194,9 @@ HEAD_DIMS = ("n_rows", "hidden", "vocab")
 
 
 def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """As the cross entropies', but nothing is worth keeping.
+    """The cross entropies' tiles without a cache hint, as no row is read again.
 
-    Of wide rows smaller tiles in four stages, where shared memory has room for eight programs'.
+    Wide rows take smaller tiles in four stages where shared memory holds eight programs' tiles.
     """
     config, tile, stages = rows_heuristic(target, key), 4096, 4
     if key[0] > 2 * tile and 8 * (stages - 1) * tile * key[1] <= target.shared_memory:
@@ -318,7 +318,7 @@ def row_log_prob_gradients(
 ) -> None:
     """d loss / d logits into `dlogits`, or over the logits themselves; arguments as in `row_log_probs`.
 
-    saved: what that filled; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
+    saved: its `out`; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
     [n_rows] on the device (the latter needs saved.entropy); softmax_coef: the factor of softmax(x), coef where None;
     smoothing_term: added to every logit's gradient (label smoothing).
     """

@@ -2,9 +2,8 @@
 
     h = (x - mean) * rstd,  y = h * (offset + w) + b,  mean and rstd of each row
 
-RMS norms have no mean; x may be x + residual. Statistics are fp32: rstd [n_rows], or with SUBTRACT_MEAN mean and rstd
-[2, n_rows]. modulated_rms_norm has kernels of its own, from the same functions: its rows come in groups, and its factor
-is a tile.
+RMS norms have no mean; with a residual, x is x + residual. Statistics are fp32: rstd [n_rows], or with SUBTRACT_MEAN
+mean and rstd [2, n_rows]. modulated_rms_norm has kernels of its own, made of the same device functions.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from ..rows.row import align_down, row_pad
 from ..rows.tuning import fwd_heuristic, fwd_space, row_tunable
 
 _WIDEST = 65536
-"""Columns the forward of an RMS norm holds in half precision, where it keeps the row narrow."""
+"""Widest row that an RMS norm's forward holds in registers, where it stays in 16 bits (`keep_narrow`)."""
 LLAMA, GEMMA, NONE = 0, 1, 2
-"""CASTING: h is rounded to x's dtype before the product (llama), or nothing is rounded but y, to x's dtype (gemma) or
-to the promoted one (none)."""
+"""CASTING: llama rounds h to x's dtype before the product with w. The others round only y: gemma to x's dtype, none to
+the promoted dtype of x and w."""
 
 
 @triton.jit
@@ -117,8 +116,8 @@ def _norm_by_tiles(
 ):
     """`_norm_fwd_kernel` for rows that are wider than a program holds: they are read twice, the second time from cache.
 
-    Each position of a tile has a running mean of its own, and the sum of squared deviations from it: the variance of a
-    row is then exact however far its mean is from zero.
+    Welford's algorithm: each position of a tile has a running mean, and the sum of squared deviations from it, so that
+    the variance of a row is accurate however far its mean is from zero.
     """
     DTYPE: tl.constexpr = X_ptr.dtype.element_ty
     positions = tl.arange(0, BLOCK_SIZE)
@@ -140,13 +139,13 @@ def _norm_by_tiles(
             squares += squared(x)
     mean = None
     if SUBTRACT_MEAN:
-        count = ((n_cols - positions + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # of a position's values
+        count = ((n_cols - positions + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values at a position
         mean = row_sums(running_mean * count, None) / n_cols
         apart = running_mean - as_column(mean)
         squares = squares + count * apart * apart
     rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
     tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-    for tile in range(tiles):  # backwards: what was read last is nearest
+    for tile in range(tiles):  # backwards: what was read last is still in cache
         cols = (tiles - 1 - tile) * BLOCK_SIZE + positions
         exist = cols < n_cols
         mask = tile_mask(row_mask, exist)
@@ -189,7 +188,7 @@ def _norm_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program, in one block or two (BLOCK_2), VECTOR apart; wider rows in tiles of columns.
+    """ROWS rows a program, VECTOR rows apart, in one block of columns or two (BLOCK_2); wider rows in tiles.
 
     R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr, B_ptr, offset may be None.
     LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and
@@ -202,7 +201,7 @@ def _norm_fwd_kernel(
         rows = tile_rows(pid, ROWS, VECTOR)
         row_mask = rows < n_rows
     if WHOLE_ROW:
-        # wide rows load W and B after the reductions, and stay narrow across them: registers do not hold all of it
+        # wide rows load W and B after the reductions, and stay in 16 bits across them: registers do not hold it all
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
         NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
         pad = row_pad(pid * n_cols, VECTOR)
@@ -215,7 +214,7 @@ def _norm_fwd_kernel(
             w_2 = load_columns(W_ptr, cols_2, exist_2, pad)
             b_2 = load_columns(B_ptr, cols_2, exist_2, pad)
         n_tiles = tile_count(n_rows, ROWS, VECTOR)
-        start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
+        start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # one turn compiles to no loop
         for turn in tl.range(start, end, step, num_stages=STAGES):
             if LOOP:
                 rows = tile_rows(turn, ROWS, VECTOR)

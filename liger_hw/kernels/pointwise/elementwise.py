@@ -34,7 +34,7 @@ def activation(x, KIND: tl.constexpr):
         value = tl.where(x <= 0.0, 0.0, x * x)
         slope = 2.0 * x
     else:
-        if KIND == "gelu_tanh":  # 1.59577 = 2 sqrt(2 / pi), 0.0713548 = 0.044715 of it
+        if KIND == "gelu_tanh":  # 1.59577 = 2 sqrt(2 / pi), 0.0713548 = 0.044715 times that
             share = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282052533 * x * x))
             density = share * (1.0 - share) * (1.5957691216057308 + 0.21406443846157598 * x * x)
         else:
@@ -47,10 +47,10 @@ def activation(x, KIND: tl.constexpr):
 
 @triton.jit
 def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, columns, mask of what exists, whether all of it does) of this program.
+    """(row, columns, mask, whether the mask is true everywhere) of this program.
 
     TILES: tiles of a row, 0 where rows lie end to end and count as one. It is a constexpr because a division by a
-    number of the launch is slow. WIDTH: columns of a tile. A program takes BLOCK_SIZE // WIDTH rows, one tile of each.
+    runtime argument is slow. WIDTH: columns of a tile. A program takes BLOCK_SIZE // WIDTH rows, one tile of each.
     """
     pid = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_SIZE)
@@ -119,7 +119,7 @@ def _activation_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) where b_offset is None (and B_ptr and the multipliers).
+    """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) where b_offset, B_ptr and the multipliers are None.
 
     B_ptr None: b lies b_offset elements behind a in its row. IS_SCALED: a multiplier is not 1. SPLIT: see
     `launch_activation`.
@@ -212,7 +212,7 @@ def _activation_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The gradients of the forward kernel's inputs, with its conventions; D_row_stride None: n_cols."""
+    """da and db; arguments as in the forward kernel. D_row_stride: of DA and DB, None for n_cols."""
     wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
     row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
@@ -332,8 +332,8 @@ def launch_activation(
 ) -> None:
     """Launch the tunable's kernel over n_elements elements in rows of n_cols.
 
-    tensors, strides: as the kernel takes them, None where the op has none. The kernel is SPLIT, with code of
-    its own for tiles without masks, where an odd column count would narrow masked accesses.
+    tensors, strides: as the kernel takes them, None where the op has none. With a column count that is no multiple of
+    16, masks would narrow the accesses: the kernel is then SPLIT, with unmasked code for tiles inside a row.
     """
     if not n_elements:
         return
@@ -354,7 +354,7 @@ def launch_activation(
 
 
 def _launch_gated(tunable: Tunable, dc: tuple, inputs: tuple, outputs: tuple, kind: str, *multipliers: float) -> None:
-    """Launch over a and b, or over one tensor whose rows hold both. dc: (), or in backward its one gradient."""
+    """Launch over a and b, or over one tensor whose rows hold both. dc: (dc,) in backward, () in forward."""
     spaced = [evenly_spaced(t) for t in (*dc, *inputs)]
     tensors, strides = [t for t, _ in spaced], [stride for _, stride in spaced]
     n_cols, b_offset = inputs[0].shape[-1], 0

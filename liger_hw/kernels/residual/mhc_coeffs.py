@@ -9,8 +9,9 @@ sinkhorn divides columns by their sums plus sinkhorn_eps; then, tmax - 1 times, 
 
 Sums are fp32. In half precision the gradient of x @ phi is rounded to x's dtype before it is multiplied.
 Saved for backward: x, phi, b, the alphas, h_res, mix, 1 / sqrt(...), and the sums that Sinkhorn divided by.
-Backward: Sinkhorn's steps are undone by multiplying with their sums, and each passes its gradient g of k = a / s on as
-(g - sum(g * k)) / s. Then softmax and sigmoid, dx = dz @ phi^T - x * rstd^2 * mean-weighted dot, dphi = x^T @ dz.
+Backward undoes each Sinkhorn step k = a / s as a = k * s, and the gradient g of k becomes a's, (g - sum(g * k)) / s.
+Then softmax and sigmoid; dz = dmix * rstd, dphi = x^T @ dz,
+dx = dz @ phi^T - x * rstd^2 * sum(dmix * mix) / (n_streams * n_cols).
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880
 """
@@ -88,7 +89,7 @@ def mhc_coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_f
 
 @triton.jit
 def _operands(a, b):
-    """Both as they are where one dtype of 16 bits serves both, else both in fp32."""
+    """Both unchanged if they have the same 16-bit dtype, else both in fp32."""
     if a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16:
         return a, b
     else:
@@ -147,7 +148,7 @@ def _mhc_project_bwd_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = dz @ phi^T - shrink * x, and a share of dphi = x^T @ dz, for BLOCK_K columns of n_steps tiles of tokens."""
+    """dx = dz @ phi^T - shrink * x, and a partial sum of dphi = x^T @ dz: BLOCK_K columns of n_steps token tiles."""
     inner = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     outs = tl.arange(0, MIX)[None, :]
     phi_at = inner.to(tl.int64)[:, None] * n_mix + outs
@@ -172,8 +173,8 @@ def _mhc_project_bwd_kernel(
 
 @triton.jit
 def _places(tile, n_rows, n_streams, TOKENS: tl.constexpr, STREAMS: tl.constexpr):
-    """Of a tile of tokens: offsets of a row of streams [TOKENS, STREAMS] and of a matrix [TOKENS, STREAMS, STREAMS] in
-    tensors of their own, and which of them exist."""
+    """A tile's token indices, then offsets and mask [TOKENS, STREAMS] in a tensor [n_rows, n_streams], and offsets and
+    mask [TOKENS, STREAMS, STREAMS] in a tensor [n_rows, n_streams, n_streams]."""
     tokens = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)
     streams = tl.arange(0, STREAMS)
     line = tokens[:, None] * n_streams + streams[None, :]
@@ -184,7 +185,7 @@ def _places(tile, n_rows, n_streams, TOKENS: tl.constexpr, STREAMS: tl.constexpr
 
 @triton.jit
 def _logits(Mix_ptr, B_ptr, Alpha_ptr, at, group_at, mask):
-    """(mix, alpha * mix + b): at, group_at: offsets in the token's row and in b."""
+    """(mix, alpha * mix + b); at: offsets in Mix, group_at: offsets in b."""
     mix = tl.load(Mix_ptr + at, mask=mask, other=0.0)
     alpha = tl.load(Alpha_ptr).to(tl.float32)
     return mix, alpha * mix + tl.load(B_ptr + group_at, mask=mask, other=0.0).to(tl.float32)
@@ -192,7 +193,7 @@ def _logits(Mix_ptr, B_ptr, Alpha_ptr, at, group_at, mask):
 
 @triton.jit
 def _softmax(logits, mask):
-    """Over the last axis; zeros where nothing exists."""
+    """Over the last axis; zeros where the mask is false."""
     top = tl.max(tl.where(mask, logits, -float("inf")), axis=2)
     top = tl.where(top == -float("inf"), 0.0, top)
     weights = tl.where(mask, tl.exp(logits - top[:, :, None]), 0.0)
@@ -220,7 +221,7 @@ def _mhc_sinkhorn_fwd_kernel(
     STREAMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Sums_ptr [n_rows, 2 * tmax - 1, n_streams]: what each step divided by, from which the backward goes back."""
+    """Sums_ptr [n_rows, 2 * tmax - 1, n_streams]: each step's divisors, with which the backward undoes the step."""
     tokens, line, line_mask, square, mask = _places(tl.program_id(0), n_rows, n_streams, TOKENS, STREAMS)
     streams = tl.arange(0, STREAMS)
     n_mix = n_streams * (n_streams + 2)
@@ -270,10 +271,10 @@ def _mhc_sinkhorn_bwd_kernel(
     STREAMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """dz, the gradient of x @ phi, and shrink: x gets -shrink * x. Program p takes the tiles p, p + programs, ...
+    """dz, the gradient of x @ phi, and `_mhc_project_bwd_kernel`'s shrink. Program p takes tiles p, p + programs, ...
 
-    inner_inverse: 1 / (n_streams * n_cols). Partial_ptr [programs, 2 * n_mix]: this program's share of db, and of
-    logits' gradients times mix, whose sums are the gradients of alpha.
+    inner_inverse: 1 / (n_streams * n_cols). Partial_ptr [programs, 2 * n_mix]: this program's partial sums of db, and
+    of the logits' gradients times mix, which add up to the gradients of the alphas.
     """
     streams = tl.arange(0, STREAMS)
     n_mix = n_streams * (n_streams + 2)
@@ -346,7 +347,7 @@ def _key(n_tokens, n_streams, n_cols, itemsize):
 
 
 def _project_config(target, key, tokens, inner, stages, ctas=0):
-    """Tiles whose stages fit into shared memory; products of fp32 are made of registers."""
+    """Tiles whose stages fit into shared memory; small unpipelined ones for fp32, whose products use registers only."""
     columns = next_power_of_2(max(16, key[1] * (key[1] + 2)))
     if key[3] > 2:
         tokens, inner, stages = 16, 32, 1
@@ -368,7 +369,7 @@ def _project_space(ctas):
 
 
 def _sinkhorn_heuristic(target, key):
-    """A row of a matrix a thread, of which the backward has six copies."""
+    """One row of h_res a thread: the backward has six tensors of that size in registers."""
     tokens = max(1, min(64, 512 // key[1] ** 2))
     return LaunchConfig({"TOKENS": tokens}, target.warps(tokens * key[1] ** 2, 4, 4), 1, 4)
 

@@ -1,21 +1,20 @@
-"""Core of the rotary embeddings: reference, tunables, launcher, operator and autograd of all that turn pairs by angles.
+"""Core of the rotary embeddings: reference, tunables, launcher, operator and autograd of ops that rotate pairs.
 
-A pair (x1, x2) turns to (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); backward is the transposed rotation. An op is a `Form`:
-how its pairs and its angles lie. Pairs, in the input and in the output:
+A pair (x1, x2) becomes (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); backward is the transposed rotation. An op is a `Form`:
+the layouts of its pairs and of its angles. Pairs, in the input and in the output:
     halves   x1 = x[i], x2 = x[i + h]        i < h = rotary_dim // 2
     pairs    x1 = x[2i], x2 = x[2i + 1]
 Angles:
     SHARED   cos1 = cos2 = cos[i]            one angle a pair
     HALVES   cos1 = cos[i], cos2 = cos[i + h]
     PAIRS    cos1 = cos[2i], cos2 = cos[2i + 1]
-    COMPLEX  cos1 = cos2 = freqs[2i], sin1 = sin2 = freqs[2i + 1], from complex numbers seen as real ones
+    COMPLEX  cos1 = cos2 = freqs[2i], sin1 = sin2 = freqs[2i + 1], from torch.view_as_real of complex numbers
 Sections: the angles have a plane for each of three position axes. Column i < section_0 takes plane 0, i < section_1
 plane 1, the rest plane 2.
 
 Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (head_axis 1) or [B, T, heads, D] (head_axis 2), of any strides
-(read in place while the last dimension is contiguous); columns from rotary_dim on pass through. Arithmetic in fp32,
-rounded once. Output: new dense tensors, with heads and tokens in memory in the input's order, so that what follows sees
-the layout it knows.
+(read in place while the last dimension is contiguous); columns from rotary_dim on are copied. Arithmetic in fp32,
+rounded once. Output: new dense tensors, with heads and tokens in memory in the input's order.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _split(t, half, is_pairs):
 
 
 def _one_plane(t, half, section_0, section_1):
-    """[3, B, T, width] -> [B, T, width], each column of the plane its section names."""
+    """[3, B, T, width] -> [B, T, width], each column from its section's plane."""
     column = torch.arange(t.shape[-1], device=t.device) % half
     plane = (column >= section_0).long() + (column >= section_1).long()
     return t.gather(0, plane.expand(1, *t.shape[1:]))[0]
@@ -95,10 +94,10 @@ def rotary_key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_di
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """One warp and 32 bytes of q a thread, of at least the heads that share one of k: few registers, many programs.
+    """32 bytes of q a thread in one warp, or more if q heads that share a k head need it: few registers, many programs.
 
-    Small launches take 16 bytes a thread, in four warps or, the smallest, one. Tiles that the head width does not fill
-    take 64 bytes a thread.
+    Small launches take 16 bytes a thread in four warps, the smallest in one. Head widths that are no power of two leave
+    threads idle and take 64 bytes a thread.
     """
     q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
     width = next_power_of_2(head_dim)
@@ -201,7 +200,7 @@ def heads_inside(x: torch.Tensor, head_axis: int) -> bool:
 
 
 class Geometry(NamedTuple):
-    """What of a launch follows from shapes and strides alone."""
+    """The part of a launch that depends only on shapes and strides."""
 
     tokens: int
     key: tuple[int, ...]  # of `rotary_key`, less the bytes an element
@@ -217,9 +216,9 @@ def geometry_of(
     """The geometry of q, k (shape None without a k) and cos.
 
     Where sequences share their angles and a token has at most `by_position` heads of q and k, batch and token change
-    places: programs take one position of every sequence, then the next, and cos and sin of a position come from memory
-    once. In the usual order they come again for every sequence, since what lies between evicts them. Of many heads the
-    angles are too small a part of what is read to make up for jumping from sequence to sequence.
+    places: programs take one position of every sequence, then the next, so that cos and sin of a position are read from
+    memory once. In the usual order the cache has lost them when the next sequence begins. With many heads the angles
+    are too small a part of the traffic to make up for the jumps between sequences.
     """
     token_axis = 3 - head_axis
     batch, seq_len, n_q_heads, head_dim = q_shape[0], q_shape[token_axis], q_shape[head_axis], q_shape[3]
@@ -276,7 +275,7 @@ class Rotary:
     The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, the op's `Form`,
     backward): cos [1 or B, T, width], with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]. by_position: see
     `geometry_of`; heads_first: see `_rotary_kernel`; flat: heads whose width is even and no power of two go through
-    `_flat_rotary_kernel`, which takes halves with HALVES or SHARED, or pairs, in and out, with COMPLEX
+    `_flat_rotary_kernel`, which takes halves with HALVES or SHARED angles, or pairs in and out with COMPLEX ones
     """
 
     def __init__(self, op: str, by_position: int = 0, heads_first: bool = True, flat: bool = False) -> None:
@@ -315,9 +314,8 @@ class Rotary:
     def _numbers(self, geometry: Geometry, plan: Plan, flags: tuple, plane_stride: int) -> tuple:
         """Kernel, grid, flags and runtime numbers of a launch.
 
-        Batches have a grid axis of their own where that leaves few programs' tokens idle. Every head loads its angles
-        where a thread holds at most 8 elements of q: it then has what it needs, and nothing passes through shared
-        memory.
+        Batches have a grid axis of their own where that pads a sequence by at most a sixteenth. Every head loads its
+        angles where a thread holds at most 8 elements of q, which avoids a broadcast through shared memory.
         """
         if self.flat and _is_flat(plan.key):
             return self._flat_numbers(geometry, plan, flags)
@@ -375,8 +373,8 @@ class Rotary:
 class RotaryFunction(Function):
     """Autograd of a rotary op on (q, k, cos, sin or None, rotary_dim, unsqueeze_dim, form).
 
-    core: the op's `Rotary`; is_cheap: the outputs are offered for recomputation, which holds where q and k are computed
-    again as well, as after a QK norm
+    core: the op's `Rotary`; is_cheap: the outputs are offered for recomputation, which works where q and k are
+    recomputed too, as after a QK norm
     """
 
     core: ClassVar[Rotary]
@@ -449,14 +447,14 @@ def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
     return dense_like(q, head_axis, q_inside), q.new_empty(0) if k is None else dense_like(k, head_axis, k_inside)
 
 
-# -- what ops check and sample alike ---------------------------------------------------------------------------------
+# -- checks and samples that ops share -------------------------------------------------------------------------------
 
 SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
-"""Test sizes: widths and heads that are no power of two, one token too few, one of everything."""
+"""Test sizes: head widths and counts that are no power of two, a partial tile of tokens, one head."""
 
 
 def check_no_gradient(op: str, *angles: torch.Tensor) -> None:
-    """Raise where an angle tensor asks for a gradient: it gets none."""
+    """Raise if an angle tensor requires a gradient, which these ops do not compute."""
     if torch.is_grad_enabled() and any([t.requires_grad for t in angles]):
         check(False, op, "the angles get no gradient; pass them detached")
 
