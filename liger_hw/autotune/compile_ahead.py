@@ -1,4 +1,4 @@
-"""The kernels of a model's first step, or of an op's first call, compiled several at once.
+"""Parallel compilation of the kernels of a model's first step, or of an op's first call.
 
 Left alone, a first step compiles one kernel after the other, when each is first launched: with empty caches that takes
 seconds. So during the first training forward of a patched model every new call of an op is run on fake tensors before
@@ -158,7 +158,7 @@ def run_on_fakes(function: Any, args: tuple) -> None:
 
 
 class _BeginsBackward(torch.autograd.Function):
-    """A scalar, of which backward is called without a gradient: for one that it is given torch imports sympy."""
+    """A scalar to call backward() on without a gradient argument, for which torch would import sympy (slow)."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The text form of a table: what ships with the package, what the user cache, a lock file and an exported table hold.
+"""The text format of tables: shipped with the package, in the user cache, in lock files and exported.
 
 One JSON object with a header and a list of entries, one line an entry, sorted by (op, variant, key), so that a changed
 configuration is a one-line diff:
@@ -25,7 +25,7 @@ from ..ops import Entry, Key
 SCHEMA = 2
 """What is written. Schema 1 is read too, as in lock files: it has no versions of kernels, so each counts as 1."""
 TABLE_BYTES = 32 << 20
-"""The most that a table, a user cache's file or a lock file may have to be read."""
+"""Largest table, user cache file or lock file that is read."""
 Name = tuple[str, str, Key]
 """(op, variant, key)"""
 Line = tuple[Name, Entry]

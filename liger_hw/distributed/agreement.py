@@ -6,8 +6,8 @@ Two ranks whose caches differ would launch differently tuned kernels: another or
 `sync` gives every rank rank 0's tables, then compares a digest of all that decides a launch. A patched causal LM calls
 it by itself before its first training step among several ranks (`at_first_step`).
 
-What ranks tell each other goes through the store that `init_process_group` made, as JSON. So nothing here comes between
-the collectives of the training, no GPU is waited for, and a rank that does not answer is known by its number.
+Ranks exchange JSON through the store of `init_process_group`. So `sync` adds no collective to the training's, waits for
+no GPU, and can name a rank that does not answer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ log = logging.getLogger("liger_hw")
 _LINGER = 10.0
 """Seconds for which a rank that has read every answer waits for the others to have read them: it may hold the store."""
 _stepped: Any = None
-"""The store of the process group that needs no comparison any more: its ranks agree, or are not to be compared."""
+"""The store of a process group that `at_first_step` is done with: its ranks agree, or need no comparison."""
 
 
 def sync(group: Any = None, device: torch.device | str | None = None, seconds: float | None = None) -> str:
-    """Answer from rank 0's tables on every rank of `group`, and return the digest they agree on.
+    """Use rank 0's tables on every rank of `group`, and return the digest that they agree on.
 
     device: this rank's device (default: the current accelerator, or the CPU). Every rank of the group must call it.
     seconds: how long to wait for the other ranks; default LIGER_HW_SYNC_SECONDS.

@@ -3,9 +3,9 @@
     config = liger_hw.kernel_config()
     model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=config)
 
-`REPOSITORY` is the folder that `kernels.LocalLayerRepository` takes; `liger-hw hub` prints it. `LAYERS` says which of
-its layers stand for which name of transformers. Which one computes what a class or function does is found as a patch
-finds it, by running it (transformers/probing/).
+`REPOSITORY` is the folder that `kernels.LocalLayerRepository` takes; `liger-hw hub` prints it. `LAYERS` lists, for each
+name that transformers registers, the layers that may replace it. As in a patch, running the class or function shows
+which of them computes the same (transformers/probing/).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def kernel_config(model: nn.Module | None = None) -> KernelConfig:
     Pass it as `kernel_config` to `from_pretrained(..., use_kernels=True)`, or a live model to this function and the
     result to `model.set_use_kernels(True, config)`. Without a model, layers are chosen when transformers applies the
     configuration to one. `config.kernel_mapping` shows the choice.
-    Differs from a plain `KernelConfig` of transformers 5.24 in two things. Its mapping is for training and for
-    inference: a plain one is for the mode of the moment, and `from_pretrained` ends in inference. It serves every
-    device, also one that the model is moved to later, and the CPU.
+    It differs from a plain `KernelConfig` of transformers 5.24 in two things. Its mapping is for training and for
+    inference; a plain one is only for the mode of the model, which `from_pretrained` leaves in inference. It serves
+    every device that the model is moved to later, and the CPU.
     Raises `ImportError` when transformers or kernels is missing or too old, and `ValueError` for a model without any
     layer that liger_hw has.
     """

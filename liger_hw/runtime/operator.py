@@ -89,10 +89,10 @@ def define(
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
-    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`recording.py`)
+    launcher: runs the Triton kernels, the same ones for all arguments of one layout (`recording.py`)
     reference: the same results in plain torch
-    derivative_of: in place of a fake where none is named, and of a reference, the forward operator of a backward one
-    (`derivative.py`); a reference beside it gives the forward's results from the backward's arguments
+    derivative_of: for a backward operator, its forward operator, from which the reference and, unless named, the fake
+    are derived (`derivative.py`); a reference beside it gives the forward's results from the backward's arguments
     shapes: what the tensors must be, in the words of `checks.Shapes`; checked in every way that the operator is called
     misfit: an error for arguments that pass `shapes` but still do not fit, or ""
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
@@ -202,10 +202,9 @@ def define(
 
 
 class _Numbers:
-    """How a NamedTuple of numbers stands in an operator's schema: each of its fields is an argument.
+    """How a NamedTuple of numbers appears in an operator's schema: each of its fields is an argument.
 
-    A field is an int, float, bool or str, a tuple[float, ...], or another such NamedTuple, whose fields stand in its
-    place.
+    A field is an int, float, bool or str, a tuple[float, ...], or another such NamedTuple, which is flattened.
     """
 
     def __init__(self, kind: type) -> None:
@@ -219,7 +218,7 @@ class _Numbers:
         )
 
     def numbers_of(self, call: Any) -> Iterable[Any]:
-        """The numbers of a call, in the order of the schema."""
+        """The NamedTuple `call` flattened, in the order of the schema."""
         if self.is_flat:
             return call
         numbers: list[Any] = []
@@ -231,13 +230,13 @@ class _Numbers:
         return numbers
 
     def call_of(self, numbers: Iterator[Any]) -> Any:
-        """The call that has these numbers."""
+        """The NamedTuple with these numbers: the inverse of `numbers_of`."""
         if self.is_flat:
             return self.kind(*islice(numbers, len(self.inner)))
         return self.kind(*(next(numbers) if inner is None else inner.call_of(numbers) for inner in self.inner))
 
     def taking_call(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """The operator, as a function whose last argument is the call."""
+        """The operator, as a function whose last argument is the NamedTuple."""
 
         def with_call(*args: Any) -> Any:
             return operator(*args[:-1], *self.numbers_of(args[-1]))
@@ -247,7 +246,7 @@ class _Numbers:
         return with_call
 
     def taking_numbers(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:
-        """`run`, whose last argument after `n_others` is the call, as a function of its numbers."""
+        """`run`, which takes `n_others` arguments and the NamedTuple, as a function of its flattened numbers."""
 
         def with_numbers(*args: Any) -> Any:
             return run(*args[:n_others], self.call_of(iter(args[n_others:])))
@@ -259,7 +258,7 @@ _NUMBERS = {"float": float, "int": int, "bool": bool}
 
 
 def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference, whose results a caller may change in place although a reshape made them."""
+    """The reference, whose results are never views, so that a caller may change them in place."""
 
     def without_view(result: Any) -> Any:
         return no_view(result) if isinstance(result, torch.Tensor) and result._is_view() else result
@@ -327,7 +326,7 @@ def _refuse_transforms(what: str) -> NoReturn:
 
 
 def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """When a configuration fails to compile or launch, quarantine it and let the next layer answer."""
+    """The launcher, run again with the next layer's configuration where one fails and is quarantined."""
 
     def run(*args: Any) -> Any:
         while True:
@@ -351,12 +350,12 @@ _USUAL = NO_TENSORS | TENSORS
 class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
 
-    torch asks every argument whether it is a tensor, which for a number or a name takes long. A call with DTensors goes
-    by `sharding`, the Function's rule (sharding.py); without a rule the call is refused.
+    torch's own is slow because it tests every argument for being a tensor, numbers and names too. A call with DTensors
+    follows `sharding`, the Function's rule (sharding.py); without a rule the call is refused.
 
     It takes the arguments of an op's public function, which has checked the options; operators check the tensors.
     A Function checks nothing: under torch.compile an error raised in `forward` reaches the user as an internal error of
-    torch. Code written for Liger calls classes of its own (`compat/functions.py`).
+    torch. Code written for Liger calls other classes (`compat/functions.py`).
     """
 
     sharding: ClassVar[RowsRule | RotaryRule | LossRule | None] = None
@@ -418,13 +417,13 @@ class OperatorFunction(Function):
                      " -> (Tensor dX, Tensor dW)", ...)
 
     The Function takes the forward operator's arguments and returns the results whose gradients backward takes (`dY`),
-    which come first. Backward takes these gradients, then what is saved of the forward's arguments and results by the
-    names that they have there: tensors, then numbers. `needs_params`, if present, is last: whether an argument in
-    `params` needs a gradient. Each result of backward, `d<argument>`, is that argument's gradient; `dA_dB` holds the
-    gradients of A and of B behind one another, or only A's without a B.
+    which come first. Backward's other arguments have the names of arguments and results of forward, which are saved
+    for it: tensors, then numbers. `needs_params`, if present, is last: whether an argument in `params` needs a
+    gradient. Each result of backward, `d<argument>`, is that argument's gradient; `dA_dB` is the gradients of A and B
+    concatenated, or only A's without a B.
 
     in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
-    then takes one more argument, `owned`: whether the caller made the inputs for this call and looks at them no more.
+    then takes one more argument, `owned`: whether the caller created the inputs for this call and reads them no more.
     is_cheap: the outputs are offered for recomputation (`recompute/recipes.py`)
     """
 

@@ -1,9 +1,8 @@
 """Recording a call of an operator for `launch.replay`: what it allocates, launches with which tensors, and returns.
 
-Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back),
-a tensor that is neither an argument nor allocated there, or a launch that went through Triton, and the layout is left
-to the launcher for good. Of an operator that does more, parts that do no more can be recorded by themselves
-(`repeated`).
+Only a call that did nothing else is recorded. After any other operator of torch (a copy, a product, a value read back),
+a tensor that is neither an argument nor allocated there, or a launch that went through Triton, the layout always runs
+the launcher. Parts of a launcher that does more can be recorded by themselves (`repeated`).
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_check(args: tuple) -> None:
-    """Parts of launchers get what fits."""
+    """Parts of launchers need no check: their caller has checked its arguments."""
 
 
 def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[dict, tuple, tuple], Any]:
-    """What makes a call of `launcher`, and keeps in the cache what it did, or that it cannot be kept."""
+    """A function that calls `launcher` and stores in the cache the recording of that call, or REFUSED."""
 
     def record(cache: dict, key: tuple, args: tuple) -> Any:
         # one object for each argument, though the caller may have passed one tensor as two

@@ -1,7 +1,7 @@
-"""The logits in the outputs of a patched model that has not computed them: a `torch.Tensor` for whatever takes tensors.
+"""The logits in a patched model's output, as a `torch.Tensor` subclass that computes them when they are read.
 
-Inside the model's forward the logits are `DeferredLogits` (deferred.py). What leaves it is an `OutputLogits`: of the
-shape, dtype and device that the logits will have, and with their place in the autograd graph, but without memory.
+Inside the model's forward the logits are `DeferredLogits` (deferred.py). It returns an `OutputLogits`, which has the
+shape, dtype and device that the logits will have, and their place in the autograd graph, but no memory.
 
 A call from Python (`__torch_function__`) is recorded if `DeferredLogits` records it; any other computes the logits
 and gets them as a plain tensor. A call from C++ (a collective, an `autograd.Function`, TorchScript) sees a tensor, and

@@ -1,8 +1,8 @@
-"""What stands in the place of a forward: a kernel on a module's own weights, under guards (`guarded`).
+"""Forwards that a patch puts in place: a kernel on a module's own weights, under guards (`guarded`).
 
-A match is found by running one module; probing/ says which of the replacements below computes what that does. A class
-patch then serves every instance of the class, and a module may change after it was patched, so the replacement checks
-its guards at every call and runs the original forward where one fails.
+probing/ runs one module and picks the replacement below that computes the same. A class patch then serves every
+instance of the class, and a module may change after it was patched, so the replacement checks its guards at every call
+and runs the original forward where one fails.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class Match:
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
     inputs: how many tensors `replacement` takes after the module
     ready: asked (module, input) at every call, beside the guards, whether the match holds then; None if it always does
-    takes: asked at every call whether `replacement` takes the arguments after the input, by name; None if it takes none
+    takes: whether `replacement` accepts a call's further arguments {name: value}; None: it accepts no further ones
     """
 
     kernel: str
@@ -291,8 +291,8 @@ def guarded(
 ) -> Callable:
     """A method that computes `match.replacement` in `original`'s place, with its argument's name.
 
-    of_one_module: it is bound to live modules, and stands for their class's forward, which was `original`. A module may
-    be given another class, or its class another method, which then runs.
+    of_one_module: the method is bound to live modules whose class's forward is `original`. If the module's class, or
+    its class's forward, is replaced later, that one runs.
 
     `original` itself runs for modules that do not meet `guards`, where the match is not ready for the input, where
     `keeps_own_code` says so, for nested tensors, when more or fewer arguments are given than the match takes, and once
@@ -350,7 +350,7 @@ def _forward_of_its_class(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def while_its_class_has(original: Callable, forward: Callable) -> Callable:
-    """A live module's `forward` while `original` is its class's; when the class, or its forward, is another, that."""
+    """A live module's `forward` while its class's forward is `original`; after that, its class's forward."""
 
     @functools.wraps(forward)
     def bound(self, *args, **kwargs):
@@ -419,7 +419,7 @@ def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, ca
 
 
 def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
-    """LayerNorm likewise; `offset` is added to the weight."""
+    """LayerNorm of (module, x), from attributes of these names; `offset` is added to the weight."""
     liger_layer_norm = functional.liger_layer_norm
 
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -436,7 +436,7 @@ def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | floa
 def gated_rms_norm_replacement(
     weight: str, eps: str | float, activation: str, casting_mode: str, norm_before_gate: bool, groups: Any
 ) -> Callable:
-    """Gated RMSNorm of (module, x, gate) likewise."""
+    """Gated RMSNorm of (module, x, gate), from attributes of these names."""
     liger_gated_rms_norm = functional.liger_gated_rms_norm
 
     def replacement(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -447,10 +447,10 @@ def gated_rms_norm_replacement(
     return replacement
 
 
-def takes_what_is_there(
+def weights_fit_kernel(
     weights: tuple[str, ...], eps: str | float, one_dtype: bool, outside_autocast: bool
 ) -> Callable[[Any, torch.Tensor], bool]:
-    """Asked (module, x): whether each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
+    """A check of (module, x): each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
 
     A user may have replaced either since by something else that the module's own code takes. A weight that a
     parametrization computes is not looked up, which would compute it once more.

@@ -91,8 +91,7 @@ class Patch:
     def revert(self) -> bool:
         """Restore the very object that was there; false, with a warning, while another object replaces ours.
 
-        A class's function, which hooks of its instances may hold on to, and one under another wrapper no longer run
-        a kernel from then on.
+        Our function may live on in hooks of instances or under another wrapper: it then runs the original forward.
         """
         restored = self._restore()
         if not restored or isinstance(self.owner, type):
@@ -167,7 +166,7 @@ def _state(module: torch.nn.Module) -> Any:
 
 
 def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
-    """Take every kernel out of a live model or a class of models; how many places were given back.
+    """Take every kernel out of a live model or a class of models; returns how many places were restored.
 
     model: a live model, whichever call patched it, also a deep or an unpickled copy, which no report knows; its classes
     stay patched. Or a class of transformers (`revert(LlamaForCausalLM)`): every call that patched the classes of its
@@ -356,7 +355,7 @@ class PatchReport:
         return f"{text}; {f'left alone: {left}' if left else 'nothing that was recognised is left alone'}."
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """A header, and one row for all places that are alike."""
+        """A header, and one row for each group of places that differ in their path alone."""
         sources = {kernel: config_source(kernel) for kernel in {row.kernel for row in self.rows}}
         groups = Counter((r.part, r.where, r.kernel, r.state, r.variant) for r in self.rows)
         paths = {(r.part, r.where, r.kernel, r.state, r.variant): r.path for r in reversed(self.rows)}  # the first
@@ -374,7 +373,7 @@ class PatchReport:
         return cells
 
     def _others(self) -> list[str]:
-        """Whether packing leaks, what was not looked at, and what was launched besides, by these kernels or others."""
+        """Lines on packing, on modules that were not looked at, and on ops launched that no row names."""
         lines = [self.packing] if self.packing else []
         if self.unnamed:
             classes = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.unnamed).items())

@@ -15,7 +15,7 @@ from ...distributed import owners
 from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
-from ..replacing import gated_rms_norm_replacement, layer_norm_replacement, rms_norm_replacement, takes_what_is_there
+from ..replacing import gated_rms_norm_replacement, layer_norm_replacement, rms_norm_replacement, weights_fit_kernel
 from ..source import EVERYTHING, Facts, open_branch, reads
 from .probe import (
     BATCH,
@@ -102,7 +102,7 @@ class _Variant:
         words = ", ".join(filter(None, (words, f"offset {self.offset:g}" if self.offset else "")))
         used = frozenset(name for name in (self.weight, self.bias, eps) if isinstance(name, str))
         weights = tuple(name for name in (self.weight, self.bias) if name)
-        ready = takes_what_is_there(weights, eps, one_dtype, outside_autocast)
+        ready = weights_fit_kernel(weights, eps, one_dtype, outside_autocast)
         return Match(self.kernel, words, replacement, used=used, ready=ready)
 
 
@@ -144,7 +144,7 @@ class _GatedVariant:
         order = f"{self.activation} {'after' if self.norm_before_gate else 'before'} the norm"
         words = f"{order}, {mode}" + (", in groups" if self.groups.name else "")
         used = frozenset(name for name in (self.weight, eps, self.groups.name) if isinstance(name, str) and name)
-        ready = takes_what_is_there((self.weight,), eps, one_dtype, outside_autocast)
+        ready = weights_fit_kernel((self.weight,), eps, one_dtype, outside_autocast)
         return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready)
 
 
