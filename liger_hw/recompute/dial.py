@@ -99,11 +99,12 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
         if level != "keep" and not scope.left_out and not aside:
             _say_nothing_saved(level, forward, returned)
         return returned
-    if kwargs.get("past_key_values") is not None:
-        recipes.say_once(
-            "a layer that is recomputed cannot fill a cache: past_key_values is None there, as transformers has it"
-        )
-        kwargs = {**kwargs, "past_key_values": None}
+    for name in ("cache", "past_key_values"):  # since transformers 5.24, and before
+        if kwargs.get(name) is not None:
+            recipes.say_once(
+                f"a layer that is recomputed cannot fill a cache: {name} is None there, as transformers has it"
+            )
+            kwargs = {**kwargs, name: None}
     options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # of forward, of its recomputation
     if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
         # transformers' own checkpoint inside this one would compute a layer thrice

@@ -143,7 +143,7 @@ class KeptWeight(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         target = kwargs["out"] if "out" in kwargs else next(iter((*args, *kwargs.values())), None)
-        name = func.__name__
+        name = func.__name__.partition(".")[0]  # torch.ops.aten.add_.Tensor is "add_.Tensor"
         writes = name.endswith("_") and not name.endswith("__") or name.startswith(("__i", "__set")) or "out" in kwargs
         freezes = name in ("__set__", "requires_grad_") and args[-1] is False
         targets = target if isinstance(target, (list, tuple)) else (target,)

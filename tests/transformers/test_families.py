@@ -42,6 +42,8 @@ def _needs(name, class_name):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, class_name):
         pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
+    if class_name == "Llama4ForConditionalGeneration" and transformers.__version__ == "5.24.0":
+        pytest.skip("it reads image_outputs of its text model's output, which has none")
 
 
 @pytest.mark.daily(name=DAILY)

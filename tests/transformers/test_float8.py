@@ -387,6 +387,7 @@ def _writes():
         "data +=": lambda layer: layer.weight.data.__iadd__(ones),
         "data =": lambda layer: setattr(layer.weight, "data", ones),
         "mul_": lambda layer: layer.weight.mul_(2),
+        "torch.ops": lambda layer: torch.ops.aten.mul_.Scalar(layer.weight, 2),
         "_foreach_mul_": lambda layer: torch._foreach_mul_([ones, layer.weight], 2.0),
         "a row": lambda layer: layer.weight.__setitem__(0, 1.0),
         "a view": lambda layer: layer.weight.view(-1)[3:].zero_(),

@@ -56,7 +56,8 @@ def test_both_labels_train_as_they_do_unpatched(class_name):
     pairs = {"labels": labels, "shift_labels": shifted}, {"labels": shifted, "shift_labels": labels}
     try:
         expected = [trained(model, ids, both) for both in pairs]
-    except (RuntimeError, TypeError) as error:  # transformers 4 passes shift_labels on in few families
+    except (RuntimeError, TypeError, AttributeError) as error:
+        # transformers 4 passes shift_labels on in few families; 5.24.0's Llama4ForConditionalGeneration cannot train
         pytest.skip(f"the unpatched model does not train so: {error}")
     with liger_hw.patch(model, **LOSS_ALONE):
         for both, figures in zip(pairs, expected):

@@ -78,7 +78,8 @@ def to_tied_weights(model):
 
 
 def to_an_adapter(model):
-    peft = pytest.importorskip("peft")
+    least = getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", None)
+    peft = pytest.importorskip("peft", least, f"add_adapter wants PEFT {least}")
     torch.manual_seed(5)
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False))
 

@@ -24,7 +24,7 @@ _SCAN, _MASK = "torch_chunk_gated_delta_rule", "apply_mask_to_padding_states"
 _SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "conv_dim", "hidden_size")
 _HIDDEN, _HEADS, _K_DIM = 12, 2, 8
 """Of the probe."""
-_WITH_OWN_CODE = frozenset({"cache_params", "past_key_values", "seq_idx", "cu_seq_lens_q", "cp_context"})
+_WITH_OWN_CODE = frozenset({"cache", "cache_params", "past_key_values", "seq_idx", "cu_seq_lens_q", "cp_context"})
 """Arguments with which a mixer runs its own forward: generation with a cache, and documents packed into a row."""
 
 
