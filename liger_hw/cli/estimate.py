@@ -107,11 +107,11 @@ def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
     if arguments.batch * arguments.seq < 4096:
         notes.append("the host's own time, which sets the pace of small batches")
     if arguments.lora:
-        notes.append("the speed of LoRA, which was timed for liger_hw alone, at 65,536 tokens")
+        notes.append("the speed of LoRA, which was timed for liger_hw alone")
     if model.vocab % 8:
         notes.append("how slow the logits' products are elsewhere, at a vocabulary that is no multiple of 8")
     if model.experts:
-        notes.append("how tokens spread over experts: Mixtral-8x7B's speed, evenly routed, stands for all")
+        notes.append("how tokens spread over experts, evenly here; Mixtral-8x7B's peers stand for all")
     if arguments.gpus > 1:
         notes.append("a link other than NVLink" + ", and more GPUs than the four timed" * (arguments.gpus > 4))
     return notes

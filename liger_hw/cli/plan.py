@@ -42,9 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit")
     add("--shards", type=positive, default=1, help="devices that share the model's state (default 1)")
     add("--engine", help="what shares it: fsdp2 (default), zero1, zero2, zero3")
-    add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)")
+    add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.005 (default 1)")
     lora = f"the same as --trainable {LORA_SHARE}"
     add("--lora", action="store_const", const=LORA_SHARE, dest="trainable", help=lora)
+    adapters = "what LoRA adapters compute in: fp32, as PEFT loads them (default), autocast (default with --autocast), "
+    add("--adapters", help=adapters + "or model, its dtype (autocast_adapter_dtype=False)")
     gpus = "devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)"
     add("--gpus", type=positive, default=1, help=gpus)
     add("--float8", action="store_true", help="linears multiply in FP8 (liger_hw.float8)")
@@ -105,6 +107,7 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
         compute_bytes=size[arguments.autocast or arguments.dtype],
         optimizer=arguments.optimizer,
         trainable=arguments.trainable,
+        adapters=arguments.adapters or ("autocast" if arguments.autocast else "fp32"),
         shards=max(arguments.shards, arguments.gpus),
         engine=arguments.engine or "fsdp2",
         sequence=arguments.gpus,

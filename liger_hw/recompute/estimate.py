@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .levels import DEFAULT, level_of_each
-from .planner import BANDWIDTH, EXPERTS, GEMM_RATE, Assumptions, Planner
+from .planner import BANDWIDTH, GEMM_RATE, Assumptions, Planner
 
 if TYPE_CHECKING:
     from ..autotune.models import Model
@@ -20,8 +20,8 @@ GEMM_SHARE = GEMM_RATE / 989e12
 """Of the data sheet's dense bf16 rate: what the products of a step reach on an H200."""
 COPY_SHARE = BANDWIDTH / 4.8e12
 """Of the data sheet's bandwidth: what a large copy reaches on an H200."""
-LORA_SHARE = 0.01
-"""Share of the parameters that train under LoRA."""
+LORA_SHARE = 0.005
+"""Share of the parameters that train under LoRA: about rank 16 on all linears of 8B parameters."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Arm:
 
     small: bytes that norms, gates and rotary embeddings move, over what fused kernels must move
     logit: bytes moved for each logit, beside those that the planner counts; chunk: for each element of the head's
-    weight in each of Liger's chunks; experts: time of a layer's expert products over the time of dense ones
+    weight in each of Liger's chunks; experts: time of a layer's experts over fused_moe's
     kept_logit: bytes at the peak for each logit beside those that the planner counts
     fused_loss, level: as the planner takes them
     """
@@ -46,9 +46,9 @@ class Arm:
 
 
 ARMS = (
-    Arm("Hugging Face", 5.7, 60.0, 0.0, 1.33, 3, False),
-    Arm("+ Liger 0.8.5", 1.5, 0.0, 5.2, 2.0, 0, True),
-    Arm("+ liger_hw", 1.0, 0.0, 0.0, EXPERTS, 0, True, DEFAULT),
+    Arm("Hugging Face", 5.7, 60.0, 0.0, 1.13, 3, False),
+    Arm("+ Liger 0.8.5", 1.5, 0.0, 5.2, 1.7, 0, True),
+    Arm("+ liger_hw", 1.0, 0.0, 0.0, 1.0, 0, True, DEFAULT),
 )
 
 GPUS = {
@@ -108,10 +108,8 @@ def estimates(
         logits = planner.tokens * model.vocab
         peak = planner.predict(levels).peak + logits * arm.kept_logit
         moved = arm.logit * logits + arm.chunk * planner.head_parameters * _chunks(planner)
-        products = (4 + 2 * assumptions.trainable) * planner.tokens * 3 * model.hidden * planner.wide
-        slower = (arm.experts - EXPERTS) * products if model.experts else 0.0
-        slower = model.layers * (slower + (arm.small - 1) * 3 * planner.layer.small)
-        seconds = (planner.step_time(levels) + slower) / flops + moved / rate
+        slower = (arm.experts - 1) * sum(planner.expert_times()) + (arm.small - 1) * 3 * planner.layer.small
+        seconds = (planner.step_time(levels) + model.layers * slower) / flops + moved / rate
         rows.append(Estimate(arm.name, planner.tokens / seconds, int(peak)))
     return rows
 

@@ -27,10 +27,15 @@ ATTENTION, ATTENTION_MASKED = (0.9, 0.8), (0.216, 0.238)
 SHORT, LONG = (660, 1000), 1 << 16
 """Flash attention's forward and backward take 1 + SHORT / seq times as long; beyond LONG tokens, forward takes a tenth
 longer per doubling: fewer keys and values hit the L2 cache."""
-FLOAT8 = 0.68
+FLOAT8 = 0.66
 """Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
-EXPERTS = 1.18
-"""Time of the products of a layer's experts over dense ones' time: Mixtral-8x7B's, evenly routed, on an H200."""
+FP32_RATE = 13e12 / GEMM_RATE
+"""Rate of adapters' products in fp32, without TF32, over the GEMM rate: fitted to rank 16 in bf16 on an H200."""
+TILE_OVERHEAD, PADDED = 258, 32
+"""To begin and end, a tile of experts' products takes the time of 258 more elements in its sums (3.3 us, and 0.82 us
+for each 64, docs/moe.md). An expert's last tile, of 64 or 128 rows, is padded by 32 rows on average."""
+ADAM_RATE = 178e9
+"""Parameters a second that torch's fused AdamW updates at most: all of Llama-3-8B's, in bf16, in 45 ms on an H200."""
 EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over the time that the moved bytes would take."""
 EAGER_MARGIN = 0.02
@@ -46,6 +51,10 @@ STEP = 1024
 WORKSPACE = 100 << 20
 """Matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
+ADAPTERS = ("fp32", "autocast", "model")
+"""In what LoRA adapters compute: fp32 beside a bf16 model, as PEFT loads them; fp32 under autocast, which copies each
+linear's input to fp32 and back; the model's dtype (`autocast_adapter_dtype=False`)."""
+COPYING = ADAPTERS[:2]
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
 """Optimizer state, in units of the trainable parameters' bytes."""
 
@@ -74,7 +83,7 @@ class Engine:
 
 _BUCKET = 5 * 10**8 * 2
 ENGINES = {
-    "fsdp2": Engine(link=384e9),
+    "fsdp2": Engine(link=395e9),
     "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=190e9),
     "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=190e9),
     "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, projections=False),
@@ -95,7 +104,8 @@ class Assumptions:
     """What a prediction takes for granted.
 
     dtype_bytes, compute_bytes: itemsize of parameters, of activations; optimizer: a name in `STATE_BYTES`
-    trainable: trained share of the layers' parameters; below 1 means LoRA adapters on every linear layer
+    trainable: trained share of the parameters; below 1 means LoRA adapters on every linear layer
+    adapters: one of `ADAPTERS`; an engine that shards and a model in fp32 have them in the dtype of activations
     fused_loss: the logits never exist; float8: linears in FP8; flops_per_byte: GEMM FLOPs while a byte is moved
     shards: devices over which `engine`, in `ENGINES`, shards the model's state, computing in `compute_bytes`
     sequence: devices that share a sequence (Ulysses, context parallel), with equal parts of its tokens and attention
@@ -109,6 +119,7 @@ class Assumptions:
     compute_bytes: int = 2
     optimizer: str = "adamw"
     trainable: float = 1.0
+    adapters: str = "fp32"
     shards: int = 1
     engine: str = "fsdp2"
     sequence: int = 1
@@ -119,10 +130,22 @@ class Assumptions:
     flops_per_byte: float = FLOPS_PER_BYTE
 
     def __post_init__(self) -> None:
-        for name, known in (("attention", ("", *ATTENTIONS)), ("optimizer", STATE_BYTES), ("engine", ENGINES)):
+        choices = {"attention": ("", *ATTENTIONS), "adapters": ADAPTERS, "optimizer": STATE_BYTES, "engine": ENGINES}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 names = ", ".join(filter(None, known))
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {names}")
+
+    @property
+    def adapters_in(self) -> str:
+        """One of `ADAPTERS`, or nothing where all parameters train."""
+        alike = self.dtype_bytes > 2 or self.shards > 1
+        return "" if self.trainable == 1 else "model" if alike else self.adapters
+
+    @property
+    def trained_bytes(self) -> int:
+        """Itemsize of what trains."""
+        return 4 if self.adapters_in in COPYING else self.dtype_bytes
 
     def __str__(self) -> str:
         half = {2: "bf16/fp16", 4: "fp32"}
@@ -133,7 +156,13 @@ class Assumptions:
             "fused linear cross entropy" if self.fused_loss else "logits kept",
         ]
         parts += ["linears in FP8"] if self.float8 else []
-        parts += [f"{self.trainable:.1%} of the parameters train"] if self.trainable < 1 else []
+        if self.trainable < 1:
+            kinds = {
+                "fp32": "fp32 without autocast",
+                "autocast": "fp32 under autocast",
+                "model": "the activations' dtype",
+            }
+            parts.append(f"{self.trainable:.1%} of the parameters train, as adapters in {kinds[self.adapters_in]}")
         parts += [f"sharded over {self.shards} devices by {self.engine}"] if self.shards > 1 else []
         parts += [f"each sequence split over {self.sequence} devices"] if self.sequence > 1 else []
         return ", ".join(parts)
@@ -215,7 +244,13 @@ class Planner:
 
         normed = unit * m.hidden * (5 if autocast else 2)  # under autocast q, k, v, gate and up each save their copy
         gated, float8 = 0 if m.experts else unit * wide, 0  # experts compute their gate again in any backward
-        if assumed.float8:  # linears keep FP8 instead of their inputs, at every level
+        adapted, copies, of_mlp = assumed.adapters_in, 0, 0
+        if adapted in COPYING:  # each adapter keeps a copy of its input, which has no recipe
+            copy = 4 if adapted == "fp32" else assumed.compute_bytes
+            of_mlp = 0 if m.experts else tokens * copy * (2 * m.hidden + wide)
+            copies = of_mlp + tokens * copy * (3 * m.hidden + q)
+            normed, gated = unit * m.hidden if m.experts else 0, 0
+        elif assumed.float8 and not adapted:  # linears keep FP8 instead of their inputs, at every level
             normed, gated, float8 = 0, 0, tokens * (2 * m.hidden + q + wide)
         rotated = unit * (q + kv) if m.qk_norm else 0  # what the norms of q and k took
         residuals = stream * 2 * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
@@ -228,25 +263,27 @@ class Planner:
         statistics = tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
         statistics += tokens * (4 * m.experts + 32 * m.top_k)  # the router's softmax, choices and rows of experts
         keep = residuals + normed + gated + 2 * unit * wide + float8 + rotated + attention[self.attention] + statistics
+        keep += copies
         if autocast and not assumed.float8:
             keep += linear * assumed.compute_bytes  # autocast's copies of the weights
         copied = m.qk_norm and kv < q and self.attention != "flash"  # k for every head has no recipe
-        if adapted := assumed.trainable < 1:  # each adapter's inner output is kept; experts have none
-            columns = 2 * (m.hidden + q) + 2 * (m.hidden + kv) + (0 if m.experts else 3 * (m.hidden + wide))
-            keep += int(unit * (4 if m.experts else 7) * assumed.trainable * linear / columns)
+        if adapted:  # each adapter's inner output is kept
+            inner = tokens * (4 if adapted == "fp32" else assumed.compute_bytes)
+            keep += int((4 if m.experts else 7) * inner * self._adapters(linear, q, kv)[0])
         cheap = keep - normed - gated - rotated + (unit * kv if copied else 0)
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide if self.projects_again else cheap}
         kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
 
-        without_mlp = keep - kept["full"] - gated - 2 * unit * wide
+        without_mlp = keep - kept["full"] - gated - 2 * unit * wide - of_mlp
         if m.experts:
             growing = {"what a layer keeps": keep - kept["full"], "gradients of experts": self._experts(unit, False)}
         else:
-            growing = self._growing(without_mlp, unit, stream)
+            done = unit * m.hidden * (1 if copies else 2)  # the second norm's input, and its output
+            growing = self._growing(without_mlp - done, unit, stream)
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
         # and, if adapters train, what they add to the gate's or the up projection's output
-        gradients = unit * (wide + adapted * (wide + m.hidden)) + stream * m.hidden
+        gradients = unit * (wide + (wide + m.hidden if adapted else 0)) + stream * m.hidden
         gradients += int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
         again = {"cheap": unit * wide, "mlp": unit * (3 * wide + m.hidden) if self.projects_again else unit * wide}
         if m.experts:
@@ -257,7 +294,7 @@ class Planner:
             "cheap": gradients + again["cheap"],
             "mlp": gradients + again["mlp"],
             "full": gradients + keep - kept["full"],
-            "tiled": self._tiled(without_mlp, unit, stream, growing),
+            "tiled": self._tiled(without_mlp, unit, stream, growing, of_mlp // tokens),
         }
         if m.experts:  # which do not run in tiles
             transient["tiled"] = transient["full"]
@@ -283,26 +320,30 @@ class Planner:
         )
         return max(moments)
 
-    def _growing(self, without_mlp: int, unit: int, stream: int) -> dict[str, int]:
+    def _growing(self, of_attention: int, unit: int, stream: int) -> dict[str, int]:
         """Bytes that grow with the sequence if the MLP runs in tiles, at the worst moment: attention's backward.
 
-        without_mlp: bytes kept for backward, minus the MLP's wide tensors and the layer's input
+        of_attention: bytes kept for it, minus the layer's input
         """
         m = self.model
         q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
         grouped = 2 * unit * q if kv < q else 0  # gradients of k and v for every head
         return {
-            "norm output, q, k, v and attention's output": without_mlp - 2 * unit * m.hidden,
+            "norm output, q, k, v and attention's output": of_attention,
             "their gradients and the residual stream's": unit * (2 * q + 2 * kv) + stream * m.hidden,
             "temporaries of attention's backward": self.tokens * 4 * q + grouped,  # q's gradient in fp32
         }
 
-    def _tiled(self, without_mlp: int, unit: int, stream: int, growing: dict[str, int]) -> int:
-        """Bytes besides a layer's input in its backward with the MLP in tiles: at a tile, or in attention."""
+    def _tiled(self, without_mlp: int, unit: int, stream: int, growing: dict[str, int], copies: int) -> int:
+        """Bytes besides a layer's input in its backward with the MLP in tiles: at a tile, or in attention.
+
+        without_mlp: bytes kept for backward, minus the MLP's wide tensors and the layer's input
+        copies: bytes of a row that the MLP's adapters keep
+        """
         m, assumed = self.model, self.assumptions
         weights = int(assumed.trainable * 3 * m.hidden * m.intermediate)
         rows = min(TILE_ROWS, self.tokens)
-        tile = rows * assumed.compute_bytes * (4 * m.intermediate + 2 * m.hidden)
+        tile = rows * (assumed.compute_bytes * (4 * m.intermediate + 2 * m.hidden) + copies)
         tile += weights * max(4, assumed.dtype_bytes)  # gradients, summed in fp32
         at_a_tile = without_mlp + (stream + unit) * m.hidden + tile
         return max(at_a_tile, sum(growing.values()) + weights * assumed.dtype_bytes)
@@ -323,6 +364,39 @@ class Planner:
         kinds = 2 if self.model.window and self.model.sandwich else 1
         return kinds * self.batch * self.seq**2 * self.assumptions.compute_bytes if self.attention == "eager" else 0
 
+    def _adapters(self, linear: int, q: int, kv: int) -> tuple[float, int, int]:
+        """Rank of a layer's adapters, and inputs and outputs of the linears that have one; experts have none."""
+        m, ins, outs = self.model, 5 * self.model.hidden + q + self.wide, 2 * (self.model.hidden + kv + self.wide) + q
+        if m.experts:
+            ins, outs = 3 * m.hidden + q, m.hidden + 2 * kv + q
+        whole = linear + self.head_parameters * (1 if m.tied else 2) / m.layers
+        return self.assumptions.trainable * whole / (ins + outs), ins, outs
+
+    def _adapter_times(self, rank: float, ins: int, outs: int) -> tuple[float, float]:
+        """Forward and backward of adapters. ins, outs: columns of their linears' inputs and outputs, added up."""
+        kind, c, products = self.assumptions.adapters_in, self.assumptions.compute_bytes, 0.0
+        # an adapter reads its input, writes its output, and scales and adds that; likewise in backward
+        there, back = (c * ins + 6 * c * outs, 5 * c * ins + 4 * c * outs) if kind else (0, 0)
+        if kind == "autocast":  # inputs, and their gradients, go through fp32
+            there, back = there + (8 + 2 * c) * ins, back + (8 + 2 * c) * ins
+        elif kind == "fp32":  # beside its products: casts, and what is scaled and added in fp32
+            there, back = (4 + c) * ins + (20 + 2 * c) * outs, (4 + 4 * c) * ins + (16 + 2 * c) * outs
+            products = 2 * self.tokens * rank * (ins + outs) / FP32_RATE
+        moved = self.tokens * self.assumptions.flops_per_byte
+        return products + there * moved, 2 * products + back * moved
+
+    def expert_times(self) -> tuple[float, float]:
+        """Forward and backward of a layer's experts: products in tiles of one expert's rows, sums over a token's."""
+        m, c, assumed = self.model, TILE_OVERHEAD, self.assumptions
+        if not m.experts:
+            return 0.0, 0.0
+        width, rows = self.wide / m.top_k, self.tokens * m.top_k / m.experts
+        products, padded = 2 * self.tokens * 3 * m.hidden * self.wide, 1 + PADDED / rows
+        sums = self.tokens * (m.top_k + 1) * m.hidden * assumed.compute_bytes * assumed.flops_per_byte
+        forward = padded * (1 + c * (2 / m.hidden + 1 / width) / 3)
+        backward = padded * (1 + c * (1 / m.hidden + 1 / width) / 3) + assumed.trainable * (1 + c / rows)
+        return products * forward + sums, products * backward + sums
+
     def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float, float]:
         m, tokens, assumed = self.model, self.tokens, self.assumptions
         wide, rate, devices = self.wide, FLOAT8 if assumed.float8 else 1.0, assumed.sequence
@@ -330,31 +404,32 @@ class Planner:
         def moved(columns: float) -> float:
             return tokens * columns * assumed.compute_bytes * assumed.flops_per_byte
 
-        experts, mlp = bool(m.experts), 3 * m.hidden * wide
-        gemm = 2 * tokens * (linear - self.mlp_parameters + mlp * (EXPERTS if experts else 1)) * rate
+        experts = bool(m.experts)
+        gemm = 2 * tokens * (linear - (self.mlp_parameters if experts else 0)) * rate
+        experts_forward, experts_backward = self.expert_times()
         forward_scores, backward_scores = self._attention_times(q)
         norm, gate, rotation = 4 * m.hidden, 3 * wide, 2 * (q + kv)
         small = moved(norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + 6 * m.hidden)
-        cheap = moved(norm + (0 if experts else gate) + (2 * rotation if m.qk_norm else 0))
+        again = 0 if assumed.adapters_in in COPYING else norm + (0 if experts else gate)
+        cheap = moved(again + (2 * rotation if m.qk_norm else 0))
         exchange = moved((2 * q + 2 * kv) * A_LINK_BYTE * (devices - 1) / devices)  # Ulysses: q, k, v and the output
         copy = moved(m.hidden * A_HOST_BYTE)
         tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS and not experts else 0
         weights = 3 * m.hidden * wide * assumed.trainable
         sums = tiles * weights * 8 * assumed.flops_per_byte  # gradients in fp32, which each tile reads and writes
-        # an adapter reads its input, and writes, scales and adds its output; likewise in backward
-        adapted, ins, outs = assumed.trainable < 1, 5 * m.hidden + q + wide, 2 * (m.hidden + kv + wide) + q
-        if experts:
-            ins, outs = 3 * m.hidden + q, m.hidden + 2 * kv + q
-        forward = gemm + forward_scores + small + exchange + adapted * moved(ins + 6 * outs)
-        backward = gemm * (1 + assumed.trainable) + backward_scores + 2 * small + exchange
-        backward += adapted * moved(5 * ins + 4 * outs)
+        rank, *columns = self._adapters(linear, q, kv)
+        adapters_forward, adapters_backward = self._adapter_times(rank, *columns)
+        of_gate, _ = self._adapter_times(rank, 2 * m.hidden, 2 * wide)
+        forward = gemm + experts_forward + forward_scores + small + exchange + adapters_forward
+        backward = gemm * (1 + assumed.trainable) + experts_backward + backward_scores + 2 * small + exchange
+        backward += adapters_backward
         # checkpointing stops before the last product, but not inside of experts
         full = forward - (0 if experts else 2 * tokens * m.hidden * wide * rate)
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
         extra = {
             "keep": 0.0,
             "cheap": cheap,
-            "mlp": cheap + self.projects_again * (4 * tokens * m.hidden * wide * rate + adapted * moved(12 * wide)),
+            "mlp": cheap + self.projects_again * (4 * tokens * m.hidden * wide * rate + of_gate),
             "full": full,
             "tiled": forward + sums,
             "offload": forward + sums + exposed,
@@ -390,11 +465,12 @@ class Planner:
         if len(levels) != self.model.layers:
             raise ValueError(f"{self.model.name} has {self.model.layers} layers, got {len(levels)} levels")
         assumed, layer, engine = self.assumptions, self.layer, self.engine
-        trained, size, parameters, shards = assumed.trainable, assumed.dtype_bytes, self.parameters, assumed.shards
-        master = 4 if engine.master and size < 4 else 0
-        weights = parameters * (size / (shards if engine.parameters else 1) + trained * master / shards)
-        state = parameters * trained * STATE_BYTES[assumed.optimizer] * (master or size) / shards
-        gradients = 0 if assumed.in_backward else parameters * trained * size / (shards if engine.gradients else 1)
+        size, parameters, shards = assumed.dtype_bytes, self.parameters, assumed.shards
+        trained, master = parameters * assumed.trainable, 4 if engine.master and size < 4 else 0
+        weights = parameters * size / (shards if engine.parameters else 1) + trained * master / shards
+        state = trained * STATE_BYTES[assumed.optimizer] * (master or assumed.trained_bytes) / shards
+        share = 1 / shards if engine.gradients else 1
+        gradients = 0 if assumed.in_backward else trained * assumed.trained_bytes * share
         resident = weights + engine.buffers + (gradients if engine.kept else 0)
         peak = max(self._peak(levels, resident + state), weights + gradients + state)
         time = self.step_time(levels)
@@ -409,7 +485,7 @@ class Planner:
     def _peak(self, levels: tuple[str, ...], resident: float) -> float:
         """The most that is alive at a time from the loss to the end of backward."""
         assumed, layer, m, engine = self.assumptions, self.layer, self.model, self.engine
-        size = assumed.dtype_bytes / (assumed.shards if engine.gradients else 1) * assumed.trainable
+        size = assumed.trained_bytes / (assumed.shards if engine.gradients else 1) * assumed.trainable
         size = 0 if assumed.in_backward or engine.kept else size
         stream = self.tokens * m.hidden * assumed.compute_bytes
         head = self.head_parameters * (assumed.trainable == 1)
@@ -447,8 +523,9 @@ class Planner:
     def _rest(self) -> float:
         """Time outside the decoder layers: the loss head and the optimizer."""
         assumed = self.assumptions
-        size = max(assumed.dtype_bytes, 4 * self.engine.master)
-        update = self.parameters * assumed.trainable * size * (3 + 2 * STATE_BYTES[assumed.optimizer])
+        size = max(assumed.trained_bytes, 4 * self.engine.master)
+        slowest = BANDWIDTH / ADAM_RATE if assumed.optimizer in ("adamw", "adam") else 0
+        update = max(size * (3 + 2 * STATE_BYTES[assumed.optimizer]), slowest) * self.parameters * assumed.trainable
         sent = self.parameters * assumed.compute_bytes * self.engine.passes * (assumed.shards > 1)
         logits = 2 * self.tokens * self.model.vocab * assumed.compute_bytes  # read, and their gradient written
         moved = update / assumed.shards + logits + sent * BANDWIDTH / self.engine.link
@@ -571,6 +648,8 @@ def of_module(
     Raises `ValueError` for a model without a config or of another kind than the planner's, and for one that FSDP1 or
     tensor parallelism shards.
     """
+    import torch
+
     from ..autotune import models
 
     if config is None:
@@ -581,6 +660,9 @@ def of_module(
     count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # of which ZeRO-3 leaves a part
     trained = sum(n for n, p in zip(count, parameters) if p.requires_grad) / max(1, sum(count))
     size = parameters[count.index(max(count))].element_size()
+    wider = any(p.requires_grad and p.element_size() > size for p in parameters)
+    kind = parameters[0].device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     implementation = str(getattr(config.get_text_config(), "_attn_implementation", None) or "")
     attention = implementation if implementation == "eager" else ""
     if implementation == "sdpa":
@@ -588,8 +670,10 @@ def of_module(
     elif "flash" in implementation or "flex" in implementation:
         attention = "flash"
     sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}
+    adapters = "model" if not wider else "autocast" if autocast else "fp32"
     float8 = any(hasattr(module, "float8") for module in source.modules())
-    planner = Planner(shape, batch, seq, Assumptions(**sizes, trainable=trained, attention=attention, float8=float8))
+    others = {"trainable": trained, "adapters": adapters, "attention": attention, "float8": float8}
+    planner = Planner(shape, batch, seq, Assumptions(**sizes, **others))
     counts = sum(count), round(sum(count) * (1 - trained))
     check_parameters(planner, counts, 0 if hasattr(source, "get_input_embeddings") else 1)
     return planner

@@ -18,12 +18,14 @@ from liger_hw.bench import e2e, training
 from liger_hw.cli import main
 from liger_hw.kernels.heads.head_targets import most_frequent
 from liger_hw.kernels.heads.linear_head import MAX_PLAIN_CHUNKS, padded, plan_chunks
+from liger_hw.recompute import recipes
 from liger_hw.recompute.levels import DEFAULT, LEVELS, level_of_each
 from liger_hw.recompute.planner import Assumptions, Planner, longest, of_module
 
 pytestmark = pytest.mark.cpu
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GIB = 1 << 30
+LORA = "llama3-lora-32"
 
 
 def levels_of(words):
@@ -75,6 +77,7 @@ def test_steps_of_long_sequences():
     for row in rows:
         shards = {"shards": row["gpus"], "sequence": row["gpus"]}
         others = {"optimizer": row.get("optimizer", "adamw"), "trainable": row.get("trainable", 1.0)}
+        others["adapters"] = "model"  # as benchmarks/long_context.py loads them
         assumptions = Assumptions(in_backward=True, **others, **shards)
         batch = row["tokens"] // 16384 if row["attention"] == "documents" else 1
         model = replace(models.find("llama-3-8b"), layers=row["layers"])
@@ -132,19 +135,23 @@ def test_the_default_pays_for_a_chunk_of_logits(name, batch, engine):
     assert ours - liger * model.vocab * 2 < planner.layer.kept["keep"] - planner.layer.kept["cheap"]
 
 
-@pytest.mark.parametrize("name", ["llama3", "llama3-32-layers", "mistral-32-layers", "qwen3-36-layers"])
+@pytest.mark.parametrize(
+    "name", ["llama3", *(f"{one}-layers" for one in ("llama3-32", "mistral-32", "qwen3-36", LORA))]
+)
 def test_float8_on_an_h200(name):
-    """Peaks within 1% in bf16 and in FP8, and how much faster the latter is within 3%."""
+    """Peaks within 1% in bf16 and in FP8, seconds within 3%, and so how much faster the latter is."""
     record = json.loads((RESULTS / f"float8-{name}-h200.json").read_text())
     ran = record.get("options") or record["plan"]
     rows = {row["arm"]: row for row in record.get("rows") or record["runs"]}
     schedule = e2e.Schedule(model=ran["model"], layers=ran["layers"], batch=2, seq=4096)
     shape = models.from_config(training.config(schedule).to_dict(), name)
     levels, both = level_of_each(DEFAULT, ran["layers"]), []
+    trainable = 0.0052 if LORA in name else 1.0  # rank 16
     for arm, float8 in ((("bf16", "liger_hw"), False), (("rowwise", "float8"), True)):
         row = next(rows[one] for one in arm if one in rows)
-        planned = Planner(shape, 2, 4096, Assumptions(float8=float8)).predict(levels)
+        planned = Planner(shape, 2, 4096, Assumptions(float8=float8, trainable=trainable)).predict(levels)
         assert planned.peak / GIB == pytest.approx(row["peak_gib"], rel=0.01), arm
+        assert planned.seconds == pytest.approx(8192 / row["tokens_per_second"], rel=0.03), arm
         both.append((planned.seconds, 1 / row["tokens_per_second"]))
     (bf16, bf16_ran), (float8, float8_ran) = both
     assert bf16 / float8 == pytest.approx(bf16_ran / float8_ran, rel=0.03)
@@ -152,7 +159,8 @@ def test_float8_on_an_h200(name):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_experts_on_an_h200(name):
-    """Four layers, 2 x 4096: peak memory within 1%. Seconds are Mixtral's within 3%, narrower experts take longer."""
+    """Four layers, 2 x 4096: peak memory within 1%, seconds within 3%. gpt-oss, whose flex_attention counts as flash
+    attention, takes longer."""
     record = json.loads((RESULTS / f"e2e-experts-{name}-h200.json").read_text())
     row = next(row for row in record["summary"] if row["arm"] == "liger_hw")
     schedule = e2e.Schedule(model=name, layers=4, batch=2, seq=4096)
@@ -160,7 +168,7 @@ def test_experts_on_an_h200(name):
     one = Planner(shape, 2, 4096, Assumptions(attention="flash")).predict(level_of_each(DEFAULT, 4))
     assert one.peak / GIB == pytest.approx(row["peak_gib"], rel=0.01)
     share = one.seconds / (8192 / row["tokens_per_second"])
-    assert share == pytest.approx(1, rel=0.03) if name == "mixtral" else 0.8 < share < 1
+    assert 0.9 < share < 1 if name == "gpt_oss" else share == pytest.approx(1, rel=0.03)
 
 
 @pytest.mark.parametrize("gpus", (2, 4))
@@ -201,6 +209,43 @@ def test_all_bytes_of_a_layer(family):
         planned = of_module(model, config, 2, 128).layer.kept["keep"]
         del out
     assert planned == pytest.approx(saved[1] - saved[0], rel=0.01)
+
+
+@pytest.mark.parametrize("float8", (False, True))
+@pytest.mark.parametrize("adapters", ("fp32", "autocast", "model"))
+def test_bytes_that_adapters_keep(adapters, float8, monkeypatch):
+    """A layer with PEFT's adapters, at each level, within 1%: as PEFT loads them, also under autocast, and in bf16."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    pack, kept = recipes.pack, []
+
+    def noting(t):
+        packed = pack(t)
+        kept.extend([t] if type(packed) is tuple else [])
+        return packed
+
+    monkeypatch.setattr(recipes, "pack", noting)
+    for level in ("keep", "cheap", "mlp"):
+        saved = []
+        for layers in (1, 2):
+            sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+            config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, attn_implementation="sdpa")
+            model = transformers.LlamaForCausalLM(config).bfloat16()
+            lora = peft.LoraConfig(r=4, target_modules="all-linear")
+            model = peft.get_peft_model(model, lora, autocast_adapter_dtype=adapters != "model")
+            if float8:
+                liger_hw.float8(model, smallest=16)
+            liger_hw.patch(model, activations=level)
+            kept.clear()
+            hooks = (lambda t: kept.append(t) or t, lambda t: t) if level == "keep" else (recipes.pack, recipes.unpack)
+            with torch.autocast("cpu", torch.bfloat16, enabled=adapters == "autocast"):
+                with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                    out = model.model.model(input_ids=torch.randint(61, (2, 512)), use_cache=False)
+                planner = of_module(model, config, 2, 512, 2)
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+            saved.append(sum(storages.values()) - sum(storages.get(p.data_ptr(), 0) for p in model.parameters()))
+            del out
+        assert planner.assumptions.adapters == adapters
+        assert planner.layer.kept[level] == pytest.approx(saved[1] - saved[0], rel=0.01), level
 
 
 def test_what_each_stage_of_zero_divides():
@@ -416,7 +461,7 @@ def test_assumptions_move_what_they_should():
     parameters = 8.03e9
     assert base - peak(optimizer="sgd") == pytest.approx(4 * parameters, rel=0.02)
     assert peak(dtype_bytes=4) - base > 6 * parameters
-    assert peak(trainable=0.01) < base / 2
+    assert peak(trainable=0.01, adapters="model") < base / 2
     assert peak(shards=8) < base / 3
     assert peak(8, fused_loss=False) - peak(8) == pytest.approx(8 * 4096 * 128256 * 8, rel=0.2), (
         "logits, and their fp32"
@@ -534,7 +579,14 @@ def test_what_plan_refuses_and_by_which_names_it_knows_a_model(capsys, tmp_path)
             code, text = answer("--model", str(tmp_path / family))
             assert (code, bool(re.search(reason, text))) == (2 if reason else 0, True), (family, text)
     assert answer("--model", "llama3-8b") == answer("--model", "Llama-3-8B")
-    assert answer("--model", "llama3-8b", "--lora") == answer("--model", "llama-3-8b", "--trainable", "0.01")
+    assert answer("--model", "llama3-8b", "--lora") == answer("--model", "llama-3-8b", "--trainable", "0.005")
+    kinds = {"fp32 without": "", "fp32 under": "--autocast bfloat16", "the activations'": "--adapters model"}
+    for words, options in kinds.items():
+        assert f"as adapters in {words}" in answer("--model", "llama3-8b", "--lora", *options.split())[1]
+    assert (
+        "unknown adapters 'bf16'; known: fp32, autocast, model"
+        in answer("--model", "llama3-8b", "--adapters", "bf16")[1]
+    )
     assert answer("--model", "llama3-9b")[0] == 2
     assert "liger_hw.float8 leaves experts in bf16" in answer("--model", "mixtral-8x7b", "--float8")[1]
 
