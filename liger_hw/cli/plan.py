@@ -32,10 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help=A_MODEL)
     add("--batch", type=positive, default=1, help="sequences a device takes at a time (default 1)")
     add("--seq", type=_length, required=True, help="tokens of a sequence, as 8192 or 8k, or max")
-    budget = "what a step may use (default: the device here, if any)"
-    add("--memory", nargs="+", default=[], metavar="80GiB", help=budget)
-    pinned = "host memory that a device may pin for level offload (default: four fifths of what is free here, or no "
-    add("--host-memory", metavar="100GiB", help=pinned + "limit with --memory)")
+    add("--memory", nargs="+", default=[], metavar="80GiB", help="what a step may use (default: the device here)")
+    pinned = "host memory that a device may pin (default: four fifths of what is free here; with --memory any)"
+    add("--host-memory", metavar="100GiB", help=pinned)
     add("--layers", type=positive, help="other than the model has (default: the model's)")
     add("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
     add("--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)")
@@ -43,12 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=positive, default=1, help="devices that share the model's state (default 1)")
     add("--engine", help="what shares it: fsdp2 (default), zero1, zero2, zero3")
     add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.005 (default 1)")
-    lora = f"the same as --trainable {LORA_SHARE}"
-    add("--lora", action="store_const", const=LORA_SHARE, dest="trainable", help=lora)
-    adapters = "what LoRA adapters compute in: fp32, as PEFT loads them (default), autocast (default with --autocast), "
-    add("--adapters", help=adapters + "or model, its dtype (autocast_adapter_dtype=False)")
-    gpus = "devices that share each sequence (context parallel, Ulysses) and the parameters (default 1)"
-    add("--gpus", type=positive, default=1, help=gpus)
+    add("--lora", action="store_const", const=LORA_SHARE, dest="trainable", help=f"as --trainable {LORA_SHARE}")
+    adapters = "what LoRA computes in: fp32 (default, as PEFT loads it), autocast (default with --autocast), or model"
+    add("--adapters", help=adapters + "'s dtype")
+    add("--gpus", type=positive, default=1, help="devices that share each sequence and the parameters (default 1)")
     add("--float8", action="store_true", help="linears multiply in FP8 (liger_hw.float8)")
     add("--no-window", action="store_true", help="attention without the config's sliding window")
     add("--json", action="store_true", help="print JSON")

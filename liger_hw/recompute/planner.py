@@ -29,8 +29,8 @@ SHORT, LONG = (660, 1000), 1 << 16
 longer per doubling: fewer keys and values hit the L2 cache."""
 FLOAT8 = 0.66
 """Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
-FP32_RATE = 13e12 / GEMM_RATE
-"""Rate of adapters' products in fp32, without TF32, over the GEMM rate: fitted to rank 16 in bf16 on an H200."""
+FP32_PRODUCTS = 2.3
+"""Time of adapters' fp32 products, without TF32, over moving the wide operand: of ranks 8 to 32 on an H200."""
 TILE_OVERHEAD, PADDED = 258, 32
 """To begin and end, a tile of experts' products takes the time of 258 more elements in its sums (3.3 us, and 0.82 us
 for each 64, docs/moe.md). An expert's last tile, of 64 or 128 rows, is padded by 32 rows on average."""
@@ -245,8 +245,8 @@ class Planner:
         normed = unit * m.hidden * (5 if autocast else 2)  # under autocast q, k, v, gate and up each save their copy
         gated, float8 = 0 if m.experts else unit * wide, 0  # experts compute their gate again in any backward
         adapted, copies, of_mlp = assumed.adapters_in, 0, 0
+        copy = 4 if adapted == "fp32" else assumed.compute_bytes
         if adapted in COPYING:  # each adapter keeps a copy of its input, which has no recipe
-            copy = 4 if adapted == "fp32" else assumed.compute_bytes
             of_mlp = 0 if m.experts else tokens * copy * (2 * m.hidden + wide)
             copies = of_mlp + tokens * copy * (3 * m.hidden + q)
             normed, gated = unit * m.hidden if m.experts else 0, 0
@@ -268,8 +268,7 @@ class Planner:
             keep += linear * assumed.compute_bytes  # autocast's copies of the weights
         copied = m.qk_norm and kv < q and self.attention != "flash"  # k for every head has no recipe
         if adapted:  # each adapter's inner output is kept
-            inner = tokens * (4 if adapted == "fp32" else assumed.compute_bytes)
-            keep += int((4 if m.experts else 7) * inner * self._adapters(linear, q, kv)[0])
+            keep += int((4 if m.experts else 7) * tokens * copy * self._adapters(linear, q, kv)[0])
         cheap = keep - normed - gated - rotated + (unit * kv if copied else 0)
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide if self.projects_again else cheap}
         kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
@@ -372,7 +371,7 @@ class Planner:
         whole = linear + self.head_parameters * (1 if m.tied else 2) / m.layers
         return self.assumptions.trainable * whole / (ins + outs), ins, outs
 
-    def _adapter_times(self, rank: float, ins: int, outs: int) -> tuple[float, float]:
+    def _adapter_times(self, ins: int, outs: int) -> tuple[float, float]:
         """Forward and backward of adapters. ins, outs: columns of their linears' inputs and outputs, added up."""
         kind, c, products = self.assumptions.adapters_in, self.assumptions.compute_bytes, 0.0
         # an adapter reads its input, writes its output, and scales and adds that; likewise in backward
@@ -381,9 +380,9 @@ class Planner:
             there, back = there + (8 + 2 * c) * ins, back + (8 + 2 * c) * ins
         elif kind == "fp32":  # beside its products: casts, and what is scaled and added in fp32
             there, back = (4 + c) * ins + (20 + 2 * c) * outs, (4 + 4 * c) * ins + (16 + 2 * c) * outs
-            products = 2 * self.tokens * rank * (ins + outs) / FP32_RATE
+            products = FP32_PRODUCTS * 4 * (ins + outs)
         moved = self.tokens * self.assumptions.flops_per_byte
-        return products + there * moved, 2 * products + back * moved
+        return (there + products) * moved, (back + 2 * products) * moved
 
     def expert_times(self) -> tuple[float, float]:
         """Forward and backward of a layer's experts: products in tiles of one expert's rows, sums over a token's."""
@@ -417,12 +416,13 @@ class Planner:
         tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS and not experts else 0
         weights = 3 * m.hidden * wide * assumed.trainable
         sums = tiles * weights * 8 * assumed.flops_per_byte  # gradients in fp32, which each tile reads and writes
-        rank, *columns = self._adapters(linear, q, kv)
-        adapters_forward, adapters_backward = self._adapter_times(rank, *columns)
-        of_gate, _ = self._adapter_times(rank, 2 * m.hidden, 2 * wide)
+        adapters_forward, adapters_backward = self._adapter_times(*self._adapters(linear, q, kv)[1:])
+        of_gate, _ = self._adapter_times(2 * m.hidden, 2 * wide)
         forward = gemm + experts_forward + forward_scores + small + exchange + adapters_forward
         backward = gemm * (1 + assumed.trainable) + experts_backward + backward_scores + 2 * small + exchange
         backward += adapters_backward
+        if assumed.float8 and assumed.adapters_in:  # k, v, up and down quantise what full training has shared
+            forward += tokens * 3 * (3 * m.hidden + wide) * assumed.flops_per_byte
         # checkpointing stops before the last product, but not inside of experts
         full = forward - (0 if experts else 2 * tokens * m.hidden * wide * rate)
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
@@ -469,8 +469,7 @@ class Planner:
         trained, master = parameters * assumed.trainable, 4 if engine.master and size < 4 else 0
         weights = parameters * size / (shards if engine.parameters else 1) + trained * master / shards
         state = trained * STATE_BYTES[assumed.optimizer] * (master or assumed.trained_bytes) / shards
-        share = 1 / shards if engine.gradients else 1
-        gradients = 0 if assumed.in_backward else trained * assumed.trained_bytes * share
+        gradients = 0 if assumed.in_backward else trained * assumed.trained_bytes / (shards if engine.gradients else 1)
         resident = weights + engine.buffers + (gradients if engine.kept else 0)
         peak = max(self._peak(levels, resident + state), weights + gradients + state)
         time = self.step_time(levels)

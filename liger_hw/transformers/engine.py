@@ -63,7 +63,7 @@ def patch_classes(
     name: str, options: dict[str, bool], activations: Any, modeling: types.ModuleType, samples: tuple[Any, ...]
 ) -> PatchReport:
     """Patch the classes of a family's modeling module, found through samples: models without weights; see `_apply`."""
-    report = PatchReport(name, "classes", module=modeling.__name__)
+    report = PatchReport(name, "classes", module=modeling.__name__, packing=packing_note(samples[0], of_class=True))
     return _apply(_ClassPatcher(modeling, samples, report), options, activations, None, samples)
 
 

@@ -1,11 +1,7 @@
 """Whether documents packed into one row see each other, tried on a tiny model of the same class and attention.
 
-    liger_hw.transformers.packing_leaks(model)
-    {'position_ids': False, 'position_ids of several rows': False, 'cu_seq_lens': False}
-
 Nothing that is trained is run: two batches that differ in the first document alone go through the tiny model, and the
-second document's logits must be the same. What a form needs depends on the attention implementation and on the family:
-state space layers, for one, carry their state from document to document whatever the positions say.
+second document's logits must be the same. State space layers carry their state on whatever the positions say.
 """
 
 from __future__ import annotations
@@ -17,28 +13,36 @@ import torch
 from .tiny import VOCAB, tiny_model
 
 FIRST, SECOND = 5, 7
-"""Tokens of the two documents."""
+"""Tokens of the two documents, the longer one last."""
 THRESHOLD = 0.01
 """Largest difference, as a share of the largest logit, that rounding may leave."""
+_EAGER = "gpt_oss deepseek_v4 mamba mamba2 falcon_mamba rwkv xlstm"
+_ANY = "glm4v_moe granitemoehybrid lfm2 lfm2_moe minimax nemotron_h recurrent_gemma"
+_NO_FLEX = "qwen2_vl qwen2_5_vl glm4v falcon_h1 bailing_hybrid bamba jamba kimi_linear olmo_hybrid qwen3_next qwen3_5"
 LEAKING = {
-    **dict.fromkeys(("gpt_oss", "deepseek_v4"), ("eager",)),
-    **dict.fromkeys(("falcon_h1", "qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"), ("eager", "sdpa")),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), ("eager", "sdpa")),
+    **dict.fromkeys(_EAGER.split(), ("eager",)),
+    **dict.fromkeys((*_NO_FLEX.split(), "qwen3_5_moe"), ("eager", "sdpa")),
+    **dict.fromkeys(_ANY.split(), ("eager", "sdpa", "flex_attention")),
 }
 """Type of a model -> attention implementations with which `position_ids` do not keep its packed documents apart."""
 FORMS = ("position_ids", "position_ids of several rows", "cu_seq_lens")
-"""How a batch says where documents begin: positions that begin again at 0, in one row or in two, or positions with the
-arguments of transformers' DataCollatorWithFlattening."""
+"""Positions that begin again at 0, in one row or in two, or with the arguments of DataCollatorWithFlattening."""
 
 
-def packing_note(model: torch.nn.Module) -> str:
-    """One line where `LEAKING` has a live model and its attention, else nothing. Nothing is run."""
+def packing_note(model: torch.nn.Module, of_class: bool = False) -> str:
+    """One line where `LEAKING` has a model and its attention, or where a CPU cannot tell; else nothing. Nothing is run.
+
+    of_class: the model is a sample of its class, whose models may have any attention
+    """
     config = getattr(model, "config", None)
     family = str(getattr(config, "model_type", "")).removesuffix("_text")
-    implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in LEAKING.get(family, ()):
-        return ""
-    return f"packed rows leak: with {implementation} attention, position_ids do not keep {family}'s documents apart"
+    attention = str(getattr(config, "_attn_implementation", None))
+    if leaking := [one for one in LEAKING.get(family, ()) if of_class or one == attention]:
+        kinds = ", ".join(leaking)
+        return f"packed rows leak: with {kinds} attention, position_ids do not keep {family}'s documents apart"
+    if not of_class and ("flash" in attention or (family, attention) == ("gpt_oss", "flex_attention")):
+        return f"packed rows: {attention} needs a GPU to tell; try liger_hw.transformers.packing_leaks(model) there"
+    return ""
 
 
 def packing_leaks(model: torch.nn.Module | type) -> dict[str, bool]:
@@ -55,8 +59,7 @@ def packing_leaks(model: torch.nn.Module | type) -> dict[str, bool]:
     small = tiny_model(cls, attn_implementation=implementation).eval().to(device)
     if implementation not in ("eager", "sdpa", "flex_attention"):
         small = small.bfloat16()  # flash attention has no fp32
-    answers = {form: _leaks(small, form) for form in FORMS}
-    return {form: leaks for form, leaks in answers.items() if leaks is not None}
+    return {form: leaks for form in FORMS if (leaks := _leaks(small, form)) is not None}
 
 
 def _leaks(model: torch.nn.Module, form: str) -> bool | None:
@@ -68,8 +71,7 @@ def _leaks(model: torch.nn.Module, form: str) -> bool | None:
     options: dict[str, Any] = {"position_ids": positions.to(device), "use_cache": False}
     if form == "cu_seq_lens":
         starts = torch.tensor([0, FIRST, FIRST + SECOND], dtype=torch.int32, device=device)
-        longest = max(FIRST, SECOND)
-        options |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        options |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": SECOND, "max_length_k": SECOND}
     logits = []
     for _ in range(2):
         first = torch.randint(4, VOCAB, (rows, FIRST), generator=source)

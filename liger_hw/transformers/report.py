@@ -270,7 +270,7 @@ class PatchReport:
     module: of a patch of classes, the module of transformers that defines them
     logits: of a live model, how many its head computes for a token
     unnamed: of a live model, classes of modules that were not looked at for their names (`probing.is_overlooked`)
-    packing: of a live model, one line where packed documents would see each other (`packing.packing_note`)
+    packing: one line where packed documents would see each other, or where that is not known (`packing.packing_note`)
     """
 
     family: str

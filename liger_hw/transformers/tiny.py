@@ -113,6 +113,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "GitConfig": {"vision_config": {"image_size": 4}},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
     "KimiLinearConfig": {"linear_head_dim": 16, "linear_num_heads": 4},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
     "MllamaTextConfig": {"rope_scaling": {"rope_type": "default"}},

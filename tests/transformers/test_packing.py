@@ -32,21 +32,49 @@ def test_a_mask_of_its_own_is_seen(monkeypatch):
     assert packing_leaks(transformers.LlamaForCausalLM) == dict.fromkeys(FORMS, True)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize(
     "name",
-    ["Llama", "Qwen3", "Gemma2", "GptOss", "FalconH1", "Qwen3Next", "Qwen2VL"],
+    [
+        *("Llama", "Qwen3", "Gemma2", "Phi3", "GptOss", "Qwen2VL", "Glm4vMoe"),
+        *("FalconH1", "Bamba", "Jamba", "Mamba", "Mamba2", "FalconMamba", "GraniteMoeHybrid", "NemotronH"),
+        *("Qwen3Next", "Qwen3_5", "MiniMax", "RecurrentGemma", "Lfm2", "Lfm2Moe", "OlmoHybrid", "KimiLinear"),
+    ],
 )
-def test_a_report_says_where_packing_leaks(name, implementation):
-    """What the report's table says without running is what trying it gives."""
-    suffix = "ForConditionalGeneration" if name == "Qwen2VL" else "ForCausalLM"
+def test_a_report_says_where_packing_leaks(name, implementation, monkeypatch):
+    """What the report's table says without running is what trying it gives. Flex attention is not compiled: which
+    tokens it masks is the same, and inductor does not compile all of it on a CPU."""
+    suffix = "ForConditionalGeneration" if name in ("Qwen2VL", "Glm4vMoe") else "ForCausalLM"
     cls = getattr(transformers, f"{name}{suffix}", None)
-    if cls is None or implementation == "sdpa" and not cls._supports_sdpa:
+    supports = {"eager": True, "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}[implementation]
+    if cls is None or supports is not True and not getattr(cls, supports, False):
         pytest.skip("not in this transformers")
+    if (name, implementation) == ("GptOss", "flex_attention"):
+        pytest.skip("its sinks refuse a CPU")
+    if implementation == "flex_attention":
+        flex = pytest.importorskip("transformers.integrations.flex_attention")
+        monkeypatch.setattr(flex.WrappedFlexAttention, "_instance", None)  # what is compiled once for all
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     model = tiny_model(cls, attn_implementation=implementation)
     assert bool(packing_note(model)) == packing_leaks(model)["position_ids"]
     model.config.model_type = "unknown"
     assert not packing_note(model)
+
+
+@pytest.mark.parametrize("family, attention", [("llama", "flash_attention_2"), ("gpt_oss", "flex_attention")])
+def test_a_report_says_what_a_cpu_cannot_tell(family, attention):
+    model = tiny_model(transformers.LlamaForCausalLM)
+    model.config.model_type, model.config._attn_implementation = family, attention
+    assert packing_note(model).startswith(f"packed rows: {attention} needs a GPU to tell; try")
+
+
+def test_a_patch_of_classes_names_every_attention_that_leaks():
+    from liger_hw.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3_next
+
+    with apply_liger_kernel_to_qwen3_next() as report:
+        assert "packed rows leak: with eager, sdpa attention" in str(report)
+    with apply_liger_kernel_to_llama() as report:
+        assert "packed rows" not in str(report)
 
 
 def test_the_line_is_in_the_report():
