@@ -96,21 +96,18 @@ class SettingError(ValueError):
     """What the environment asks for cannot be done; the message names the variable."""
 
 
-class _Values(dict[str, Any]):
-    """Variable -> its value; the first use of any reads the environment."""
+_values: dict[str, Any] = {}
 
-    def __missing__(self, name: str) -> Any:
+
+def get(name: str) -> Any:
+    """Value of a LIGER_HW_ variable; raises `SettingError` when it, or any other one that is set, cannot be parsed."""
+    if name not in _values:
         VARIABLES[name]  # a name that is not in the table is our own mistake
         read = {each: _parsed(variable) for each, variable in VARIABLES.items()}
         for other in unknown():
             log.warning("liger_hw: %s is set but means nothing%s", other, suggestion(other))
-        self.update(read)
-        return read[name]
-
-
-_values = _Values()
-get: Callable[[str], Any] = _values.__getitem__
-"""Value of a LIGER_HW_ variable; raises `SettingError` when it, or any other one that is set, cannot be parsed."""
+        _values.update(read)
+    return _values[name]
 
 
 def _parsed(variable: Variable) -> Any:

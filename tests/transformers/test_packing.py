@@ -49,6 +49,8 @@ def test_a_report_says_where_packing_leaks(name, implementation, monkeypatch):
     supports = {"eager": True, "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}[implementation]
     if cls is None or supports is not True and not getattr(cls, supports, False):
         pytest.skip("not in this transformers")
+    if transformers.__version__ < "5" and name in ("Glm4vMoe", "Jamba", "GraniteMoeHybrid", "RecurrentGemma"):
+        pytest.skip("transformers 4 raises for such a model's packed positions, or without a cache")
     if (name, implementation) == ("GptOss", "flex_attention"):
         pytest.skip("its sinks refuse a CPU")
     if implementation == "flex_attention":
