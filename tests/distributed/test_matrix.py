@@ -27,7 +27,7 @@ CALLS = {"rms_norm_fwd": STEPS * (2 * LAYERS + 1), "swiglu_fwd": STEPS * LAYERS,
 RECOMPUTED = {"rms_norm_fwd": STEPS * 2, "swiglu_fwd": STEPS}
 """Calls by each rank, besides, by which the last layer's level has its activations again in backward."""
 GATES = {"swiglu_fwd": STEPS}
-"""The same where the norms' weights are freed after each forward, or autocast copies what ZeRO-3's hooks pass on.
+"""The same where the norms' weights are freed after each forward.
 
 In its first step ZeRO-3 frees weights that it leaves whole later on, as `trainer_zero3` has the norms'.
 """
@@ -54,7 +54,7 @@ ENGINES = {
     "accelerate_fsdp2": {},
     "trainer_ddp": {},
     "trainer_fsdp2": {"devices": ("cuda",)},  # accelerate, and so Trainer, shards on accelerators alone
-    "trainer_zero3": {"recomputed": {**RECOMPUTED, "rms_norm_fwd": (STEPS - 1) * 2}, "recomputed_in_bfloat16": GATES},
+    "trainer_zero3": {"recomputed": {**RECOMPUTED, "rms_norm_fwd": (STEPS - 1) * 2}},
     "pipeline": {"adapters": "full", "share": 0.5, "most": 2},  # two ranks, each with a half of the layers
 }
 OBJECTIVES = ("dpo", "grpo")
@@ -244,7 +244,7 @@ def wrong(record: dict) -> dict[str, str]:
         wanted["rms_norm_fwd"] += record["ranks"] * STEPS * 2
     # Records of before a patch had a level by default do not say what was computed again.
     if record["adapter"] == "full" and "recomputed" in record:
-        saves = said.get(f"recomputed_in_{record['compute']}", said.get("recomputed", RECOMPUTED))
+        saves = said.get("recomputed", RECOMPUTED)
         for name in RECOMPUTED:
             ran, count = record["recomputed"].get(name, 0), share * saves.get(name, 0)
             if not (ran == count or engine == "pipeline" and ran > count):
