@@ -125,7 +125,7 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
         for candidate in _candidates(tunable, target, key):
             if not candidate.rejected:
                 return candidate
-            # illegal lock entries get here only on a CPU or if the file sets allow_other_device: no warning
+            # illegal lock entries get here only on a CPU: no warning
             pinned = candidate.layer == "lock" and not tunable.illegal(target, key, candidate.config)
             if candidate.layer == "explicit" or pinned:
                 ignored = tunable.name, candidate.layer, candidate.rejected

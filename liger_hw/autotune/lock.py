@@ -2,8 +2,8 @@
 
 `liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What
 it names answers on any device, whatever is tuned there later; the heuristic's choices are pinned too, since they depend
-on the device. An entry that is illegal on the device at hand is an error, unless the file says `allow_other_device`:
-then the next layer answers. It is a table (`tables.py`) whose digest covers every key and configuration.
+on the device. An entry that is illegal on the device at hand is an error. It is a table (`tables.py`) whose digest
+covers every key and configuration.
 """
 
 from __future__ import annotations
@@ -64,25 +64,21 @@ def entries(path: Path, target: Target) -> dict[Name, Entry]:
     """The entries of the lock file that LIGER_HW_LOCK_FILE names.
 
     Raises `SettingError` when it cannot be used, or an entry of it cannot be launched on `target`: a run that is to be
-    pinned must not become another one with a warning. A lock file that was written for other devices too (`lock
-    --allow-other-device`) leaves such keys to the next layers. Nothing is launched on a CPU.
+    pinned must not become another one with a warning. Nothing is launched on a CPU.
     """
     try:
-        header, table = read(path)
+        _, table = read(path)
     except ValueError as error:
         why_invalid = str(error) if os.path.exists(path) else f"no such file (looked in {Path.cwd()})"
         raise SettingError(
             f"LIGER_HW_LOCK_FILE={path}: {why_invalid}. Nothing would be pinned: write it with "
             f"`liger-hw lock -o {path} --model ...`, correct the path, or unset the variable"
         ) from None
-    if target.vendor == "cpu" or header.get("allow_other_device") is True:
-        return table
-    if wrong := unusable(target, table):
+    if target.vendor != "cpu" and (wrong := unusable(target, table)):
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise SettingError(
             f"LIGER_HW_LOCK_FILE={path}: {len(wrong)} of its {len(table)} entries cannot be launched on {target.name}: "
-            f"{'; '.join(wrong[:3])}{more}. Write a lock file for this device; or, for these keys to be chosen here as "
-            "if nothing pinned them, write it with `liger-hw lock --allow-other-device`"
+            f"{'; '.join(wrong[:3])}{more}. Write a lock file for this device"
         )
     return table
 
@@ -101,19 +97,11 @@ def write(path: str | Path, table: Mapping[Name, Entry], about: Mapping[str, Any
     return mark
 
 
-def save(path: str | Path = "liger-hw.lock", allow_other_device: bool = False) -> str:
-    """Pin everything this process launched so far; returns the digest. For a training script after its first step.
-
-    allow_other_device: where an entry is illegal on the device it is used on, the next layer answers; else an error
-    """
+def save(path: str | Path = "liger-hw.lock") -> str:
+    """Pin everything this process launched so far; returns the digest. For a training script after its first step."""
     launched = plans()
     if not launched:
         log.warning("liger_hw: nothing was launched so far, so %s pins nothing; save it after the first step", path)
     devices = sorted({plan.target.name for plan in launched})
     table = {(plan.tunable.op, plan.tunable.variant, plan.key): pinned(plan) for plan in launched}
-    return write(path, table, about(", ".join(devices), allow_other_device))
-
-
-def about(device: str, allow_other_device: bool, **more: Any) -> dict[str, Any]:
-    """What a lock file says of itself beside its digest."""
-    return {"device": device, **more, **({"allow_other_device": True} if allow_other_device else {})}
+    return write(path, table, {"device": ", ".join(devices)})

@@ -6,14 +6,10 @@ configuration is a one-line diff:
     {"schema": 2, "kind": "table", "vendor": "cuda", "arch": "sm90", "family": "hopper", "warp_size": 32, "entries": [
     {"config": {...}, "key": [4096, 14, 2], "op": "rms_norm", "provenance": {...}, "variant": "bwd", "version": 1}
     ]}
-
-The header of an exported table has a `digest` of the lines of its entries, which `cache import` checks. It shows that a
-table is whole and is the one that was meant; it does not say who made it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, Iterable, Mapping
@@ -65,27 +61,10 @@ def render(header: Mapping[str, Any], table: Mapping[Name, Entry]) -> str:
 
 def render_lines(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
     """`render` of lines of which several may have one name."""
-    texts = _texts(lines)
-    if "digest" in header and header.get("kind") == "table":
-        header = {**header, "digest": _digest(texts)}
+    texts = sorted((name, json.dumps(to_record(name, entry), sort_keys=True)) for name, entry in lines)
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
-    text = ",\n".join(texts)
+    text = ",\n".join(text for _, text in texts)
     return f'{head}, "entries": [\n{text}\n]}}\n' if texts else f'{head}, "entries": []}}\n'
-
-
-def _texts(lines: Iterable[Line]) -> list[str]:
-    """The text of each line, by op, variant and key: numbers by their size."""
-    texts = [(name, json.dumps(to_record(name, entry), sort_keys=True)) for name, entry in lines]
-    return [text for _, text in sorted(texts)]
-
-
-def _digest(texts: list[str]) -> str:
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
-
-
-def digest(table: Mapping[Name, Entry]) -> str:
-    """SHA-256 of a table's entries as `render` writes them, evidence included."""
-    return _digest(_texts(table.items()))
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
@@ -105,8 +84,6 @@ def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
         raise ValueError("not a table of liger_hw: no list of entries")
     if data.get("schema") not in (1, SCHEMA):
         raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
-    if data["schema"] == 1 and data.get("kind") == "table":
-        data.pop("digest", None)  # of lines as schema 1 writes them
     lines, problems = [], []
     for number, record in enumerate(data.pop("entries"), 2):
         try:

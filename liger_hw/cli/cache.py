@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     here = "cuda:0, h200, sm90 (default: the one here)"
     add = action("import", "copy a table's entries into the user cache of a device", here)
     add("file", help="a table written by export, or a shipped one")
-    add("--digest", metavar="HEX", help="refuse a table with another digest (default: any)")
     add("--yes", action="store_true", help="import without asking (default: ask, or refuse in a script)")
     add = action("clear", "remove stored lines")
     for what, text in _CLEARS.items():
@@ -213,7 +212,7 @@ def _export(arguments: argparse.Namespace) -> int:
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
         table = {**{name: entry for name, entry in kept if not _stale(name, entry)}, **table}
-    text = tables.render({**header, "digest": ""}, table)
+    text = tables.render(header, table)
     if not arguments.output:
         print(text, end="")
         return 0
@@ -221,7 +220,7 @@ def _export(arguments: argparse.Namespace) -> int:
         raise UsageError(f"cache export: there is no folder {folder}; make it first, or name another with -o")
     files.write_text(arguments.output, text)
     left_out = f", {skipped} out of date left out" if skipped else ""
-    print(f"{arguments.output}: {len(table)} entries{left_out}, digest {tables.digest(table)}")
+    print(f"{arguments.output}: {len(table)} entries{left_out}")
     return 0
 
 
@@ -244,23 +243,12 @@ def _import(arguments: argparse.Namespace) -> int:
             "writes"
         )
     entries = {name: entry for name, entry in lines if entry.kind in store.ANSWERS}
-    digest, offered = tables.digest(dict(lines)), len(entries) + len(wrong)
-    if header.get("digest") not in (None, digest):
-        raise UsageError(
-            f"cache import: {arguments.file} is not as it was exported: its entries have the digest {digest}, its "
-            f"header says {header['digest']}"
-        )
-    if arguments.digest is not None and arguments.digest.strip().lower() != digest:
-        raise UsageError(f"cache import: {arguments.file} has the digest {digest}, not the one that was asked for")
+    offered = len(entries) + len(wrong)
     importable, refused = _importable(target, entries)
     for problem in (*wrong, *refused):
         print(fold(f"left out: {problem}"))
     changes = _changes(target, importable)
-    print(
-        "\n".join(
-            [*changes, f"digest {digest}: {len(changes)} of {offered} entries change what answers on {target.name}"]
-        )
-    )
+    print("\n".join([*changes, f"{len(changes)} of {offered} entries change what answers on {target.name}"]))
     where = store.file_of(target)
     if importable and not _agreed(arguments, f"import {len(importable)} entries into {where}", "imported"):
         return 1

@@ -24,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", help="file to write (default liger-hw.lock)")
     add("--force", action="store_true", help="overwrite the file where it exists")
     add("--check", metavar="FILE", help="check a lock file instead of writing one")
-    other = "where an entry is illegal on the device it is used on, choose there as if nothing pinned it (default: an "
-    add("--allow-other-device", action="store_true", help=other + "error that names the entries)")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -36,9 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         target = registry.target_named(arguments.device)
     if arguments.check is not None:
         takes = ("command", "device", "check", "json")
-        if others := [
-            f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if value and name not in takes
-        ]:
+        if others := [f"--{name}" for name, value in vars(arguments).items() if value and name not in takes]:
             raise UsageError(f"lock: --check looks at a whole lock file, and takes no {', '.join(others)}")
         return _check(arguments, target)
     if arguments.output is None:
@@ -92,8 +88,7 @@ def pin(command: str, arguments: argparse.Namespace, target: Any, output: str | 
         raise UsageError(f"{command}: nothing to pin for {target.name}")
     keys = [(registry.get_tunable(name), key) for name, key in names]
     table = {(t.op, t.variant, key): lock.pinned(registry.choose(t, target, key)) for t, key in keys}
-    about = lock.about(target.name, getattr(arguments, "allow_other_device", False), arch=target.arch)
-    return table, lock.write(output, table, about)
+    return table, lock.write(output, table, {"device": target.name, "arch": target.arch})
 
 
 def _made_for(header: dict[str, Any]) -> Any:
