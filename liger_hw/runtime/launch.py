@@ -437,13 +437,16 @@ class Observer:
 
 
 class Foreseen(Observer):
-    """Calls `note(plan, kernel, grid, args, flags)` in place of each launch."""
+    """Calls `note(plan, kernel, grid, args, flags)` in place of each launch, and no library's routine."""
 
     def __init__(self, note: Callable[[Any, Any, tuple, tuple, tuple], None]) -> None:
         self.note = note
 
     def launch(self, proceed: Any, plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         self.note(plan, kernel, grid, args, flags)
+
+    def routine(self, proceed: Any, plan: Any, routine: Routine, args: tuple) -> torch.Tensor:
+        return routine.shaped(*args)
 
 
 Watcher = TypeVar("Watcher", bound=Observer)

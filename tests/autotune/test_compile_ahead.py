@@ -29,7 +29,7 @@ from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator
-from liger_hw.runtime.launch import Foreseen, observing
+from liger_hw.runtime.launch import Foreseen, Routine, call_routine, observing
 
 pytestmark = pytest.mark.cpu
 
@@ -165,6 +165,13 @@ print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_librarys_routine_is_not_run():
+    """torch's grouped product would import sympy on fake tensors: two seconds of a first call."""
+    routine = Routine(lambda t: pytest.fail("it ran"), lambda t: t.new_empty(len(t), 3))
+    with observing(Foreseen(lambda *launch: None)):
+        assert call_routine(None, routine, (torch.ones(2),)).shape == (2, 3)
 
 
 def test_a_fake_tensors_address_is_its_offset():
