@@ -291,7 +291,7 @@ def _timed(told: Any, todo: list[Case], against: list[str], meter: Meter, budget
     rows = shared.rows() if shared else rows
     if told.json:
         report.save(told.json, {"machine": facts, "rows": rows, "complete": complete})
-    print(report.side_by_side(rows))
+    print(report.as_text(rows))
     if told.plot:
         size_plots.share_by_width(rows, told.plot)
     if ended:

@@ -179,8 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
         names = "target", "tunable", "key", "layer", "workload", "options"
         where = " ".join(str(record[name]) for name in names)
         print(f"{where}: {record['error'] or record['illegal']}")
-    built = [record["resources"] for record in records if record["resources"] and record["level"] == "binary"]
-    spilling = sum(resources["spills"] > 0 for resources in built)  # counted in TTIR they are an estimate
+    spilling = sum(record["resources"]["spills"] > 0 for record in records if record["resources"])
     print(
         f"Triton {version}, depth {arguments.depth}: {len(records)} kernels of {len(ops)} ops for {len(targets)} "
         f"architectures, "

@@ -11,8 +11,6 @@ from .record import tensors_in
 
 CHUNK = 1 << 25
 """Elements that are compared at once."""
-SAMPLED = 1 << 28
-"""Of a tensor with more elements, eight chunks evenly spread, the first and the last among them, are compared."""
 _NORM = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Largest ||out - reference|| / ||reference|| by dtype; looser than a test's, tight enough to catch a wrong kernel."""
 _ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -32,8 +30,6 @@ def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
         return "" if torch.equal(result, expected) else "different integers"
     a, b = result.detach().reshape(-1), expected.detach().reshape(-1)
     starts = range(0, a.numel(), CHUNK)
-    if a.numel() > SAMPLED:
-        starts = [step * (a.numel() - CHUNK) // 7 for step in range(8)]
     wide = torch.promote_types(result.dtype, torch.float32)
     difference = torch.zeros((), dtype=torch.float64, device=a.device)
     size, count = difference.clone(), difference.clone()

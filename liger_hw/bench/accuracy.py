@@ -8,7 +8,6 @@ from typing import Any, Callable, Sequence
 import torch
 
 from .cases import ROW_DIMS, Case, make_inputs, with_few_rows
-from .floors import PRODUCTS
 from .inputs import Inputs, tensors_in
 from .timing import Meter
 
@@ -16,34 +15,21 @@ from .timing import Meter
 class Accuracy:
     """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
 
-    On all rows where no argument (and no logits of a GEMM-bound op) has more than 2^26 (2^30) elements (2^20 and 16
-    rows on the CPU), else on as many as fit; on half as many while the reference runs out of memory.
+    On half the rows while there are more than 16 and the first tensor has more than 2^26 elements (2^20 on the CPU), or
+    while the reference runs out of memory.
     """
 
     def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:
-        on_cpu = meter.module is None
-        self.sizes, self.inputs, self.meter = case.sizes, first, meter
+        most = 1 << (20 if meter.module is None else 26)
+        self.sizes, self.inputs = case.sizes, first
         rows = max([size for name, size in zip(case.op.tunables[0].dims, case.sizes) if name in ROW_DIMS] or case.sizes)
-        if on_cpu and case.op.name in PRODUCTS:
-            rows = min(rows, 16)
-        self._shrink(case, rows)
-        while not ((rows <= 16 or self._fits(case, on_cpu)) and self._reference(case)):
+        while (rows > 16 and self.inputs.tensors[0].numel() > most) or not self._reference(case):
             if rows < 2:
                 raise RuntimeError("the reference in fp64 does not fit into the device's memory")
             meter.forget()
             rows //= 2
-            self._shrink(case, rows)
-
-    def _fits(self, case: Case, on_cpu: bool) -> bool:
-        if case.op.name in PRODUCTS and not on_cpu:
-            m, n, *_ = PRODUCTS[case.op.name](*self.sizes)[0][0]
-            return m * n <= 1 << 30
-        return max(tensor.numel() for tensor in self.inputs.tensors) <= 1 << (20 if on_cpu else 26)
-
-    def _shrink(self, case: Case, rows: int) -> None:
-        sizes = with_few_rows(case, rows)
-        if sizes != self.sizes:
-            self.sizes, self.inputs = sizes, make_inputs(case, sizes, self.meter.device, 0)
+            self.sizes = with_few_rows(case, rows)
+            self.inputs = make_inputs(case, self.sizes, meter.device, 0)
 
     def _reference(self, case: Case) -> bool:
         """Compute what is exact. False where it does not fit into the device's memory."""

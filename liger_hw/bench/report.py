@@ -94,72 +94,43 @@ def _rounded(value: Any) -> Any:
 
 
 def as_text(rows: Sequence[dict[str, Any]]) -> str:
-    """Two tables: one row an arm with everything, then the times side by side."""
-    return f"{_details(rows)}\n\n{side_by_side(rows)}" if rows else "nothing was measured"
-
-
-DETAILS = ("arm", "ms", "p20..p80", "share", "MiB", "err", "err grad", "note")
-
-
-def _details(rows: Sequence[dict[str, Any]]) -> str:
-    """Each case with a line for its name, and below it one for each arm."""
-    lines: list[tuple[str, ...]] = [DETAILS]
-    above: tuple[str, ...] = ()
+    """A line for each arm, below one for its case, and what is to be known of them."""
+    if not rows:
+        return "nothing was measured"
+    lines: list[tuple[str, ...]] = [("arm", "ms", "p20..p80", "share", "MiB", "err", "err grad", "note")]
+    cases: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["status"] != "ok":  # listed below the tables
-            continue
-        case = (row["op"], "x".join(map(str, row["sizes"])), row["mode"])
-        if case != above:
-            lines.append((" ".join(case),))
-            above = case
-        ms, note = row["ms"], row["note"]
-        if ms and row["method"] != "graph" and row["method"] not in note:
-            note = f"{row['method']} {note}".strip()
-        lines.append(
-            (
-                f"  {row['arm']}",
-                _ms(ms and ms["median"]),
-                f"{_ms(ms['p20'])}..{_ms(ms['p80'])}" if ms else "-",
-                _percent(row["share"]),
-                _number(row["peak_mib"], ".0f"),
-                _number(row["error_out"], ".1e"),
-                _number(row["error_grad"], ".1e"),
-                note[:60],
-            )
-        )
-    return table(lines)
-
-
-def side_by_side(rows: Sequence[dict[str, Any]]) -> str:
-    """The times of all arms in one line a case, and what is to be known of them."""
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    lines = [("op", "sizes", "mode", "floor", *arms, "best peer")]
-    places = dict.fromkeys((row["op"], tuple(row["sizes"]), row["mode"]) for row in rows)
-    index = {(row["op"], tuple(row["sizes"]), row["mode"], row["arm"]): row for row in rows}
-    for place in places:
-        by_arm = {arm: index.get((*place, arm)) for arm in arms}
-        floor = next((row["floor_ms"] for row in by_arm.values() if row and row["floor_ms"]), None)
-        cells = [_cell(row) for row in by_arm.values()]
-        lines.append((place[0], "x".join(map(str, place[1])), place[2], _ms(floor), *cells, _best_peer(by_arm)))
+        cases.setdefault((row["op"], "x".join(map(str, row["sizes"])), row["mode"]), []).append(row)
+    for case, arms in cases.items():
+        lines.append((" ".join(case) + _speed(arms),))
+        lines += [_cells(row) for row in arms if row["status"] == "ok"]  # others are listed below the table
     return "\n".join([table(lines), *_remarks(rows)])
 
 
-def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    if not row["ms"]:
-        return "-" if row["status"] in ("absent", "unsupported") else row["status"]
-    mark = "" if row["method"] == "graph" else "*"
-    return f"{_ms(row['ms']['median'])}{mark} {_percent(row['share'])}"
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    ms, note = row["ms"], row["note"]
+    if ms and row["method"] != "graph" and row["method"] not in note:
+        note = f"{row['method']} {note}".strip()
+    return (
+        f"  {row['arm']}",
+        _ms(ms and ms["median"]),
+        f"{_ms(ms['p20'])}..{_ms(ms['p80'])}" if ms else "-",
+        "-" if row["share"] is None else f"{row['share']:.0%}",
+        _number(row["peak_mib"], ".0f"),
+        _number(row["error_out"], ".1e"),
+        _number(row["error_grad"], ".1e"),
+        note[:60],
+    )
 
 
-def _best_peer(by_arm: dict[str, dict[str, Any] | None]) -> str:
-    timed = {arm: row["ms"]["median"] for arm, row in by_arm.items() if row and row["ms"] and row["ms"]["median"] > 0}
+def _speed(arms: Sequence[dict[str, Any]]) -> str:
+    """What is said of a case: how fast the best peer is."""
+    timed = {row["arm"]: row["ms"]["median"] for row in arms if row["ms"] and row["ms"]["median"] > 0}
     ours = timed.pop(OURS, None)
     if ours is None or not timed:
-        return "-"
+        return ""
     best = min(timed, key=timed.__getitem__)
-    return f"{timed[best] / ours:.2f}x {best}"
+    return f": {timed[best] / ours:.2f}x {best}"
 
 
 def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -170,11 +141,9 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     timed = [row for row in rows if row["ms"]]
     methods = {row["method"] for row in timed}
     if "wall" in methods:
-        lines.append("* wall clock on a CPU: torch's reference path, not a measurement of any kernel")
+        lines.append("wall clock on a CPU: torch's reference path, not a measurement of any kernel")
     elif "events" in methods:
-        waits = {f"{row['arm']} {row['op']} ({row['note']})" for row in timed if row["method"] == "events"}
-        why = "; ".join(sorted(waits))[:300]
-        lines.append(f"* timed between events, host time included, because no graph could hold it: {why}")
+        lines.append("events: timed between two, host time included, because no graph could hold the call")
     warm = sorted({f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in timed if not row["l2_cold"]})
     if warm and "wall" not in methods:
         lines.append("inputs small enough to stay in L2: " + ", ".join(warm)[:300])
@@ -201,10 +170,6 @@ def _ms(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f}%"
 
 
 def _number(value: float | None, form: str) -> str:

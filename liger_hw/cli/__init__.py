@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # None: closed
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")
@@ -94,11 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _exit_code(argv)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `liger-hw info | head`
-        _drop_output()
-        return 0
-    except OSError as error:  # the output cannot be written: a full disk
-        _drop_output()
+    except (
+        OSError
+    ) as error:  # `liger-hw info | head`, or a full disk: nothing else may fail when Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0
         print(f"liger-hw: {_one_line(error)}", file=sys.stderr)
         return 2
 
@@ -133,14 +133,10 @@ def _exit_code(argv: list[str]) -> int:
 def _report(argv: list[str], message: str, code: int) -> int:
     """Print an error to standard error, and as a document where standard output is to be JSON (`bench --json FILE`
     writes a file)."""
-    try:
-        print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
-        following = dict(zip(argv, [*argv[1:], "-"]))
-        if "--json=-" in argv or "--json" in argv and (argv[0] != "bench" or following["--json"].startswith("-")):
-            print(json_text({"error": message}))
-        sys.stdout.flush()
-    except OSError:  # a full disk: the exit code says it
-        _drop_output()
+    print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
+    following = dict(zip(argv, [*argv[1:], "-"]))
+    if "--json=-" in argv or "--json" in argv and (argv[0] != "bench" or following["--json"].startswith("-")):
+        print(json_text({"error": message}))
     return code
 
 
@@ -150,12 +146,6 @@ def _one_line(error: BaseException) -> str:
         return error.strerror + (f": {error.filename}" if error.filename is not None else "")
     lines = str(error).splitlines()
     return type(error).__name__ + (f": {lines[0]}" if lines else "")
-
-
-def _drop_output() -> None:
-    """Let nothing else fail at standard output, which Python flushes once more at exit."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)  # an option or a file name stays whole

@@ -114,12 +114,6 @@ def test_names_and_text_from_a_cache_are_escaped(hostile_cache, capsys, words):
     assert out + err and "\x1b" not in out + err and "\u202e" not in out + err
 
 
-def test_an_error_that_cannot_be_written_keeps_its_status():
-    with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "liger_hw", "nonsense"]
-        assert subprocess.run(words, stderr=full).returncode == 2
-
-
 @pytest.mark.parametrize("key", [(-1, 2, 3), (4096, 2**62, 2), (7, 12, 2, 1, 1, 1), ()])
 def test_an_entry_for_a_key_that_cannot_be_is_left_out(clean_registry, capsys, tmp_path, key):
     """A heuristic raises 2 to the power of a part of a key, which may take all memory or no end."""
@@ -171,20 +165,6 @@ def test_an_export_into_no_folder_makes_none(clean_registry, capsys, tmp_path):
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_error_is_one_line_where_its_document_cannot_be_written():
-    command = [sys.executable, "-m", "liger_hw", "nonsense", "--json"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and done.stderr.count("liger-hw:") == 1 and "nonsense" in done.stderr
-
-
-@pytest.mark.parametrize(("words", "code"), [("--version >&-", 0), ("nonsense --json 2>&-", 2)])
-def test_an_output_that_is_closed_is_no_bug(words, code):
-    command = f"exec {sys.executable} -m liger_hw {words}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
-    assert done.returncode == code and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("device", ["mps", "mps:0", "meta:3"])
