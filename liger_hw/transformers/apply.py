@@ -261,7 +261,6 @@ class NoSample(Exception):
     """The message says why no model of a class could be made."""
 
 
-@functools.lru_cache(maxsize=64)
 def sample(cls: type) -> Any:
     """A model of `cls` without weights (on the meta device), for a class patch to examine.
 

@@ -44,6 +44,7 @@ def tree_of(code: types.CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef:
     return ast.increment_lineno(function, code.co_firstlineno - function.lineno)
 
 
+@functools.lru_cache(maxsize=4096)
 def hands_itself_on(code: types.CodeType) -> bool:
     """Whether a method uses self other than to look up an attribute on it; true where it has no source."""
     me = code.co_varnames[0] if code.co_argcount else None
@@ -66,7 +67,6 @@ OF_CONFIG = "config."
 """Prefix of a name that a function may look up on a configuration."""
 
 
-@functools.lru_cache(maxsize=1024)
 def reads(cls: type, function: Callable) -> frozenset[str]:
     """Names that `function`, the methods it names and the function it decorates may look up on self.
 
@@ -75,14 +75,15 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
     """
     seen: set[str] = set()
     waiting: list[Any] = [function]
-    done: set[types.CodeType] = set()
+    done: set[types.CodeType | None] = set()
     while waiting:
         item = waiting.pop()
         if isinstance(item, property):
             item = item.fget
         while item is not None:
             code = getattr(item, "__code__", None)
-            names = _names_in(code, done)
+            names = frozenset() if code is None or code in done else _names_in(code)
+            done.add(code)
             seen |= names
             if "config" in names or (code is not None and "config" in code.co_varnames):
                 seen |= {OF_CONFIG + name for name in names}
@@ -101,17 +102,15 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
     return frozenset(seen)
 
 
-def _names_in(code: types.CodeType | None, done: set[types.CodeType]) -> set[str]:
-    if code is None or code in done:
-        return set()
-    done.add(code)
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> frozenset[str]:
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names_in(constant, done)
+            names |= _names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)  # getattr(self, "name")
-    return names
+    return frozenset(names)
 
 
 # -- branches --------------------------------------------------------------------------------------------------------

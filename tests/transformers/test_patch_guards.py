@@ -283,3 +283,42 @@ def test_a_method_that_the_forward_calls_replaced_in_its_class(monkeypatch):
     monkeypatch.setattr(HalvesMLP, "gated", lambda self, halves: halves.chunk(2, -1)[0].tanh())
     (layer,) = model
     torch.testing.assert_close(model(x), layer.down_proj(layer.gate_up_proj(x).chunk(2, -1)[0].tanh()))
+
+
+def test_a_method_replaced_between_two_patches_is_read_anew(monkeypatch):
+    """What a class's code reads is not remembered: another method of it may read another attribute."""
+
+    def scaled(self, halves):
+        gate, up = halves.chunk(2, -1)
+        return F.silu(gate) * up * self.scale
+
+    model = nn.Sequential(HalvesMLP())
+    first = liger_hw.patch(model)
+    first.revert()
+    with monkeypatch.context() as context:
+        context.setattr(HalvesMLP, "gated", lambda self, halves: halves.chunk(2, -1)[0].tanh())
+        refused = liger_hw.patch(model)
+        assert not refused.patched and refused.revert() is None
+    again = liger_hw.patch(model)
+    assert again.rows == first.rows
+    again.revert()
+    monkeypatch.setattr(HalvesMLP, "gated", scaled)
+    model[0].scale = 1.0
+    assert [row.kernel for row in liger_hw.patch(model).patched] == ["fused_gate_up_swiglu"]
+    assert_unchanged(model, lambda model: setattr(model[0], "scale", 2.0))
+
+
+def test_a_class_replaced_between_two_patches_of_the_classes_is_seen(mistral, batch, monkeypatch):
+    class Halved(mistral.norm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) / 2
+
+    Halved.__module__ = mistral.modeling.__name__
+    with mistral.apply() as report:
+        assert "MistralRMSNorm.forward" in str(report)
+    monkeypatch.setattr(mistral.modeling, "MistralRMSNorm", Halved)
+    expected = mistral.model()(**batch).loss
+    with mistral.apply() as report:
+        norms = [(row.where, row.left_alone) for row in report.rows if row.part == "rms_norm"]
+        assert norms == [("Halved.forward", True)]
+        torch.testing.assert_close(mistral.model()(**batch).loss, expected)
