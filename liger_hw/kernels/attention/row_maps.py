@@ -94,11 +94,11 @@ def lane_sums(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def _load_weighted(Y_ptr, DY_ptr, cols, mask, SPARSE: tl.constexpr):
+def _load_weighted(Y_ptr, DY_ptr, cols, mask, SPARSE: tl.constexpr, EVICT: tl.constexpr):
     """(w, dy) of some columns in fp32, all if mask is None; where SPARSE, dy is 0 outside the support."""
     if mask is None:
-        w = tl.load(Y_ptr + cols).to(tl.float32)
-        dy = tl.load(DY_ptr + cols).to(tl.float32)
+        w = tl.load(Y_ptr + cols, eviction_policy=EVICT).to(tl.float32)
+        dy = tl.load(DY_ptr + cols, eviction_policy=EVICT).to(tl.float32)
     else:
         w = tl.load(Y_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(DY_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -137,29 +137,29 @@ def _row_map_bwd_looped_kernel(
         n_body = body_width(n_cols, head, VECTOR)
         n_full = n_body // BLOCK_SIZE
         tail = n_full * BLOCK_SIZE + block_cols
-        w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE)
+        w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE, "")
         weights, products = lane_sums(w, LANES), lane_sums(w * dy, LANES)
         for i in tl.range(0, n_full, num_stages=STAGES):
-            w, dy = _load_weighted(y_ptr, dy_ptr, i * BLOCK_SIZE + block_cols, None, SPARSE)
+            w, dy = _load_weighted(y_ptr, dy_ptr, i * BLOCK_SIZE + block_cols, None, SPARSE, "evict_last")
             products += lane_sums(w * dy, LANES)
             weights += lane_sums(w, LANES)
         shift = tl.sum(products)
         support = tl.sum(weights)
         if VECTOR > 1:
             edge = edge_columns(head, n_body, n_cols, VECTOR)
-            w_edge, dy_edge = _load_weighted(y_ptr, dy_ptr, edge, edge < n_cols - head, SPARSE)
+            w_edge, dy_edge = _load_weighted(y_ptr, dy_ptr, edge, edge < n_cols - head, SPARSE, "")
             shift += tl.sum(w_edge * dy_edge)
             support += tl.sum(w_edge)
         if SPARSE:
             shift = shift / tl.maximum(support, 1.0)
         if VECTOR > 1:
             tl.store(dx_ptr + edge, (w_edge * (dy_edge - shift)).to(dx_type), mask=edge < n_cols - head)
-        w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE)
+        w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE, "")
         tl.store(dx_ptr + tail, (w * (dy - shift)).to(dx_type), mask=tail < n_body)
         for done in tl.range(0, n_full, num_stages=STAGES):
             at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
-            w, dy = _load_weighted(y_ptr, dy_ptr, at, None, SPARSE)
-            tl.store(dx_ptr + at, (w * (dy - shift)).to(dx_type))
+            w, dy = _load_weighted(y_ptr, dy_ptr, at, None, SPARSE, "evict_first")
+            tl.store(dx_ptr + at, (w * (dy - shift)).to(dx_type), eviction_policy="evict_first")
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def _softmax_fwd_looped_kernel(
         highest = tl.full([LANES], -float("inf"), dtype=tl.float32)
         total = tl.zeros([LANES], dtype=tl.float32)
         for i in tl.range(0, n_full, num_stages=STAGES):
-            x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols).to(tl.float32)
+            x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols, eviction_policy="evict_last").to(tl.float32)
             highest, total = _take_tile(tl.reshape(x, [LANES, PER_LANE]), highest, total)
         x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
         highest, total = _take_tile(tl.reshape(x, [LANES, PER_LANE]), highest, total)
@@ -163,12 +163,11 @@ def _softmax_fwd_looped_kernel(
         scale = tl.where(top == -float("inf"), float("nan"), 1.0 / denominator)
         if VECTOR > 1:
             tl.store(y_ptr + edge, (_exp(x_edge, anchor) * scale).to(y_type), mask=edge < n_cols - head)
-        x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
-        tl.store(y_ptr + tail, (_exp(x, anchor) * scale).to(y_type), mask=tail < n_body)
+        tl.store(y_ptr + tail, (_exp(x, anchor) * scale).to(y_type), mask=tail < n_body, eviction_policy="evict_first")
         for done in tl.range(0, n_full, num_stages=STAGES):
             at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
-            x = tl.load(x_ptr + at).to(tl.float32)
-            tl.store(y_ptr + at, (_exp(x, anchor) * scale).to(y_type))
+            x = tl.load(x_ptr + at, eviction_policy="evict_first").to(tl.float32)
+            tl.store(y_ptr + at, (_exp(x, anchor) * scale).to(y_type), eviction_policy="evict_first")
 
 
 def _bwd_reference(dy, y):
