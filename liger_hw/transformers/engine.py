@@ -2,8 +2,8 @@
 
 On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
 modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So models made
-before and after are patched alike, but experts, chosen by the model's config, only in later models. On one live
-model it binds the same functions to that model's modules only, and its configuration names the experts.
+before are patched too, except for their experts: a model's config chooses those when it is made. On one live model it
+binds the same functions to that model's modules only, and its configuration names the experts.
 Nothing else changes: no function of torch, none that families share, no parameter, no class of a module. What is not
 recognised keeps its own code, and the report says why.
 """

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_hw.kernels.pointwise.elementwise import activation_tunables, gated_operators
 from liger_hw.runtime.operator import OperatorFunction, declared, define, launchers
 
 
@@ -55,6 +56,23 @@ def _operator(schema, reference, derivative_of=None):
     launchers.pop(name)
     declared.pop(name)
     return operator
+
+
+@pytest.mark.cpu
+def test_a_gate_needs_no_arguments_beside_its_tensors():
+    tunables = activation_tunables("plain_gate", fwd={}, bwd={})
+    operators = gated_operators(
+        tunables, ("a", "b"), "", lambda: ("silu", 1.0, 1.0), lambda a, b: torch.nn.functional.silu(a) * b
+    )
+    for operator in operators:
+        name = operator.overload._schema.name.partition("::")[2]
+        launchers.pop(name)
+        declared.pop(name)
+    fwd, bwd, _ = operators
+    a, b = torch.randn(3, 4).requires_grad_(), torch.randn(3, 4).requires_grad_()
+    c = torch.nn.functional.silu(a) * b
+    torch.testing.assert_close(fwd(a.detach(), b.detach()), c.detach())
+    torch.testing.assert_close(bwd(c.detach(), a.detach(), b.detach()), torch.autograd.grad(c, (a, b), c.detach()))
 
 
 BACKWARDS = {

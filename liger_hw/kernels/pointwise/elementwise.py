@@ -280,8 +280,7 @@ def flat_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tuple[Tunable, Tunable]:
-    """The tunables `<op>.fwd` and `<op>.bwd`, each from arguments of `_heuristic`. No knob of theirs changes a
-    result."""
+    """The tunables `<op>.fwd` and `<op>.bwd`, each from arguments of `_heuristic`. No knob changes a result."""
     return tuple(
         Tunable(
             op,
@@ -379,8 +378,8 @@ def gated_operators(
 ) -> tuple[Any, Any, Any]:
     """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, in place, `<op>_bwd_`.
 
-    inputs: the names of a and b, or of one tensor whose rows hold both; arguments: the rest of the schema; how: those
-    arguments -> (name of f, gate_multiplier, down_multiplier)
+    inputs: the names of a and b, or of one tensor whose rows hold both; arguments: the rest of the schema, which may be
+    ""; how: those arguments -> (name of f, gate_multiplier, down_multiplier)
     """
     fwd_tunable, bwd_tunable = tunables
     op, n = fwd_tunable.op, len(inputs)
@@ -401,16 +400,17 @@ def gated_operators(
 
     takes, gives = (", ".join(f"Tensor {before}{name}" for name in inputs) for before in ("", "d"))
     writes = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("ab", inputs))
+    arguments = f", {arguments}" if arguments else ""
     shapes = "T a, b [*, n]" if n == 2 else f"{inputs[0]} [*, 2n]"
     forward = define(
-        f"{op}_fwd({takes}, {arguments}) -> Tensor c",
+        f"{op}_fwd({takes}{arguments}) -> Tensor c",
         shapes=shapes,
         launcher=fwd,
         reference=lambda *args: reference(*args).contiguous(),
     )
     gradients = {
-        f"{op}_bwd(Tensor dc, {takes}, {arguments}) -> ({gives})": bwd,
-        f"{op}_bwd_(Tensor dc, {writes}, {arguments}) -> ()": bwd_,
+        f"{op}_bwd(Tensor dc, {takes}{arguments}) -> ({gives})": bwd,
+        f"{op}_bwd_(Tensor dc, {writes}{arguments}) -> ()": bwd_,
     }
     return forward, *(
         define(schema, shapes=f"{shapes}; dc [*, n]", launcher=run, derivative_of=forward)
