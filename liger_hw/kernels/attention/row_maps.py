@@ -38,8 +38,6 @@ from ..rows.row import (
 )
 from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _row_map_bwd_kernel(
@@ -161,8 +159,6 @@ def _row_map_bwd_looped_kernel(
             w, dy = _load_weighted(y_ptr, dy_ptr, at, None, SPARSE, "evict_first")
             tl.store(dx_ptr + at, (w * (dy - shift)).to(dx_type), eviction_policy="evict_first")
 
-
-# -- tunables --------------------------------------------------------------------------------------------------------
 
 _WIDEST_TILE = 32768
 """Columns a program holds at most: one fp32 copy of the row is half the registers of a multiprocessor."""

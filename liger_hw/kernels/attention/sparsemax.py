@@ -42,9 +42,6 @@ def sparsemax_reference(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return (z - tau).relu().to(input.dtype).movedim(-1, dim)
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _larger(a, b):
     """The larger of both, NaN if either is."""
@@ -172,9 +169,6 @@ def _sparsemax_fwd_looped_kernel(
         for i in tl.range(0, n_full, num_stages=STAGES):
             at = i * BLOCK_SIZE + block_cols
             tl.store(y_ptr + at, _above(tl.load(x_ptr + at).to(tl.float32) - top, tau).to(y_type))
-
-
-# -- tunables and operators ------------------------------------------------------------------------------------------
 
 
 def _bwd_reference(dy, y):

@@ -27,9 +27,6 @@ def embedding_reference(weight: torch.Tensor, indices: torch.Tensor, padding_idx
     return F.embedding(indices, weight.to(wide), padding_idx).to(weight.dtype)
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=["n_tokens"])
 def _embedding_fwd_kernel(
     W_ptr, Index_ptr, Y_ptr, W_row_stride, n_tokens, n_rows, n_cols, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr
@@ -45,9 +42,6 @@ def _embedding_fwd_kernel(
     tl.store(Y_ptr + tokens[:, None] * n_cols + cols[None, :], y, mask=mask)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """2048 elements a program: many programs keep many loads in flight."""
     block = min(key[0], 2048)
@@ -61,8 +55,6 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 FWD = embedding_tunable("fwd", _embedding_fwd_kernel, {"BLOCK_T": 1, "BLOCK_SIZE": 128}, _fwd_heuristic, _fwd_space)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def _fwd(weight, indices):

@@ -93,9 +93,6 @@ def _embedding_merge_kernel(
     tl.store(Order_ptr + rank, token.to(tl.int64), mask=at < n_tokens)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def _key(n_tokens: int, *others: int) -> Key:
     return ((n_tokens - 1).bit_length(),)
 

@@ -24,7 +24,7 @@ from .quantize_float8 import wide
 from .whole_rows import linears, linears_reference, placeholder, too_wide
 
 FWD = normed_tunable("layer_norm_float8", rows=2)
-layer_norm_bwd = LayerNormFunction.bwd  # torch.compile takes it from here, not from the class
+layer_norm_backward = LayerNormFunction.backward  # torch.compile takes it from here, not from the class
 
 
 def layer_norm_float8_reference(X, W, B, eps, weights, biases=None, rounds=None):
@@ -49,19 +49,13 @@ class LayerNormFloat8Function(Function):
     def forward(ctx, X, W, B, eps):
         data, scale, stats = layer_norm_float8_rows(X, W, B, eps)
         ctx.save_for_backward(X, W, B, stats)
-        ctx.eps = eps
+        ctx.numbers = (eps,)
         return placeholder(ctx, X, Float8Rows(data, scale))
 
     @staticmethod
     @first_order
     def backward(ctx, dY, d_data, d_scale):
-        if dY is None:
-            return (None,) * 4
-        X, W, B, stats = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dX, dP = layer_norm_bwd(dY, X, W, B, stats, ctx.eps, needed)
-        dW, dB = (dP, None) if B is None else dP.unsafe_chunk(2)
-        return dX, dW if needed else None, dB if needed else None, None
+        return (None,) * 4 if dY is None else layer_norm_backward(ctx, dY)
 
 
 def liger_layer_norm_float8(

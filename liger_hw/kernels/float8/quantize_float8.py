@@ -25,8 +25,6 @@ from .formats import FORMATS, Float8Rows, aligned, float8_dtype, largest_bits, s
 OP_NAME = "float8_linear"
 """The op under whose name the kernels are tuned."""
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def magnitude_bits(x):
@@ -157,9 +155,6 @@ def _float8_transposed_kernel(
     tl.store(Y_ptr + cols[None, :] * Y_row_stride + rows[:, None], x, mask=there)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
     tiles = [{"ROWS": rows, "BLOCK_SIZE": block} for rows in (32, 64, 128, 256) for block in (32, 64, 128, 256)]
     return tile_space(target, tiles, (2, 4, 8, 16), per_thread=(16, 128), hints=("none", "stream"))
@@ -185,8 +180,6 @@ TRANSPOSED = Tunable(
     neutral=_NEUTRAL,
     dependent_launch=is_small_launch,
 )
-
-# -- launchers and references ----------------------------------------------------------------------------------------
 
 
 def _launch_rows(x, scale, has_data, has_scales, format):

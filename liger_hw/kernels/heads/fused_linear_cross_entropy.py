@@ -55,8 +55,6 @@ from .linear_head import (
     sweep,
 )
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def fused_linear_cross_entropy_reference(
     input, weight, target, bias=None, ce_weight=None, accum_dtype=None, chunk_mem_const=1, compact=False, **settings
@@ -65,8 +63,6 @@ def fused_linear_cross_entropy_reference(
     options = cross_entropy_options("fused_linear_cross_entropy_reference", **settings)
     return pack(reference_losses(reference_logits(input, weight, bias), target, ce_weight, options), options)
 
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 FWD = rows_tunable("fused_linear_cross_entropy", columns_key, HEAD_DIMS)
 _NAME = "liger_fused_linear_cross_entropy"
@@ -122,9 +118,6 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
 
 def _bwd(grad_output, *arguments):
     return _fwd(*arguments, row_grads=grad_output)
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 def _reference_grads(x, weight, target, bias, ce_weight, call: HeadCall, row_grads=None):
@@ -219,9 +212,6 @@ class FusedLinearCrossEntropyFunction(Function):
         return *run_backward(ctx, fused_linear_cross_entropy_bwd, grad_output), None, None, None
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_fused_linear_cross_entropy(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -303,8 +293,6 @@ class LigerFusedLinearCrossEntropyLoss(OptionsModule):
         """lin_weight: [vocab, hidden]; _input: [n_rows, hidden]; target: [n_rows]; bias: [vocab] or None."""
         return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, self.ce_weight, **self.options())
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "mistral_7b": (8192, 4096, 32768),

@@ -293,9 +293,6 @@ def _backward(grad_output, lse, x, weight, target, bias, order, call: _Call, pla
     return _run(x, weight, target, bias, order, call, plain, lse, grad_output.to(lse.dtype))[2]
 
 
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
 def _fwd_fake(x, weight, target, bias, order, call: _Call):
     wide, (n_rows,), options = torch.promote_types(x.dtype, torch.float32), target.shape, call.options
     size = (n_rows,) if options.reduction == NONE else ()
@@ -357,9 +354,6 @@ class FusedLinearCrossEntropyTPFunction(Function):
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         return *run_backward(ctx, fused_linear_cross_entropy_tp_bwd, grad_output), None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_linear_cross_entropy_tp(

@@ -35,8 +35,6 @@ from ..losses.options_module import OptionsModule
 from .head_inputs import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def fused_linear_jsd_reference(
     student_input,
@@ -64,8 +62,6 @@ def _fp32_columns_key(*sizes: int) -> registry.Key:
 
 FWD = distill_tunable("fused_linear_jsd", HEAD_DIMS, _fp32_columns_key)
 OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD, prefer_large=True, fp32_logits=True)
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_linear_jsd(
@@ -124,8 +120,6 @@ class LigerFusedLinearJSD(OptionsModule):
         heads = student_input, student_weight, teacher_input, teacher_weight
         return liger_fused_linear_jsd(*heads, shift_labels, **self.options())
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "llama3_8b": (4096, 4096, 128256),

@@ -32,8 +32,6 @@ from .fused_linear_jsd import WORKLOADS as WORKLOADS
 from .fused_linear_jsd import sample_distillation
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def fused_linear_kl_div_reference(
     student_input, student_weight, target, shift_labels=None, *settings, accum_dtype=None, **named
@@ -45,8 +43,6 @@ def fused_linear_kl_div_reference(
 
 FWD = distill_tunable("fused_linear_kl_div", HEAD_DIMS)
 OPERATOR = linear_distillation_operator("fused_linear_kl_div", FWD, prefer_large=True)
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_linear_kl_div(

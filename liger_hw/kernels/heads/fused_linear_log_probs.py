@@ -60,8 +60,6 @@ from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, s
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
 from .linear_head import TILE, Chunks, HeadGradients, Needs, fake_gradients, padded, plan_chunks, sweep
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def fused_linear_log_probs_reference(
     input, weight, target, bias=None, *settings, accum_dtype=None, compact=False, batch_invariant=False, **named
@@ -201,9 +199,6 @@ def _keep_bwd(
         absent(x) if dweight is waiting else dweight,
         absent(x) if dbias is None else dbias.to(x.dtype),
     )
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 def _fwd_fake(x, weight, target, bias, ids, call: LogProbsCall):
@@ -386,9 +381,6 @@ class FusedLinearLogProbsFunction(Function):
         return dx, dw, None, db, None, None
 
 
-# -- public ----------------------------------------------------------------------------------------------------------
-
-
 def liger_fused_linear_log_probs(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -456,8 +448,6 @@ def liger_fused_linear_log_probs(
     results = shaped(logp), shaped(entropy, return_entropy), shaped(is_top1)
     return pack_log_probs(*results, shaped(selected, ids is not None))
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "llama3_8b": (8192, 4096, 128256),

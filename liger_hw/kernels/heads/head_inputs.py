@@ -152,9 +152,6 @@ def remaining_rows(
     return order[:most]
 
 
-# -- samples ---------------------------------------------------------------------------------------------------------
-
-
 def random_head(sizes, dtype, device, generator) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n_rows, hidden] and weight [vocab, hidden] whose logits are of unit variance; leaves with gradients."""
     n_rows, hidden, vocab = sizes

@@ -64,9 +64,6 @@ def store_tap_sums(DW_ptr, cols, col_mask, dw, BACK: tl.constexpr, TAPS: tl.cons
     tl.store(DW_ptr + at, tl.sum(dw, axis=0), mask=col_mask & (BACK < TAPS))
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def conv_key(n_rows: int, width: int, itemsize: int) -> tuple[int, ...]:
     """width: columns of a tile; rows only as few or many."""
     return width, min((n_rows - 1).bit_length() if n_rows > 1 else 0, 13), itemsize
@@ -120,9 +117,6 @@ def blocks_of(plan: Any, n_tokens: int) -> int:
     """How many blocks of tokens a sequence has, forward or backward."""
     blocks = plan.config.blocks
     return cdiv(n_tokens, blocks["BLOCK_T"] if "BLOCK_T" in blocks else blocks["BLOCK_R"] * blocks["BLOCK_L"])
-
-
-# -- reference -------------------------------------------------------------------------------------------------------
 
 
 def _earlier(x: torch.Tensor, back: int, seq_idx: torch.Tensor | None) -> torch.Tensor:

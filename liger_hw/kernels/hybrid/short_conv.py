@@ -148,9 +148,6 @@ def _short_conv_bwd_kernel(
     store_tap_sums(DW_ptr, cols, col_mask, dw3, 3, TAPS)
 
 
-# -- launchers -------------------------------------------------------------------------------------------------------
-
-
 def _key(batch, n_tokens, n_cols, itemsize):
     return conv_key(batch * n_tokens, min(128, next_power_of_2(n_cols)), itemsize)
 

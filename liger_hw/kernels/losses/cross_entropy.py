@@ -66,8 +66,6 @@ from .cross_entropy_rows import (
 )
 from .options_module import OptionsModule
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def cross_entropy_reference(input, target, weight=None, size_average=None, reduce=None, reduction="mean", **settings):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
@@ -75,9 +73,6 @@ def cross_entropy_reference(input, target, weight=None, size_average=None, reduc
     options = cross_entropy_options("cross_entropy_reference", **settings)
     loss, z_loss, hits, top = reference_losses(input, target, weight, options)
     return pack((loss.to(input.dtype), z_loss.to(input.dtype), hits, top), options)
-
-
-# -- tunables --------------------------------------------------------------------------------------------------------
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:
@@ -95,8 +90,6 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
 
 FWD = rows_tunable("cross_entropy", _key, heuristic=_heuristic)
 
-# -- launchers -------------------------------------------------------------------------------------------------------
-
 
 def _fwd(input, target, weight, dtype, grad, options: Options):
     x, target, weight = row_major(input), target.contiguous(), dense(weight)
@@ -110,9 +103,6 @@ def _fwd(input, target, weight, dtype, grad, options: Options):
     outputs = launch_sum(rows, stats, options, dtype, target)
     later = grad and options.scales_in_backward(x.dtype)
     return *outputs, absent(x) if dx is None else dx, stats if later else absent(stats)
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -166,9 +156,6 @@ def _run(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None,
     if dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None:
         dtype = torch.float32
     return cross_entropy_fwd(input, target, weight, dtype, grad, options)
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_cross_entropy(
@@ -251,8 +238,6 @@ class LigerCrossEntropyLoss(OptionsModule):
         """_input: [n_rows, n_cols] logits; target: [n_rows] class indices. Returns what `liger_cross_entropy` does."""
         return liger_cross_entropy(_input, target, self.weight, **self.options())
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "mistral_7b": (8192, 32768),

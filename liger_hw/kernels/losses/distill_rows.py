@@ -37,8 +37,6 @@ from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of
 
 _NO_HARD, _HARD_SHARED, _HARD_APART = range(3)
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 COSINE = 5
 """The kind of a cosine distance, beside the kinds of divergence_rows.py."""
 _SHORTEST = 1e-8

@@ -57,9 +57,6 @@ class Divergence(NamedTuple):
     ignore_index: int = -100
 
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
-
 def divergence_terms(x: torch.Tensor, y: torch.Tensor, kind: int, beta: float = 0.5, eps: float = 0.0) -> torch.Tensor:
     """f(x, y) of every element in plain differentiable torch, in the dtype of x."""
     if kind == TVD:
@@ -487,8 +484,6 @@ def check_reduction(op: str, reduction: str, names: Sequence[str] = REDUCTIONS) 
         check(False, op, f"reduction must be one of {', '.join(names)}, got {reduction!r}")
     return reduction
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "llama3_8b": (4096, 128256),

@@ -54,8 +54,6 @@ from .softmax_rows import write_zeros
 
 _NAME = "liger_fused_ce_tvd"
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index=-100):
     """The specification in plain torch; computes in fp32, or in fp64 for fp64."""
@@ -65,9 +63,6 @@ def fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index=
 
 def _options(ignore_index: int) -> Distillation:
     return Distillation(TVD, ignore_index=ignore_index, hard_weight=1.0)
-
-
-# -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -210,8 +205,6 @@ def _ce_tvd_bwd_kernel(
 
 FWD = distill_tunable("fused_ce_tvd", kernels=(_ce_tvd_fwd_kernel, _ce_tvd_bwd_kernel))
 
-# -- launchers -------------------------------------------------------------------------------------------------------
-
 SAVED = 5
 """Numbers a row that backward needs."""
 
@@ -240,9 +233,6 @@ def _bwd(dce, dtvd, student, teacher, target, saved, ignore_index):
         args = student, teacher, target, *saved, dce, dtvd, dx, *numbers
         launch(plan, _ce_tvd_bwd_kernel, (n_rows,), args, (row_vector(student, teacher, dx),))
     return dx
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -280,9 +270,6 @@ class FusedCETVDFunction(OperatorFunction):
     """Autograd for both losses: saves the logits and five numbers a row."""
 
     fwd, bwd = fused_ce_tvd_fwd, fused_ce_tvd_bwd
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_ce_tvd(

@@ -26,8 +26,6 @@ from ...runtime.operator import check, check_floats, check_ignore_index
 from . import divergence_rows as rows
 from .options_module import OptionsModule
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def jsd_reference(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
@@ -37,8 +35,6 @@ def jsd_reference(input, target, shift_labels=None, beta=0.5, ignore_index=-100)
 
 FWD, OPERATORS = rows.divergence_op("jsd")
 WORKLOADS = rows.WORKLOADS
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_jsd(

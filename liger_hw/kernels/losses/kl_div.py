@@ -23,8 +23,6 @@ from ...registry import Sample
 from ...runtime.operator import check, check_flags, check_floats
 from . import divergence_rows as rows
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def kl_div_reference(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
@@ -34,8 +32,6 @@ def kl_div_reference(input, target, size_average=True, reduce=True, reduction="m
 
 FWD, OPERATORS = rows.divergence_op("kl_div")
 WORKLOADS = rows.WORKLOADS
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_kl_div(
@@ -86,9 +82,6 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 
     def extra_repr(self) -> str:
         return f"reduction={self.reduction!r}, log_target={self.log_target}, eps={self.eps}"
-
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 
 def sample(sizes, dtype, device, generator, *, log_target=False, **options: Any) -> Sample:

@@ -350,9 +350,6 @@ def _scaling(options: LogProbOptions) -> tuple[float, float]:
     return options.softcap, 1.0 / options.temperature
 
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
-
 def scores_reference(logits: torch.Tensor, bias: torch.Tensor | None, options: LogProbOptions) -> torch.Tensor:
     """softcap(logits + bias) / temperature of some rows in plain differentiable torch, in fp32 (fp64 for fp64)."""
     wide = torch.promote_types(logits.dtype, torch.float32)

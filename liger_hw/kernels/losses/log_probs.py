@@ -75,9 +75,6 @@ def next_tokens(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return F.pad(target, (0, 1), value=ignore_index)[..., 1:]
 
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
-
 def log_probs_reference(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -108,8 +105,6 @@ def selected_reference(logits, lse, target, bias, ids, options: LogProbOptions) 
     log_p = scores_reference(logits.index_select(1, ids), bias, options) - lse[:, None]
     return log_p.masked_fill((target == options.ignore_index)[:, None], 0.0)
 
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 _NAME = "liger_log_probs"
 
@@ -145,9 +140,6 @@ def _bwd(dlogp, dentropy, logits, *saved, plain=False):
 
 def _bwd_in_place(dlogp, dentropy, logits, *saved, plain=False):
     _write_gradient(logits, dlogp, dentropy, logits, *saved, plain=plain)
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 _SAVED = "Tensor target, Tensor lse, Tensor saved_entropy"
@@ -225,9 +217,6 @@ class LogProbsFunction(Function):
         # way
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None, None, None
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_log_probs(

@@ -24,8 +24,6 @@ from ... import registry
 from . import divergence_rows as rows
 from .options_module import OptionsModule
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def tvd_reference(input, target, shift_labels=None, *settings, **named):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
@@ -36,8 +34,6 @@ def tvd_reference(input, target, shift_labels=None, *settings, **named):
 
 FWD, OPERATORS = rows.divergence_op("tvd")
 WORKLOADS = rows.WORKLOADS
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_tvd(

@@ -54,8 +54,6 @@ from .vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab
 _NAME = "liger_vocab_parallel_cross_entropy"
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
 
 def vocab_parallel_cross_entropy_reference(
     vocab_parallel_logits: torch.Tensor,
@@ -83,9 +81,6 @@ def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
     return smoothing * width / ((width - 1).clamp_min(1) if isinstance(width, torch.Tensor) else max(width - 1, 1))
 
 
-# -- launchers -------------------------------------------------------------------------------------------------------
-
-
 _OPTIONS = LogProbOptions(IGNORED)
 FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy")
 
@@ -105,9 +100,6 @@ def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term, plain=Fal
     coefs = {"softmax_coef": softmax_coef, "smoothing_term": smoothing_term}
     row_log_prob_gradients(*rows, **coefs, dlogits=dx, owned=False, tunable=BWD, plain=plain)
     return dx
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
 
 
 vocab_parallel_rows = define(
@@ -166,9 +158,6 @@ class VocabParallelCEFunction(Function):
         coefficients = at_target, -go, -per_class[0] * go if per_class else None
         dx = vocab_parallel_gradient(logits.flatten(0, -2), mine, lse, *coefficients)
         return dx.view(logits.shape), *(None,) * 6
-
-
-# -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_vocab_parallel_cross_entropy(
@@ -244,8 +233,6 @@ class LigerVocabParallelCrossEntropy(OptionsModule):
         options = self.label_smoothing, self.label_smoothing_formula, self.label_smoothing_mode
         return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group, self.ignore_index, *options)
 
-
-# -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
     "llama3_8b_tp8": (8192, 16032),

@@ -20,8 +20,6 @@ from ..pointwise.elementwise import activation
 from .reference import Gate
 from .routing import DIMS, Routing
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _gated(
@@ -195,9 +193,6 @@ def _fused_moe_gate_bwd_kernel(
     tl.store(DWeights_ptr + slot, tl.sum(total, axis=0).to(DWeights_ptr.dtype.element_ty))
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
     return next_power_of_2(inner), (max(1, n_tokens * top_k) - 1).bit_length(), itemsize
 
@@ -237,8 +232,6 @@ def _tunable(variant: str, kernel, heuristic, *neutral: str) -> Tunable:
 GATE = _tunable("gate", _fused_moe_gate_kernel, _gate_heuristic, "BLOCK_SIZE", "num_warps")
 GATE_BWD = _tunable("gate_bwd", _fused_moe_gate_bwd_kernel, _heuristic)
 TUNABLES = (GATE, GATE_BWD)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def gated(

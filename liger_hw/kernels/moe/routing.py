@@ -26,8 +26,6 @@ from ...runtime.triton_import import tl, triton
 DIMS = ("n_tokens", "hidden", "inner", "n_experts", "top_k")
 """What the tunables of fused_moe call the sizes of a layer."""
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _experts_of(Index_ptr, at, n_slots, n_experts):
@@ -141,9 +139,6 @@ def _fused_moe_tiles_kernel(
         tl.store(Expert_ptr + at, tl.zeros([BLOCK_T], dtype=tl.int32) + expert, mask=at < end)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
     return next_power_of_2(n_experts + 1), (max(1, n_tokens * top_k) - 1).bit_length()
 
@@ -187,8 +182,6 @@ OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, {"BLOCK_T": 16}, 16 * 2
 PLACE = _tunable("place", _fused_moe_place_kernel, {"CHUNK": 16}, 16 * _SLOTS, 16, _space((4, 8), CHUNK=(16, 32)))
 TILES = _tunable("tiles", _fused_moe_tiles_kernel, {"BLOCK_T": 32}, 32, 1, _space((2, 4), BLOCK_T=(32,)))
 TUNABLES = (COUNT, PREFIX, OFFSETS, PLACE, TILES)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 
 class Routing(NamedTuple):

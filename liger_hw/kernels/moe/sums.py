@@ -14,8 +14,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
 from .routing import DIMS, Routing
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _fused_moe_combine_kernel(
@@ -90,9 +88,6 @@ def _fused_moe_bias_kernel(
     tl.store(out, tl.sum(total, axis=0).to(DBias_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
     return next_power_of_2(hidden), top_k, (max(1, n_tokens) - 1).bit_length(), itemsize
 
@@ -135,8 +130,6 @@ def _tunable(variant: str, kernel, heuristic, space, *neutral: str) -> Tunable:
 COMBINE = _tunable("combine", _fused_moe_combine_kernel, _combine_heuristic, _combine_space, "num_warps", "num_stages")
 BIAS = _tunable("bias", _fused_moe_bias_kernel, _tiled_heuristic, _tiled_space)
 TUNABLES = (COMBINE, BIAS)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def combine(

@@ -56,20 +56,22 @@ CASTING_MODES = ("llama", "gemma")
 def gated_rms_norm_reference(
     X, gate, W, eps=1e-6, activation="silu", casting_mode="llama", norm_before_gate=True, group_size=None
 ):
-    wide = torch.promote_types(X.dtype, torch.float32)
+    flags = activation == "sigmoid", casting_mode == "llama", norm_before_gate
+    return _fwd_reference(X, gate, W, eps, *flags, group_size or X.shape[-1])[0]
+
+
+def _fwd_reference(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
+    wide = torch.promote_types(x.dtype, torch.float32)
     g = gate.to(wide)
-    factor = torch.sigmoid(g) if activation == "sigmoid" else torch.nn.functional.silu(g)
-    u = X.to(wide) if norm_before_gate else X.to(wide) * factor
-    size = group_size or u.shape[-1]
-    grouped = u.reshape(*u.shape[:-1], u.shape[-1] // size, size)
-    h = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).reshape(X.shape)
-    if casting_mode == "llama":
-        y = W * h.to(X.dtype)
-    else:
-        y = W.to(wide) * h
-    if norm_before_gate:
+    factor = torch.sigmoid(g) if sigmoid else torch.nn.functional.silu(g)
+    u = x.to(wide) if norm_first else x.to(wide) * factor
+    grouped = u.reshape(rows_of(x)[0], x.shape[-1] // group_size, group_size)
+    rstd = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
+    h = (grouped * rstd).reshape(x.shape)
+    y = w * h.to(x.dtype) if llama else w.to(wide) * h
+    if norm_first:
         y = y.to(wide) * factor
-    return y.to(_out_dtype(X, W, casting_mode == "llama", norm_before_gate))
+    return y.to(_out_dtype(x, w, llama, norm_first)).contiguous(), rstd[..., 0].t().contiguous()
 
 
 def _out_dtype(x: torch.Tensor, w: torch.Tensor, llama: bool, norm_first: bool) -> torch.dtype:
@@ -289,27 +291,6 @@ def _bwd(dy, x, gate, w, rstd, eps, sigmoid, llama, norm_first, group_size):
     args = (dy, x, gate, w, rstd, dx, dgate, partial, *strides, n_rows, group_size, n_tiles)
     launch(plan, _gated_rms_norm_bwd_kernel, (programs, n_groups), args, (sigmoid, norm_first))
     return dx, dgate, column_sum(DW, partial, w.dtype)
-
-
-def _options(sigmoid: bool, llama: bool, norm_first: bool, group_size: int) -> tuple:
-    """The reference's arguments after eps."""
-    return ACTIVATIONS[sigmoid], CASTING_MODES[not llama], norm_first, group_size
-
-
-def _grouped(x: torch.Tensor, group_size: int) -> tuple[int, int, int]:
-    """(rows, groups, columns of a group)"""
-    return rows_of(x)[0], x.shape[-1] // group_size, group_size
-
-
-def _fwd_reference(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    u = x.to(wide)
-    if not norm_first:
-        g = gate.to(wide)
-        u = u * (torch.sigmoid(g) if sigmoid else torch.nn.functional.silu(g))
-    rstd = torch.rsqrt(u.reshape(_grouped(x, group_size)).square().mean(-1) + eps)
-    y = gated_rms_norm_reference(x, gate, w, eps, *_options(sigmoid, llama, norm_first, group_size))
-    return y.contiguous(), rstd.t().contiguous()
 
 
 def _misfit(n_cols, group_size) -> str:

@@ -47,16 +47,22 @@ from .group_norm_kernels import (
 
 
 def group_norm_reference(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-    wide = torch.promote_types(X.dtype, torch.float32)
-    grouped = X.to(wide).reshape(X.shape[0], num_groups, math.prod(X.shape[1:]) // num_groups)
-    centred = grouped - grouped.mean(-1, keepdim=True)
-    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(X.shape)
-    by_channel = (1, num_channels, *[1] * (X.dim() - 2))
-    if affine_scaling_weight is not None:
-        y = y * affine_scaling_weight.to(wide).view(by_channel)
-    if affine_shifting_bias is not None:
-        y = y + affine_shifting_bias.to(wide).view(by_channel)
-    return y.to(X.dtype)
+    return _fwd_reference(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)[0]
+
+
+def _fwd_reference(x, w, b, num_groups, eps):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    grouped = x.to(wide).reshape(x.shape[0] * num_groups, math.prod(x.shape[1:]) // num_groups)
+    mean = grouped.mean(-1)
+    centred = grouped - mean[:, None]
+    rstd = torch.rsqrt(centred.square().mean(-1) + eps)
+    y = (centred * rstd[:, None]).reshape(x.shape)
+    by_channel = (1, x.shape[1], *[1] * (x.dim() - 2))
+    if w is not None:
+        y = y * w.to(wide).view(by_channel)
+    if b is not None:
+        y = y + b.to(wide).view(by_channel)
+    return y.to(x.dtype).contiguous(), torch.stack([mean, rstd])
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -255,20 +261,6 @@ def _bwd(dy, x, w, b, stats, num_groups, eps, needs_params):
     tensors = dy, x, w, stats, dx, partial
     _launch(plan, grid, tensors, (n_rows, num_groups, channels, spatial), (parts == 2,), 2)
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
-
-
-def _grouped(x: torch.Tensor, num_groups: int, wide: torch.dtype) -> torch.Tensor:
-    """[batch * groups, channels, spatial] of x."""
-    channels = x.shape[1] // num_groups
-    return x.to(wide).reshape(x.shape[0] * num_groups, channels, math.prod(x.shape[2:]))
-
-
-def _fwd_reference(x, w, b, num_groups, eps):
-    grouped = _grouped(x, num_groups, torch.promote_types(x.dtype, torch.float32)).flatten(1)
-    mean = grouped.mean(-1)
-    variance = (grouped - mean[:, None]).square().mean(-1)
-    y = group_norm_reference(x, w, b, x.shape[1], num_groups, eps)
-    return y.contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)])
 
 
 def _misfit(X, W, B, num_groups) -> str:

@@ -36,28 +36,30 @@ from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums
 from .backward import MOST_ROWS_SUMMED, row_means, summed_columns
-from .forward import out_dtype
+from .forward import LLAMA, out_dtype
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
-from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm, casting_code
+from .rms_norm import CASTING_MODES, LigerRMSNorm, casting_code
 
 
 def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
-    wide = torch.promote_types(X.dtype, torch.float32)
-    n_cols = X.shape[-1]
-    x = X.to(wide)
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    if casting_mode == "llama":
-        y = y.to(X.dtype).to(wide)
-    if W is not None:
-        y = y * (W.to(wide) + offset)
-    n_mods, n_rows = math.prod(scale.shape[:-1]), math.prod(X.shape[:-1])
+    return _fwd_reference(X, W, scale, shift, eps, offset, CASTING_MODES[casting_mode])[0]
+
+
+def _fwd_reference(x, w, scale, shift, eps, offset, casting):
+    wide, n_cols = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
+    y = x.to(wide)
+    rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y * rstd
+    if casting == LLAMA:
+        y = y.to(x.dtype).to(wide)
+    if w is not None:
+        y = y * (w.to(wide) + offset)
+    n_mods, n_rows = math.prod(scale.shape[:-1]), math.prod(x.shape[:-1])
     y = y.reshape(n_mods, n_rows // max(1, n_mods), n_cols) * (1.0 + scale.reshape(n_mods, 1, n_cols).to(wide))
     if shift is not None:
         y = y + shift.reshape(n_mods, 1, n_cols).to(wide)
-    return y.reshape(X.shape).to(out_dtype(X, W, CASTING_MODES[casting_mode]))
+    return y.reshape(x.shape).to(out_dtype(x, w, casting)).contiguous(), rstd.flatten()
 
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 _MOST_SUMMED_AT_ONCE = 512
 """Partial sums of one column that one program adds up: a tile of as many, 16 columns wide, fits its registers."""
@@ -183,12 +185,6 @@ def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_
 def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of w, scale and shift without a row to sum: zeros, or nothing where none is needed."""
     return tuple(torch.zeros_like(t) if zeros and t is not None else no_weight(x) for t in (w, scale, shift))
-
-
-def _fwd_reference(x, w, scale, shift, eps, offset, casting):
-    y = modulated_rms_norm_reference(x, w, scale, shift, eps, offset, MODE_NAMES[casting])
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
 
 
 def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:

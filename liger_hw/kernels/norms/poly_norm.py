@@ -37,13 +37,18 @@ from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_sampl
 
 
 def poly_norm_reference(X, W, B, eps=1e-6, in_place=True):
-    wide = torch.promote_types(X.dtype, torch.float32)
-    x, w = X.to(wide), W.to(wide)
-    y = 0.0
-    for weight, power in zip(w, (3, 2, 1)):
-        u = x**power
-        y = y + weight * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
-    return (y if B is None else y + B.to(wide).view(())).to(X.dtype)
+    return _fwd_reference(X, W, B, eps)[0]
+
+
+def _fwd_reference(x, w, b, eps):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y, rstd = 0.0, []
+    for weight, power in zip(w.to(wide), (3, 2, 1)):
+        u = x.to(wide) ** power
+        rstd.append(torch.rsqrt(u.square().mean(-1, keepdim=True) + eps))
+        y = y + weight * u * rstd[-1]
+    y = y if b is None else y + b.to(wide).view(())
+    return y.to(x.dtype).contiguous(), torch.stack([t.flatten() for t in reversed(rstd)])
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -262,12 +267,6 @@ def _bwd(dy, x, w, b, rstd, eps):
     launch(plan, _poly_norm_bwd_kernel, (programs,), args, (blocks["BLOCK_SIZE"] >= n_cols,))
     params = column_sum(DW, partial, dtype)
     return dx, params[:3] if b is None else params
-
-
-def _fwd_reference(x, w, b, eps):
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rstd = [torch.rsqrt((wide**power).square().mean(-1).flatten() + eps) for power in (1, 2, 3)]
-    return poly_norm_reference(x, w, b, eps).contiguous(), torch.stack(rstd)
 
 
 poly_norm_fwd = define(

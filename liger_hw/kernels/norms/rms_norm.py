@@ -20,21 +20,25 @@ from ...runtime.operator import OperatorFunction, check, check_numbers, define, 
 from ...runtime.sharding import RowsRule
 from ..rows.tuning import row_sample
 from .backward import backward_tunables, norm_backward
-from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable
+from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable, out_dtype
 
 CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
 
 
 def rms_norm_reference(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-    wide = torch.promote_types(X.dtype, torch.float32)
-    x = X.to(wide)
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    if casting_mode == "llama":
-        y = y.to(X.dtype)
-        return y if W is None else (y.to(wide) * (W.to(wide) + offset)).to(torch.promote_types(X.dtype, W.dtype))
-    if W is not None:
-        y = y * (W.to(wide) + offset)
-    return y.to(X.dtype if W is None or casting_mode == "gemma" else torch.promote_types(X.dtype, W.dtype))
+    return fwd_reference(X, W, eps, offset, CASTING_MODES[casting_mode])[0]
+
+
+def fwd_reference(x, w, eps, offset, casting):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y * rstd
+    if casting == LLAMA:
+        y = y.to(x.dtype).to(wide)
+    if w is not None:
+        y = y * (w.to(wide) + offset)
+    return y.to(out_dtype(x, w, casting)).contiguous(), rstd.flatten()
 
 
 FWD = norm_forward_tunable("rms_norm")
@@ -49,20 +53,11 @@ def rms_backward(tunables, dy, x, w, rstd, eps, offset, casting, needs_dw, ds=No
     return dx, dw if needed else no_weight(x)
 
 
-MODE_NAMES = {code: name for name, code in CASTING_MODES.items()}
-
-
 def casting_code(name: str, casting_mode: str, modes: Iterable[str] = CASTING_MODES) -> int:
     """The kernels' number for a casting mode; raises `ValueError` for one that is not in `modes`."""
     if not isinstance(casting_mode, str) or casting_mode not in modes:
         check(False, name, f"casting_mode must be one of {', '.join(modes)}, got {casting_mode!r}")
     return CASTING_MODES[casting_mode]
-
-
-def fwd_reference(x, w, eps, offset, casting):
-    y = rms_norm_reference(x, w, eps, offset, MODE_NAMES[casting])
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
 
 
 class RMSNormFunction(OperatorFunction):

@@ -33,10 +33,7 @@ WIDEST = 65536
 
 
 def attn_res_reference(V, w_query, w_norm, eps=1e-6):
-    v = V.to(torch.promote_types(V.dtype, torch.float32))
-    keys = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * w_norm.to(v.dtype)
-    alpha = (keys * w_query.to(v.dtype)).sum(-1, keepdim=True).softmax(0)
-    return (alpha * v).sum(0).to(V.dtype)
+    return _fwd_reference(V, w_query, w_norm, eps)[0]
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

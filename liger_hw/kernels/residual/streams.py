@@ -111,9 +111,6 @@ def _mix_bwd_kernel(
         tl.store(DP_ptr + row * n_out + outs, tl.sum(dp, axis=1).to(DP_ptr.dtype.element_ty), mask=outs < n_out)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
 def _key(n_tokens, n_streams, n_cols, itemsize):
     return next_power_of_2(n_cols), next_power_of_2(n_streams), itemsize
 

@@ -60,11 +60,7 @@ def _angles_misfit(xq, freqs_cis) -> str:
     return ""
 
 
-def liger_llama4_text_rotary_pos_emb(
-    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`liger_llama4_rope` under the name Liger gives it in Llama 4's text model."""
-    return liger_llama4_rope(xq, xk, freqs_cis)
+liger_llama4_text_rotary_pos_emb = liger_llama4_rope  # Liger's name, in Llama 4's text model
 
 
 def liger_llama4_vision_rotary_pos_emb(

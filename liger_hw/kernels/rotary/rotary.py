@@ -44,9 +44,6 @@ class Form(NamedTuple):
     section_1: int = 0
 
 
-# -- reference -------------------------------------------------------------------------------------------------------
-
-
 def turned(x, cos, sin, rotary_dim, head_axis, form, backward=False):
     """One of q and k, turned, in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     half = rotary_dim // 2
