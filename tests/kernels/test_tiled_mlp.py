@@ -261,12 +261,43 @@ def test_a_scope_tiles_what_is_longer_than_a_tile(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_parameters_changed_or_replaced_since_the_forward_are_refused():
+    """Backward computes the MLP again: of other weights its gradients would be wrong in silence."""
+    _, tiled = pair("swiglu")
+    y = tiled(some_x(20)).sum()
+    with torch.no_grad():
+        tiled.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed or replaced since"):
+        y.backward()
+    twice = {name: torch.nn.Parameter(2 * weight.detach()) for name, weight in tiled.named_parameters()}
+    y = torch.func.functional_call(tiled, twice, (some_x(20),)).sum()
+    with pytest.raises(RuntimeError, match="changed or replaced since"):
+        y.backward()
+
+
+def test_what_trains_outside_of_the_module_is_refused():
+    """It would have no gradient, in silence: a leaf, or what was computed from one before."""
+    layer, outside = (
+        torch.nn.Linear(HIDDEN, HIDDEN).double(),
+        torch.ones(HIDDEN, dtype=torch.float64, requires_grad=True),
+    )
+    for factor in (outside, 2 * outside):
+        y = apply_tiled_mlp(lambda module, tile, factor=factor: module(tile) * factor, layer, some_x(20), 3)
+        with pytest.raises(RuntimeError, match="fn uses a tensor of shape .16,. that trains"):
+            y.sum().backward()
+    x = some_x(20).requires_grad_()
+    apply_tiled_mlp(lambda module, tile: tile, layer, x, 3).sum().backward()  # the input itself
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_what_is_refused():
     _, tiled = pair("swiglu")
     for call, words in (
         (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, torch.zeros(HIDDEN)), "x must be"),
-        (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, some_x(4), 0), "num_shards must be 1 or more"),
+        (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, some_x(4), 0), "an integer from 1 on, got 0"),
+        (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, some_x(4), 2.5), "an integer from 1 on, got 2.5"),
         (lambda: apply_tiled_mlp(lambda module, x: x[:1], tiled, some_x(4), 2), "as many rows as it takes"),
+        (lambda: apply_tiled_mlp(lambda module, x: (x,), tiled, some_x(4), 2), "as many rows as it takes, got tuple"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

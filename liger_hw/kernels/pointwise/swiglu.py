@@ -71,13 +71,13 @@ def check_silu(module: str, activation: str) -> None:
 class LigerSwiGLUMLP(torch.nn.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's LlamaMLP.
 
-    config: needs hidden_size, intermediate_size and hidden_act (`silu` or `swish`, else `ValueError`); mlp_bias=True
+    config: needs hidden_size and intermediate_size; hidden_act must be `silu` or `swish` (`ValueError`); mlp_bias=True
     gives the three projections a bias. intermediate_size overrides the config's.
     """
 
     def __init__(self, config, intermediate_size: int | None = None) -> None:
         super().__init__()
-        check_silu("LigerSwiGLUMLP", config.hidden_act)
+        check_silu("LigerSwiGLUMLP", getattr(config, "hidden_act", "silu"))
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size

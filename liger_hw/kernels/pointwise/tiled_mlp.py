@@ -66,11 +66,12 @@ def apply_tiled_mlp(
 ) -> torch.Tensor:
     """fn(mlp_module, x), computed in `num_shards` tiles of the sequence, in forward and again in backward.
 
-    fn: takes (module, a tile of x) and returns as many rows; its weights are mlp_module's parameters.
+    fn: takes (module, a tile of x) and returns as many rows; whatever else trains in it is mlp_module's parameters.
     x: [..., seq, hidden]. num_shards: default ceil(seq / hidden), at most seq.
     compute_params: Liger's argument for DeepSpeed; not needed here, where the module's parameters are looked up.
     Random numbers that fn draws are drawn again in backward. Under torch.compile it is fn(mlp_module, x).
-    Raises `ValueError` for an x without a sequence dimension or a num_shards below 1.
+    Raises `ValueError` for an x without a sequence dimension or a num_shards below 1. Backward raises `RuntimeError`
+    where parameters were replaced or changed since the forward, or fn uses some that the module does not have.
     """
     if torch.compiler.is_compiling():
         return fn(mlp_module, x)
@@ -78,7 +79,8 @@ def apply_tiled_mlp(
     check(x.dim() > 1, "apply_tiled_mlp", f"x must be [..., seq, hidden], got shape {tuple(x.shape)}")
     rows, hidden = x.shape[-2:]
     count = -(-rows // max(1, hidden)) if num_shards is None else num_shards
-    check(num_shards is None or num_shards > 0, "apply_tiled_mlp", f"num_shards must be 1 or more, got {num_shards}")
+    valid = num_shards is None or isinstance(num_shards, int) and num_shards > 0
+    check(valid, "apply_tiled_mlp", f"num_shards must be an integer from 1 on, got {num_shards!r}")
     return _run_in_tiles(fn, mlp_module, x, max(1, min(count, rows)))
 
 
@@ -105,11 +107,9 @@ def _joined(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int) -> t
     y, at = None, 0
     for tile in x.tensor_split(count, -2):
         part = run(module, tile)
-        if part.shape[:-1] != tile.shape[:-1]:
-            raise ValueError(
-                f"apply_tiled_mlp: fn must return as many rows as it takes, got {tuple(part.shape)} for a tile of "
-                f"{tuple(tile.shape)}"
-            )
+        shape = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+        words = f"fn must return as many rows as it takes, got {shape} for a tile of {tuple(tile.shape)}"
+        check(shape[:-1] == tile.shape[:-1], "apply_tiled_mlp", words)
         if y is None:
             y = part.new_empty((*x.shape[:-1], part.shape[-1]))
         y.narrow(-2, at, tile.shape[-2]).copy_(part)
@@ -153,6 +153,7 @@ class _TiledMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Run, module: Any, count: int, *weights: torch.Tensor) -> torch.Tensor:
         ctx.run, ctx.module, ctx.count = run, module, count
+        ctx.weights = [(id(weight), weight._version) for weight in weights]
         ctx.saver = x.grad_fn  # _SavedInput's node, or None for an x that needs no gradient
         if ctx.saver is None:
             ctx.save_for_backward(x)
@@ -169,8 +170,8 @@ class _TiledMLP(torch.autograd.Function):
         weights = _trainable(ctx.module)
         if any(weight._backward_hooks for weight in weights):  # autograd.grad would run them once a tile
             raise RuntimeError("an MLP in tiles: register hooks on its parameters before the forward, not after it")
-        if len(weights) != len(ctx.needs_input_grad) - 4:
-            raise RuntimeError("an MLP in tiles: other parameters require gradients than in the forward")
+        if [(id(weight), weight._version) for weight in weights] != ctx.weights:
+            raise RuntimeError("an MLP in tiles: parameters that train were changed or replaced since the forward")
         sums = {id(weight): _Sum(weight) for weight in weights}
         needs_dx = ctx.needs_input_grad[0]
         dx = torch.zeros_like(x) if needs_dx else None
@@ -181,6 +182,7 @@ class _TiledMLP(torch.autograd.Function):
                 with torch.enable_grad(), _autocast(ctx.autocast), _SummedLinears(sums, ctx.autocast):
                     y = ctx.run(ctx.module, tile)
                 if y.requires_grad:
+                    _check_leaves(y, [tile, *weights])
                     gradients = torch.autograd.grad(y, [tile] * needs_dx + weights, dy_tile, allow_unused=True)
                 else:  # fn uses nothing that trains
                     gradients = [None] * (needs_dx + len(weights))
@@ -191,6 +193,20 @@ class _TiledMLP(torch.autograd.Function):
                         sums[id(weight)].add(gradient)
                 del y, gradients
         return dx, None, None, None, *(sums.pop(id(weight)).rounded() for weight in weights)
+
+
+def _check_leaves(y: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
+    """Raise `RuntimeError` where y depends on something else that trains, which would get no gradient."""
+    nodes, seen, ids = [y.grad_fn], {None}, {id(leaf) for leaf in known}
+    while nodes:
+        if (node := nodes.pop()) in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", known[0])
+        if id(leaf) not in ids:
+            words = f"fn uses a tensor of shape {tuple(leaf.shape)} that trains and is no parameter of its module"
+            raise RuntimeError(f"an MLP in tiles: {words}; give apply_tiled_mlp a module that has it")
+        nodes += (following for following, _ in node.next_functions)
 
 
 def _autocast(state: tuple) -> torch.autocast:
