@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -27,6 +28,8 @@ class Model:
     tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
     window: of attention that slides, 0 for none; positions: the longest sequence that it was made for, 0 if unknown
     experts: of each layer, top_k of them for a token, each expert_width wide (0: `intermediate`)
+    fused_qkv: one projection gives q, k and v; heads_first: q is laid out by heads, so attention's output is copied
+    parallel: attention and MLP take the output of one norm
     """
 
     name: str
@@ -49,6 +52,9 @@ class Model:
     joint_qk_norm: bool = False
     top_k: int = 0
     expert_width: int = 0
+    fused_qkv: bool = False
+    heads_first: bool = False
+    parallel: bool = False
 
 
 KNOWN = {  # public id -> facts, which need no file and no network; the short name works too
@@ -89,6 +95,7 @@ _ACTIVATIONS = {
 }
 """Op of an MLP -> the activations, as configs name them, for which a model launches it."""
 
+_HEADS_FIRST = ("exaone4", "gemma3", "hunyuan", "stablelm")
 _JOINT_QK_NORM = ("olmo2", "olmo3", "olmoe")
 """Model types whose norms of q and k take all heads at once."""
 
@@ -157,28 +164,27 @@ def local(name: str) -> Path | None:
     return None
 
 
-def count_parameters(name: str, model: Model) -> tuple[Model, int | None]:
-    """`model` as `find` has it, and the parameters of the causal language model that transformers makes of its config.
+def on_meta(name: str) -> Any:
+    """The causal language model that transformers makes of a config, of a multimodal one's text part, without memory.
 
-    Of a multimodal config it is the text part's. None for a name of `KNOWN`, without transformers, and for a family
-    that it does not know. Raises `ValueError` for a config of another kind of model. Takes no memory.
+    None for a name of `KNOWN`, without transformers, and for a family that it does not know. Raises `ValueError` for a
+    config of another kind of model.
     """
     if known_id(name) is not None:
-        return model, None
+        return None
     try:
         import torch
         from transformers import AutoModelForCausalLM
 
         config = published(name).get_text_config()
     except Exception:  # transformers raises many kinds; what is wrong with the name, `find` has said
-        return model, None
+        return None
     try:
         with torch.device("meta"):
-            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            return AutoModelForCausalLM.from_config(config)
     except Exception as error:
         reason = first_line(error)
         raise ValueError(f"{name}: transformers makes no causal language model of it ({reason})") from None
-    return from_config(config.to_dict(), model.name), count  # with the family's defaults
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -223,7 +229,10 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
     Raises `ValueError` that names a field which is missing, or no size.
     """
     if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
+        config, name = config["text_config"], f"{name}'s language model"
+
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"{name} has an encoder and a decoder; only decoders are known here")
 
     def field(*names: str, default: int | None = None, least: int = 1) -> int:
         for one in names:
@@ -260,4 +269,32 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         positions=field("max_position_embeddings", "n_positions", default=0, least=0),
         top_k=field("num_experts_per_tok", "moe_topk", default=0, least=0),
         expert_width=field("moe_intermediate_size", default=0, least=0),
+        heads_first=kind.startswith(_HEADS_FIRST),
     )
+
+
+def as_built(model: Model, source: Any) -> Model:
+    """`model` with the norms that the layers of `source`, a live model or one layer, have, whatever the config says.
+
+    Raises `ValueError` for norms that no layer of the planner's kind has.
+    """
+    whole, norms, fused = hasattr(source, "get_input_embeddings"), Counter(), False
+    for name, module in source.named_modules():
+        *path, last = name.split(".")
+        fused |= last == "qkv_proj"
+        if "Norm" in type(module).__name__ and (not whole or any(part.isdigit() for part in path)):
+            weight = getattr(module, "weight", None)
+            norms[last, model.hidden if weight is None else getattr(weight, "ds_numel", weight.numel())] += 1
+    of_heads = sorted(size for name, size in norms if name[0] in "qk")
+    others = [size for name, size in norms if name[0] not in "qk"]
+    joint = of_heads == sorted((model.kv_heads * model.head_dim, model.heads * model.head_dim))
+    known = joint or of_heads in ([], [model.head_dim] * 2)
+    regular = set(norms.values()) == {model.layers if whole else 1}
+    if not known or not regular or others not in ([model.hidden] * n for n in (1, 2, 4)):
+        shown = ", ".join(f"{name} ({size}) x{count}" for (name, size), count in norms.items()) or "none"
+        raise ValueError(
+            f"{model.name}: the planner knows layers with one, two or four norms of the hidden size, and of q and k; "
+            f"this model has {shown}; name a level (cheap, mlp, full), or one for each layer, instead"
+        )
+    facts = {"qk_norm": bool(of_heads), "joint_qk_norm": joint, "fused_qkv": fused}
+    return replace(model, **facts, sandwich=len(others) == 4, parallel=len(others) == 1)

@@ -77,7 +77,7 @@ LARGEST = 2**31 - 1
 positive = _number(int, 1, LARGEST, "a positive integer")
 tokens = _number(_tokens, 1, LARGEST, "a number of tokens; write positive integers such as 65536, or 64k for 64 * 1024")
 seconds = _number(float, 1e-9, 3.2e8, "a positive number of seconds")
-share = _number(float, 0.0, 1.0, "a share; write a number from 0 to 1")
+share = _number(float, 1e-9, 1.0, "a share; write a number above 0, at most 1")
 
 
 def listed(kind: Callable[[str], T], what: str = "") -> Callable[[str], list[T]]:

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             except ValueError as error:
                 rows.append((name, str(error)))
     if arguments.json:
-        print(json_text([_as_json(name, answer) for name, answer in rows], indent=2))
+        print(json_text([{"batch": planner.batch, "seq": planner.seq} | _as_json(*row) for row in rows], indent=2))
     else:
         _print(planner, rows)
         if len(budgets) == 1 and not isinstance(rows[-1][1], str):
@@ -83,7 +83,7 @@ def _host(arguments: argparse.Namespace) -> float:
     from ..recompute.offload import SHARE, free_host_memory
 
     if arguments.host_memory is None:
-        return math.inf if arguments.memory else SHARE * free_host_memory() / arguments.gpus
+        return math.inf if arguments.memory else SHARE * free_host_memory() / max(arguments.shards, arguments.gpus)
     if (size := parse_size(arguments.host_memory)) is None:
         raise ValueError(f"--host-memory {arguments.host_memory!r} is no size; write it as 100GiB")
     return size
@@ -96,6 +96,12 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
 
     if arguments.engine and arguments.shards == arguments.gpus == 1:
         raise ValueError(f"--engine {arguments.engine} divides the state over several devices: --shards N or --gpus N")
+    if arguments.shards > 1 and arguments.shards % arguments.gpus:
+        raise ValueError(f"--gpus {arguments.gpus} share each sequence; --shards has to be a multiple of it")
+    if arguments.adapters and arguments.trainable == 1:
+        raise ValueError(f"--adapters {arguments.adapters} is for LoRA: add --lora, or --trainable 0.005")
+    if arguments.autocast == "float32":
+        raise ValueError("--autocast computes in bf16 or fp16; without it a model in fp32 computes in fp32")
     model = model_named(arguments.model)
     model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
     size = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -157,11 +157,7 @@ class Assumptions:
         ]
         parts += ["linears in FP8"] if self.float8 else []
         if self.trainable < 1:
-            kinds = {
-                "fp32": "fp32 without autocast",
-                "autocast": "fp32 under autocast",
-                "model": "the activations' dtype",
-            }
+            kinds = dict(zip(ADAPTERS, ("fp32 without autocast", "fp32 under autocast", "the activations' dtype")))
             parts.append(f"{self.trainable:.1%} of the parameters train, as adapters in {kinds[self.adapters_in]}")
         parts += [f"sharded over {self.shards} devices by {self.engine}"] if self.shards > 1 else []
         parts += [f"each sequence split over {self.sequence} devices"] if self.sequence > 1 else []
@@ -228,6 +224,7 @@ class Planner:
         self.mlp_parameters = 3 * model.hidden * width * max(1, model.experts)
         self.projects_again = self.engine.projections and not model.experts  # at level mlp
         self.layer = self._layer()
+        self.head = self._head()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +239,8 @@ class Planner:
         norms = 2 * m.hidden * (2 if m.sandwich else 1) + (2 * m.head_dim if m.qk_norm else 0)
         parameters = linear + norms
 
-        normed = unit * m.hidden * (5 if autocast else 2)  # under autocast q, k, v, gate and up each save their copy
+        blocks = 1 if m.parallel else 2
+        normed = unit * m.hidden * (5 if autocast else blocks)  # autocast's copies are of q, k, v, gate and up each
         gated, float8 = 0 if m.experts else unit * wide, 0  # experts compute their gate again in any backward
         adapted, copies, of_mlp = assumed.adapters_in, 0, 0
         copy = 4 if adapted == "fp32" else assumed.compute_bytes
@@ -253,13 +251,15 @@ class Planner:
         elif assumed.float8 and not adapted:  # linears keep FP8 instead of their inputs, at every level
             normed, gated, float8 = 0, 0, tokens * (2 * m.hidden + q + wide)
         rotated = unit * (q + kv) if m.qk_norm else 0  # what the norms of q and k took
-        residuals = stream * 2 * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
+        residuals = stream * blocks * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
         scores = 4 + capped + (assumed.compute_bytes if assumed.compute_bytes < 4 else 0)  # softmax in fp32, its cast
         attention = {
             "eager": unit * 4 * q + self._scores * scores,  # k and v for every head, scores as tanh
             "masked": unit * 5 * q,  # memory-efficient: k and v for every head, its output in two layouts
-            "flash": unit * (2 * q + 2 * kv),  # q, k, v and the output
+            "flash": unit * ((3 if m.heads_first else 2) * q + 2 * kv),  # q, k, v and the output
         }
+        if m.fused_qkv and (kv == q or self.attention == "flash"):
+            residuals += unit * (q + kv)  # v, if it is not repeated for every head, holds the memory of all three
         statistics = tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
         statistics += tokens * (4 * m.experts + 32 * m.top_k)  # the router's softmax, choices and rows of experts
         keep = residuals + normed + gated + 2 * unit * wide + float8 + rotated + attention[self.attention] + statistics
@@ -277,7 +277,9 @@ class Planner:
         if m.experts:
             growing = {"what a layer keeps": keep - kept["full"], "gradients of experts": self._experts(unit, False)}
         else:
-            done = unit * m.hidden * (1 if copies else 2)  # the second norm's input, and its output
+            done = (
+                0 if m.parallel else unit * m.hidden * (1 if copies else 2)
+            )  # the second norm's input, and its output
             growing = self._growing(without_mlp - done, unit, stream)
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
@@ -496,10 +498,9 @@ class Planner:
             resident += whole * assumed.compute_bytes
             head_grad, last_grad = head * assumed.compute_bytes, whole * assumed.compute_bytes * (head > 0)
             gathered = layer.parameters * assumed.compute_bytes
-        alive = (
-            resident + sum(layer.kept[level] for level in levels) + (self._masks if {*CHECKPOINTED} & {*levels} else 0)
-        )
-        most = alive + 2 * stream + self._head()  # the last norm's input and output
+        masks = self._masks if {*CHECKPOINTED} & {*levels} else 0
+        alive = resident + masks + sum(layer.kept[level] for level in levels)
+        most = alive + 2 * stream + self.head  # the last norm's input and output
         alive += head_grad
         for index, level in reversed([*enumerate(levels)]):
             on_its_way = stream if level == "offload" and not index else 0  # nothing is fetched behind the first layer
@@ -594,7 +595,7 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
 
     planner_at(step).best(budget, host)  # raises, and says what is needed, if nothing fits
     low, high = 1, 2
-    while high < 1 << 14 and fits(high):
+    while high * STEP < 1 << 31 and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
@@ -633,9 +634,11 @@ def model_named(name: str) -> "Model":
 
     model = models.find(name)
     Planner(model, 1, 1)  # before a model of a billion layers is built to count its parameters
-    model, count = models.count_parameters(name, model)
-    if count is not None:
-        check_parameters(Planner(model, 1, 1), [count], 0)
+    if (source := models.on_meta(name)) is not None:
+        model = models.as_built(
+            models.from_config(source.config.to_dict(), model.name), source
+        )  # with the family's defaults
+        check_parameters(Planner(model, 1, 1), [sum(p.numel() for p in source.parameters())], 0)
     return model
 
 
@@ -653,9 +656,9 @@ def of_module(
 
     if config is None:
         raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")
-    shape = models.from_config(config.to_dict(), type(source).__name__)
     parameters = list(source.parameters())
     engine, shards = _sharding(source, parameters)
+    shape = models.as_built(models.from_config(config.to_dict(), type(source).__name__), source)
     count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # of which ZeRO-3 leaves a part
     trained = sum(n for n, p in zip(count, parameters) if p.requires_grad) / max(1, sum(count))
     size = parameters[count.index(max(count))].element_size()
@@ -668,11 +671,12 @@ def of_module(
         attention = "masked" if 0 < shape.window <= seq else "flash"  # transformers passes no softcap to sdpa
     elif "flash" in implementation or "flex" in implementation:
         attention = "flash"
-    sizes = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}
-    adapters = "model" if not wider else "autocast" if autocast else "fp32"
-    float8 = any(hasattr(module, "float8") for module in source.modules())
-    others = {"trainable": trained, "adapters": adapters, "attention": attention, "float8": float8}
-    planner = Planner(shape, batch, seq, Assumptions(**sizes, **others))
+    elif attention and any(name.endswith("sinks") for name, _ in source.named_parameters()):
+        raise ValueError(f"{shape.name}: the planner does not know eager attention with sinks; choose flex_attention")
+    facts = {"dtype_bytes": size, "compute_bytes": compute_bytes or size, "shards": shards, "engine": engine}
+    facts["adapters"] = "model" if not wider else "autocast" if autocast else "fp32"
+    facts["float8"] = any(hasattr(module, "float8") for module in source.modules())
+    planner = Planner(shape, batch, seq, Assumptions(**facts, trainable=trained, attention=attention))
     counts = sum(count), round(sum(count) * (1 - trained))
     check_parameters(planner, counts, 0 if hasattr(source, "get_input_embeddings") else 1)
     return planner
@@ -688,10 +692,8 @@ def _sharding(source: "torch.nn.Module", parameters: "list[torch.nn.Parameter]")
     if owner == ZERO3:
         return "zero3", next(p.ds_process_group.size() for p in parameters if hasattr(p, "ds_process_group"))
     if owner:
-        raise ValueError(
-            f"activations: 'fit' and sizes count the bytes of FSDP2 and ZeRO, and this model is sharded by {owner}; "
-            "name a level (cheap, mlp, full), or one for each layer"
-        )
+        words = f"'fit' and sizes count the bytes of FSDP2 and ZeRO, and this model is sharded by {owner}"
+        raise ValueError(f"activations: {words}; name a level (cheap, mlp, full), or one for each layer")
     for p in parameters:
         if (optimizer := getattr(p, "_zero_optimizer", None)) is not None:  # DeepSpeed's, at stage 1 or 2
             return "zero2" if optimizer.partition_gradients else "zero1", p._dp_group.size()
