@@ -6,7 +6,7 @@ are ranked by the model; the neighbours of the two best are compiled and ranked 
 predicted to beat the heuristic by a margin below which the model cannot be trusted. Entries are `static`.
 benchmarks/static_regret.py publishes how good such choices are where they can be measured.
 
-The model takes three times that a kernel cannot beat, each of which hides part of the others:
+The model combines three lower bounds of a kernel's time, which overlap in part:
 
     memory   bytes from device memory over its bandwidth: each tensor once, and again for every further sweep over rows
              that the cache does not hold
@@ -41,7 +41,7 @@ from .ttir import Access
 from .workers import CompilePool
 
 MARGIN = 0.08
-"""Predicted gain over the heuristic that keeps a choice."""
+"""Predicted gain over the heuristic from which on a choice is kept."""
 
 
 # -- the tuner -------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ MARGIN = 0.08
 class StaticTuner:
     """Runs jobs for a target that is not here.
 
-    candidates: most of a job; save: called with (name, entry) for a winner, returns whether it was stored
+    candidates: the most that one job compiles; save: stores (name, entry) of a winner, and returns whether it did
     """
 
     def __init__(
@@ -221,8 +221,8 @@ def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
 class Rates:
     """The model's fitted constants (benchmarks/static_regret.py fit). Cycles are of the multiprocessor's clock.
 
-    chain: cycles between two dependent instructions of a warp, for every instruction in the text
-    barrier, barrier_per_warp: cycles of a barrier, and more for each warp that waits there
+    chain: cycles between two dependent instructions of a warp, charged to every instruction of the kernel
+    barrier, barrier_per_warp: cycles of a barrier, and cycles added by each warp that waits there
     issue: instructions of a virtual instruction set for each one that is issued
     overlap: the exponent p
     launch: microseconds of a launch

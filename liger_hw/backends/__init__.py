@@ -60,8 +60,8 @@ def target_of(device: "torch.device") -> Target:
 
 
 def known_target(name: str) -> Target:
-    """The Target of a device by its name (`h200`, `mi300x`, `max1550`), or of what stands for an architecture (`sm90`,
-    `gfx942`, `pvc`: the first of its devices); neither has to be here.
+    """The Target of a device by its name (`h200`, `mi300x`, `max1550`), or of an architecture's first device (`sm90`,
+    `gfx942`, `pvc`). Neither has to be here.
 
     Raises `ValueError` that lists the known names.
     """

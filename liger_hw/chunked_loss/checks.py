@@ -42,8 +42,8 @@ def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.de
 
 
 class LossFunction:
-    """A ready loss under the name of Liger's autograd Function. It has `apply` and is computed by its formula, so a
-    subclass that states a loss function of its own, as Liger's allow, would be passed over in silence: it raises."""
+    """A ready loss under the name of Liger's autograd Function. `apply` computes its formula. A subclass with a loss
+    function of its own, which Liger would call, raises here, because nothing would call it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -150,7 +150,7 @@ _UNKNOWN = -1
 
 
 def _dims_now(module: nn.Module, name: str) -> int | None:
-    """How many dimensions a weight has: a kernel that takes one of width elements takes none of heads x width.
+    """How many dimensions a weight has: a kernel for a weight [width] cannot take one [heads, width].
 
     A parameter that PEFT computes is not looked up, which would compute it once more.
     """
@@ -201,9 +201,8 @@ def _comparable(value: Any, owner: nn.Module) -> Any:
 
 
 class _State(NamedTuple):
-    """A child's class; of one that kernels replace also its class's forward, whether it is customised, its attributes.
-
-    Those are children without weights or children of their own.
+    """What a child computes by. Of a child with weights or children only its class counts. Of any other, such as an
+    activation: its class's forward, whether it is customised, and its attributes.
     """
 
     cls: type
@@ -361,8 +360,9 @@ def while_its_class_has(original: Callable, forward: Callable) -> Callable:
 
 
 def while_its_module_has(module: Any, name: str, original: Callable, function: Callable) -> Callable:
-    """A rotary function in a live model's copy of a forward: `function` while `name` in the forward's module is what it
-    is now, `original` or what the kernels package has made of it; when a program has put another there, that."""
+    """A rotary function in a live model's copy of a forward, which the forward's module has under `name`.
+
+    It calls `function`, until a program puts another there than now, or than `original`: then that."""
     there = getattr(module, name)
 
     def current(*args, **kwargs):
@@ -381,9 +381,9 @@ bf16."""
 
 
 def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | None, switch: list[bool]) -> Callable:
-    """The forward of a class's layers, of which those that are last are at `cheap`; is_last None: of one such layer.
+    """A forward for a class's layers that runs a model's last layer at `cheap`; is_last None: for one last layer.
 
-    It gives way to levels that are named, to other saved-tensor hooks and to torch.compile, and where no kernel runs.
+    It changes nothing under a level that the user named, other saved-tensor hooks or torch.compile, or without kernels.
     """
     last: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
@@ -452,8 +452,8 @@ def weights_fit_kernel(
 ) -> Callable[[Any, torch.Tensor], bool]:
     """A check of (module, x): each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
 
-    A user may have replaced either since by something else that the module's own code takes. A weight that a
-    parametrization computes is not looked up, which would compute it once more.
+    A user may have replaced either by a value that only the module's own code takes. A weight that a parametrization
+    computes is not looked up, which would compute it once more.
     one_dtype: x must have the first weight's dtype too; outside_autocast: and autocast must be off
     """
 
@@ -478,7 +478,7 @@ def weights_fit_kernel(
 # -- MLPs -------------------------------------------------------------------------------------------------------------
 
 Cast = frozenset[torch.dtype]
-"""Dtypes of a projection's weight that its input is cast to, by the module it belongs to (T5's `wo`, kept in fp32)."""
+"""Weight dtypes to which the module casts the input of its projection (T5 keeps `wo` in fp32 and casts to that)."""
 
 
 def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
@@ -506,7 +506,7 @@ def gated_replacement(
     """down(act(gate(x)) * up(x)) of (module, x), with the module's projections of these names.
 
     gate_scale, out_scale: attributes that multiply the gate and the result, or empty. up_first: up is called first.
-    cast: what down is given is cast to its weight's dtype where that is one of these
+    cast: the input of down is cast to its weight's dtype where that is one of these
     """
     kernel, liger_swiglu, may_fuse = _gate_kernel(act), functional.liger_swiglu, not gate_scale and not cast
 
@@ -566,9 +566,9 @@ def one_projection_replacement(activation: Callable, up: str, down: str, out_sca
 def of_q_and_k(function: type, form: Any, widths: int, original: Callable) -> Callable:
     """For functions of (q, k, cos, sin, [position_ids], unsqueeze_dim=1).
 
-    function, form: the kernel's Function, and how pairs and angles lie (`kernels/rotary/rotary.py`); it turns as many
-    columns as cos has times `widths`. position_ids is ignored, as in transformers since 4.40: cos and sin are gathered
-    already.
+    function, form: the kernel's Function, and the layout of pairs and angles (`kernels/rotary/rotary.py`)
+    widths: columns that are rotated for each column of cos
+    position_ids is ignored, as in transformers since 4.40: cos and sin are gathered already.
     """
 
     def rotated(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:
@@ -659,5 +659,5 @@ def complex_angles(tokens_axis: int, original: Callable) -> Callable:
         result = rotated(*inputs) if len(inputs) == len(args) + len(kwargs) == 3 else None
         return result or original(*args, **kwargs)
 
-    del rotary.__wrapped__  # what rebind looks for is a decorator around an original that still runs
+    del rotary.__wrapped__  # else `rebind` takes it for a decorator around the original
     return rotary

@@ -1,9 +1,9 @@
 """The kernels of multi_token_attention: causal softmax, its backward, and the fill above the diagonal.
 
-Each comes twice. `_causal_*` takes contiguous tensors, of which a row r of the flattened [..., n_queries, n_keys] is
-query r % n_queries. `_channels_*` takes tensors [batch, channels, queries, keys] of any strides, to go from channels
-first to channels last and back: a program is one query of CHANNELS channels, so that loads and stores of both are
-contiguous. A query sees the keys up to its own index; the others are not read.
+There are two versions of each. `_causal_*` takes contiguous tensors [..., n_queries, n_keys] as rows of n_keys, so that
+row r is query r % n_queries. `_channels_*` takes tensors [batch, channels, queries, keys] of any strides and converts
+between channels first and channels last: a program handles one query of CHANNELS channels, so that accesses are
+contiguous in either layout. A query sees the keys up to its own index; the others are not read.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _causal_fill_kernel(
 
 @triton.jit
 def _query_tile(n_channels, n_queries, n_keys, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """(example, query, channels, channel mask, keys, mask of the values that exist, of those up to the diagonal)."""
+    """(batch, query, channels, channel mask, keys, mask of the values that exist, mask of those up to the diagonal)."""
     parts = tl.cdiv(n_channels, CHANNELS)
     query = (tl.program_id(0) // parts) % n_queries
     batch = (tl.program_id(0) // parts) // n_queries

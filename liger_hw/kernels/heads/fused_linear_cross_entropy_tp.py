@@ -4,14 +4,14 @@ Each rank holds its part of the head's weight, in the order of the ranks; parts 
 The loss of a row is defined in cross_entropy.py, with the log-sum-exp, the target's logit and the sum of the logits
 taken over all ranks. It is the same number, bit for bit, on every rank.
 
-A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. What the ranks exchange travels meanwhile:
-    logits    the product is made in two halves. The log-sum-exp of the first half's rows travels during the second
-              product, the second half's while the gradient of the first half is written
+A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. The ranks communicate during them:
+    logits    are computed in two halves of the chunk's rows. The log-sum-exp of the first half is exchanged during the
+              second product, the second half's while the gradient of the first half is written
     dx        is summed over the ranks while dweight is computed. Under sequence parallelism each rank holds some rows
               of the input; all are gathered first, and dx is summed by a reduce-scatter
-What no gradient waits for, such as the target's score, is exchanged once, after the last chunk.
-The forward computes the gradients, as in fused_linear_cross_entropy.py; with reduction="none" backward does, and the
-log-sum-exp is not exchanged again.
+What the gradients do not need, such as the target's score, is exchanged once, after the last chunk.
+The forward computes the gradients, as in fused_linear_cross_entropy.py. With reduction="none" backward computes them,
+from the log-sum-exp that the forward saved.
 
 Shapes: input [n_rows, hidden], or [n_rows / ranks, hidden] under sequence parallelism; weight [vocab part, hidden],
 bias [vocab part], target [n_rows], indices of the whole vocabulary -> loss [] or [n_rows].
@@ -134,9 +134,9 @@ class SharedGradients(HeadGradients):
 class _Rows:
     """The row steps of one call on one rank. All tensors of rows are [n_rows], in the order of the sweep.
 
-    incoming: [] or [n_rows], d / d loss of each row
-    lse: what a forward saved; then there is nothing to exchange
-    sent: what is still to be received
+    incoming: [] or [n_rows], the incoming gradient of each row's loss
+    lse: the log-sum-exp that a forward saved, which need not be exchanged again
+    sent: the rows whose log-sum-exp was sent and not yet received
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class _Rows:
         self.sent.append((rows, GatheredRows(self._results.lse[None, rows], self.part)))
 
     def receive(self) -> slice:
-        """Take in what was sent first; the rows it was about."""
+        """Wait for the oldest exchange, store its log-sum-exp, and return its rows."""
         rows, gathered = self.sent.pop(0)
         self.lse[rows] = reduce(torch.logaddexp, gathered.wait()[0])
         return rows
@@ -182,7 +182,7 @@ class _Rows:
     def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(loss, its part that is z-loss, the column of the largest logit or None) of every row.
 
-        When all were received: one more exchange, of what no gradient waits for.
+        Called when all rows were received; does the one exchange that the gradients do not need.
         """
         local, results, options = self.local, self._results, self.options
         numbers = [torch.where(local.here, results.lse + results.logp, 0.0)]
@@ -226,7 +226,7 @@ def _all_rows(x: torch.Tensor, part: VocabPart, sequence_parallel: bool) -> torc
 
 
 def _order(chunks: Chunks, world: int, device: torch.device) -> torch.Tensor:
-    """The order of a sweep of which every chunk has equally many rows of every rank."""
+    """The order of rows in which each chunk of a sweep has equally many rows of every rank."""
     rows = torch.arange(chunks.n_rows, device=device).view(world, -1)
     return torch.cat([rows[:, start // world : stop // world].reshape(-1) for start, stop in chunks.bounds])
 
@@ -235,8 +235,8 @@ def _order(chunks: Chunks, world: int, device: torch.device) -> torch.Tensor:
 def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row_grads=None):
     """(the rows, the order they are in or None, gradients, weight of a row in the reduction).
 
-    lse, row_grads: [n_rows], what the forward found and each row's incoming gradient: with reduction="none" the
-    gradients are computed in backward
+    lse, row_grads: [n_rows], in the backward of reduction="none": the forward's log-sum-exp and each row's incoming
+    gradient
     plain: the row steps run in torch, without kernels
     """
     part = vocab_part(weight.shape[0], call.process_group, x.device)
@@ -344,7 +344,7 @@ fused_linear_cross_entropy_tp_bwd = define(
 
 
 class FusedLinearCrossEntropyTPFunction(Function):
-    """Autograd for one rank, as for the whole head; for reduction="none" one number a row is saved besides."""
+    """Autograd for one rank, as for the whole head; for reduction="none" the log-sum-exp of each row is saved too."""
 
     @staticmethod
     def forward(ctx, x, weight, target, bias, order, call):

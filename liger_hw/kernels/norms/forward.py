@@ -201,7 +201,7 @@ def _norm_fwd_kernel(
         rows = tile_rows(pid, ROWS, VECTOR)
         row_mask = rows < n_rows
     if WHOLE_ROW:
-        # wide rows load W and B after the reductions, and stay in 16 bits across them: registers do not hold it all
+        # wide rows load W and B after the reductions, and keep x in 16 bits until then, to fit into the registers
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
         NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
         pad = row_pad(pid * n_cols, VECTOR)

@@ -61,7 +61,7 @@ def row_offsets(
 ):
     """Where each (head, token) begins, [heads, tokens, 1] or [tokens, heads, 1]: all multiples of ALIGN elements.
 
-    The hints stand on vectors: one on a tile, whose sizes may all be 1, fails Triton's coalescing pass (3.6 to 3.9).
+    The alignment hints are on vectors: Triton's coalescing pass (3.6 to 3.9) fails on a hinted tile of one element.
     """
     rows = of_tokens(tl.multiple_of(batch * batch_stride + token * token_stride, ALIGN), HEADS_FIRST)
     return rows + of_heads(tl.multiple_of(heads.to(tl.int64) * head_stride, ALIGN), HEADS_FIRST)
@@ -215,9 +215,9 @@ def _rotary_kernel(
 
     K_ptr may be None. BATCH_ON_GRID: a program's tokens are of one batch, the grid's second axis, and n_tokens is that
     batch's; else programs go over the tokens of all batches, at the price of a division. ANGLES_PER_HEAD: every head
-    loads the angles it needs. HEADS_FIRST: heads are the outermost dimension of a tile, so that a thread holds all
-    heads of one column where a program's threads cover its tokens, and the angles are its own; else tokens are, as in
-    memory. ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
+    loads the angles it needs. HEADS_FIRST: heads are the outermost dimension of a tile; where a program has enough
+    threads for its tokens, each thread then holds all heads of its columns, and their angles once. Else tokens are
+    outermost, as in memory. ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -274,7 +274,7 @@ def _rotary_kernel(
 
 @triton.jit
 def _element_offsets(batch, token, head, column, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
-    """Strides count ALIGN elements each: a hint on a product is lost on the way to some devices."""
+    """Strides are in units of ALIGN elements, so that the product shows its alignment: some compilers lose a hint."""
     return (batch * batch_stride + head * head_stride + token * token_stride) * ALIGN + column
 
 
@@ -288,7 +288,7 @@ def _partner(column, HALF: tl.constexpr):
 def _load_partners(
     ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr
 ):
-    """(x, what x is paired with); for pairs the second is x again, which holds both."""
+    """(x, the partner of each element of x), or (x, x) for IS_PAIRS, where x holds both elements of a pair."""
     x = load(ptrs, mask, CACHE, EVICT)
     y = x
     if not IS_PAIRS:
@@ -352,14 +352,14 @@ def _flat_rotary_kernel(
 ):
     """`_rotary_kernel` for head widths that are no power of two, where a tile of whole heads leaves many columns idle.
 
-    A program takes BLOCK_SIZE consecutive elements of [tokens, HEADS heads, width] of q, and as many of k. What an
-    element is paired with is loaded as well, which the first-level cache answers: accesses stay 16 bytes wide. It is a
-    kernel of its own because no tile of it has the shape of a head.
+    A program takes BLOCK_SIZE consecutive elements of [tokens, HEADS heads, width] of q, and as many of k. Each
+    element's partner is loaded too, which hits the first-level cache, so accesses stay 16 bytes wide. It is a kernel of
+    its own because its tiles do not have the shape of a head.
 
-    HEADS divides the heads of q and of k, which are at most GROUPS times as many. Strides count ALIGN elements each.
-    K_ptr may be None. IS_PAIRS: pairs lie together and their angles are complex numbers in Cos_ptr; else a pair is (i,
-    i + HALF) and every element has a cos and sin of its own, or with SHARED_HALVES its pair's first has them for both.
-    SEQUENCES: whether there is more than one.
+    q and k have at most GROUPS times HEADS heads, each a multiple of HEADS. Strides are in units of ALIGN elements.
+    K_ptr may be None. IS_PAIRS: a pair is (2i, 2i + 1), and Cos_ptr has its angle as a complex number; else a pair is
+    (i, i + HALF), and each element has its own cos and sin. SHARED_HALVES: both elements of a pair take the first's.
+    SEQUENCES: there is more than one sequence.
     """
     wait_for_previous(DEPENDENT)
     WIDTH: tl.constexpr = 2 * HALF + PASS_THROUGH
