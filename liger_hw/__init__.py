@@ -39,7 +39,7 @@ HOME = {
     "override": "liger_hw.registry",
     "pretend": "liger_hw.registry",
     "set_deterministic": "liger_hw.registry",
-    "CountedRows": "liger_hw.kernels.heads.head_inputs",
+    "CountedRows": "liger_hw.kernels.heads.linear_head",
     "LaunchConfig": "liger_hw.backends.base",
     "Target": "liger_hw.backends.base",
     **{name: f"liger_hw.{name}" for name in _SUBMODULES},

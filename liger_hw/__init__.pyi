@@ -14,7 +14,7 @@ from liger_hw import trl as trl
 from liger_hw.backends.base import LaunchConfig as LaunchConfig
 from liger_hw.backends.base import Target as Target
 from liger_hw.hub import kernel_config as kernel_config
-from liger_hw.kernels.heads.head_inputs import CountedRows as CountedRows
+from liger_hw.kernels.heads.linear_head import CountedRows as CountedRows
 from liger_hw.recompute.dial import activations as activations
 from liger_hw.registry import explain as explain
 from liger_hw.registry import override as override

@@ -47,7 +47,7 @@ IN_A_STEP = sorted(
     + [PACKAGE / "transformers" / f"{name}.py" for name in ("deferred", "grpo_loss", "loss", "engine")]
 )
 WAITS = [
-    "self._arrived.synchronize()",  # heads/head_inputs.py: for a number on its way since the forward
+    "self._arrived.synchronize()",  # heads/linear_head.py: for a number on its way since the forward
 ]
 
 

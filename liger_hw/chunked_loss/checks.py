@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.heads.head_inputs import checked_head
+from ..kernels.heads.linear_head import checked_head
 from ..kernels.losses.options_module import OptionsModule
 from ..runtime.operator import check, warn_ignored
 

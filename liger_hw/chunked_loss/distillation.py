@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.heads.fused_linear_kl_div import FWD
-from ..kernels.heads.head_inputs import checked_head
 from ..kernels.heads.linear_distillation import (
     STUDENT,
     DistillationCall,
@@ -26,6 +25,7 @@ from ..kernels.heads.linear_distillation import (
     checked_teacher,
     linear_distillation_operator,
 )
+from ..kernels.heads.linear_head import checked_head
 from ..kernels.losses.distill_rows import COSINE, Distillation
 from ..kernels.losses.jsd import jsd_options
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices

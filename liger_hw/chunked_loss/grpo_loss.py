@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.heads.head_inputs import checked_head
+from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_indices
 from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference, on_device
 from .log_prob_loss import LOSSES, SEQUENCE, TOKEN, Seen, Spec, run_loss, token_logps

@@ -27,8 +27,9 @@ from typing import Any, Iterable, NamedTuple, Sequence
 import torch
 
 from ..kernels.heads.fused_linear_log_probs import LogProbsCall, linear_log_probs_fwd
-from ..kernels.heads.linear_head import HeadGradients, Needs, fake_gradients, plan_groups, scale_gradients, sweep
-from ..kernels.losses.cross_entropy_reference import absent, check_in_range
+from ..kernels.heads.head_reference import fake_gradients
+from ..kernels.heads.linear_head import HeadGradients, Needs, plan_groups, scale_gradients, sweep
+from ..kernels.losses.cross_entropy_rows import absent, check_in_range
 from ..kernels.losses.log_prob_rows import LogProbOptions, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
 from ..runtime.operator import Function, define, first_order

@@ -27,7 +27,7 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..kernels.heads.head_inputs import checked_head
+from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
 from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference
 from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps

@@ -63,7 +63,7 @@ MODULES = {
     "ops.mhc": "compat.functions",
     "ops.grpo_loss": "chunked_loss compat.grpo",
     "ops.fused_moe": "compat.functions compat.routing kernels.moe.fused_moe",
-    "ops.utils": "compat.ops_utils",
+    "ops.utils": "compat.utils",
     "chunked_loss": "chunked_loss",
     **{f"chunked_loss.{name}_loss": "chunked_loss.preference compat.loss_bases" for name in ("cpo", "simpo", "orpo")},
     **{

@@ -20,7 +20,7 @@ from ..kernels.heads.fused_linear_cross_entropy import LigerFusedLinearCrossEntr
 from ..kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy as _linear_loss
 from ..kernels.losses.cross_entropy import LigerCrossEntropyLoss as _Loss
 from ..kernels.losses.cross_entropy import liger_cross_entropy as _loss
-from ..kernels.losses.cross_entropy_reference import CrossEntropyOutput, check_targets
+from ..kernels.losses.cross_entropy_rows import CrossEntropyOutput, check_targets
 from ..registry import is_quiet
 
 

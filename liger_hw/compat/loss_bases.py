@@ -38,9 +38,9 @@ import torch.nn.functional as F
 from ..chunked_loss.checks import checked_reference, on_device
 from ..chunked_loss.log_prob_loss import token_logps
 from ..kernels.heads.fused_linear_log_probs import liger_fused_linear_log_probs
-from ..kernels.heads.linear_head import reference_logits
-from ..kernels.losses.cross_entropy_reference import absent
-from ..kernels.losses.cross_entropy_rows import scale_gradient
+from ..kernels.heads.head_reference import reference_logits
+from ..kernels.losses.cross_entropy_rows import absent
+from ..kernels.losses.loss_gradient import scale_gradient
 from ..runtime.operator import check, check_indices, first_order
 
 Chunk = list[slice]

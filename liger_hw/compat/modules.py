@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,30 +20,37 @@ from ..kernels.rotary.rope import liger_rope as liger_rotary_pos_emb
 from ..kernels.rotary.vision_rope import liger_rotary_pos_emb_vision
 
 
-class LigerRMSNormForGemma(LigerRMSNorm):
-    """RMSNorm as Gemma has it: a weight that starts at 0 and is used as 1 + weight, everything in fp32."""
+def _rms_norm(family: str, *defaults: Any) -> Any:
+    """`LigerRMSNormFor<family>`; defaults: of offset, casting_mode, init_fn and in_place."""
 
-    def __init__(
-        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True, row_mode=None
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+    class Norm(LigerRMSNorm):
+        def __init__(
+            self,
+            hidden_size,
+            eps=1e-6,
+            offset=defaults[0],
+            casting_mode=defaults[1],
+            init_fn=defaults[2],
+            in_place=defaults[3],
+            row_mode=None,
+        ) -> None:
+            super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+    Norm.__name__ = Norm.__qualname__ = f"LigerRMSNormFor{family}"
+    Norm.__doc__ = f"`LigerRMSNorm` with the defaults of {family}."
+    return Norm
 
 
-class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """`LigerRMSNormForGemma`, not in place."""
-
-    def __init__(
-        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
-    """`LigerRMSNormForGemma2`"""
+LigerRMSNormForGemma = _rms_norm("Gemma", 1.0, "gemma", "zeros", True)
+LigerRMSNormForGemma2 = _rms_norm("Gemma2", 1.0, "gemma", "zeros", False)
+LigerRMSNormForQwen3Next = _rms_norm("Qwen3Next", 1.0, "gemma", "zeros", False)
+LigerRMSNormForMuseGlimmerTextCentered = _rms_norm("MuseGlimmerTextCentered", 1.0, "gemma", "zeros", False)
+LigerRMSNormForOlmo2 = _rms_norm("Olmo2", 0.0, "llama", "ones", False)
+LigerRMSNormForGlm4 = _rms_norm("Glm4", 0.0, "llama", "ones", False)
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
-    """`LigerRMSNormForGemma` with the width called `dim`, as Gemma 3 does."""
+    """`LigerRMSNormForGemma2` with the width called `dim`, as Gemma 3 does."""
 
     def __init__(self, dim, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False) -> None:
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
@@ -58,27 +66,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
         self.with_scale = with_scale
 
 
-class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """RMSNorm with the casting of Llama; also GLM-4's."""
-
-    def __init__(
-        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False, row_mode=None
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
-    """`LigerRMSNormForOlmo2`"""
-
-
-class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """`LigerRMSNormForGemma4`"""
-
-
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
-    """The norm of Muse Glimmer's text layers: `LigerRMSNormForGemma2`."""
-
-
+LigerRMSNormForMuseGlimmer = LigerRMSNormForGemma4
 LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLP
 
 

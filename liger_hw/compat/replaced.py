@@ -19,6 +19,7 @@ REPLACED = {
     ),
     r"triton(\..*)?": "liger_hw needs no cache manager of its own",
     r"ops\.utils\.element_mul_kernel": "multiply in torch",
+    r"(ops\.)?utils\.\w+": "it serves Liger's own code alone; copy it",
     r"ops\.grpo_loss\..*_kernel": "call liger_kernel.transformers.grpo_loss.triton_grpo_loss",
     r"ops\.\w+\.\w+_(forward|backward|kernel)(_\w+)?": (
         "it is a part of Liger's own op; the whole op is a function of liger_kernel.transformers.functional, and its "

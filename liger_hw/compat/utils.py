@@ -1,15 +1,21 @@
-"""Behind `liger_kernel.utils`: the small questions that code written for Liger asks about the machine."""
+"""Behind `liger_kernel.utils` and `liger_kernel.ops.utils`: what code with kernels of its own asks of Liger Kernel."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import re
+from contextlib import nullcontext
 from typing import Any, Callable
+
+import torch
+from packaging import version
 
 from ..backends import target_of
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
+_MAX_BLOCK = 65536
 
 
 def is_peft_available() -> bool:
@@ -21,18 +27,19 @@ def is_npu_available() -> bool:
     return importlib.util.find_spec("torch_npu") is not None
 
 
+def is_hip() -> bool:
+    """Whether this torch is built for ROCm."""
+    return torch.version.hip is not None
+
+
 def infer_device() -> str:
     """torch's device type for this machine's accelerator: "cuda" (NVIDIA and AMD), "xpu", or "cpu"."""
-    import torch
-
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if accelerator is None else accelerator.type
 
 
 def infer_comm_backend() -> str:
     """Name of the torch.distributed backend for `infer_device()`."""
-    import torch.distributed
-
     return torch.distributed.get_default_backend_for_device(infer_device())
 
 
@@ -59,8 +66,6 @@ def infer_device_arch(device_id: int = 0) -> str:
     A device whose generation has no name gives its architecture: "sm_87", "gfx1201". Where none can be read, as of a
     CPU, it is `infer_device()`.
     """
-    import torch
-
     kind = infer_device()
     try:
         arch = target_of(torch.device(kind, device_id)).arch
@@ -69,27 +74,57 @@ def infer_device_arch(device_id: int = 0) -> str:
     return GENERATIONS.get(arch, re.sub("^sm", "sm_", arch))
 
 
-def get_total_gpu_memory() -> int:
-    """Memory of the current accelerator in GiB; 0 without one."""
-    import torch
+def device_context(device: torch.device) -> Any:
+    """A `with` block in which `device` is the current one of its kind; no-op on the CPU."""
+    kind = torch.device(device).type
+    return nullcontext() if kind == "cpu" else torch.get_device_module(kind).device(device)
 
+
+def ensure_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates an autograd Function's forward or backward: tensors among its arguments come contiguous."""
+
+    def dense(value: Any) -> Any:
+        return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+    @functools.wraps(function)
+    def call(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(ctx, *map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def calculate_settings(n: int) -> tuple[int, int]:
+    """(block size, warps) for rows of n elements that one program holds. Raises `RuntimeError` beyond 65536."""
+    block = 1 << max(n - 1, 0).bit_length()
+    if block > _MAX_BLOCK:
+        raise RuntimeError(f"calculate_settings: rows of {n} elements do not fit one block of {_MAX_BLOCK}")
+    for least, warps in ((32768, 16 if is_hip() else 32), (8192, 16), (2048, 8)):
+        if block >= least:
+            return block, warps
+    return block, 4
+
+
+def compare_version(package: str, operator: Callable[[Any, Any], bool], target: str) -> bool:
+    """`operator(installed version, target)`; False where the package is missing."""
+    try:
+        installed = importlib.import_module(package).__version__
+    except ImportError:
+        return False
+    return operator(version.parse(installed), version.parse(target))
+
+
+def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's decorators of an autograd Function's forward and backward under autocast, for `infer_device()`."""
     kind = infer_device()
-    return 0 if kind == "cpu" else torch.get_device_module(kind).get_device_properties(0).total_memory >> 30
+    return tuple(functools.partial(f, device_type=kind) for f in (torch.amp.custom_fwd, torch.amp.custom_bwd))
 
 
-def transformers_version_dispatch(
-    required_version: str,
-    before_fn: Callable[..., Any],
-    after_fn: Callable[..., Any],
-    before_args: tuple = (),
-    after_args: tuple = (),
-    before_kwargs: dict[str, Any] | None = None,
-    after_kwargs: dict[str, Any] | None = None,
-) -> Any:
-    """`before_fn` where transformers is older than `required_version`, else `after_fn`, with that one's arguments."""
-    import transformers
-    from packaging import version
+amp_custom_fwd, amp_custom_bwd = get_amp_custom_fwd_bwd()
 
-    if version.parse(transformers.__version__) < version.parse(required_version):
-        return before_fn(*before_args, **(before_kwargs or {}))
-    return after_fn(*after_args, **(after_kwargs or {}))
+
+def __getattr__(name: str) -> Any:
+    if name != "torch_to_triton_dtype":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import triton.language as tl  # of this module, that alone needs Triton
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

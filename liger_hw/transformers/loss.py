@@ -27,7 +27,7 @@ from torch import nn
 from ..autotune import compile_ahead
 from ..distributed import agreement
 from ..distributed.owners import Access, find_access, head_width, hooks_of
-from ..kernels.heads.head_inputs import CountedRows
+from ..kernels.heads.linear_head import CountedRows
 from ..runtime.checks import autocast_dtype
 from ..text import first_line
 from . import functional

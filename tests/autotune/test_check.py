@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_hw.autotune import check, record
-from liger_hw.kernels.losses.cross_entropy_reference import assert_on_device
+from liger_hw.kernels.losses.cross_entropy_rows import assert_on_device
 
 
 @pytest.mark.unpoisoned

@@ -211,11 +211,8 @@ assert not hasattr(liger_hw.transformers, "LigerNothing") and not hasattr(liger_
 def test_utils():
     passes("""
 from liger_kernel import utils
-assert utils.infer_device() == "cpu" and utils.infer_comm_backend() == "gloo" and utils.get_total_gpu_memory() == 0
+assert utils.infer_device() == "cpu" and utils.infer_comm_backend() == "gloo"
 assert utils.infer_device_arch() == "cpu"
-old, new = (lambda x: ("old", x)), (lambda x: ("new", x))
-pick = lambda version: utils.transformers_version_dispatch(version, old, new, (1,), (2,))
-assert pick("1.0") == ("new", 2) and pick("999.0") == ("old", 1)
 """)
 
 

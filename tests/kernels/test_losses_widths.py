@@ -12,11 +12,11 @@ import torch
 
 from liger_hw import registry
 from liger_hw.kernels.losses.cross_entropy import cross_entropy_reference, liger_cross_entropy
-from liger_hw.kernels.losses.cross_entropy_rows import cross_entropy_bwd, cross_entropy_bwd_
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
 from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
 from liger_hw.kernels.losses.log_probs import liger_log_probs, log_probs_reference
+from liger_hw.kernels.losses.loss_gradient import cross_entropy_bwd, cross_entropy_bwd_
 from liger_hw.kernels.losses.tvd import liger_tvd, tvd_reference
 from liger_hw.kernels.losses.vocab_parallel_cross_entropy import (
     liger_vocab_parallel_cross_entropy,

@@ -27,31 +27,37 @@ from ... import registry
 from ...registry import Sample, columns_key
 from ...runtime.operator import Function, check, define, dense, first_order
 from ...runtime.sharding import LossRule
-from ..losses.cross_entropy_reference import (
+from ..losses.cross_entropy import reference_gradient, reference_losses, reference_outputs
+from ..losses.cross_entropy_rows import (
     NONE,
     CrossEntropyOutput,
     Options,
+    RowResults,
     absent,
     check_arguments,
     check_in_range,
     cross_entropy_options,
+    launch_rows,
+    launch_stats,
+    launch_sum,
     pack,
-    reference_gradient,
-    reference_losses,
-    reference_outputs,
+    row_buffers,
+    rows_tunable,
 )
-from ..losses.cross_entropy_rows import RowResults, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
-from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sample_head, sums_in_fp32
+from .head_reference import reference_gradients, reference_logits, sample_head
 from .head_targets import TAKE
 from .linear_head import (
+    CountedRows,
     HeadGradients,
     Needs,
+    among_all,
+    checked_head,
     plan_chunks,
-    reference_gradients,
-    reference_logits,
+    remaining_rows,
     scale_gradients,
+    sums_in_fp32,
     sweep,
 )
 

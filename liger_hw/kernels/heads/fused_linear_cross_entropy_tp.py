@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, define, first_order, with_fallback
-from ..losses.cross_entropy_reference import (
+from ..losses.cross_entropy_rows import (
     MEAN,
     NONE,
     CrossEntropyOutput,
@@ -53,8 +53,20 @@ from ..losses.vocab_parts import (
     vocab_part,
 )
 from .fused_linear_cross_entropy import run_backward, run_forward
-from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sums_in_fp32
-from .linear_head import Chunks, HeadGradients, Needs, dx_of, fake_gradients, plan_shared, sweep
+from .head_reference import fake_gradients
+from .linear_head import (
+    Chunks,
+    CountedRows,
+    HeadGradients,
+    Needs,
+    among_all,
+    checked_head,
+    dx_of,
+    plan_shared,
+    remaining_rows,
+    sums_in_fp32,
+    sweep,
+)
 
 _NAME = "liger_fused_linear_cross_entropy_tp"
 

@@ -32,7 +32,7 @@ from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
 from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
-from .head_inputs import random_head
+from .head_reference import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
 

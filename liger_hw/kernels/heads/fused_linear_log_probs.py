@@ -35,8 +35,7 @@ from ...private import innermost_transform, is_batched, n_dispatch_modes
 from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order, graph_is_kept
 from ...runtime.sharding import LossRule
-from ..losses.cross_entropy_reference import absent, check_arguments
-from ..losses.cross_entropy_rows import assert_targets
+from ..losses.cross_entropy_rows import absent, assert_targets, check_arguments
 from ..losses.log_prob_rows import (
     LOGP,
     LOGP_GRAD,
@@ -56,9 +55,22 @@ from ..losses.log_probs import (
     rows_and_targets,
     selected_reference,
 )
-from .head_inputs import CountedRows, among_all, checked_head, remaining_rows, sample_head, sums_in_fp32
+from .head_reference import fake_gradients, sample_head
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
-from .linear_head import TILE, Chunks, HeadGradients, Needs, fake_gradients, padded, plan_chunks, sweep
+from .linear_head import (
+    TILE,
+    Chunks,
+    CountedRows,
+    HeadGradients,
+    Needs,
+    among_all,
+    checked_head,
+    padded,
+    plan_chunks,
+    remaining_rows,
+    sums_in_fp32,
+    sweep,
+)
 
 
 def fused_linear_log_probs_reference(

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, first_order
-from ..losses.cross_entropy_reference import check_arguments
+from ..losses.cross_entropy_rows import check_arguments
 from ..losses.log_prob_rows import LogProbOptions, log_prob_options
 from ..losses.vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
 from .fused_linear_log_probs import LogProbsCall, backward_rows, forward_rows, liger_fused_linear_log_probs
-from .head_inputs import checked_head
-from .linear_head import Needs
+from .linear_head import Needs, checked_head
 
 
 def liger_fused_linear_scaled_cross_entropy(

@@ -17,22 +17,20 @@ import torch
 
 from ...registry import Tunable
 from ...runtime.operator import Function, check, check_floats, check_tensors, define, dense, first_order
-from ..losses.cross_entropy_reference import absent, check_in_range
-from ..losses.cross_entropy_rows import SUMMED, RowResults, launch_sum
+from ..losses.cross_entropy_rows import SUMMED, RowResults, absent, check_in_range, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share, share_reference
-from .head_inputs import checked_head, sums_in_fp32
+from .head_reference import reference_gradients, reference_logits, unrounded_logits
 from .linear_head import (
     HeadGradients,
     Needs,
     borrow_gradient_memory,
+    checked_head,
     plan_chunks,
-    reference_gradients,
-    reference_logits,
     scale_gradients,
+    sums_in_fp32,
     sweep,
     sweep_in_fp32,
-    unrounded_logits,
 )
 
 

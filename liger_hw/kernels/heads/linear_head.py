@@ -28,6 +28,12 @@ least MIN_ROWS rows, twice as many where every chunk reads and writes an fp32 we
 or as many as have logits no larger than the gradient of x, if these are more. Divergences (`prefer_large`) may have
 MAX_ROWS_DIVERGENCE rows, and with one head as much memory as the weight's gradient.
 
+Ignored rows (prompts, padding) can be left out of the products, whose size must be known on the host. Labels are there
+long before the logits: `CountedRows(labels)`, first in a step, counts them on the device and starts the copy of one
+number, which has arrived when the loss asks. Patched models do so by themselves; a training loop of your own passes it
+on, as `liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while a
+graph is captured nothing is counted, and every row is computed.
+
 Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times the error of one
 GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. For a loss with targets a running sum
 alone breaks the promise: with more than MAX_PLAIN_CHUNKS chunks it accumulates the targets' entries separately
@@ -37,18 +43,17 @@ more chunks, they become larger instead, or the gradient is accumulated in an fp
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
-import torch.nn.functional as F
 
-from ... import env
-from ...registry import backend_of
-from ...runtime.operator import cdiv, graph_is_kept
-from ..losses.cross_entropy_reference import absent
-from ..losses.cross_entropy_rows import scale_gradient
+from ... import env, private
+from ...registry import backend_of, is_quiet
+from ...runtime.operator import autocast_dtype, cdiv, check, check_tensors, graph_is_kept, to_flatten
+from ..losses.cross_entropy_rows import absent
+from ..losses.loss_gradient import scale_gradient
 from .head_targets import TargetEntries, most_frequent
 
 MIN_ROWS = 1024
@@ -66,6 +71,134 @@ MIN_PART = 256
 """Rows of fp32 logits that are computed at a time, at least: a GEMM of fewer rows is bound by reading the weight."""
 _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
+MAX_SHARE = 31 / 32
+"""Share of rows that count above which none is left out: gathering rows and scattering their gradient has its price."""
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def checked_head(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    names: tuple[str, str, str] = ("input", "weight", "bias"),
+    rows: str = "n_rows",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x [rows, hidden], weight [vocab, hidden] and bias [vocab] or None, cast to autocast's dtype where it is on.
+
+    Under torch.no_grad they are detached, so that a Function's forward computes no gradients.
+
+    names: what the caller calls them; rows: names of the leading dimensions of x ("batch, length")
+    Raises `TypeError` for an argument that is not a tensor, `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors(op, optional=names[2:], **dict(zip(names, (x, weight, bias))))
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and torch.float64 not in (x.dtype, weight.dtype):
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
+    if not torch.is_grad_enabled():
+        x, weight, bias = x.detach(), weight.detach(), bias if bias is None else bias.detach()
+    dims = 2 + rows.count(",")
+    if x.dim() != dims or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.numel():
+        got = f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        expected = f"{names[0]} must be [{rows}, hidden] and {names[1]} [vocab, hidden]"
+        check(False, op, f"{expected}, got {got}{_misfit(x, weight, dims, names)}")
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        pairs = [(name, str(t.dtype)) for name, t in zip(names, (x, weight, bias)) if t is not None]
+        present, dtypes = (", ".join(words) for words in zip(*pairs))
+        check(False, op, f"{present} must share one dtype, got {dtypes}; cast them or use autocast")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        check(False, op, f"{names[2]} must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    return x, weight, bias
+
+
+def _misfit(x: torch.Tensor, weight: torch.Tensor, dims: int, names: tuple[str, ...]) -> str:
+    """What the shapes look like, and what to do; "" where that is not clear."""
+    if x.dim() == 2 and weight.dim() == max(3, dims) and x.shape[1] == weight.shape[-1]:
+        return f": {names[0]} and {names[1]} are swapped"
+    if x.dim() == 3 and dims == 2 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]:
+        return to_flatten(**{names[0]: x})
+    if x.dim() == dims and weight.dim() == 2 and x.shape[-1] == weight.shape[0]:
+        return f": {names[1]} is transposed, pass {names[1]}.T"
+    return ""
+
+
+def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor) -> bool:
+    """Whether `accum_dtype` asks for an fp32 buffer that the weight's own dtype is not."""
+    if accum_dtype not in (None, torch.float32, weight.dtype):
+        check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
+    return accum_dtype is torch.float32 and weight.dtype.itemsize < 4
+
+
+# -- rows that count -------------------------------------------------------------------------------------------------
+
+
+class CountedRows:
+    """The number of rows of `labels` (any shape) that are not ignore_index, on its way to the host.
+
+    labels: a tensor, or several of which the loss takes one: the largest of their counts.
+    The labels of the loss may be these, or these with some more rows ignored (shifted by one, say): what counts is that
+    no other row counts. A loss in which more rows count raises on the device.
+    """
+
+    def __init__(self, labels: Any, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+        self._count = self._arrived = None
+        several = labels if isinstance(labels, tuple) else (labels,)
+        if is_quiet() or not all(type(t) is torch.Tensor and not t.is_meta for t in several):
+            return  # a fake tensor has no number to read
+        count = reduce(torch.maximum, [(t.detach() != ignore_index).sum() for t in several])
+        if count.is_cpu:
+            self._count = count
+            return
+        self._count = torch.empty((), dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
+        self._arrived = torch.get_device_module(count.device.type).Event()
+        self._arrived.record()
+
+    def most(self) -> int | None:
+        """The count, waiting for its copy if it must; None where nothing was counted, or this is no moment to wait.
+
+        It waits for what was queued on the device before the copy, not for what was queued after it.
+        """
+        if self._count is None or is_quiet():
+            return None
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return int(self._count)
+
+
+def among_all(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int, left_out: int = 0) -> Any:
+    """Results [k, ...] of the rows `order` (None: all) among n_rows rows; the others have `left_out`."""
+    if rows is None or order is None:
+        return rows
+    return rows.new_full((n_rows, *rows.shape[1:]), left_out).index_copy_(0, order, rows)
+
+
+def remaining_rows(
+    op: str, target: torch.Tensor, ignore_index: int, compact: bool | CountedRows
+) -> torch.Tensor | None:
+    """Indices of the rows that count, in their order, or None for all rows.
+
+    compact: True counts now, which waits for the device; a `CountedRows` from earlier in the step does not. All
+    rows are taken where too few are ignored, while a graph is captured, inside torch.compile, and for a count of
+    another ignore_index.
+    """
+    if not isinstance(compact, (bool, CountedRows)):
+        check(False, op, f"compact must be a bool or a CountedRows, got {type(compact).__name__}")
+    if compact is False or is_quiet():
+        return None
+    counted = CountedRows(target, ignore_index) if compact is True else compact
+    most = counted.most() if counted.ignore_index == ignore_index else None
+    if most is None or most > MAX_SHARE * target.shape[0]:
+        return None
+    ignored = target == ignore_index
+    order = torch.argsort(ignored.to(torch.uint8), stable=True)  # the rows that count first, each part in order
+    if compact is not True:
+        fits = (target.shape[0] - ignored.sum()) <= most
+        private.assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
+    return order[:most]
+
 
 # -- chunks ----------------------------------------------------------------------------------------------------------
 
@@ -338,52 +471,6 @@ class HeadGradients:
             absent(self._like) if self.dweight is None else self.dweight.to(self.dtype),
             absent(self._like) if self.dbias is None else self.dbias.to(self.dtype if bias is None else bias.dtype),
         )
-
-
-def reference_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A head's logits in differentiable torch, rounded to x's dtype; a bias is added after that, in fp32 or fp64."""
-    logits = F.linear(x, weight)
-    if bias is None:
-        return logits
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide) + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as nn.Linear's
-
-
-def unrounded_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A head's logits in plain differentiable torch, in fp32 or fp64. Their gradient is rounded to x's dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    logits = F.linear(x.to(wide), weight.to(wide))
-    if logits.requires_grad and x.dtype != wide:
-        logits.register_hook(lambda gradient: gradient.to(x.dtype).to(wide))
-    return logits
-
-
-def reference_gradients(
-    dlogits: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`HeadGradients.results` in plain torch, of the gradient of all logits, which is rounded to their dtype first.
-
-    dlogits may be None where no gradient is needed.
-    """
-    dx, dweight, dbias = needs
-    rounded = dlogits if dlogits is None else dlogits.to(x.dtype)
-    return (
-        rounded @ weight if dx else absent(x),
-        rounded.t() @ x if dweight else absent(x),
-        rounded.sum(0, dtype=dlogits.dtype).to(bias.dtype) if dbias else absent(x),
-    )
-
-
-def fake_gradients(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: Sequence[bool]
-) -> tuple[torch.Tensor, ...]:
-    """Empty tensors of the shapes and dtypes of `HeadGradients.results`, for an operator's fake."""
-    likes = x, weight, weight[:, 0] if bias is None else bias
-    return tuple(like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, needs))
 
 
 def scale_gradients(

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy as torch_cross_entropy  # a program may put Liger's in its place
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key
@@ -41,29 +42,26 @@ from ...runtime.operator import (
     to_flatten,
 )
 from ...runtime.sharding import LossRule
-from .cross_entropy_reference import (
+from .cross_entropy_rows import (
+    MEAN,
+    NONE,
+    STATS,
+    SUM,
     CrossEntropyOutput,
     Options,
     absent,
     check_arguments,
     check_in_range,
     cross_entropy_options,
-    pack,
-    reference_gradient,
-    reference_losses,
-    reference_outputs,
-)
-from .cross_entropy_rows import (
-    BWD,
-    STATS,
     launch_rows,
     launch_stats,
     launch_sum,
     loss_heuristic,
+    pack,
     row_buffers,
     rows_tunable,
-    scale_gradient,
 )
+from .loss_gradient import BWD, scale_gradient
 from .options_module import OptionsModule
 
 
@@ -73,6 +71,79 @@ def cross_entropy_reference(input, target, weight=None, size_average=None, reduc
     options = cross_entropy_options("cross_entropy_reference", **settings)
     loss, z_loss, hits, top = reference_losses(input, target, weight, options)
     return pack((loss.to(input.dtype), z_loss.to(input.dtype), hits, top), options)
+
+
+def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Tensor, ...]:
+    """(loss, z_loss, token_accuracy, predicted_tokens) in plain torch, none rounded to the logits' dtype."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s = logits.to(wide)
+    if options.softcap:
+        s = options.softcap * torch.tanh(s / options.softcap)
+    target = target.long()
+    w = None if weight is None else weight.to(wide)
+    counted = target != options.ignore_index
+    y = target.masked_fill(~counted, 0)
+    lse = torch.logsumexp(s, -1)
+    rows = torch_cross_entropy(
+        s, target, w, ignore_index=options.ignore_index, reduction="none", label_smoothing=options.label_smoothing
+    )
+    z = torch.where(counted, options.lse_square_scale * lse * lse, 0.0)  # in this order: 0 * inf would be nan
+    if options.use_token_scaling:
+        p = torch.where(counted, torch.exp(s.gather(1, y[:, None])[:, 0] - lse), 0.0).detach()
+        rows, z = rows * p, z * p
+    top = logits.detach().argmax(-1)
+    hits = (counted & (top == target)).to(torch.float32)
+    top = top.masked_fill(~counted, -1)
+    if options.reduction == NONE:
+        return rows + z, z.detach(), hits, top
+    n = counted.sum()
+    hits = hits.sum() / n
+    if options.reduction == SUM:
+        return (rows + z).sum(), z.detach().sum(), hits, top
+    total = n if w is None else torch.where(counted, w[y], 0.0).sum()
+    z = z.sum() / n
+    return rows.sum() / total + z, z.detach(), hits, top
+
+
+def reference_gradient(logits, target, weight, options: Options, row_grads=None) -> torch.Tensor:
+    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64: the formula the kernel has.
+
+    Not by autograd: a fake runs this, and a GPU's backward is in a thread without the mode of fake tensors.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s, slope = logits.to(wide), 1.0
+    if options.softcap:
+        t = torch.tanh(s / options.softcap)
+        s, slope = options.softcap * t, 1.0 - t.square()
+    target = target.long()
+    counted = target != options.ignore_index
+    y = target.masked_fill(~counted, 0)
+    w = logits.new_ones(logits.shape[1], dtype=wide) if weight is None else weight.to(wide)
+    lse = torch.logsumexp(s, -1)
+    target_coef = (1.0 - options.label_smoothing) * w[y]
+    smoothing_term = torch.full_like(lse, options.label_smoothing / logits.shape[1])
+    softmax_coef = target_coef + smoothing_term * w.sum()
+    z_coef = 2.0 * options.lse_square_scale * lse
+    if options.reduction == MEAN:
+        total = torch.where(counted, w[y], 0.0).sum()
+        target_coef, softmax_coef, smoothing_term = (t / total for t in (target_coef, softmax_coef, smoothing_term))
+        z_coef = z_coef / counted.sum()
+    factor = torch.ones_like(lse) if row_grads is None else row_grads.to(wide)
+    if options.use_token_scaling:
+        factor = factor * torch.exp(s.gather(1, y[:, None])[:, 0] - lse)
+    grad = ((softmax_coef + z_coef) * factor)[:, None] * torch.exp(s - lse[:, None])
+    if options.label_smoothing:
+        grad -= (smoothing_term * factor)[:, None] * w
+    grad.scatter_add_(1, y[:, None], -(target_coef * factor)[:, None])
+    return torch.where(counted[:, None], grad * slope, 0.0)
+
+
+def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
+    """The results of `reference_losses` as an operator returns them: of its dtype, and `absent` where not returned."""
+    loss, z_loss, hits, top = outputs
+    nothing = absent(hits)
+    extras = (t if returned else nothing.clone() for t, returned in zip((z_loss.to(dtype), hits, top), options.extra))
+    return loss.to(dtype), *extras
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:

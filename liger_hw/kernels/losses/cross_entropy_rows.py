@@ -1,30 +1,192 @@
-"""What every cross entropy on rows of logits launches: statistics of the targets, the row kernel, and the sums of rows.
+"""What every cross entropy on rows of logits shares: options, checks of targets, and what is launched.
 
 stats = launch_stats(...)            what a mean divides by; asserts the targets
 launch_rows(...)                     losses and gradient of a row in one launch, by the sweeps of softmax_rows.py
 losses = launch_sum(...)             the rows' results, reduced in a fixed order
-dx = scale_gradient(...)             in backward: the gradient that the forward saved, times the incoming one
 
-Backward reads the incoming gradient on the device. Where that is 1, as in `loss.backward()`, the kernel returns at
-once. An entry of exactly zero stays zero whatever it is multiplied by: ignored rows have such entries, and torch gives
-them no gradient even where the incoming one is infinite or nan (a summed loss divided by zero counted tokens). The
-product is written in place only where the saved gradient cannot be read again.
+Backward multiplies the gradient that is computed here by the incoming one (loss_gradient.py).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Sequence
 
 import torch
 
-from ... import env, registry
-from ...registry import LaunchConfig, Target, Tunable, row_key, tile_space
-from ...runtime.operator import cdiv, define, graph_is_kept, launch
+from ... import env, private, registry
+from ...registry import LaunchConfig, Target, Tunable
+from ...runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices, launch
 from ...runtime.triton_import import INTERPRET, tl, triton
-from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
-from ..rows.tuning import DIMS, persistent_misfit
-from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent, assert_on_device, check_in_range, check_targets
+from ..rows.row import body_start, body_width, row_head, row_vector
+from ..rows.tuning import DIMS
 from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
+
+NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
+
+
+@dataclass
+class CrossEntropyOutput:
+    """What a cross entropy returns when a return_* option is set; the other results are left None.
+
+    z_loss: part of the loss, reduced like it; token_accuracy: share of counted rows whose first largest logit is the
+    target (per row with reduction="none"); predicted_tokens: [n_rows] int64, -1 in ignored rows. None has a gradient.
+    """
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The options of a cross entropy as its operators take them, under the names of `liger_cross_entropy`'s arguments.
+
+    `cross_entropy_options` makes them of what a user passes. softcap: 0.0 for none
+    """
+
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = MEAN
+    softcap: float = 0.0
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+    use_token_scaling: bool = False
+
+    @property
+    def extra(self) -> tuple[bool, bool, bool]:
+        """Which results are returned beside the loss: z-loss, token accuracy, predicted tokens."""
+        return self[5:8]
+
+    @property
+    def seeks_top(self) -> bool:
+        """Whether the largest logit of each row is looked for."""
+        return self.return_token_accuracy or self.return_predicted_tokens
+
+    def scales_in_backward(self, dtype: torch.dtype) -> bool:
+        """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
+        return dtype is torch.float16 and self.reduction == MEAN
+
+
+def cross_entropy_options(
+    op: str,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = MEAN,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    use_token_scaling: bool = False,
+) -> Options:
+    """The Options of public arguments. Raises `TypeError` for an option of another type, `ValueError` for its value."""
+    check_ignore_index(op, ignore_index)
+    check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
+    check_flags(
+        op,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        use_token_scaling=use_token_scaling,
+    )
+    if not 0.0 <= label_smoothing <= 1.0:
+        check(False, op, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if reduction not in REDUCTIONS:
+        check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    flags = bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens), bool(use_token_scaling)
+    numbers = ignore_index, float(lse_square_scale), float(label_smoothing)
+    return Options(*numbers, reduction, checked_softcap(op, softcap), *flags)
+
+
+def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: int, weight: Any = None) -> None:
+    """Raise unless target and class weight fit rows [n_rows, ...] scored over n_cols classes."""
+
+    def hint() -> str:
+        if tuple(target.shape) == (n_cols,):
+            return "; it has one element per class: are input and weight, or rows and classes, swapped?"
+        too_many = target.dim() > 1 and target.numel() == rows.shape[0]
+        return "; flatten it: target.flatten()" if too_many else ""
+
+    check_indices(op, "target", target, rows, hint)
+    if weight is None:
+        return
+    if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
+        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+        check(False, op, f"the class weight must be a floating point tensor, got {kind}")
+    if tuple(weight.shape) != (n_cols,):
+        check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
+    if weight.device != rows.device:
+        check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
+    check(not weight.requires_grad, op, "no gradient for the class weight; detach it")
+
+
+def checked_softcap(op: str, softcap: float | None) -> float:
+    """The softcap as operators take it, 0.0 for None. Raises unless it is positive and finite."""
+    if softcap is None:
+        return 0.0
+    check_floats(op, softcap=softcap)
+    if not 0.0 < softcap < float("inf"):
+        check(False, op, f"softcap must be positive and finite, or None, got {softcap}")
+    return float(softcap)
+
+
+def pack(outputs: Sequence[torch.Tensor], options: Options) -> torch.Tensor | CrossEntropyOutput:
+    """The loss alone, or a CrossEntropyOutput where a return_* option is set; outputs: (loss, z_loss, hits, top)."""
+    loss, *extra = outputs
+    if not any(options.extra):
+        return loss
+    return CrossEntropyOutput(loss, *(t if returned else None for t, returned in zip(extra, options.extra)))
+
+
+def absent(like: torch.Tensor) -> torch.Tensor:
+    """Stands for a result that is not returned: an operator may not return None."""
+    return like.new_empty(0)
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+class TargetError(IndexError, AssertionError):
+    """A target out of bounds: an IndexError as torch raises on the CPU, and an AssertionError as Liger Kernel does."""
+
+
+def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int) -> None:
+    """Raise `TargetError` that names the first row whose target is out of bounds. Synchronises on a GPU."""
+    bad = (target != ignore_index) & ((target < 0) | (target >= n_cols))
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise TargetError(
+            f"{op}: target[{row}] = {int(target[row])} is out of bounds: expected 0 <= target < {n_cols} "
+            f"or ignore_index={ignore_index}"
+        )
+
+
+def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Tensor, ignore_index: int) -> None:
+    """`check_targets` on the CPU or with LIGER_HW_CHECK_TARGETS=1, elsewhere an assertion on the device.
+
+    A tensor in a compiled graph has no values to look at, nor has a fake one, by which kernels are compiled ahead.
+    """
+    if type(target) is not torch.Tensor or torch.compiler.is_compiling():
+        return
+    if target.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
+        check_targets(op, target.reshape(-1), int(n_cols), ignore_index)
+    elif target.device.type != "meta":
+        inside = (target == ignore_index) | ((target >= 0) & (target < n_cols))
+        assert_on_device(inside.all(), f"{op}: target out of bounds; LIGER_HW_CHECK_TARGETS=1 names it")
+
+
+def assert_on_device(holds: torch.Tensor, message: str) -> None:
+    """An assertion that the host does not wait for. Where torch has none, the row's loss and gradient are nan."""
+    try:
+        private.assert_async(holds, message)
+    except NotImplementedError:
+        pass
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 # One number of a row is loaded or stored there, so that alignment changes no code: chunks begin anywhere.
@@ -409,161 +571,3 @@ def launch_sum(
         launch(plan, _cross_entropy_sum_kernel, (1,), args)
     top = top if options.return_predicted_tokens else None
     return loss, *(absent(stats) if t is None else t for t in (z_loss, hits, top))
-
-
-# -- backward --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
-    g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    g = tl.where(g == 0.0, g, g * scale)
-    if OUT_ptr is None:
-        tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """OUT = G * GO, over the denominator of the mean where the forward left that to backward. In place, where OUT is
-    None, a factor of 1 returns at once.
-
-    TAIL: n_elements is no multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
-    """
-    scale = tl.load(GO_ptr).to(tl.float32)
-    if STATS_ptr is not None:
-        scale *= tl.load(STATS_ptr + 4)
-    n_tiled = n_elements
-    if TAIL:
-        n_tiled = n_elements // 16 * 16
-    stop = n_tiled
-    if OUT_ptr is None:
-        stop = tl.where(scale == 1.0, 0, n_tiled)
-    first = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
-    for start in tl.range(first, stop, tl.num_programs(0) * BLOCK_SIZE):
-        at = start + tl.arange(0, BLOCK_SIZE)
-        _scale_tile(G_ptr, OUT_ptr, at, at < n_tiled, scale)
-    if TAIL:
-        at = n_tiled + tl.arange(0, 16).to(tl.int64)
-        _scale_tile(G_ptr, OUT_ptr, at, (at < n_elements) & (first == 0), scale)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _scale_rows_kernel(
-    G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
-    """OUT = G * GO, one factor a row. In place, without OUT, the tiles of rows with a factor of 1 are skipped."""
-    cols = tl.arange(0, BLOCK_SIZE)
-    for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
-        scale = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
-        head = row_head(row * n_cols, VECTOR)
-        n_body = body_width(n_cols, head, VECTOR)
-        stop = n_body
-        if OUT_ptr is None:
-            stop = tl.where(scale == 1.0, 0, n_body)
-        for start in tl.range(0, stop, BLOCK_SIZE):
-            mask = start + cols < n_body
-            _scale_tile(G_ptr, OUT_ptr, body_start(row * n_cols, head, VECTOR) + start + cols, mask, scale)
-        if VECTOR > 1:
-            edge = edge_columns(head, n_body, n_cols, VECTOR)
-            _scale_tile(G_ptr, OUT_ptr, body_start(row * n_cols, head, VECTOR) + edge, edge < n_cols - head, scale)
-
-
-def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    block = max(64, min(key[0], 2048))
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[2]), ctas_per_mp=8)
-
-
-def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    tiles = ({"BLOCK_SIZE": block} for block in (512, 1024, 2048, 4096, 8192))
-    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), ctas=(2, 4, 8, 16))
-
-
-BWD = Tunable(
-    "cross_entropy",
-    "bwd",
-    kernels=(_scale_kernel, _scale_rows_kernel),
-    key=row_key,
-    dims=DIMS,
-    heuristic=_bwd_heuristic,
-    safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": 256}, 1, ctas_per_mp=1),
-    space=_bwd_space,
-    valid=persistent_misfit,
-)
-
-
-def _bwd(grad, grad_output, stats):
-    out = torch.empty_like(grad)
-    _bwd_in_place(grad, grad_output, stats, out)
-    return out
-
-
-def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
-    """out (or grad itself, without out) = grad * grad_output, a scalar or one factor for each row of grad."""
-    n_elements = grad.numel()
-    if not n_elements:
-        return
-    per_row = grad_output.dim() == 1
-    n_rows, n_cols = grad.shape if grad.dim() == 2 else (1, n_elements)
-    plan = BWD.plan(grad.device, row_key(n_rows, n_cols, grad.dtype.itemsize))
-    if per_row:
-        args = (grad, out, grad_output, grad_output.stride(0), n_rows, n_cols)
-        vector = row_vector(grad, out) if grad.dim() == 2 else 1
-        launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args, (vector,))
-    else:
-        programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
-        denominators = stats if stats.numel() else None
-        args = (grad, out, grad_output, denominators, n_elements)
-        launch(plan, _scale_kernel, (programs,), args, (n_elements % 16 != 0,))
-
-
-def _bwd_reference(grad, grad_output, stats):
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    scale = grad_output.to(wide)
-    scale = scale * stats[4] if stats.numel() else scale
-    scale = scale[:, None] if scale.dim() == 1 else scale
-    return torch.where(grad == 0, 0.0, grad * scale).to(grad.dtype)
-
-
-def _bwd_in_place_reference(grad, grad_output, stats):
-    grad.copy_(_bwd_reference(grad, grad_output, stats))
-
-
-def _misfit(grad, grad_output, stats) -> str:
-    if grad_output.dim() and grad.dim() != 2:
-        return f"grad must be [n_rows, n_cols] for one number a row, got {tuple(grad.shape)}"
-    return ""
-
-
-_SHAPES = "grad [n_rows, *]; grad_output [] | [n_rows]; stats [0] | [5] | [8]"
-cross_entropy_bwd = define(
-    "cross_entropy_bwd(Tensor grad, Tensor grad_output, Tensor stats) -> Tensor",
-    shapes=_SHAPES,
-    misfit=_misfit,
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=("grad",),
-)
-cross_entropy_bwd_ = define(
-    "cross_entropy_bwd_(Tensor(a!) grad, Tensor grad_output, Tensor stats) -> ()",
-    shapes=_SHAPES,
-    misfit=_misfit,
-    launcher=_bwd_in_place,
-    reference=_bwd_in_place_reference,
-    fake=(),
-)
-
-
-def scale_gradient(
-    grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor, kept: bool | None = None
-) -> torch.Tensor:
-    """The gradient that a forward saved, times the incoming one; call it in a backward.
-
-    In place where this backward frees the graph, after which the saved tensor cannot be read; else a new tensor.
-    kept: what `graph_is_kept` says, where the caller knows
-    """
-    if graph_is_kept() if kept is None else kept:
-        return cross_entropy_bwd(grad, grad_output, stats)
-    cross_entropy_bwd_(grad, grad_output, stats)
-    return grad

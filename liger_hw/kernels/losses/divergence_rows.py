@@ -39,8 +39,8 @@ from ...runtime.operator import (
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, column_tiles, tile_rule
-from .cross_entropy_reference import MEAN, NONE, SUM, absent
-from .cross_entropy_rows import STATS, SUMMED, RowResults, launch_sum, scale_gradient, stats_key
+from .cross_entropy_rows import MEAN, NONE, STATS, SUM, SUMMED, RowResults, absent, launch_sum, stats_key
+from .loss_gradient import scale_gradient
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = "batchmean"

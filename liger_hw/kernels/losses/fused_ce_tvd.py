@@ -33,8 +33,7 @@ from ...runtime.operator import (
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from .cross_entropy import sample_logits
-from .cross_entropy_reference import check_arguments
-from .cross_entropy_rows import assert_targets
+from .cross_entropy_rows import assert_targets, check_arguments
 from .distill_rows import (
     Distillation,
     compare_pair,

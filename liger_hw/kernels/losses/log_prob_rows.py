@@ -34,7 +34,7 @@ from ...runtime.operator import check, check_floats, check_ignore_index, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
-from .cross_entropy_reference import checked_softcap
+from .cross_entropy_rows import checked_softcap
 from .softmax_rows import (
     rows_heuristic,
     rows_safe,

@@ -35,8 +35,7 @@ from ...runtime.operator import (
 )
 from .cross_entropy import WORKLOADS as WORKLOADS
 from .cross_entropy import sample_logits
-from .cross_entropy_reference import absent, check_arguments
-from .cross_entropy_rows import assert_targets
+from .cross_entropy_rows import absent, assert_targets, check_arguments
 from .log_prob_rows import (
     LogProbOptions,
     LogProbs,

@@ -39,7 +39,7 @@ from ...runtime.operator import (
     row_major,
 )
 from .cross_entropy import sample_logits
-from .cross_entropy_reference import absent
+from .cross_entropy_rows import absent
 from .log_prob_rows import (
     LogProbOptions,
     LogProbs,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ... import env
 from ...runtime.operator import check
-from .cross_entropy_reference import check_in_range
+from .cross_entropy_rows import check_in_range
 
 all_gather_single = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,173 @@
+"""The gradient that a loss's forward has computed, times the incoming one: the backward of every loss on rows.
+
+The incoming gradient is read on the device. Where it is 1, as in `loss.backward()`, the kernel returns at once. An
+entry of exactly zero stays zero whatever it is multiplied by: ignored rows have such entries, and torch gives them no
+gradient even where the incoming one is infinite or nan (a summed loss divided by zero counted tokens). The product is
+written in place only where the saved gradient cannot be read again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Target, Tunable, row_key, tile_space
+from ...runtime.operator import cdiv, define, graph_is_kept, launch
+from ...runtime.triton_import import tl, triton
+from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
+from ..rows.tuning import DIMS, persistent_misfit
+
+
+@triton.jit
+def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
+    g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.where(g == 0.0, g, g * scale)
+    if OUT_ptr is None:
+        tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """OUT = G * GO, over the denominator of the mean where the forward left that to backward. In place, where OUT is
+    None, a factor of 1 returns at once.
+
+    TAIL: n_elements is no multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
+    """
+    scale = tl.load(GO_ptr).to(tl.float32)
+    if STATS_ptr is not None:
+        scale *= tl.load(STATS_ptr + 4)
+    n_tiled = n_elements
+    if TAIL:
+        n_tiled = n_elements // 16 * 16
+    stop = n_tiled
+    if OUT_ptr is None:
+        stop = tl.where(scale == 1.0, 0, n_tiled)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    for start in tl.range(first, stop, tl.num_programs(0) * BLOCK_SIZE):
+        at = start + tl.arange(0, BLOCK_SIZE)
+        _scale_tile(G_ptr, OUT_ptr, at, at < n_tiled, scale)
+    if TAIL:
+        at = n_tiled + tl.arange(0, 16).to(tl.int64)
+        _scale_tile(G_ptr, OUT_ptr, at, (at < n_elements) & (first == 0), scale)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _scale_rows_kernel(
+    G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """OUT = G * GO, one factor a row. In place, without OUT, the tiles of rows with a factor of 1 are skipped."""
+    cols = tl.arange(0, BLOCK_SIZE)
+    for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
+        scale = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
+        head = row_head(row * n_cols, VECTOR)
+        n_body = body_width(n_cols, head, VECTOR)
+        stop = n_body
+        if OUT_ptr is None:
+            stop = tl.where(scale == 1.0, 0, n_body)
+        for start in tl.range(0, stop, BLOCK_SIZE):
+            mask = start + cols < n_body
+            _scale_tile(G_ptr, OUT_ptr, body_start(row * n_cols, head, VECTOR) + start + cols, mask, scale)
+        if VECTOR > 1:
+            edge = edge_columns(head, n_body, n_cols, VECTOR)
+            _scale_tile(G_ptr, OUT_ptr, body_start(row * n_cols, head, VECTOR) + edge, edge < n_cols - head, scale)
+
+
+def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    block = max(64, min(key[0], 2048))
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[2]), ctas_per_mp=8)
+
+
+def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    tiles = ({"BLOCK_SIZE": block} for block in (512, 1024, 2048, 4096, 8192))
+    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), ctas=(2, 4, 8, 16))
+
+
+BWD = Tunable(
+    "cross_entropy",
+    "bwd",
+    kernels=(_scale_kernel, _scale_rows_kernel),
+    key=row_key,
+    dims=DIMS,
+    heuristic=_bwd_heuristic,
+    safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": 256}, 1, ctas_per_mp=1),
+    space=_bwd_space,
+    valid=persistent_misfit,
+)
+
+
+def _bwd(grad, grad_output, stats):
+    out = torch.empty_like(grad)
+    _bwd_in_place(grad, grad_output, stats, out)
+    return out
+
+
+def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
+    """out (or grad itself, without out) = grad * grad_output, a scalar or one factor for each row of grad."""
+    n_elements = grad.numel()
+    if not n_elements:
+        return
+    per_row = grad_output.dim() == 1
+    n_rows, n_cols = grad.shape if grad.dim() == 2 else (1, n_elements)
+    plan = BWD.plan(grad.device, row_key(n_rows, n_cols, grad.dtype.itemsize))
+    if per_row:
+        args = (grad, out, grad_output, grad_output.stride(0), n_rows, n_cols)
+        vector = row_vector(grad, out) if grad.dim() == 2 else 1
+        launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args, (vector,))
+    else:
+        programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
+        denominators = stats if stats.numel() else None
+        args = (grad, out, grad_output, denominators, n_elements)
+        launch(plan, _scale_kernel, (programs,), args, (n_elements % 16 != 0,))
+
+
+def _bwd_reference(grad, grad_output, stats):
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    scale = grad_output.to(wide)
+    scale = scale * stats[4] if stats.numel() else scale
+    scale = scale[:, None] if scale.dim() == 1 else scale
+    return torch.where(grad == 0, 0.0, grad * scale).to(grad.dtype)
+
+
+def _bwd_in_place_reference(grad, grad_output, stats):
+    grad.copy_(_bwd_reference(grad, grad_output, stats))
+
+
+def _misfit(grad, grad_output, stats) -> str:
+    if grad_output.dim() and grad.dim() != 2:
+        return f"grad must be [n_rows, n_cols] for one number a row, got {tuple(grad.shape)}"
+    return ""
+
+
+_SHAPES = "grad [n_rows, *]; grad_output [] | [n_rows]; stats [0] | [5] | [8]"
+cross_entropy_bwd = define(
+    "cross_entropy_bwd(Tensor grad, Tensor grad_output, Tensor stats) -> Tensor",
+    shapes=_SHAPES,
+    misfit=_misfit,
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=("grad",),
+)
+cross_entropy_bwd_ = define(
+    "cross_entropy_bwd_(Tensor(a!) grad, Tensor grad_output, Tensor stats) -> ()",
+    shapes=_SHAPES,
+    misfit=_misfit,
+    launcher=_bwd_in_place,
+    reference=_bwd_in_place_reference,
+    fake=(),
+)
+
+
+def scale_gradient(
+    grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor, kept: bool | None = None
+) -> torch.Tensor:
+    """The gradient that a forward saved, times the incoming one; call it in a backward.
+
+    In place where this backward frees the graph, after which the saved tensor cannot be read; else a new tensor.
+    kept: what `graph_is_kept` says, where the caller knows
+    """
+    if graph_is_kept() if kept is None else kept:
+        return cross_entropy_bwd(grad, grad_output, stats)
+    cross_entropy_bwd_(grad, grad_output, stats)
+    return grad
