@@ -81,10 +81,20 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 # -- one layer -------------------------------------------------------------------------------------------------------
 
 
-def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says."""
+_CACHES = "cache", "past_key_values"
+"""Arguments of a layer: since transformers 5.24, and before."""
+
+
+def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says.
+
+    A layer that is recomputed fills no cache in training, as transformers has it, and is not recomputed for a cache in
+    `eval()`. Raises `ValueError` for a cache that has tokens in training, as prefix tuning's: they would be left out.
+    """
     checkpointed_already = level in CHECKPOINTED and recipes.inside_foreign_hooks()
-    if checkpointed_already or not torch.is_grad_enabled():
+    caches = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
+    fills = level in CHECKPOINTED and bool(caches) and not layer.training
+    if checkpointed_already or fills or not torch.is_grad_enabled():
         if checkpointed_already and level == "offload":
             recipes.say_once(
                 "activations: level offload leaves the inputs of layers on the device, where a checkpoint around them "
@@ -99,12 +109,14 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
         if level != "keep" and not scope.left_out and not aside:
             _say_nothing_saved(level, forward, returned)
         return returned
-    for name in ("cache", "past_key_values"):  # since transformers 5.24, and before
-        if kwargs.get(name) is not None:
-            recipes.say_once(
-                f"a layer that is recomputed cannot fill a cache: {name} is None there, as transformers has it"
-            )
-            kwargs = {**kwargs, name: None}
+    for name, cache in caches.items():
+        if hasattr(cache, "get_seq_length") and cache.get_seq_length(_place(layer)[0] or 0):
+            words = f"level {level} computes a layer again, which cannot read a cache that has tokens (prefix tuning)"
+            raise ValueError(f"activations: {words}; name keep, cheap or mlp")
+        recipes.say_once(
+            f"a layer that is recomputed cannot fill a cache: {name} is None there, as transformers has it"
+        )
+        kwargs = {**kwargs, name: None}
     options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # of forward, of its recomputation
     if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
         # transformers' own checkpoint inside this one would compute a layer thrice
@@ -222,7 +234,7 @@ class Dial:
             if torch.compiler.is_compiling():
                 recipes.note_compiling()
                 return layer_forward(*args, **kwargs)
-            return run_at(choice.level(index, model, args, kwargs), layer_forward, args, kwargs)
+            return run_at(choice.level(index, model, args, kwargs), self, layer_forward, args, kwargs)
 
         mark(at_its_level, _PART, _PART)
         return at_its_level
@@ -285,7 +297,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
             positions[self] = position(self)
         index, choice = positions[self]
         level = setting if choice is None else choice.level(index, self, args, kwargs)
-        return run_at(level, forward, args, kwargs)
+        return run_at(level, self, forward, args, kwargs)
 
     return _on_class(cls, at_its_level, _PART, switch)
 

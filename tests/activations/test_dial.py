@@ -210,6 +210,23 @@ def test_no_cost_in_evaluation(monkeypatch):
         model.generate(IDS, max_new_tokens=2, do_sample=False)
 
 
+@pytest.mark.parametrize("setting", ["cheap", "full", "tiled", "offload", ["keep", "full", "keep", "full"]])
+def test_caches(setting):
+    """In eval() a cache is filled, gradients or not; in training one is not, and tokens in one are not left out."""
+    expected = step(tiny())
+    model = tiny()
+    with liger_hw.activations(setting, model):
+        assert identical(step(model, use_cache=True), expected)
+        model.eval()
+        whole = model(input_ids=IDS).logits[:, -1]
+        cache = model(input_ids=IDS[:, :-1], use_cache=True).past_key_values
+        assert cache.get_seq_length() == IDS.shape[1] - 1
+        torch.testing.assert_close(model(input_ids=IDS[:, -1:], past_key_values=cache).logits[:, -1], whole)
+        refused = pytest.raises(ValueError, match="cannot read a cache that has tokens")
+        with contextlib.nullcontext() if setting == "cheap" else refused:
+            model.train()(input_ids=IDS[:, -1:], past_key_values=cache)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_with_gradient_checkpointing(reentrant, ledger):
     """transformers checkpoints two layers, the dial runs all: what is checkpointed is left to that."""
