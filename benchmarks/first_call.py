@@ -28,6 +28,7 @@ OPS = {
     "orpo": "2x1024x4096x32768",
     "dpo": "2x1024x4096x32768",
     "cross_entropy": "2048x32768",
+    "fused_moe": "8192x2048x768x128x8",
 }
 """Op -> problem sizes."""
 
