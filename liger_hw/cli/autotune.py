@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spent = "stop after about this long; less is tried where time is short (default: no limit)"
     add("--budget", type=seconds, metavar="SECONDS", help=spent)
     add("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
-    most = "most candidates of a kernel's first shape (default 96, for a vendor without its GPU 24)"
+    most = "most candidates of a kernel's first shape (default 96; 24 for all architectures of a vendor)"
     add("--candidates", type=positive, help=most)
     add("--resume", action="store_true", help="go on from an interrupted run: leave out what it finished")
     add("--dry-run", action="store_true", help="print what would be tuned, for any architecture without the device too")
@@ -96,7 +96,7 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
             return f"{one.device_type}:{index or 0}", []
     if name is None:
         raise UsageError(
-            "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
+            "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, h200, gfx942 ...) chooses for "
             "one that is not here, by compiling and a model"
         )
     if name in VENDORS:
@@ -264,7 +264,7 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
 
 
 def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
-    """Stores a choice; not where something was measured, before which a guess must not answer."""
+    """A function that stores a choice, unless something was measured at that key: a guess must not replace it."""
     from ..autotune import store
 
     measured = {name for name, entries in store.read(target).items() if any(e.kind == "measured" for e in entries)}
@@ -306,7 +306,7 @@ class _Progress:
         return jobs, problems
 
     def run(self, tuner: Any, jobs: list["Job"], budget: float | None) -> list["Result"]:
-        """The results of a tuner's run, so far as it came."""
+        """The results of a tuner's run, or of the part that was done before it was interrupted."""
         from ..autotune.jobs import OUT_OF_BUDGET
 
         results: list["Result"] = []
@@ -323,7 +323,7 @@ class _Progress:
         return results
 
     def conclude(self, counts: str, again: str, failed: bool) -> int:
-        """The exit code, after the last line and how to go on with what was left out."""
+        """Print the last line, and how to continue if jobs were left out; returns the exit code."""
         self.line(f"{'interrupted' if self.interrupted else 'done'} after {self.elapsed():.0f} s{counts}")
         if self.left_out:
             spent = f"the budget of {self.budget:.0f} s is spent"

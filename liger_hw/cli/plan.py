@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.005 (default 1)")
     add("--lora", action="store_const", const=LORA_SHARE, dest="trainable", help=f"as --trainable {LORA_SHARE}")
     adapters = "what LoRA computes in: fp32 (default, as PEFT loads it), autocast (default with --autocast), or model"
-    add("--adapters", help=adapters + "'s dtype")
+    add("--adapters", help=adapters)
     add("--gpus", type=positive, default=1, help="devices that share each sequence and the parameters (default 1)")
     add("--float8", action="store_true", help="linears multiply in FP8 (liger_hw.float8)")
     add("--no-window", action="store_true", help="attention without the config's sliding window")

@@ -32,7 +32,7 @@ from .marks import PATCH_MARK, mark, marked
 from .packing import packing_note
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .replacing import Guards, current_forward, guarded, guards_of, holds, while_its_class_has, while_its_module_has
+from .replacing import Guards, current_forward, guarded, guards_of, holds, if_class_unchanged, if_global_unchanged
 from .report import ALREADY, PATCH_LOCK, PATCHED, NewModels, Patch, PatchReport, PatchRow, forward_slot
 from .source import EVERYTHING, NoSource, reads
 
@@ -148,7 +148,7 @@ class _Patcher:
             original, switch = getattr(current, "__func__", current), [True]
             forward = causal_lm_forward(original, head, part == _FUSED_LOSS, switch)
             if not isinstance(owner, type) and original is type(owner).forward:
-                forward = while_its_class_has(original, forward)
+                forward = if_class_unchanged(original, forward)
             marked(forward, part, part, original, switch)
             replacement = forward if isinstance(owner, type) else types.MethodType(forward, owner)
             kernel, words = part, ""
@@ -347,7 +347,7 @@ class _ModelPatcher(_Patcher):
                 forward = method = copies[key]  # may call a second rotary function
                 if unpatched is type(module).forward:
                     if forward not in methods:
-                        methods[forward] = while_its_class_has(unpatched, forward)
+                        methods[forward] = if_class_unchanged(unpatched, forward)
                         mark(methods[forward], "rope", result.kernel)
                     method = methods[forward]
                 bound = types.MethodType(method, module)
@@ -364,7 +364,7 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
         replacement = match.replacement
         module = sys.modules.get(scope.__globals__["__name__"])
         if module is not None:
-            replacement = while_its_module_has(module, name, function, replacement)
+            replacement = if_global_unchanged(module, name, function, replacement)
         scope.__globals__[private] = marked(replacement, "rope", match.kernel, function)
     try:
         copied = rebind(forward, name, private)

@@ -33,7 +33,7 @@ from ..text import first_line
 from . import functional
 from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings, inside_a_function
 from .output_logits import output_logits
-from .replacing import KERNEL_DTYPES, is_traced, keeps_own_code
+from .replacing import KERNEL_DTYPES, is_traced, should_use_original
 from .report import patched_parts
 
 log = logging.getLogger("liger_hw")
@@ -215,7 +215,7 @@ class OutputHead:
 
     def _is_left_to_torch(self, logits: DeferredLogits) -> bool:
         whole = self.access is None or self.access.mesh is None
-        return whole and not self.wants and keeps_own_code(logits)
+        return whole and not self.wants and should_use_original(logits)
 
     def _more(self) -> dict[str, bool]:
         return {f"return_{name}": True for name in self.wants}

@@ -11,7 +11,7 @@ PATCH_MARK = "_liger_hw_part"
 too: what it wraps is patched."""
 
 SWITCH = "_liger_hw_switch"
-"""Attribute of such a function that runs the original once the list in it is empty."""
+"""Attribute of such a function: a list. Once it is empty, the function runs the original."""
 
 _ORIGINAL, _ITSELF = "_liger_hw_original", "_liger_hw_itself"
 _OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
@@ -20,8 +20,7 @@ _OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
 def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None = None) -> None:
     """Note that a patch puts `function` in place.
 
-    switch: a list that `function` runs the original without, once it is empty; for what may hold on to `function` when
-    its patch is reverted
+    switch: a list that a revert empties, since other code may still hold `function`, which then runs the original
     """
     setattr(function, PATCH_MARK, (part, kernel))
     setattr(function, _ITSELF, function)
@@ -44,14 +43,14 @@ def marked(
 
 
 def original_of(function: Callable) -> Callable:
-    """What a function that a patch put in place stands for; another function is its own."""
+    """The function that a patch replaced by `function`; any other function itself."""
     while (original := getattr(function, _ORIGINAL, None)) is not None:
         function = original
     return function
 
 
 def is_our_method(value: Any) -> bool:
-    """`is_ours` of a module's attribute, in a way that torch.compile can trace: a wrapper around it is not itself."""
+    """`is_ours` for a module's attribute, by a comparison that torch.compile can trace. False for a wrapper."""
     function = getattr(value, "__func__", value)
     return getattr(function, _ITSELF, None) is function
 

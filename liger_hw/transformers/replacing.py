@@ -31,7 +31,7 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """What kernels take; their references take float64 too."""
 
 
-def keeps_own_code(x: Any) -> bool:
+def should_use_original(x: Any) -> bool:
     """Whether a patched part runs its own code for this input: where torch.jit or torch.fx traces or torch.func
     transforms, for dtypes that kernels do not take, and on the CPU.
 
@@ -60,7 +60,7 @@ _references_wanted._dynamo_marked_constant = True
 
 def runs_kernels(x: Any) -> bool:
     """Whether a kernel may take this input of a patched part."""
-    return not keeps_own_code(x) and not x.is_nested
+    return not should_use_original(x) and not x.is_nested
 
 
 # -- guards: what another module, or the same one later, must have in common with the one that was run ----------------
@@ -293,9 +293,9 @@ def guarded(
     of_one_module: the method is bound to live modules whose class's forward is `original`. If the module's class, or
     its class's forward, is replaced later, that one runs.
 
-    `original` itself runs for modules that do not meet `guards`, where the match is not ready for the input, where
-    `keeps_own_code` says so, for nested tensors, when more or fewer arguments are given than the match takes, and once
-    `switch` is empty.
+    `original` itself runs for modules that do not meet `guards`, where the match is not ready for the input or
+    `should_use_original` says so, for nested tensors, when more or fewer arguments are given than the match takes, and
+    once `switch` is empty.
     """
     replacement, ready = match.replacement, match.ready
     names = list(inspect.signature(original).parameters)
@@ -348,7 +348,7 @@ def _forward_of_its_class(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def while_its_class_has(original: Callable, forward: Callable) -> Callable:
+def if_class_unchanged(original: Callable, forward: Callable) -> Callable:
     """A live module's `forward` while its class's forward is `original`; after that, its class's forward."""
 
     @functools.wraps(forward)
@@ -359,7 +359,7 @@ def while_its_class_has(original: Callable, forward: Callable) -> Callable:
     return bound
 
 
-def while_its_module_has(module: Any, name: str, original: Callable, function: Callable) -> Callable:
+def if_global_unchanged(module: Any, name: str, original: Callable, function: Callable) -> Callable:
     """A rotary function in a live model's copy of a forward, which the forward's module has under `name`.
 
     It calls `function`, until a program puts another there than now, or than `original`: then that."""
@@ -395,7 +395,7 @@ def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | Non
         if self not in last:
             last[self] = is_last is None or is_last(self)
         x = args[0] if args else kwargs.get("hidden_states")
-        if not last[self] or not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES or keeps_own_code(x):
+        if not last[self] or not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES or should_use_original(x):
             return instead(self, *args, **kwargs)
         with recipes.Scope(recipes.CHEAP):
             return instead(self, *args, **kwargs)

@@ -81,9 +81,9 @@ def test_references_run_where_they_are_asked_for(own_code):
             seen = {name.removeprefix("liger_hw::") for name in _called(model)[0]}
         assert {"rms_norm_fwd", "swiglu_fwd"} <= seen
         env.prefer("LIGER_HW_CPU_REFERENCE", True)
-        assert replacing.keeps_own_code(torch.ones(1)), "what the environment says comes first"
+        assert replacing.should_use_original(torch.ones(1)), "what the environment says comes first"
 
 
 def test_the_references_are_the_default_of_these_tests():
-    assert not replacing.keeps_own_code(torch.ones(1))
-    assert not replacing.keeps_own_code(torch.ones(1, device="meta"))
+    assert not replacing.should_use_original(torch.ones(1))
+    assert not replacing.should_use_original(torch.ones(1, device="meta"))

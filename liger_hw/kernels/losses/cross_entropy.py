@@ -13,8 +13,8 @@ Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, the loss roun
 The forward reads a row twice at most: once to find lse by blocks, then in reverse order (the last blocks are still in
 cache) to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is all that is
 saved. Backward multiplies it by the incoming gradient, which the kernel reads on the device: if that is 1, the kernel
-returns at once. In fp16 the division by the mean's denominator waits for backward too: p / n_rows is below
-fp16's range before a gradient scaler's factor, not after it.
+returns at once. In fp16 backward also divides by the mean's denominator: in forward p / n_rows would underflow, as
+the gradient scaler's factor comes with the incoming gradient.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
 label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567; z-loss: PaLM, https://arxiv.org/abs/2204.02311

@@ -132,8 +132,8 @@ def jsd_of(d, y, beta, FAST_LOG2: tl.constexpr):
     """(p, q, log2(m / p), log2(q / m)) of the Jensen-Shannon divergence's p = 2^y, q = 2^(y + d) and m = beta p + (1 -
     beta) q.
 
-    y >= -126, where p and q / p are finite: a probability below counts as that, which no sum of an fp32 row can tell.
-    A d of -inf gives q = 0 exactly. Equal ones (d = 0) give logarithms of 0 exactly.
+    The caller clamps y to -126 or more, where p and q / p are finite; a smaller probability does not change an fp32 sum
+    over a row. d = -inf gives q = 0 exactly, and d = 0 gives logarithms of exactly 0.
     """
     d = tl.maximum(d, -400.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(y)
@@ -189,10 +189,7 @@ def _divergence_tile(
     LOAD_EVICT: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """`total` plus the terms of the columns below n_cols.
-
-    Writes what has a pointer, at `at`: the terms, or the gradient.
-    """
+    """`total` plus the terms of the columns below n_cols. Stores terms and gradient that have a pointer."""
     mask = cols < n_cols
     x = tl.load(X_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
     y = tl.load(Y_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
@@ -241,8 +238,8 @@ def _divergence_kernel(
 ):
     """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
 
-    SHARE: what the reduction multiplies by (SCALE_IN_BACKWARD: not the gradient, which waits for backward). GO: the
-    incoming gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; None for a result that is not needed.
+    SHARE: the reduction's factor (SCALE_IN_BACKWARD: backward multiplies the gradient by it). GO: the incoming gradient
+    of every term. TERM and DX [n_rows, n_cols] are contiguous; None for a result that is not needed.
     A row's edges, where VECTOR > 1, belong to part 0.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -295,7 +292,7 @@ def _divergence_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def _label_share_kernel(LABEL_ptr, SHARE_ptr, n_rows, ignore_index, per_row, BLOCK_SIZE: tl.constexpr):
-    """One program: SHARE[0..5] = 1 / (counted rows * per_row), zero where no row counts."""
+    """One program: SHARE[0] to SHARE[4] = 1 / (counted rows * per_row), zero where no row counts."""
     counted = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
     for start in range(0, n_rows, BLOCK_SIZE):
         rows = start + tl.arange(0, BLOCK_SIZE)

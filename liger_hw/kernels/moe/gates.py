@@ -3,8 +3,8 @@
     gate       act = act(g) * (u + up_offset) of a row's pre-activations z, to which it adds the bias
     gate_bwd   dz from da, and the gradient of the row's routing weight, da . act
 
-Everything is fp32 and rounded once. Rows without an expert are not written, except that forward zeroes them in z, which
-it returns; the gradient of their weight is 0.
+Everything is fp32 and rounded once. Rows without an expert are not written, except in z: forward returns z, and so
+zeroes them. The gradient of their weight is 0.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _gated(
 
 @triton.jit
 def _biased(Z_ptr, Bias_ptr, cols, mask):
-    """A row's pre-activations at these columns, after adding the bias where they are."""
+    """A row's pre-activations at these columns, after the bias was added to them in place."""
     z = tl.load(Z_ptr + cols, mask=mask, other=0.0)
     if Bias_ptr is not None:
         z = (z.to(tl.float32) + tl.load(Bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)).to(z.dtype)
@@ -204,7 +204,7 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _gate_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """As many columns; of more than 512 of them 32 bytes a thread, since this kernel reads a column once."""
+    """The same columns. With more than 512 of them a thread takes 32 bytes, since this kernel reads a column once."""
     config = _heuristic(target, key)
     block = config.blocks["BLOCK_SIZE"]
     return config if block <= 512 else replace(config, num_warps=target.warps(block, 32 // key[2], 8))

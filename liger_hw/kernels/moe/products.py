@@ -122,9 +122,8 @@ def _fused_moe_rows_kernel(
 ):
     """Y[row] = A[row] @ W[expert], or A[token] if GATHERED; a tile of [BLOCK_M, BLOCK_N] a program.
 
-    The last tile of an expert is of half the height where that holds its rows: most experts of a few hundred rows leave
-    a good part of it empty.
-    EVEN_N, EVEN_K: the blocks divide the columns and the inner dimension
+    An expert's last tile has half the height if its rows fit, because with a few hundred rows an expert often fills
+    less than half of it. EVEN_N, EVEN_K: the blocks divide the columns and the inner dimension
     """
     n_col_tiles = tl.cdiv(n_cols, BLOCK_N)
     expert = tl.load(Expert_ptr + tl.program_id(0) // n_col_tiles)
@@ -252,8 +251,8 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 _LIBRARY_ROWS = {_fused_moe_rows_kernel: 6, _fused_moe_weights_kernel: 7}
 """The library is chosen from more than 2^5 or 2^6 rows an expert (mean); below, moving weights is what takes time."""
 _LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 768}
-"""The least columns of a product for which the library is chosen: the more there are, the smaller is the share of
-copying the gathered rows, which the kernels do not do. Gradients of weights gain more from it, and so need fewer."""
+"""The fewest columns of a product for which the library is chosen. It copies gathered rows first, which the kernels
+need not, and wider products hide that copy. Gradients of weights gain more from the library, and so need fewer."""
 _SMALL_EXPERT = 1 << 22
 """Elements of a down projection below which an expert is small: its products have few steps."""
 
@@ -265,9 +264,9 @@ def _reads_shared(target: Target) -> bool:
 def _product(variant: str, kernel, columns, meets=None, asks_library: bool = True) -> Tunable:
     """The tunable of one product; `columns` gives the width of its result from (hidden, inner).
 
-    meets: how many columns each of an expert's rows is multiplied with, likewise; default `columns`
-    asks_library: False where the rule never chooses the library, because rows are gathered for a product of half the
-    work that the first one has; the tuner tries it all the same
+    meets: the number of columns that decides for the library, from (hidden, inner); default `columns`
+    asks_library: False if the heuristic never chooses the library: the product has half the work of `up`, and its rows
+    would be copied too. The tuner tries the library all the same
     """
     of_weights = kernel is _fused_moe_weights_kernel
     meets = meets or columns
@@ -285,9 +284,9 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         """The largest tiles of which three fit shared memory, no taller than an expert's rows, no wider than columns.
 
-        Tiles below 64 * 128 have as many warps as those: what they wait for is memory. Products of small experts
-        have few steps: rows take a stage more, and gradients of weights half the warps where registers allow it. There
-        gradients over few rows are computed 16 tiles a program.
+        Tiles below 64 * 128 have the warps of a tile of that size, because they wait for memory. Products of small
+        experts have few steps: rows take a stage more, and gradients of weights half the warps if matrix units read
+        shared memory. On such devices a program of gradients over few rows computes 16 tiles.
         """
         if key[4] > 2:
             return _tile(64, 32, 32, target.warps(64 * 32, 16, 8), 2, **single)
@@ -407,8 +406,8 @@ def _whole(plan: Plan, **sizes: int) -> tuple[bool, ...]:
 
 
 def _refuse_float64(a: torch.Tensor) -> None:
-    """Triton's product of float64 is float64, and the kernels add it up in float32: the interpreter, which alone is
-    given any, stores the bits of one as the other."""
+    """Only the interpreter gets float64 here, and it would be wrong: Triton's product is float64, the kernels' sum is
+    float32, and the interpreter stores the bits of one as the other."""
     if a.dtype is torch.float64:
         raise NotImplementedError(
             "fused_moe: its kernels do not multiply float64; use float32 or float16, or a process without "

@@ -62,13 +62,13 @@ def _fwd_reference(x, w, scale, shift, eps, offset, casting):
 
 
 _MOST_SUMMED_AT_ONCE = 512
-"""Partial sums of one column that one program adds up: a tile of as many, 16 columns wide, fits its registers."""
+"""Most partial sums of a column that one program adds up: a tile of 512 rows and 16 columns fits its registers."""
 _FEW_ELEMENTS = 2048
-"""Elements a multiprocessor up to which reading rows twice costs less than a launch that sums."""
+"""Up to this many elements a multiprocessor, reading rows twice costs less than a second launch that sums."""
 
 
 def _programs_a_group(programs: int, groups: int) -> int:
-    """An even share of one wave, or with many groups enough for the last wave to matter little."""
+    """One wave shared by the groups, or with many groups four waves, so that a partial last one costs little."""
     return programs // groups if programs >= 4 * groups else cdiv(4 * programs, groups)
 
 
@@ -99,8 +99,8 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
 
 
 def _summed_rows(plan: Plan, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int]:
-    """(SUM_MODS, SUM_ROWS) where further programs of the launch sum columns; zeros where rows are many, and for one,
-    which has no sum."""
+    """(SUM_MODS, SUM_ROWS) if additional programs of the launch sum the columns; (0, 0) for many rows, or for a single
+    row, which needs no sum."""
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
     few = max(n_rows, mods * per_mod) <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors)
     if n_rows == 1 or not few or mods * per_mod * n_cols > _FEW_ELEMENTS * plan.target.multiprocessors:
@@ -183,7 +183,7 @@ def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_
 
 
 def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of w, scale and shift without a row to sum: zeros, or nothing where none is needed."""
+    """Gradients of w, scale and shift without rows: zeros, or empty tensors where no gradient is needed."""
     return tuple(torch.zeros_like(t) if zeros and t is not None else no_weight(x) for t in (w, scale, shift))
 
 
@@ -272,7 +272,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
     def forward(
         self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """hidden_states: [..., hidden_size]; scale, shift: see the class. Returns the same shape."""
+        """hidden_states: [..., hidden_size]; scale, shift: see `liger_modulated_rms_norm`. Returns the same shape."""
         options = self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         return liger_modulated_rms_norm(hidden_states, self.weight, scale, shift, *options)
 

@@ -138,11 +138,12 @@ class _Probe:
         floats = [name for name, value in vars(module).items() if type(value) is float]
         self.numbers = [name for name in floats if name in names or EVERYTHING in names]
         self.multipliers: dict[str, float] = {}
-        others = frozenset(list(inspect.signature(forward).parameters)[2:])  # with one of these, the module's own runs
+        others = frozenset(list(inspect.signature(forward).parameters)[2:])  # a call with one runs the original
         self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}), dtypes=True)
 
     def answer(self) -> Match | Refused:
-        """With every number it reads taken for a multiplier, of a value unlike all others; else with none."""
+        """The match or the reason. First every float that the forward reads is set to a distinct value and tried as a
+        multiplier of the formula; if nothing matches so, none is."""
         self.multipliers = {name: 1.25 + 0.5 * i for i, name in enumerate(self.numbers)}
         result = self._answer() if self.multipliers else None
         if not isinstance(result, Match):
@@ -185,7 +186,7 @@ class _Probe:
         for case in _CASES:
             y, _, calls = self._run(case)
             if isinstance(y, str):
-                continue  # nor does the module
+                continue  # the module itself cannot run this case
             answers = {call.name: call.answer for call in calls}
             activated = next((call.input for call in calls if call.name == formula.down), None)
             tolerance = 1e-5 if case.dtype is torch.float32 else 4 * torch.finfo(case.dtype).eps
@@ -279,12 +280,12 @@ _ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 _Expected = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""From each projection's answer, what the last one is given."""
+"""From the projections' answers by name, the input of the last projection."""
 
 
 class _Formula(NamedTuple):
-    """What was found: `expected` of the other projections' answers is what `down` is given; the result is `scale` times
-    down's answer."""
+    """`expected` computes the input of projection `down` from the other projections' answers; the module's result is
+    `scale` times down's answer."""
 
     expected: _Expected
     down: str
@@ -337,7 +338,7 @@ class _Gated(NamedTuple):
 def _gated_activation(
     expected: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
 ) -> _Gated | None:
-    """The gated activation of (gate, up) that is `wanted`, in fp32. Only silu's kernel takes a multiplier."""
+    """The gated activation that gives `expected` for (gate, up) in fp32. Only silu's kernel takes a multiplier."""
     kinds = [
         ("silu", name, functools.partial(swiglu_reference, gate_multiplier=value))
         for name, value in multipliers.items()
