@@ -13,8 +13,6 @@ same order.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .. import registry
@@ -62,15 +60,7 @@ def resident_options(target: Target, warps: int, ctas: int) -> dict[str, bool | 
 
 
 def launch_cooperative(
-    plan: Plan,
-    kernel: Any,
-    programs: int,
-    splits: int,
-    n_tasks: int,
-    tensors: tuple,
-    numbers: tuple,
-    flags: tuple,
-    *last: float,
+    plan: Plan, kernel, programs: int, splits: int, n_tasks: int, tensors, numbers, flags: tuple, *last
 ) -> None:
     """Launch `programs` programs, `splits` of which share a task.
 

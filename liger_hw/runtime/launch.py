@@ -395,21 +395,10 @@ def replay(
 
 # -- watching launches -----------------------------------------------------------------------------------------------
 #
-# Observers see a launch before it is made and may replace it:
-#
-#     class Count(Observer):
-#         launches = 0
-#
-#         def launch(self, proceed, plan, kernel, grid, args, flags):
-#             self.launches += 1
-#             return proceed(plan, kernel, grid, args, flags)
-#
-#     with observing(Count()) as count:
-#         liger_rms_norm(x, w)
-#
-# The replay cache records a call with an observer, the tuner learns what an operator launches, ahead-of-time
-# compilation notes what would be launched on a device that is not there. While there is an observer, every call goes to
-# its launcher and no call is replayed. Without one, a launch pays for one look at `observers`.
+# Observers see a launch before it is made and may replace it. The replay cache records a call with an observer, the
+# tuner learns what an operator launches, ahead-of-time compilation notes what would be launched on a device that is not
+# there. While there is an observer, every call goes to its launcher and no call is replayed. Without one, a launch pays
+# for one look at `observers`.
 
 observers: list[tuple[int | None, "Observer"]] = []
 """(thread, or None for every thread; observer), the innermost last. Empty most of the time: test that first."""

@@ -518,15 +518,3 @@ def test_log_probs_and_any_loss_of_them(lane, generator, vocab, temperature, sof
     for got, of in zip(found, expected):
         scale = float(of.detach().abs().max())
         torch.testing.assert_close(got.double(), of.detach(), rtol=1e-5, atol=1e-5 * max(scale, 1.0))
-
-
-@pytest.mark.lanes("interpret", "gpu")
-def test_a_second_head_comes_with_the_first(lane, generator):
-    def random(*shape):
-        return torch.randn(shape, generator=generator).to(lane.device)
-
-    x, w, x2, w2 = random(7, 5), random(19, 5), random(7, 3), random(19, 3)
-    seen = [(start, a.clone(), b.clone()) for start, a, b in sweep(Chunks([(0, 3), (3, 7)]), x, w, second=(x2, w2))]
-    assert [start for start, _, _ in seen] == [0, 3]
-    torch.testing.assert_close(torch.cat([a for _, a, _ in seen]), x @ w.t())
-    torch.testing.assert_close(torch.cat([b for _, _, b in seen]), x2 @ w2.t())

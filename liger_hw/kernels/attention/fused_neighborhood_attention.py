@@ -60,7 +60,6 @@ def _fwd_reference(query, key, value, kernel_size, dilation, scale):
 
 
 def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dilation=1, scale=None):
-    """The specification in plain torch; computes in fp32, or in fp64 when `query` is fp64."""
     return _fwd_reference(query, key, value, kernel_size, dilation, scale)[0]
 
 
@@ -343,8 +342,6 @@ def _misfit(query, *_rest):
 
 
 class FusedNeighborhoodAttentionFunction(OperatorFunction):
-    """Autograd for neighbourhood attention: saves query, key, value and the softmax's sums."""
-
     fwd = define(
         "fused_neighborhood_attention_fwd(Tensor query, Tensor key, Tensor value, int kernel_size, int dilation,"
         " float? scale) -> (Tensor o, Tensor lse)",

@@ -372,8 +372,6 @@ multi_token_attention_bwd = define(
 
 
 class MultiTokenAttentionFunction(Function):
-    """Autograd for multi-token attention: saves the attention weights and the kernel."""
-
     @staticmethod
     def forward(ctx, scores, weight, bias, stride, padding, dilation, groups, sparse):
         ctx.how = _pair(stride), _pair(padding), _pair(dilation), groups, sparse

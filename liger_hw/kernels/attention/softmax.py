@@ -182,8 +182,6 @@ FWD, BWD, softmax_fwd, softmax_bwd = row_map(
 
 
 class SoftmaxFunction(OperatorFunction):
-    """Autograd for softmax: saves y."""
-
     sharding, fwd, bwd = RowsRule(inputs=("x",)), softmax_fwd, softmax_bwd
 
 

@@ -184,8 +184,6 @@ FWD, BWD, sparsemax_fwd, sparsemax_bwd = row_map(
 
 
 class SparsemaxFunction(Function):
-    """Autograd for sparsemax: saves y, where the caller can change it."""
-
     @staticmethod
     def forward(ctx, x, dim):
         ctx.dim = -1 if dim == x.dim() - 1 else dim

@@ -114,8 +114,6 @@ embedding_bwd = define(
 
 
 class EmbeddingFunction(Function):
-    """Autograd for embedding: saves the indices."""
-
     @staticmethod
     def forward(ctx, embeddings, indices, padding_idx):
         y = embedding_fwd(embeddings, indices)
@@ -173,7 +171,6 @@ class LigerEmbedding(torch.nn.Module):
 
 
 WORKLOADS = {"llama3_8b": (16384, 128256, 4096), "qwen3_0_6b": (32768, 151936, 1024)}
-"""Problem sizes (n_tokens, vocab, n_cols) of real models."""
 
 
 def sample(sizes, dtype, device, generator) -> Sample:

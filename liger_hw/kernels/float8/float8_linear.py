@@ -263,7 +263,6 @@ WORKLOADS = {
     "llama3_8b_down": (8192, 14336, 4096),
     "llama3_70b_gate_up": (4096, 8192, 28672),
 }
-"""Problem sizes (n_rows, n_in, n_out) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, recipe="rowwise", bias=False) -> Sample:

@@ -31,7 +31,6 @@ fused_add_rms_norm_backward = FusedAddRMSNormFunction.backward  # torch.compile 
 def fused_add_rms_norm_float8_reference(
     X, R, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None
 ):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     S = X + R
     if rounds is not None:  # as the sum is rounded where the exact result stands for another dtype
         S = S + (S.to(rounds).double() - S).detach()
@@ -54,8 +53,6 @@ fused_add_rms_norm_float8_rows = define(
 
 
 class FusedAddRMSNormFloat8Function(Function):
-    """Autograd for the fused add and RMSNorm in FP8: its placeholder, data, scale, and s. Saves s, w and rstd."""
-
     @staticmethod
     def forward(ctx, X, R, W, eps, offset, casting):
         ctx.numbers = eps, offset, casting

@@ -91,8 +91,6 @@ def gated_rows(
 
 
 class GatedRowsFunction(Function):
-    """Autograd for act(a) * b in FP8: its placeholder in the graph, data and scale. Saves a and b."""
-
     @staticmethod
     def forward(ctx, a, b, gate, owned):
         ctx.save_for_backward(a, b)

@@ -28,7 +28,6 @@ EXACT = Gate(
 
 
 def geglu_float8_reference(a, b, weight, bias=None, approximate="tanh", owned=False, rounds=None):
-    """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
     return linears_reference(geglu_reference, (a, b, approximate), (weight,), (bias,), rounds)[0]
 
 
@@ -53,7 +52,6 @@ def liger_geglu_float8(
 
 
 WORKLOADS = {"gemma2_2b": (8192, 9216, 2304), "gemma3_12b": (8192, 15360, 3840)}
-"""Problem sizes (n_rows, n_cols, n_out) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, approximate="tanh") -> Sample:

@@ -28,7 +28,6 @@ layer_norm_backward = LayerNormFunction.backward  # torch.compile takes it from 
 
 
 def layer_norm_float8_reference(X, W, B, eps, weights, biases=None, rounds=None):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     rounds = None if rounds is None else torch.float32
     return linears_reference(layer_norm_reference, (X, W, B, eps), weights, biases, rounds)
 
@@ -43,8 +42,6 @@ layer_norm_float8_rows = define(
 
 
 class LayerNormFloat8Function(Function):
-    """Autograd for LayerNorm in FP8: its placeholder in the graph, data and scale. Saves what LayerNorm does."""
-
     @staticmethod
     def forward(ctx, X, W, B, eps):
         data, scale, stats = layer_norm_float8_rows(X, W, B, eps)

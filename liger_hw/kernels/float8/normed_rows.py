@@ -116,7 +116,6 @@ WORKLOADS = {
     "llama3_70b": (4096, 8192, 8192),
     "gemma2_2b": (8192, 2304, 9216),
 }
-"""Problem sizes (n_rows, n_cols, n_out) of real models."""
 SMALL = ((37, 48, 32), (1, 17, 16), (24, 40, 24))
 
 

@@ -28,7 +28,6 @@ rms_norm_backward = RMSNormFunction.backward  # torch.compile takes it from here
 
 
 def rms_norm_float8_reference(X, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None):
-    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     return linears_reference(rms_norm_reference, (X, W, eps, offset, casting_mode), weights, biases, rounds)
 
 
@@ -42,8 +41,6 @@ rms_norm_float8_rows = define(
 
 
 class RMSNormFloat8Function(Function):
-    """Autograd for RMSNorm in FP8: its placeholder in the graph, data and scale. Saves what RMSNorm does."""
-
     @staticmethod
     def forward(ctx, X, W, eps, offset, casting):
         ctx.numbers = eps, offset, casting

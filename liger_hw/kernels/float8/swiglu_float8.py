@@ -24,7 +24,6 @@ GATE = Gate(gated_rows(FWD, "silu", swiglu_reference), SiLUMulFunction.backward,
 
 
 def swiglu_float8_reference(a, b, weight, bias=None, owned=False, rounds=None):
-    """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
     return linears_reference(swiglu_reference, (a, b), (weight,), (bias,), rounds)[0]
 
 
@@ -43,7 +42,6 @@ def liger_swiglu_float8(
 
 
 WORKLOADS = {"llama3_8b": (8192, 14336, 4096), "qwen3_8b": (8192, 12288, 4096), "llama3_70b": (4096, 28672, 8192)}
-"""Problem sizes (n_rows, n_cols, n_out) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, bias=False) -> Sample:

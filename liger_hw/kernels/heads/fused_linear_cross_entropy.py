@@ -203,8 +203,6 @@ def run_backward(ctx, operator, grad_output: torch.Tensor | None) -> tuple[torch
 
 
 class FusedLinearCrossEntropyFunction(Function):
-    """Autograd for the fused head."""
-
     sharding = LossRule("linear_cross_entropy")
 
     @staticmethod
@@ -306,7 +304,6 @@ WORKLOADS = {
     "qwen3_8b": (8192, 4096, 151936),
     "gemma2_2b": (4096, 2304, 256000),
 }
-"""Problem sizes (n_rows, hidden, vocab) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, weighted=False, **options: Any) -> Sample:

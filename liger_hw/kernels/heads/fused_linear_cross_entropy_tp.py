@@ -23,7 +23,7 @@ Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 from __future__ import annotations
 
 from functools import partial, reduce
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,15 +102,7 @@ class SharedGradients(HeadGradients):
     """
 
     def __init__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        needs: Sequence[bool],
-        chunks: Chunks,
-        targets: torch.Tensor,
-        part: VocabPart,
-        plain: bool,
-        scattered: bool = False,
+        self, x, weight, needs, chunks: Chunks, targets, part: VocabPart, plain: bool, scattered=False
     ) -> None:
         super().__init__(x, weight, (needs[0] and not scattered, *needs[1:]), chunks, targets, plain)
         if needs[0] and scattered:
@@ -152,15 +144,7 @@ class _Rows:
     """
 
     def __init__(
-        self,
-        local: OwnTargets,
-        part: VocabPart,
-        bias: torch.Tensor | None,
-        options: Options,
-        like: torch.Tensor,
-        plain: bool,
-        incoming: torch.Tensor,
-        lse: torch.Tensor | None = None,
+        self, local: OwnTargets, part: VocabPart, bias, options: Options, like, plain: bool, incoming, lse=None
     ) -> None:
         self.local, self.part, self.options, self.sent = local, part, options, []
         n_rows, smoothing = local.mine.shape[0], options.label_smoothing

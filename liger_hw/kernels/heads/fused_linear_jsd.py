@@ -121,11 +121,7 @@ class LigerFusedLinearJSD(OptionsModule):
         return liger_fused_linear_jsd(*heads, shift_labels, **self.options())
 
 
-WORKLOADS = {
-    "llama3_8b": (4096, 4096, 128256),
-    "mistral_7b": (8192, 4096, 32768),
-    "qwen3_8b": (4096, 4096, 151936),
-}
+WORKLOADS = {"llama3_8b": (4096, 4096, 128256), "mistral_7b": (8192, 4096, 32768), "qwen3_8b": (4096, 4096, 151936)}
 """Problem sizes (n_rows, hidden, vocab) of real models; the teacher has the student's hidden size."""
 
 

@@ -461,12 +461,7 @@ def liger_fused_linear_log_probs(
     return pack_log_probs(*results, shaped(selected, ids is not None))
 
 
-WORKLOADS = {
-    "llama3_8b": (8192, 4096, 128256),
-    "mistral_7b": (8192, 4096, 32768),
-    "qwen3_8b": (8192, 4096, 151936),
-}
-"""Problem sizes (n_rows, hidden, vocab) of real models."""
+WORKLOADS = {"llama3_8b": (8192, 4096, 128256), "mistral_7b": (8192, 4096, 32768), "qwen3_8b": (8192, 4096, 151936)}
 
 
 def sample(sizes, dtype, device, generator, *, select=0, **options: Any) -> Sample:

@@ -53,8 +53,6 @@ _NAME_TP = "liger_fused_linear_scaled_cross_entropy_tp"
 
 
 class FusedLinearScaledCrossEntropyTPFunction(Function):
-    """Autograd for one rank: saves the inputs, the log-sum-exp over all ranks, the entropy, and logits of its part."""
-
     @staticmethod
     def forward(ctx, x, weight, target, tp_group, options: LogProbOptions, return_entropy):
         part = vocab_part(weight.shape[0], tp_group, x.device)

@@ -183,15 +183,7 @@ def _targets_by_slice(target: torch.Tensor, ignore_index: int, slices: Slices) -
 
 
 def keeping_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    out: LogProbs,
-    kept: KeptLogits,
-    options: LogProbOptions,
-    tile: int = 0,
-    bias: torch.Tensor | None = None,
-    plain: bool = False,
+    x, weight, target, out: LogProbs, kept: KeptLogits, options: LogProbOptions, tile=0, bias=None, plain=False
 ) -> None:
     """Fills `out` with the results of all rows, and `kept`.
 

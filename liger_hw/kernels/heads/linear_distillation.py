@@ -159,8 +159,6 @@ def linear_distillation_operator(
 
 
 class LinearDistillationFunction(Function):
-    """Autograd for the fused heads: saves the finished gradients; returns (loss, soft, hard), or the loss alone."""
-
     @staticmethod
     def forward(ctx, x, weight, bias, teacher, teacher_weight, teacher_bias, labels, operator, call: DistillationCall):
         ctx.needs = Needs(*ctx.needs_input_grad[:3])
@@ -210,13 +208,7 @@ TEACHER = "teacher_input", "teacher_weight", "teacher_bias"
 
 
 def checked_teacher(
-    op: str,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    teacher_bias: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: str = "n_rows",
+    op: str, teacher, teacher_weight, teacher_bias, x: torch.Tensor, weight: torch.Tensor, rows: str = "n_rows"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The teacher's head, without gradients; raises unless it fits the student's x and weight, which were checked."""
     with torch.no_grad():

@@ -370,10 +370,6 @@ def _misfit(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
     return check_taps(weight)
 
 
-def _bwd_misfit(dq, dk, dv, dbeta, dg, *rest):
-    return _misfit(*rest)
-
-
 WIDEST = 512
 """Dimensions of a head: one program has them all, for the norm."""
 _TENSORS = "Tensor qkv, Tensor weight, Tensor b, Tensor a, Tensor A_log, Tensor dt_bias, Tensor? seq_idx"
@@ -397,7 +393,7 @@ class GatedDeltaInputsFunction(OperatorFunction):
         " -> (Tensor dqkv, Tensor dweight, Tensor db, Tensor da, Tensor dA_log_ddt_bias)",
         shapes=f"{_SHAPES}; T dq, dk [batch, tokens, k_heads, k_dim]; T dv [batch, tokens, heads, v_dim]; "
         "dbeta, dg [batch, tokens, heads]",
-        misfit=_bwd_misfit,
+        misfit=lambda dq, dk, dv, dbeta, dg, *others: _misfit(*others),
         launcher=_bwd,
         derivative_of=fwd,
         numbers=Heads,
@@ -437,7 +433,6 @@ WORKLOADS = {
     "qwen3_5_4b": (4, 4096, 16, 32, 128, 128),
     "qwen3_5_0_8b": (8, 2048, 16, 16, 128, 128),
 }
-"""Problem sizes (batch, n_tokens, n_k_heads, n_v_heads, k_dim, v_dim)."""
 
 
 def sample(sizes, dtype, device, generator, *, taps=4, packed=False) -> Sample:

@@ -221,7 +221,6 @@ def liger_short_conv(bcx: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Ten
 
 
 WORKLOADS = {"lfm2_1b": (1, 8192, 2048), "lfm2_8b_a1b": (4, 4096, 2048), "lfm2_350m": (8, 2048, 1024)}
-"""Problem sizes (batch, n_tokens, n_cols)."""
 
 
 def documents(batch: int, n_tokens: int, device: torch.device) -> torch.Tensor:

@@ -66,7 +66,6 @@ from .options_module import OptionsModule
 
 
 def cross_entropy_reference(input, target, weight=None, size_average=None, reduce=None, reduction="mean", **settings):
-    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     settings["reduction"] = _reduction_name(size_average, reduce, reduction)
     options = cross_entropy_options("cross_entropy_reference", **settings)
     loss, z_loss, hits, top = reference_losses(input, target, weight, options)
@@ -317,7 +316,6 @@ WORKLOADS = {
     "gemma2_2b": (4096, 256000),
     "gpt2": (8192, 50257),
 }
-"""Problem sizes (n_rows, n_cols) of real models."""
 
 
 def sample_targets(n_rows, n_cols, device, generator, ignored: float) -> torch.Tensor:
@@ -354,8 +352,4 @@ OPTIONS = (
     {"reduction": "none", "label_smoothing": 0.1},
 )
 sample = partial(sample_logits, passes=2)
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD, STATS, BWD),
-    options=OPTIONS,
-)
+OP = registry.register_file(__name__, tunables=(FWD, STATS, BWD), options=OPTIONS)

@@ -482,12 +482,7 @@ def check_reduction(op: str, reduction: str, names: Sequence[str] = REDUCTIONS) 
     return reduction
 
 
-WORKLOADS = {
-    "llama3_8b": (4096, 128256),
-    "mistral_7b": (8192, 32768),
-    "qwen3_8b": (4096, 151936),
-}
-"""Problem sizes (n_rows, n_cols) of real models."""
+WORKLOADS = {"llama3_8b": (4096, 128256), "mistral_7b": (8192, 32768), "qwen3_8b": (4096, 151936)}
 
 
 def sample_labels(n_rows: int, n_labels: int, device, generator) -> torch.Tensor:

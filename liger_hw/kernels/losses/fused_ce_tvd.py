@@ -55,7 +55,6 @@ _NAME = "liger_fused_ce_tvd"
 
 
 def fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index=-100):
-    """The specification in plain torch; computes in fp32, or in fp64 for fp64."""
     tvd, ce = distill_reference(student_logits, teacher_logits.detach(), target, _options(ignore_index))
     return ce, tvd
 
@@ -266,8 +265,6 @@ fused_ce_tvd_bwd = define(
 
 
 class FusedCETVDFunction(OperatorFunction):
-    """Autograd for both losses: saves the logits and five numbers a row."""
-
     fwd, bwd = fused_ce_tvd_fwd, fused_ce_tvd_bwd
 
 
@@ -316,8 +313,4 @@ class LigerFusedCETVDLoss(OptionsModule):
 
 
 sample = partial(sample_logits, passes=5, teacher=True)
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD,),
-    options=({}, {"ignore_index": 3, "ignored": 0.0}),
-)
+OP = registry.register_file(__name__, tunables=(FWD,), options=({}, {"ignore_index": 3, "ignored": 0.0}))

@@ -28,7 +28,6 @@ from .options_module import OptionsModule
 
 
 def jsd_reference(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
-    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = jsd_options("jsd_reference", beta, ignore_index)
     return rows.divergence_reference(input, target, shift_labels, options).to(input.dtype)
 
@@ -84,7 +83,5 @@ class LigerJSD(OptionsModule):
 
 sample = partial(rows.sample_divergence, take=torch.log_softmax)
 OP = registry.register_file(
-    __name__,
-    tunables=(FWD,),
-    options=({}, {"beta": 0.0}, {"beta": 1.0}, {"beta": 0.1, "labelled": True}),
+    __name__, tunables=(FWD,), options=({}, {"beta": 0.0}, {"beta": 1.0}, {"beta": 0.1, "labelled": True})
 )

@@ -25,7 +25,6 @@ from . import divergence_rows as rows
 
 
 def kl_div_reference(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
-    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = _options("kl_div_reference", size_average, reduce, reduction, log_target, eps)
     return rows.divergence_reference(input, target, None, options).to(torch.promote_types(input.dtype, target.dtype))
 

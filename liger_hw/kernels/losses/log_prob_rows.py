@@ -35,15 +35,7 @@ from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
 from .cross_entropy_rows import checked_softcap
-from .softmax_rows import (
-    rows_heuristic,
-    rows_safe,
-    rows_space,
-    scan_row,
-    tanh,
-    write_gradient,
-    write_zeros,
-)
+from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -362,10 +354,7 @@ def scores_reference(logits: torch.Tensor, bias: torch.Tensor | None, options: L
 
 
 def log_prob_rows_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: LogProbOptions,
+    logits: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, options: LogProbOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logp, entropy, lse) of every row in plain differentiable torch, in fp32 (fp64 for fp64)."""
     s = scores_reference(logits, bias, options)

@@ -77,19 +77,7 @@ def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
 
 @triton.jit
 def _gradient_tile(
-    x,
-    cols,
-    n_cols,
-    W_ptr,
-    softcap,
-    inv_temperature,
-    y,
-    lse,
-    softmax_coef,
-    target_coef,
-    smoothing_term,
-    b,
-    entropy,
+    x, cols, n_cols, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef, smoothing_term, b, entropy
 ):
     """The gradient of a tile's logits; the formula is at the top of this file. softcap, smoothing_term and b: None for
     none."""

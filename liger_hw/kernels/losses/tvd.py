@@ -26,7 +26,6 @@ from .options_module import OptionsModule
 
 
 def tvd_reference(input, target, shift_labels=None, *settings, **named):
-    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = _options("tvd_reference", *settings, **named)
     loss = rows.divergence_reference(input, target, shift_labels, options)
     return loss.to(torch.promote_types(input.dtype, target.dtype))

@@ -119,8 +119,6 @@ vocab_parallel_gradient = define(
 
 
 class VocabParallelCEFunction(Function):
-    """Autograd for the loss of this rank's part of the vocabulary: saves the logits and one number a row."""
-
     @staticmethod
     def forward(ctx, vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, formula, mode):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten()
@@ -234,11 +232,7 @@ class LigerVocabParallelCrossEntropy(OptionsModule):
         return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group, self.ignore_index, *options)
 
 
-WORKLOADS = {
-    "llama3_8b_tp8": (8192, 16032),
-    "qwen3_8b_tp4": (8192, 37984),
-    "mistral_7b": (8192, 32768),
-}
+WORKLOADS = {"llama3_8b_tp8": (8192, 16032), "qwen3_8b_tp4": (8192, 37984), "mistral_7b": (8192, 32768)}
 """Problem sizes (n_rows, n_cols) of one rank of real models."""
 
 

@@ -201,8 +201,6 @@ fused_moe_bwd = define(
 
 
 class FusedMoEFunction(Function):
-    """Autograd for the experts of a layer: saves the inputs, the routing and the pre-activations."""
-
     compiles_ahead = True  # 16 kernels, forward and backward
 
     @staticmethod

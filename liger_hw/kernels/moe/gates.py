@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, tile_space
+from ...registry import Key, LaunchConfig, Target, next_power_of_2, tile_space
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
 from ..pointwise.elementwise import activation
 from .reference import Gate
-from .routing import DIMS, Routing
+from .routing import Routing, moe_tunable
 
 
 @triton.jit
@@ -215,34 +215,13 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 16))
 
 
-def _tunable(variant: str, kernel, heuristic, *neutral: str) -> Tunable:
-    return Tunable(
-        "fused_moe",
-        variant,
-        kernels=(kernel,),
-        key=_key,
-        dims=DIMS,
-        heuristic=heuristic,
-        safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": 16}, 1),
-        space=_space,
-        neutral=frozenset({"num_stages", "hint", *neutral}),
-    )
-
-
-GATE = _tunable("gate", _fused_moe_gate_kernel, _gate_heuristic, "BLOCK_SIZE", "num_warps")
-GATE_BWD = _tunable("gate_bwd", _fused_moe_gate_bwd_kernel, _heuristic)
+_FREE = "num_stages", "BLOCK_SIZE", "num_warps"
+GATE = moe_tunable("gate", _fused_moe_gate_kernel, _key, _gate_heuristic, _space, *_FREE)
+GATE_BWD = moe_tunable("gate_bwd", _fused_moe_gate_bwd_kernel, _key, _heuristic, _space, "num_stages")
 TUNABLES = (GATE, GATE_BWD)
 
 
-def gated(
-    z: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    top_k_index: torch.Tensor,
-    gate: Gate,
-    where: Routing,
-    n_experts: int,
-) -> torch.Tensor:
+def gated(z, bias, weights, top_k_index, gate: Gate, where: Routing, n_experts: int) -> torch.Tensor:
     """[M, inner]: the gate of z [M, 2 inner] + bias [E, 2 inner], times the weights [T, K] unless they are None.
 
     The bias is added to z itself. Without weights, as in forward, the rows of z that have no expert become zeros.
@@ -258,15 +237,7 @@ def gated(
 
 
 def gated_bwd(
-    da: torch.Tensor,
-    z: torch.Tensor,
-    weights: torch.Tensor,
-    dout: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    top_k_index: torch.Tensor,
-    gate: Gate,
-    where: Routing,
-    n_experts: int,
+    da, z, weights, dout, down_bias, top_k_index, gate: Gate, where: Routing, n_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dz like z, the gradient of the weights [T, K]) from da [M, inner], and dout [T, H] for the bias [E, H]."""
     (n_tokens, top_k), inner = weights.shape, da.shape[1]

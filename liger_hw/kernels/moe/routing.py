@@ -27,6 +27,21 @@ DIMS = ("n_tokens", "hidden", "inner", "n_experts", "top_k")
 """What the tunables of fused_moe call the sizes of a layer."""
 
 
+def moe_tunable(variant: str, kernel, key, heuristic, space, *neutral: str) -> Tunable:
+    """`fused_moe.<variant>` of a kernel without a product, whose blocks are safe at 16."""
+    return Tunable(
+        "fused_moe",
+        variant,
+        kernels=(kernel,),
+        key=key,
+        dims=DIMS,
+        heuristic=heuristic,
+        safe=lambda target, key: LaunchConfig(dict.fromkeys(heuristic(target, key).blocks, 16), 1),
+        space=space,
+        neutral=frozenset({"hint", *neutral}),
+    )
+
+
 @triton.jit
 def _experts_of(Index_ptr, at, n_slots, n_experts):
     """The expert of each slot; n_experts for slots without one and positions past the last slot."""

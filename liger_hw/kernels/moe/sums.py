@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, tile_space
+from ...registry import Key, LaunchConfig, Target, next_power_of_2, tile_space
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
-from .routing import DIMS, Routing
+from .routing import Routing, moe_tunable
 
 
 @triton.jit
@@ -113,22 +113,9 @@ def _tiled_space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (2, 4, 8), per_thread=(4, 64))
 
 
-def _tunable(variant: str, kernel, heuristic, space, *neutral: str) -> Tunable:
-    return Tunable(
-        "fused_moe",
-        variant,
-        kernels=(kernel,),
-        key=_key,
-        dims=DIMS,
-        heuristic=heuristic,
-        safe=lambda target, key: LaunchConfig({name: 16 for name in heuristic(target, key).blocks}, 1),
-        space=space,
-        neutral=frozenset({"hint", *neutral}),
-    )
-
-
-COMBINE = _tunable("combine", _fused_moe_combine_kernel, _combine_heuristic, _combine_space, "num_warps", "num_stages")
-BIAS = _tunable("bias", _fused_moe_bias_kernel, _tiled_heuristic, _tiled_space)
+_FREE = "num_warps", "num_stages"
+COMBINE = moe_tunable("combine", _fused_moe_combine_kernel, _key, _combine_heuristic, _combine_space, *_FREE)
+BIAS = moe_tunable("bias", _fused_moe_bias_kernel, _key, _tiled_heuristic, _tiled_space)
 TUNABLES = (COMBINE, BIAS)
 
 

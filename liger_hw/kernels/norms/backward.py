@@ -399,16 +399,7 @@ def summed_columns(rows: int, block: int = 0) -> int:
 
 
 def row_means(
-    tunable: Tunable,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor | None,
-    stats: torch.Tensor,
-    offset: float | None,
-    subtract_mean: bool,
-    scale: torch.Tensor | None = None,
-    scale_stride: int | None = None,
-    rows_per_mod: int | None = None,
+    tunable: Tunable, dy, x, w, stats, offset, subtract_mean, scale=None, scale_stride=None, rows_per_mod=None
 ) -> torch.Tensor:
     """mean(m * h) of every row, or mean(m) and mean(m * h), in a tensor like `stats`; scale: of a modulated norm."""
     n_rows, n_cols, x_stride = rows_of(x)

@@ -34,14 +34,6 @@ FWD = norm_forward_tunable("fused_add_rms_norm")
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 
-def _fwd(x, r, w, eps, offset, casting):
-    return norm_forward(FWD, x, w, eps, offset, casting, residual=r)
-
-
-def _bwd(dy, ds, s, w, rstd, eps, offset, casting, needs_dw):
-    return rms_norm.rms_backward(BACKWARD, dy, s, w, rstd, eps, offset, casting, needs_dw, ds)
-
-
 def _fwd_reference(x, r, w, eps, offset, casting):
     s = (x + r).contiguous()
     y, rstd = rms_norm.fwd_reference(s, w, eps, offset, casting)
@@ -57,14 +49,14 @@ fused_add_rms_norm_fwd = define(
     "fused_add_rms_norm_fwd(Tensor X, Tensor R, Tensor W, float eps, float offset, int casting)"
     " -> (Tensor, Tensor, Tensor)",
     shapes="T X, R [*, n]; W [n]",
-    launcher=_fwd,
+    launcher=lambda x, r, *others: norm_forward(FWD, x, *others, residual=r),
     reference=_fwd_reference,
 )
 fused_add_rms_norm_bwd = define(
     "fused_add_rms_norm_bwd(Tensor dY, Tensor? dS, Tensor S, Tensor W, Tensor rstd, float eps, float offset,"
     " int casting, bool needs_dw) -> (Tensor, Tensor)",
     shapes="S, dY, dS [*, n]; W [n]; rstd of rows",
-    launcher=_bwd,
+    launcher=lambda dy, ds, *others: rms_norm.rms_backward(BACKWARD, dy, *others, ds),
     reference=_bwd_reference,
     fake=lambda dy, ds, s, w, *others: (s.new_empty(s.shape), w.new_empty(w.shape if others[-1] else 0)),
 )
@@ -151,7 +143,6 @@ WORKLOADS = {
     "gemma2_2b": (8192, 2304),
     "llama3_2_1b": (8192, 2048),
 }
-"""Problem sizes (n_rows, n_cols) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0) -> Sample:

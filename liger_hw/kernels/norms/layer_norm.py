@@ -85,10 +85,6 @@ FWD = norm_forward_tunable("layer_norm", _fwd_heuristic, _fwd_space)
 BACKWARD = backward_tunables("layer_norm", means="bwd_means", grads=2)
 
 
-def _fwd(x, w, b, eps):
-    return norm_forward(FWD, x, w, eps, None, GEMMA, b=b, subtract_mean=True)
-
-
 def _bwd(dy, x, w, b, stats, eps, needs_params):
     parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
     return norm_backward(BACKWARD, dy, x, w, stats, None, None, GEMMA, True, parts, dtype)
@@ -104,7 +100,7 @@ class LayerNormFunction(OperatorFunction):
         "layer_norm_fwd(Tensor X, Tensor? W, Tensor? B, float eps) -> (Tensor Y, Tensor stats)",
         shapes="X [*, n]; W [n]; B [n]",
         misfit=misfit,
-        launcher=_fwd,
+        launcher=lambda x, w, b, eps: norm_forward(FWD, x, w, eps, None, GEMMA, b=b, subtract_mean=True),
         reference=fwd_reference,
     )
     bwd = define(
@@ -169,7 +165,6 @@ WORKLOADS = {
     "falcon_11b": (16384, 4096),
     "clip_vit_l": (36928, 1024),
 }
-"""Problem sizes (n_rows, n_cols) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:

@@ -149,7 +149,6 @@ WORKLOADS = {
     "gemma2_2b": (8192, 2304),
     "llama3_2_1b": (8192, 2048),
 }
-"""Problem sizes (n_rows, n_cols) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, affine=True) -> Sample:

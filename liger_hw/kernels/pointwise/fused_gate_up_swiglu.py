@@ -27,8 +27,6 @@ TUNABLES = activation_tunables("fused_gate_up_swiglu", fwd={}, bwd={})
 
 
 class FusedGateUpSiLUMulFunction(OperatorFunction):
-    """Autograd for SwiGLU on the fused gate-up layout: saves y."""
-
     sharding, is_cheap = RowsRule(inputs=("y",)), True
     fwd, bwd, in_place = gated_operators(
         TUNABLES,

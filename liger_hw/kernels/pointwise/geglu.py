@@ -27,7 +27,6 @@ APPROXIMATIONS = ("tanh", "none")
 
 
 def geglu_reference(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
     wide = torch.promote_types(a.dtype, torch.float32)
     gelu = torch.nn.functional.gelu(a.to(wide), approximate=approximate).to(a.dtype)
     return (gelu.to(wide) * b.to(wide)).to(a.dtype)
@@ -37,8 +36,6 @@ TUNABLES = activation_tunables("geglu", fwd={}, bwd={"load_bytes": 8})
 
 
 class GELUMulFunction(OperatorFunction):
-    """Autograd for GEGLU on two tensors: saves a and b."""
-
     sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
     fwd, bwd, in_place = gated_operators(
         TUNABLES,

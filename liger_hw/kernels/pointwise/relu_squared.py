@@ -19,7 +19,6 @@ from .elementwise import activation_tunables, evenly_spaced, launch_activation
 
 
 def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
-    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).relu().square().to(x.dtype)
 
 
@@ -47,8 +46,6 @@ def _bwd(dy, x):
 
 
 class ReLUSquaredFunction(OperatorFunction):
-    """Autograd for the squared ReLU: saves x."""
-
     sharding, is_cheap = RowsRule(inputs=("x",), gathered=()), True
     fwd = define(
         "relu_squared_fwd(Tensor x) -> Tensor y",

@@ -23,7 +23,6 @@ from .tiled_mlp import apply_tiled_mlp
 
 
 def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-    """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
     wide = torch.promote_types(a.dtype, torch.float32)
     gate = (a.to(wide) * gate_multiplier).to(a.dtype)
     silu = torch.nn.functional.silu(gate.to(wide)).to(a.dtype)
@@ -34,8 +33,6 @@ TUNABLES = activation_tunables("swiglu", fwd={"small_launch": 32768}, bwd={"smal
 
 
 class SiLUMulFunction(OperatorFunction):
-    """Autograd for SwiGLU on two tensors: saves a and b."""
-
     sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
     fwd, bwd, in_place = gated_operators(
         TUNABLES,

@@ -335,7 +335,6 @@ WORKLOADS = {
     "block_16": (4096, 16, 7168),
     "first_layers": (16384, 3, 2048),
 }
-"""Problem sizes (n_rows, n_blocks, n_cols)."""
 
 
 def sample(sizes, dtype, device, generator) -> Sample:

@@ -576,7 +576,6 @@ def liger_mhc_coeffs(
 
 
 WORKLOADS = {"deepseek_4_streams": (8192, 4, 2560), "wide": (8192, 4, 4096), "two_streams": (16384, 2, 2048)}
-"""Problem sizes (n_tokens, n_streams, n_cols)."""
 
 
 def sample(sizes, dtype, device, generator, *, tmax=20, pre_eps=0.0) -> Sample:

@@ -62,7 +62,6 @@ def liger_interleaved_rope(
 
 
 WORKLOADS = {"glm4_9b": (4, 4096, 32, 2, 128), "command_r_35b": (2, 4096, 64, 64, 128)}
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:

@@ -78,7 +78,6 @@ def liger_llama4_vision_rotary_pos_emb(
 
 
 WORKLOADS = {"llama4_scout": (4, 4096, 40, 8, 128), "llama4_vision": (16, 577, 16, 16, 88)}
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
 
 
 def sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) -> Sample:
