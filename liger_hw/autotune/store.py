@@ -106,6 +106,9 @@ def device_files() -> list[Path]:
         return sorted(path for path in (base / f"v{SCHEMA}").iterdir() if path.suffix == ".json") if base else []
     except FileNotFoundError:
         return []
+    except NotADirectoryError as error:
+        words = "the user cache is no folder; set LIGER_HW_CACHE_DIR to one"
+        raise NotADirectoryError(error.errno, words, str(base)) from None
 
 
 def shipped_folder(vendor: str) -> Path:

@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("lock: say what to pin: --model with one or more models")
     if target.vendor == "cpu" and not registry.interpreting():
         raise UsageError("lock: nothing is launched on a CPU; --device names what to pin for, as h200, mi300x or sm90")
+    if Path(arguments.output).is_dir():
+        raise UsageError(f"lock: {arguments.output} is a folder; -o names the file to write")
     if Path(arguments.output).exists() and not arguments.force:
         raise UsageError(f"lock: {arguments.output} exists; --force overwrites it, -o writes another")
     table, mark = pin("lock", arguments, target, arguments.output)

@@ -84,25 +84,27 @@ def nested(name: str) -> str:
 
 
 def check_numbers(op: str, **values: float) -> None:
-    """Raise `TypeError` unless every value is an int or a float."""
+    """Raise `TypeError` unless every value is an int or a float; True is a flag that came to another's place."""
     for name, value in values.items():
-        if type(value) is not float and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        if type(value) is float:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
 
 
 def check_integers(op: str, **values: int) -> None:
-    """Raise `TypeError` unless every value is an int; 4.0 is a float."""
+    """Raise `TypeError` unless every value is an int; 4.0 is a float, and True a flag."""
     for name, value in values.items():
-        if type(value) is not int and not isinstance(value, (int, torch.SymInt)):
+        if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
             raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 
 
 def check_floats(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is a number to `float()`, or a tensor of one element; text is refused."""
+    """Raise `TypeError` unless every value is a number to `float()`, or a tensor of one element: no text, no flag."""
     for name, value in values.items():
         if type(value) is float:
             continue
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
             raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
         if value.numel() != 1 if isinstance(value, torch.Tensor) else getattr(value, "shape", ()):
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -11,15 +12,18 @@ from harness import few_sizes, make
 from liger_hw import registry
 from liger_hw.chunked_loss import LigerFusedLinearDPOLoss
 from liger_hw.runtime import checks
-from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerGroupNorm, LigerRMSNorm
+from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerGroupNorm, LigerMHC, LigerRMSNorm
 from liger_hw.transformers.functional import (
+    liger_attn_res,
     liger_cross_entropy,
     liger_fused_linear_cross_entropy,
     liger_fused_linear_jsd,
     liger_fused_linear_log_probs,
+    liger_fused_neighborhood_attention,
     liger_group_norm,
     liger_kl_div,
     liger_layer_norm,
+    liger_mhc_coeffs,
     liger_modulated_rms_norm,
     liger_multi_token_attention,
     liger_rms_norm,
@@ -55,6 +59,22 @@ def test_a_nested_tensor_is_named_wherever_it_stands(name, layout):
         with pytest.raises(ValueError, match=f"^liger_{name}: .* nested tensor"):
             op.function(*(nested if i == place else a for i, a in enumerate(sample.args)), **sample.kwargs)
     assert places
+
+
+@pytest.mark.parametrize("name", sorted(registry.ops()))
+def test_a_flag_or_text_in_the_place_of_a_number_is_named(name):
+    """`unsqueeze_dim=True` is no axis, and an epsilon of True is an argument that came to another's place."""
+    op = registry.get_op(name)
+    sample = make(op, few_sizes(op), torch.float32, "cpu", 0)
+    signature = inspect.signature(op.function)
+    arguments = signature.bind_partial(*sample.args, **sample.kwargs).arguments
+    for parameter in signature.parameters.values():
+        if type(arguments.get(parameter.name, parameter.default)) not in (int, float):
+            continue
+        words = f"^liger_{name}: .*{parameter.name.removeprefix('jsd_')}"
+        for bad in (True, "1", 1j):
+            with pytest.raises((TypeError, ValueError), match=words):
+                op.function(**{**arguments, parameter.name: bad})
 
 
 def test_swapped_input_and_weight_are_recognised():
@@ -126,3 +146,39 @@ def test_group_norm_refuses_a_count_that_is_no_integer():
         LigerGroupNorm(8.0, 4)
     with pytest.raises(TypeError, match="^LigerGroupNorm: eps must be a number, got str"):
         LigerGroupNorm(8, 4, "1e-5")
+
+
+def test_attention_residuals_name_a_block_that_does_not_fit():
+    weights = torch.ones(4), torch.ones(4)
+    with pytest.raises(
+        ValueError, match=r"^liger_attn_res: the blocks in V must have one shape, got \[\(6, 4\), \(5, 4"
+    ):
+        liger_attn_res([X, X[:5]], *weights)
+    with pytest.raises(TypeError, match=r"^liger_attn_res: V\[1\] must be a tensor, got list"):
+        liger_attn_res([X, X.tolist()], *weights)
+    with pytest.raises(ValueError, match=r"^liger_attn_res: V\[1\] is on meta but V\[0\] is on cpu"):
+        liger_attn_res([X, X.to("meta")], *weights)
+
+
+@pytest.mark.parametrize("bad", [{"hc": 2.7}, {"hc": 17}, {"hc": 0}, {"tmax": 1.9}, {"c": "4"}])
+def test_hyper_connections_refuse_sizes_when_they_are_made(bad):
+    """2.7 streams were two, and 17 an error at the first step."""
+    with pytest.raises((TypeError, ValueError), match=f"^LigerMHC: {next(iter(bad))} must be"):
+        LigerMHC(torch.nn.Identity(), **{"hc": 2, "c": 4, **bad})
+
+
+def test_hyper_connections_refuse_no_columns():
+    x, phi, b, one = torch.ones(3, 2, 0), torch.ones(0, 8), torch.ones(8), torch.ones(1)
+    with pytest.raises(ValueError, match="^liger_mhc_coeffs: x must have columns"):
+        liger_mhc_coeffs(x, phi, b, one, one, one, allow_fp32=True)
+
+
+@pytest.mark.lanes("cpu", "interpret", "gpu")
+@pytest.mark.parametrize("dilation", [7, 8, 10**9])
+def test_a_dilation_past_the_sequence_leaves_each_token_alone(lane, dilation):
+    q, k, v = (torch.randn(1, 2, 7, 16, device=lane.device, requires_grad=True) for _ in range(3))
+    out = liger_fused_neighborhood_attention(q, k, v, 3, dilation)
+    torch.testing.assert_close(out, v)
+    out.sum().backward()
+    torch.testing.assert_close(v.grad, torch.ones_like(v))
+    assert not q.grad.any() and not k.grad.any()

@@ -311,6 +311,7 @@ def _launch(tunable, kernel, tensors, query, kernel_size, dilation, scales):
     if not query.numel():
         return
     plan = tunable.plan(query.device, _key(batch * heads, n_tokens, head_dim, kernel_size, query.itemsize))
+    dilation = min(dilation, n_tokens)  # a longer one too leaves a token alone
     n_tiles = cdiv(cdiv(n_tokens, dilation), plan.config.blocks["BLOCK_M"])
     numbers = (n_tokens, n_tiles, dilation, min(kernel_size // 2, n_tokens), *scales, head_dim)
     launch(plan, kernel, (n_tiles * dilation * batch * heads,), (*tensors, *numbers))

@@ -417,14 +417,18 @@ def liger_multi_token_attention(
 
 def _numbers_misfit(groups=1, **pairs) -> str:
     """What is wrong with `groups`, or with an integer or pair of them: zero is for a padding."""
-    if not isinstance(groups, int) or groups < 1:
+    if not _is_integer(groups, 1):
         return f"groups must be a positive integer, got {groups!r}"
     for name, value in pairs.items():
         pair = _pair(value) if isinstance(value, (int, tuple, list)) else ()
         least = 0 if name == "padding" else 1
-        if len(pair) not in (1, 2) or not all(isinstance(n, int) and n >= least for n in pair):
+        if len(pair) not in (1, 2) or not all(_is_integer(n, least) for n in pair):
             return f"{name} must be an integer of at least {least}, or a pair of them, got {value!r}"
     return ""
+
+
+def _is_integer(n: object, least: int) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= least
 
 
 class LigerMultiTokenAttention(torch.nn.Module):

@@ -139,7 +139,7 @@ def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: in
     if padding_idx is not None:
         check_tensors("liger_embedding", weight=weight)
         rows = weight.shape[0] if weight.dim() else 0
-        if not (isinstance(padding_idx, int) and -rows <= padding_idx < rows):
+        if isinstance(padding_idx, bool) or not (isinstance(padding_idx, int) and -rows <= padding_idx < rows):
             check(False, "liger_embedding", f"padding_idx must lie in [{-rows}, {rows}), got {padding_idx!r}")
         padding_idx = padding_idx + rows if padding_idx < 0 else padding_idx
     return EmbeddingFunction.apply(weight, indices, padding_idx)

@@ -23,7 +23,17 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, row_key, tile_space
-from ...runtime.operator import Function, cdiv, check, check_numbers, define, dense, first_order, launch
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    first_order,
+    launch,
+)
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import persistent_misfit, rows_per_program, safe_whole_rows
@@ -304,6 +314,9 @@ def liger_attn_res(
     """
     if isinstance(V, (list, tuple)):
         check(len(V) > 0, "liger_attn_res", "V is an empty list; it must have a tensor for each block")
+        check_tensors("liger_attn_res", **{f"V[{n}]": block for n, block in enumerate(V)})
+        shapes = list(dict.fromkeys(tuple(block.shape) for block in V))
+        check(len(shapes) == 1, "liger_attn_res", f"the blocks in V must have one shape, got {shapes}")
         V = torch.stack(tuple(V))
     check_numbers("liger_attn_res", eps=eps)
     return AttnResFunction.apply(V, w_query, w_norm, eps)

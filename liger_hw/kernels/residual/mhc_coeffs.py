@@ -488,6 +488,8 @@ def _misfit(x, phi, b, *_rest):
     n_streams, n_cols = x.shape[-2:]
     if not 0 < n_streams <= MOST_STREAMS:
         return f"x must have 1 to {MOST_STREAMS} streams, got {n_streams}"
+    if not n_cols:
+        return "x must have columns to be mixed, got none"
     expected = (n_streams * n_cols, n_streams * (n_streams + 2))
     return "" if phi.shape == expected else f"phi must have shape {expected} to match x, got {tuple(phi.shape)}"
 

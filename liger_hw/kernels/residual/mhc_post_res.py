@@ -15,9 +15,9 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import OperatorFunction, define, dense, empty_like
+from ...runtime.operator import OperatorFunction, check, check_integers, define, dense, empty_like
+from .mhc_coeffs import MOST_STREAMS, liger_mhc_coeffs
 from .mhc_coeffs import WORKLOADS as WORKLOADS
-from .mhc_coeffs import liger_mhc_coeffs
 from .mhc_pre import liger_mhc_pre
 from .streams import mix, mix_backward, mix_tunables
 
@@ -141,7 +141,9 @@ class LigerMHC(torch.nn.Module):
         allow_fp32: bool = False,
     ) -> None:
         super().__init__()
-        self.layer, self.hc, self.c, self.tmax, self.allow_fp32 = layer, int(hc), int(c), int(tmax), bool(allow_fp32)
+        check_integers("LigerMHC", hc=hc, c=c, tmax=tmax)
+        check(0 < hc <= MOST_STREAMS, "LigerMHC", f"hc must be 1 to {MOST_STREAMS}, got {hc}")
+        self.layer, self.hc, self.c, self.tmax, self.allow_fp32 = layer, hc, c, tmax, bool(allow_fp32)
         self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult = rms_eps, pre_eps, sinkhorn_eps, post_mult
         n_mix = self.hc * (self.hc + 2)
         self.phi = torch.nn.Parameter((torch.randn(self.hc * self.c, n_mix) * 0.02).to(phi_dtype))
