@@ -26,9 +26,7 @@ from ..transformers.rebind import PREFIX
 from .peers import Absent
 
 WARMUP_STEPS = 10
-"""Steps of linear warm-up of the learning rate: without it a large model's loss spikes, and a spike multiplies
-rounding.
-"""
+"""Steps of linear warm-up of the learning rate: a large model's loss spikes without it, which multiplies rounding."""
 
 
 # -- what is trained -------------------------------------------------------------------------------------------------

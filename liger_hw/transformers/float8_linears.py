@@ -34,8 +34,8 @@ from .replacing import is_traced
 GATES = {"silu": swiglu_float8.GATE, "gelu_tanh": geglu_float8.TANH, "gelu": geglu_float8.EXACT}
 SMALLEST = 512
 """A linear with fewer inputs or outputs takes longer to quantise than its product saves."""
-_ROUTERS = ("router", "gate")
-"""Last parts of the names of linears that choose experts: the choice is discrete, and no place for rounding."""
+_ROUTERS = {"router", "gate"}
+"""Parts of the paths of linears that choose experts: the choice is discrete, and no place for rounding."""
 
 
 class SharedInput:
@@ -87,34 +87,34 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features]; returns [..., out_features]."""
-        if isinstance(input, torch.fx.Proxy):
-            return nn.functional.linear(input, self._widened(), self.bias)
+        undone = not isinstance(self, Float8Linear)  # since, and called by a wrapper that kept this method
+        if undone or isinstance(input, torch.fx.Proxy):
+            return nn.functional.linear(input, self.weight if undone else self._widened(), self.bias)
         settings, (weight, *state) = self.float8, self._operands()
+        if _is_left_to_torch(input, weight):
+            return nn.functional.linear(input, self._widened(), self.bias)
         if is_dtensor(weight) or is_dtensor(input):
             raise ValueError(
                 "float8: this linear's weight is split over ranks (tensor parallelism), whose scales would differ; "
                 "call report.undo(), or shard with FSDP2, which gathers a weight before it is used"
             )
-        if _is_left_to_torch(input):
-            return nn.functional.linear(input, self._widened(), self.bias)
         rows = None
         if settings.shared is not None and not torch.compiler.is_compiling():
             rows = settings.shared.rows(input, settings)
         return linear(input, weight, self.bias, rows, settings.recipe, "float8", *state)
 
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
-        """This linear of act(a) * b, which is written in FP8 and nothing else; None where it is not, as with hooks."""
+        """This linear of act(a) * b, which is written in FP8 alone; None where a hook or another forward takes it."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
-        if any(hooks) or act not in GATES or not self.float8.recipe.rowwise or too_wide(a):
+        if any(hooks) or "forward" in vars(self) or act not in GATES or not self.float8.recipe.rowwise or too_wide(a):
             return None
         weight, *state = self._operands()
-        if is_dtensor(weight) or is_dtensor(a) or _is_left_to_torch(a):
+        if is_dtensor(weight) or is_dtensor(a) or _is_left_to_torch(a, weight):
             return None
         return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *state)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
-        """The weight, its scale where it is kept in FP8, and where scales are left, which torch.compile does not
-        trace."""
+        """The weight, its scale where it is kept in FP8, and where scales are left, but under torch.compile."""
         return self.weight, None, None if torch.compiler.is_compiling() else self.float8.scales
 
     def _widened(self) -> torch.Tensor:
@@ -130,6 +130,10 @@ class Float8Linear(nn.Linear):
 _KEPT_AS_IT_IS = (
     "float8: a weight kept in FP8 cannot be changed, trained, or have an adapter merged into it; call report.undo() "
     "first, which gives the weights back in their dtype"
+)
+_CAST = (
+    "float8: a weight kept in FP8 was cast to {}, without its scale; do not cast the model (model.to(dtype), "
+    "FSDP's MixedPrecisionPolicy(param_dtype=)), or leave out keep_frozen"
 )
 
 
@@ -181,13 +185,16 @@ class KeptFloat8Linear(Float8Linear):
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
         weight = self.weight_fp8
         if weight.dtype.itemsize > 1:
-            raise ValueError(
-                f"float8: a weight kept in FP8 was cast to {weight.dtype}, without its scale; do not cast the "
-                "model (model.to(dtype), FSDP's MixedPrecisionPolicy(param_dtype=)), or leave out keep_frozen"
-            )
+            raise ValueError(_CAST.format(weight.dtype))
         if weight.requires_grad:
             raise ValueError(_KEPT_AS_IT_IS)
         return weight, self.weight_scale, None if torch.compiler.is_compiling() else self.float8.scales
+
+    def _apply(self, fn: Callable, *args: Any) -> nn.Module:
+        weight = self.weight_fp8
+        if (dtype := fn(torch.empty(1, dtype=weight.dtype, device=weight.device)).dtype) is not weight.dtype:
+            raise ValueError(_CAST.format(dtype))
+        return super()._apply(fn, *args)
 
     def keep(self) -> None:
         """Replace the weight of a linear that has just become one of this class; the wider one is freed."""
@@ -305,7 +312,7 @@ def float8(
 
     model: on a device that has FP8, or on the CPU, where FP8 is computed exactly and slowly
     recipe: `rowwise`, a scale for each row of each tensor, or `tensorwise`, one for each tensor
-    skip: linears whose path contains one of these texts stay as they are. So do the loss head, routers, linears with
+    skip: linears whose path contains one of these texts stay as they are. So do heads, routers, linears with
     fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones, GPT-2's
     Conv1D), and linears with a replaced forward.
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
@@ -315,23 +322,20 @@ def float8(
     FP8, for a model of which no linear fits, and for keep_frozen where all weights train.
     """
     if recipe not in tuple(RECIPES):
-        reason = ""
-        if recipe == "mxfp8":
-            reason = "; block scales are for sm100 and later and have no kernel here; use rowwise"
+        reason = "; block scales are for sm100 and later and have no kernel here; use rowwise" * (recipe == "mxfp8")
         raise ValueError(f"float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}{reason}")
     expect(model, nn.Module, "model", "a loaded model")
     expect(smallest, int, "smallest", "a number of inputs or outputs")
     expect(skip, (Iterable, type(None)), "skip", "texts of paths")
     report, heads, groups = Float8Report(recipe), _heads(model), {}
     skip = (skip,) if isinstance(skip, str) else tuple(skip or ())
-    if env.get("LIGER_HW_DISABLE"):
-        linears = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
-        report.left_alone = dict.fromkeys(linears, "LIGER_HW_DISABLE is set")
-        return report
+    for text in skip:
+        expect(text, str, "skip", "texts of paths")
+    disabled = "LIGER_HW_DISABLE is set" if env.get("LIGER_HW_DISABLE") else ""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":
             continue
-        why_invalid = "the loss head" if module in heads else _why_not(path, module, skip, smallest)
+        why_invalid = disabled or ("the loss head" if module in heads else _why_not(path, module, skip, smallest))
         if why_invalid:
             report.left_alone[path] = why_invalid
             continue
@@ -343,9 +347,9 @@ def float8(
         groups.setdefault((parent, module.in_features), []).append(module)
     paths = (*report.linears, *report.left_alone)
     report.unmatched = tuple(text for text in skip if not any(text in path for path in paths))
-    if not report.linears:
+    if not report.linears and not disabled:
         raise ValueError("float8: no linear of this model fits:\n" + str(report))
-    if keep_frozen and all(module.weight.requires_grad for module in report._modules):
+    if keep_frozen and report.linears and all(module.weight.requires_grad for module in report._modules):
         raise ValueError(
             "float8: keep_frozen=True, but every weight of the linears trains; call it after get_peft_model or after "
             "requires_grad_(False), or leave it out"
@@ -371,16 +375,21 @@ def float8(
     return report
 
 
-def _is_left_to_torch(x: torch.Tensor) -> bool:
-    """Whether an input is not multiplied in FP8: traced, in fp64, empty, or on the meta device."""
-    return is_traced() or x.dtype is torch.float64 or not x.numel() or x.device.type == "meta"
+def _is_left_to_torch(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether an input is not multiplied in FP8: traced, nested or sparse, of a width that does not fit the weight's,
+    which torch refuses, in fp64, empty, or on the meta device."""
+    if is_traced() or x.is_nested or x.layout is not torch.strided:
+        return True
+    return x.shape[-1:] != weight.shape[1:] or x.dtype is torch.float64 or not x.numel() or x.device.type == "meta"
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
     """The loss heads, as transformers names them, of the model and of all that it wraps; with what is inside a head, as
-    PEFT's copy of it."""
-    heads: set[nn.Module] = set()
-    for module in model.modules():
+    PEFT's copy of it; and linears whose weight is an embedding's."""
+    modules = list(model.modules())
+    embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
+    heads = {module for module in modules if module._parameters.get("weight") in embeddings}
+    for module in modules:
         output = getattr(module, "get_output_embeddings", None)
         try:
             head = output() if callable(output) else None
@@ -404,8 +413,10 @@ def _why_not(path: str, module: nn.Linear, skip: tuple[str, ...], smallest: int)
         return f"its weight is quantised ({type(weight).__name__}, {weight.dtype})"
     if any(text in path for text in skip):
         return "skipped"
-    if path.rpartition(".")[2] in _ROUTERS:
+    if not _ROUTERS.isdisjoint(path.split(".")):
         return "a router"
+    if any(name.endswith("head") for name in path.split(".")):
+        return "a head, by its name"
     sizes = f"{module.in_features} -> {module.out_features}"
     if min(module.in_features, module.out_features) < smallest:
         return f"{sizes}, smaller than {smallest}"

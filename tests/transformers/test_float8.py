@@ -72,6 +72,8 @@ def test_trains_and_undo_is_exact(recipe, patched):
 def test_what_is_left_alone():
     model = _llama(intermediate_size=100)
     model.model.layers[0].self_attn.router = torch.nn.Linear(64, 64)
+    model.model.layers[0].mlp.router = torch.nn.ModuleDict({"classifier": torch.nn.Linear(64, 64)})  # as LongCat-Flash
+    model.codec_head = torch.nn.Linear(64, 64)  # as Qwen2.5-Omni's talker
     model.model.layers[1].self_attn.q_proj.forward = model.model.layers[1].self_attn.q_proj.forward
     report = liger_hw.float8(model, smallest=48, skip=("layers.0.self_attn.o",))
     assert set(report.linears) == {
@@ -81,6 +83,8 @@ def test_what_is_left_alone():
     for path, why in {
         "lm_head": "the loss head",
         "model.layers.0.self_attn.router": "a router",
+        "model.layers.0.mlp.router.classifier": "a router",
+        "codec_head": "a head, by its name",
         "model.layers.0.self_attn.o_proj": "skipped",
         "model.layers.0.self_attn.k_proj": "64 -> 32, smaller than 48",
         "model.layers.0.mlp.up_proj": "64 -> 100, no multiples of 16",
@@ -93,6 +97,12 @@ def test_what_is_left_alone():
         liger_hw.float8(model, smallest=48, skip="")
     assert "Undone" not in str(refused.value)
     assert "in FP8, rowwise: 64 -> 96" in str(again)
+
+
+def test_what_is_no_text_is_refused():
+    for skip in (1, ("q_proj", 1)):
+        with pytest.raises(TypeError, match="skip must be texts of paths, got int: 1"):
+            liger_hw.float8(_llama(), smallest=16, skip=skip)
 
 
 def test_a_text_of_skip_that_no_path_contains_is_reported():
@@ -193,6 +203,71 @@ def test_gradient_checkpointing(reentrant):
     assert _same(_gradients(model), expected)
 
 
+REFUSED_BY_TORCH = {"narrow": (4, 20), "narrow, one token": (20,), "wide": (4, 48), "a number": ()}
+LEFT_TO_TORCH = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3, 32), torch.ones(2, 32)], layout=torch.jagged),
+    "sparse": lambda: torch.eye(32).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_inputs_that_do_not_fit_are_refused_as_without_float8(recipe, keep):
+    """A narrow input is not padded up to the weight's width, as its FP8 is up to a multiple of 16."""
+    block = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in "ab").requires_grad_(not keep)
+    report = liger_hw.float8(block, recipe, smallest=16, keep_frozen=keep)
+    for shape in REFUSED_BY_TORCH.values():
+        with pytest.raises(RuntimeError, match="linear|shapes|size mismatch"):
+            block[0](torch.ones(shape))
+    results = [block[0](x()) for x in LEFT_TO_TORCH.values()]
+    report.undo()
+    for result, x in zip(results, LEFT_TO_TORCH.values()):
+        expected = block[0](x())
+        assert result.layout is expected.layout and torch.equal(
+            *(t.values() if t.is_nested else t.to_dense() for t in (result, expected))
+        )
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
+def test_a_forward_replaced_since_is_called_and_survives_undo(keep, set_env):
+    """As accelerate's hooks replace it, on devices of a `device_map`; they keep the method that they replace."""
+    set_env("LIGER_HW_CPU_REFERENCE", 1)
+    model, calls = _llama().requires_grad_(not keep), []
+    report = liger_hw.float8(model, smallest=16, keep_frozen=keep)
+    liger_hw.patch(model, activations="keep")
+    expected = model(input_ids=IDS).logits
+    linears = [model.get_submodule(path) for path in report.linears]
+    for linear in linears:
+        linear.forward = lambda x, plain=linear.forward: calls.append(x.shape) or plain(x)
+    assert torch.equal(model(input_ids=IDS).logits, expected) and len(calls) == len(linears) == 14
+    report.undo()
+    result = model(input_ids=IDS).logits
+    for linear in linears:
+        del linear.forward
+    assert len(calls) == 28 and torch.equal(model(input_ids=IDS).logits, result)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["", "patched"])
+def test_autocast_in_fp16_with_a_scaler(patched):
+    """A product of FP8's numbers is not summed in fp16, where it overflows."""
+    model = _llama()
+    if patched:
+        liger_hw.patch(model)
+    with torch.autocast("cpu", torch.float16):
+        expected = model(input_ids=IDS, labels=IDS).loss
+    liger_hw.float8(model, smallest=16)
+    scaler, optimizer = torch.amp.GradScaler("cpu", 1024.0), torch.optim.AdamW(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            losses.append(model(input_ids=IDS, labels=IDS).loss)
+        scaler.scale(losses[-1]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert abs(losses[0] - expected) < 0.02 and losses[-1] < losses[0] - 0.5 and scaler.get_scale() == 1024
+
+
 def test_copies_and_pickles():
     model = _llama()
     report = liger_hw.float8(model, smallest=16)
@@ -274,6 +349,13 @@ def test_the_loss_heads_of_wrapped_models_are_left_alone():
     heads = {path: why for path, why in report.left_alone.items() if "head" in path}
     assert heads == dict.fromkeys(("models.0.lm_head", "models.1.models.0.lm_head"), "the loss head")
     assert len(report.linears) == 2 * 14
+
+
+def test_a_head_of_the_embedding_s_weight_is_left_alone():
+    model = torch.nn.ModuleDict({"words": torch.nn.Embedding(96, 32), "up": torch.nn.Linear(32, 96)})
+    model["to_words"] = torch.nn.Linear(32, 96, bias=False)
+    model["to_words"].weight = model["words"].weight
+    assert liger_hw.float8(model, smallest=16).left_alone == {"to_words": "the loss head"}
 
 
 def test_the_loss_head_inside_peft_is_left_alone():
@@ -420,6 +502,8 @@ def test_a_kept_weight_is_read_in_its_dtype_and_not_written(how):
 
 def test_a_kept_weight_is_not_cast_merged_or_trained():
     model = _lora()
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.up_proj.base_layer.weight.data[3] *= 1e-8  # whose scale fp16 does not hold
     report = liger_hw.float8(model, smallest=16, keep_frozen=True)
     assert all(text.endswith(", kept") for text in report.linears.values())
     for merge in (model.merge_adapter, model.merge_and_unload):
@@ -429,9 +513,12 @@ def test_a_kept_weight_is_not_cast_merged_or_trained():
     with pytest.raises(ValueError, match="cannot be changed, trained.*; call report.undo"):
         model(input_ids=IDS)
     weight.requires_grad_(False)
-    for dtype in (torch.bfloat16, torch.float64):
+    expected = {name: value.clone() for name, value in model.state_dict().items() if "base_layer" in name}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         with pytest.raises(ValueError, match=f"kept in FP8 was cast to {dtype}"):
-            model.to(dtype)(input_ids=IDS)
+            model.to(dtype)
+    report.undo()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
 
 
 OF_ADAPTERS = {

@@ -53,7 +53,8 @@ def product(a, b, scale_a, scale_b, rowwise: bool) -> torch.Tensor:
     layer's time on an H100. On the CPU the result is fp32, and of fp64 fp64.
     """
     if a.device.type == "cpu":
-        return (wide(a) @ wide(b).t()) * scale_a[:, None] * scale_b
+        with torch.autocast("cpu", enabled=False):  # in fp16 a sum of FP8's numbers overflows
+            return (wide(a) @ wide(b).t()) * scale_a[:, None] * scale_b
     n, width = b.shape[0], aligned(b.shape[0])
     if width > n:
         b = pad(b.view(torch.uint8), (0, 0, 0, width - n)).view(b.dtype)
@@ -226,26 +227,18 @@ def liger_float8_linear(
     """
     name = "liger_float8_linear"
     check_tensors(name, optional=("bias",), x=x, weight=weight, bias=bias)
-    check(
-        isinstance(recipe, str) and recipe in RECIPES,
-        name,
-        f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}",
-    )
-    check_shapes(name, x, weight, bias)
+    known = isinstance(recipe, str) and recipe in RECIPES
+    check(known, name, f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     return linear(x, weight, bias, None, RECIPES[recipe], name)
 
 
-def check_shapes(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises `ValueError`, in the name of `name`, where a linear's arguments do not fit."""
-    fits = weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1]
+def linear(x, weight, bias, rows, recipe: Recipe, name: str, weight_scale=None, scales=None) -> torch.Tensor:
+    """The Function, of arguments whose shapes and dtypes are checked in the name of `name`."""
+    fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
     shapes = f"{tuple(x.shape)}, {tuple(weight.shape)}"
     check(fits, name, f"an input [..., n_in] and a weight [n_out, n_in] do not fit: {shapes}")
     if bias is not None:
         check(bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
-
-
-def linear(x, weight, bias, rows, recipe: Recipe, name: str, weight_scale=None, scales=None) -> torch.Tensor:
-    """The Function for arguments that fit but for their dtypes, which are checked in the name of `name`."""
     dtype = autocast_dtype(x.device.type)
     if dtype is None:
         dtype = x.dtype

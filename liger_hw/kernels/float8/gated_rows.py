@@ -15,7 +15,7 @@ from ...runtime.operator import Function, check, define, first_order, row_major
 from ...runtime.triton_import import tl, triton
 from ..pointwise.elementwise import activation
 from ..rows.blocks import load_tile, tile_mask
-from .float8_linear import as_rows, check_shapes, linear
+from .float8_linear import as_rows, linear
 from .formats import E4M3, Float8Rows
 from .quantize_float8 import rows_reference
 from .whole_rows import ROWWISE, launch_rows, placeholder, store_float8_rows, too_wide, whole_rows_tunable
@@ -115,6 +115,5 @@ def gated_linear(
 ) -> torch.Tensor:
     """act(a) * b times the weight's transpose, in FP8. state: the last arguments of `linear`."""
     check(a.shape == b.shape, name, f"a and b must be of one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
-    check_shapes(name, a, weight, bias)
     c, data, scale = GatedRowsFunction.apply(a, b, gate, owned)
     return linear(c, weight, bias, Float8Rows(data, scale), ROWWISE, name, *state)

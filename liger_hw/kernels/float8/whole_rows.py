@@ -18,7 +18,7 @@ from ...runtime.operator import cdiv, check, check_tensors, launch
 from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.blocks import store_tile, tile_mask
 from ..rows.tuning import row_tunable, row_warps, whole_rows_misfit
-from .float8_linear import RECIPES, check_shapes, float8_linear_reference, linear
+from .float8_linear import RECIPES, float8_linear_reference, linear
 from .formats import E4M3, Float8Rows, aligned, float8_dtype, largest_bits
 from .quantize_float8 import inverse_scale, magnitude_bits, scale_bits, to_float8
 
@@ -106,7 +106,6 @@ def linears(name: str, x: torch.Tensor, rows: Float8Rows, weights, biases) -> tu
     check(0 < len(weights) == len(biases), name, f"{len(weights)} weights and {len(biases)} biases; one of each")
     for weight, bias in zip(weights, biases):
         check_tensors(name, optional=("bias",), weight=weight, bias=bias)
-        check_shapes(name, x, weight, bias)
     return tuple(linear(x, weight, bias, rows, ROWWISE, name) for weight, bias in zip(weights, biases))
 
 
