@@ -246,7 +246,7 @@ def reload() -> None:
     """Read the environment and every table again. What failed at launch in this process stays quarantined."""
     with _lock:
         env.clear()
-        store.forget_warnings()
+        store.warn_once.cache_clear()
         _tables.clear()
         _explicit.clear()
         invalidate()

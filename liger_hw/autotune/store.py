@@ -24,7 +24,7 @@ import os
 import re
 import tempfile
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Callable, Collection, Iterable
 
@@ -52,8 +52,6 @@ KINDS = {
     "journal": ("heuristic",),
 }
 """What `liger-hw cache clear` removes, by the name of its option."""
-
-_warned: set[str] = set()
 
 
 # -- folders and names -----------------------------------------------------------------------------------------------
@@ -145,16 +143,10 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def warn_once(topic: str, message: str) -> None:
-    """One warning per topic and process: a broken cache must not fill a log."""
-    if topic not in _warned:
-        _warned.add(topic)
-        log.warning("liger_hw: %s", printable(message))
-
-
-def forget_warnings() -> None:
-    """Let every warning be given again; called by `registry.reload()`."""
-    _warned.clear()
+@cache
+def warn_once(message: str) -> None:
+    """One warning a process, and again after `registry.reload()`: a broken cache must not fill a log."""
+    log.warning("liger_hw: %s", printable(message))
 
 
 # -- the user cache --------------------------------------------------------------------------------------------------
@@ -164,7 +156,7 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
     """Add lines to the user cache's table of a device; False, and one warning, if that is impossible."""
     path = file_of(target)
     if path is None:
-        warn_once("no home", unwritable())
+        warn_once(unwritable())
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +164,7 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
             _write(path, header(target), _merged([*lines_of(target), *lines]))
         return True
     except OSError as error:
-        warn_once("write", f"cannot write {path}: {error}; nothing is stored there")
+        warn_once(f"cannot write {path}: {error}; nothing is stored there")
         return False
 
 
@@ -256,7 +248,9 @@ def read(target: Target) -> Table:
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, path in _shipped_files(target):
             offers += [(layer, line) for line in lines_in(path, problems, partial(_load_shipped, target))]
-    report(problems, target)
+    if problems:
+        words = f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
+        warn_once(f"ignored what cannot be read: {words}; `liger-hw cache verify` lists all of it")
     here = minor(triton_version())
     table: Table = {}
     if pinned := env.get("LIGER_HW_LOCK_FILE"):
@@ -333,14 +327,3 @@ def _load_shipped(target: Target, path: Path) -> tuple[dict[str, Any], list[Line
     if about.get("vendor") != target.vendor or about.get("warp_size") != target.warp_size:
         raise ValueError(f"made for {about.get('vendor')} with warps of {about.get('warp_size')}")
     return about, lines, problems
-
-
-def report(problems: list[str], target: Target) -> None:
-    """One warning about what could not be read for a device."""
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        warn_once(
-            f"read {fingerprint(target)}",
-            f"ignored what cannot be read in the stored configurations: {problems[0]}{more}; "
-            "`liger-hw cache verify` lists all of it",
-        )

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from ..text import StatusLine, first_line, fold, json_text, table, with_notes
+from ..text import StatusLine, first_line, fold, json_text
 from . import UsageError, needs
 
 
@@ -43,27 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
         report = function(model=model)
     finally:
         screen.end()
-    groups = Counter((row.part, row.where, row.kernel, row.variant, row.state) for row in report.rows)
+    call = f"liger_hw.transformers.{function.__name__}" if function is not patch else "liger_hw.patch"
     if arguments.json:
+        groups = Counter((row.part, row.where, row.kernel, row.variant, row.state) for row in report.rows)
         names = ("part", "where", "kernel", "variant", "state", "count")
         rows = [dict(zip(names, (*group, count))) for group, count in groups.items()]
-        call = f"liger_hw.transformers.{function.__name__}" if function is not patch else "liger_hw.patch"
         print(json_text({"model": type(model).__name__, "model_type": config.model_type, "call": call, "rows": rows}))
-        return 0 if report.patched else 1
-    rows = [("part", "where", "kernel", "what happens")]
-    for (part, where, kernel, variant, state), count in groups.items():
-        words = f"{kernel} ({variant})" if variant else kernel
-        rows.append((part, f"{where} x{count}" if count > 1 else where, words, state))
-    print(f"{type(model).__name__}, model type {config.model_type}")
-    rows, notes = with_notes(rows)
-    print("\n".join([table(rows), *map(fold, notes)]))
-    if not report.patched:
-        print("nothing of this model would run on a kernel")
-        return 1
-    named = function is not patch
-    call = f"{function.__name__}()  (liger_hw.transformers; before or after the model is made)" if named else ""
-    print(fold(f"do it: {call or 'liger_hw.patch(model)  (no function of its own: by what its parts compute)'}"))
-    return 0
+    else:
+        how = "(model), which has no function for its family" if function is patch else "(), before or after it is made"
+        print(fold(f"{type(model).__name__}, model type {config.model_type}\n{report}\nDo it: {call}{how}"))
+    return 0 if report.patched else 1
 
 
 def _config(name: str) -> Any:
