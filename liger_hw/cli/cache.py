@@ -199,8 +199,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
     paths = _files(arguments)
     if len(paths) != 1:
-        names = ", ".join(path.stem for path in paths) or "nothing"
-        raise UsageError(f"cache export: choose one device with --device; stored: {names}")
+        names = ", ".join(path.stem for path in paths)
+        why = f"choose one device with --device; stored: {names}" if paths else f"nothing is stored in {store.root()}"
+        raise UsageError(f"cache export: {why}")
     with user_errors(f"cache export: {paths[0]}"):
         header, lines, _ = store.load(paths[0])
     answers = [line for line in lines if line[1].kind in store.ANSWERS]

@@ -202,6 +202,7 @@ def test_clear_takes_what_it_is_told(cache, capsys):
         seen.append(sorted(one.kind for _, one in store.lines_of(H200)))
     assert seen == [["heuristic", "measured", "missed"], ["heuristic", "measured"], ["measured"], []]
     assert not cache.exists() and "nothing is stored" in run(capsys, "cache", "list")
+    assert "cache export: nothing is stored" in run(capsys, "cache", "export", code=2)
     store.add(H200, notes)
     assert "nothing is stored for 'sm80'" in run(capsys, "cache", "clear", "--device", "sm80", code=2)
     assert "removed 3 lines" in run(capsys, "cache", "clear", "--yes", "--device", "sm90")
