@@ -66,11 +66,7 @@ def test_plain_eager_code_calls_the_launcher(call):
 
 @pytest.mark.parametrize(
     "seen",
-    [
-        torch.enable_grad,
-        Seeing,
-        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-    ],
+    [torch.enable_grad, Seeing, lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])],
 )
 def test_whoever_watches_sees_the_operator(call, seen):
     with torch.no_grad(), seen():

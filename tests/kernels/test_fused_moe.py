@@ -290,10 +290,7 @@ def test_the_library(lane, monkeypatch, seed, options):
     if lane.device == "cpu":
         dtype = torch.float32
         monkeypatch.setattr(products, "_library_takes", lambda plan, *operands: True)
-    elif products.UP.plan(torch.empty(0, device=lane.device).device, LARGE).target.arch not in (
-        "sm90",
-        "sm100",
-    ):
+    elif products.UP.plan(torch.empty(0, device=lane.device).device, LARGE).target.arch not in ("sm90", "sm100"):
         pytest.skip("this device has no grouped GEMM of its own")
     config = products.UP_WEIGHTS.heuristic(target, LARGE)
     assert config.blocks["ENGINE"] == products.LIBRARY

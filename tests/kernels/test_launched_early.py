@@ -153,11 +153,7 @@ def test_the_chain_is_launched_early(shape):
     def note(plan, *_launch):
         early.setdefault(plan.tunable.name, set()).add(plan.constexprs["DEPENDENT"])
 
-    with (
-        registry.pretend(known_target("sm90")),
-        FakeTensors(),
-        observing(compile_ahead.Foreseen(note)),
-    ):
+    with registry.pretend(known_target("sm90")), FakeTensors(), observing(compile_ahead.Foreseen(note)):
         with torch.autograd.set_multithreading_enabled(False):
             _chain(torch.empty(shape), rounds=1)
     assert {name.split(".")[0] for name in early} == set(CHAIN) and early["rope.fwd"] == early["rope.bwd"] == {True}

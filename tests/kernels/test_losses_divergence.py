@@ -15,14 +15,8 @@ from liger_hw.chunked_loss import (
     LigerFusedLinearKTOLoss,
 )
 from liger_hw.kernels.heads.fused_linear_jsd import fused_linear_jsd_reference, liger_fused_linear_jsd
-from liger_hw.kernels.heads.fused_linear_kl_div import (
-    fused_linear_kl_div_reference,
-    liger_fused_linear_kl_div,
-)
-from liger_hw.kernels.heads.fused_linear_log_probs import (
-    fused_linear_log_probs_reference,
-    liger_fused_linear_log_probs,
-)
+from liger_hw.kernels.heads.fused_linear_kl_div import fused_linear_kl_div_reference, liger_fused_linear_kl_div
+from liger_hw.kernels.heads.fused_linear_log_probs import fused_linear_log_probs_reference, liger_fused_linear_log_probs
 from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd

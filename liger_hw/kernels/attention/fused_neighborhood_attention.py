@@ -4,9 +4,8 @@
 
 Here half = kernel_size // 2, and j runs over the tokens that exist.
 
-Shapes: query, key, value [batch, n_heads, n_tokens, head_dim], head_dim at most 256 -> o alike, in value's dtype.
-Dtypes: fp32, fp16 or bf16, the same for all. Scores and sums are fp32. In half precision the softmax's weights, and in
-the backward their scores' gradients, are rounded to it before they are multiplied.
+Scores and sums are fp32, o is of value's dtype. In half precision the softmax's weights, and in the backward their
+scores' gradients, are rounded to it before they are multiplied.
 Saved for backward: query, key, value and, in fp32, the logarithm of each softmax's sum. Memory is linear in n_tokens.
 Backward, with p the weights and dp_ij = do_i . v_j:  ds_ij = p_ij * (dp_ij - sum over m of p_im dp_im),
 dv_j = sum over i of p_ij do_i,  dq_i = scale * sum over j of ds_ij k_j,  dk_j = scale * sum over i of ds_ij q_i.

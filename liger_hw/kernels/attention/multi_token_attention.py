@@ -3,9 +3,7 @@
     P = softmax(scores where key <= query, else -inf)        or sparsemax
     Y = conv2d(P, weight, bias) where key <= query, else 0
 
-Shapes: scores [B, in_channels, L, L] (queries, keys), weight [out_channels, in_channels / groups, kh, kw], bias
-[out_channels] or None -> Y [B, out_channels, L', L''] as torch's conv2d has it (L' = L where padding keeps it).
-Dtypes: fp32, fp16 or bf16, one for all. The softmax is fp32, rounded once to the scores' dtype; the convolution is
+The softmax is fp32, rounded once to the scores' dtype; the convolution is
 torch's, with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
 torch.backends.cudnn).
 Saved for backward: P and weight. The mask costs nothing: masked scores are not read, nor are masked gradients.

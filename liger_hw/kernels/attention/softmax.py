@@ -1,7 +1,7 @@
 """Softmax over the last dimension: y = exp(x - max(x)) / sum(exp(x - max(x))).
 
-Shapes: x [..., n_cols] -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in fp32, y rounded once to x's dtype.
-A row of -inf gives NaN, as in torch. Saved for backward: y. Backward:  dx = y * (dy - sum(y * dy)).
+Arithmetic in fp32, y rounded once to x's dtype. A row of -inf gives NaN, as in torch.
+Saved for backward: y. Backward:  dx = y * (dy - sum(y * dy)).
 
 Source: Bridle, "Training Stochastic Model Recognition Algorithms as Networks" (1989); the running maximum and sum of
 rows too wide to hold are from Milakov and Gimelshein, "Online normalizer calculation",

@@ -1,9 +1,7 @@
 """Sparsemax: the point of the probability simplex nearest to x, y = max(x - tau, 0) with tau such that y sums to 1.
 
-Shapes: x of any shape, one dimension of which (`dim`) is projected -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic
-in fp32, y rounded once to x's dtype. Saved for backward: y.
-A row that holds a NaN or +inf, or nothing but -inf, gives NaN.
-Backward, over the support (y > 0):  dx = dy - mean of dy over the support; outside it dx = 0.
+Arithmetic in fp32, y rounded once to x's dtype. A row that holds a NaN or +inf, or nothing but -inf, gives NaN.
+Saved for backward: y. Backward:  dx = dy - mean of dy over the support (y > 0); outside it dx = 0.
 
 tau is found without a sort, exactly, by Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, falling and
 piecewise linear. It begins at max(x) - 1, left of the root. Each step, to (sum of x > t, less 1) / count(x > t), stays

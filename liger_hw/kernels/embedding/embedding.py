@@ -1,8 +1,7 @@
 """Embedding: y[i] = weight[indices[i]], and the gradient of the table, exact and repeatable.
 
-Shapes: weight [n_rows, n_cols], indices of any shape -> y [*indices.shape, n_cols] in weight's dtype (fp32, fp16,
-bf16). padding_idx: that row is read as any other and gets no gradient. An index outside the table gives a row of NaN
-and no gradient (on the CPU it raises): raising would make the host wait for the device. Saved for backward: indices.
+The row padding_idx is read as any other and gets no gradient. An index outside the table gives a row of NaN and no
+gradient (on the CPU it raises): raising would make the host wait for the device. Saved for backward: indices.
 Backward, dW[r] = sum of dy[i] over the i with indices[i] = r: in fp32, rounded once, in the order of i whatever the
 timing. `stable_sort.py` sorts the indices, `row_sums.py` sums.
 """

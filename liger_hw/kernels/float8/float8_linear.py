@@ -1,9 +1,7 @@
 """A linear layer whose three products are in FP8: y = x W^T + b.
 
-Shapes: x [..., n_in], weight [n_out, n_in], bias [n_out] or None -> y [..., n_out]; fastest where n_in and n_out are
-multiples of 16.
-Dtypes: x, weight, bias in fp32, fp16 or bf16; y like x, or autocast's. Products are rounded to bf16. Their sums are
-fp32 on paper; Hopper's tensor cores add FP8 with about 14 bits, so that a sum errs by 2^-13 of its terms' magnitudes.
+Products are rounded to bf16. Their sums are fp32 on paper; Hopper's tensor cores add FP8 with about 14 bits, so that a
+sum errs by 2^-13 of its terms' magnitudes.
 
 Recipe `rowwise`, for tokens t, inputs i and outputs o; every tensor is read once for its amax and its FP8:
     y[t, o] = s[t] w[o] sum_i x8[t, i] W8[o, i]         x8 and W8 with a scale for each row

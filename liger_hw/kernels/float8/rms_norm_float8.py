@@ -1,7 +1,6 @@
 """RMSNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
 
-Shapes: x [..., n_cols], w [n_cols] or None, W_i [n_out_i, n_cols], b_i [n_out_i] or None -> y_i [..., n_out_i].
-Dtypes: the normalised x is rounded as in ../norms/rms_norm.py; then a scale for each row as in float8_linear.py.
+The normalised x is rounded as in ../norms/rms_norm.py; then a scale for each row as in float8_linear.py.
 Saved for backward: x, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then rms_norm's.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467

@@ -1,7 +1,6 @@
 """SwiGLU that writes FP8, and the linear in FP8 that reads it: y = (silu(a) * b) W^T + bias.
 
-Shapes: a, b [..., n_cols], weight [n_out, n_cols], bias [n_out] or None -> y [..., n_out].
-Dtypes: the product is rounded as in ../pointwise/swiglu.py; then a scale for each row as in float8_linear.py.
+The product is rounded as in ../pointwise/swiglu.py; then a scale for each row as in float8_linear.py.
 Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then swiglu's.
 
 Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202

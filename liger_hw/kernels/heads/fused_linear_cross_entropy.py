@@ -3,11 +3,8 @@
 The loss of a row is defined in cross_entropy.py, whose row kernel runs here on chunks of rows (`linear_head.py`).
 use_token_scaling multiplies a row's loss by exp(s[y] - lse), its probability of the target, taken as a constant.
 
-Shapes: input [n_rows, hidden], weight [vocab, hidden], target [n_rows] int64 or int32, bias [vocab], ce_weight [vocab]
--> loss [] or [n_rows].
-
-Dtypes: input, weight and bias share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded
-to it as a linear layer's are, before the bias, which is added in fp32. Losses, statistics and the result are fp32.
+Logits are rounded to the dtype of input and weight (autocast's under autocast) as a linear layer's are, before the
+bias, which is added in fp32. Losses, statistics and the result are fp32.
 
 Saved for backward: the gradients of input, weight and bias that will be needed, which the forward computes chunk by
 chunk, in place on the chunk's logits. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With

@@ -13,9 +13,7 @@ What the gradients do not need, such as the target's score, is exchanged once, a
 The forward computes the gradients, as in fused_linear_cross_entropy.py. With reduction="none" backward computes them,
 from the log-sum-exp that the forward saved.
 
-Shapes: input [n_rows, hidden], or [n_rows / ranks, hidden] under sequence parallelism; weight [vocab part, hidden],
-bias [vocab part], target [n_rows], indices of the whole vocabulary -> loss [] or [n_rows].
-Dtypes: as fused_linear_cross_entropy. dx is summed over the ranks in the dtype of the input.
+dx is summed over the ranks in the dtype of the input.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """

@@ -2,14 +2,9 @@
 
     x = log_softmax(student_input @ student_weight^T / temperature), y likewise of the teacher: the loss is jsd.py's
 
-Shapes: student_input [n_rows, hidden], student_weight [vocab, hidden], teacher_input [n_rows, teacher's hidden],
-teacher_weight [vocab, teacher's hidden], shift_labels [n_rows] -> loss [], the mean over rows that count (zero for
-none).
-
-Dtypes: input and weight of a head share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits, the
-divergence and the loss are fp32. Unlike in other heads the logits are not rounded to 16 bits: the gradient is a
-difference of two distributions, and where these are near, rounded logits would change much of it. Their gradient is
-rounded to the student's dtype, as any head's.
+The loss is the mean over rows that count (zero for none). Logits, the divergence and the loss are fp32. Unlike in other
+heads the logits are not rounded to 16 bits: the gradient is a difference of two distributions, and where these are
+near, rounded logits would change much of it. Their gradient is rounded to the student's dtype, as any head's.
 
 Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
 has none. See linear_head.py for the chunks, `sweep_in_fp32` of linear_head.py for the memory of their logits,

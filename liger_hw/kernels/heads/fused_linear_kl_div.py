@@ -3,11 +3,8 @@
     x = log_softmax(student_input @ student_weight^T / temperature), t = target: sum of t (log max(t, eps) - x)
     sum  over all rows that count     batchmean  divided by their number     mean  divided by that times vocab
 
-Shapes: student_input [n_rows, hidden], student_weight [vocab, hidden], target [n_rows, vocab] probabilities,
-shift_labels [n_rows] -> loss [], zero where no row counts.
-
-Dtypes: input and weight share one of fp32, fp16 or bf16 (the autocast dtype under autocast), target any of them. Logits
-are rounded to the input's as a linear layer's are, everything after is fp32, and so is the loss.
+The loss is zero where no row counts. Under autocast input and weight have its dtype; the target's may be another.
+Logits are rounded to the input's dtype as a linear layer's are, everything after is fp32, and so is the loss.
 
 Saved for backward: the gradients of input and weight, computed chunk by chunk in the forward. The target has none. See
 linear_head.py for the chunks, distill_rows.py for the rows.

@@ -5,12 +5,9 @@ With z = input @ weight^T + bias of a row, s = softcap * tanh(z / softcap) / tem
     selected[k] = log p[selected_token_ids[k]], for all rows
 Rows whose target is ignore_index have results and a gradient of exactly zero.
 
-Shapes: input [..., hidden], weight [vocab, hidden], target [...] int64 or int32, bias [vocab], selected_token_ids [k]
-int64 -> log_probs [...], entropy [...], is_top1 [...], selected [..., k].
-
-Dtypes: input, weight and bias share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded
-to it as a linear layer's are, before the bias, which is added in fp32; everything after is fp32, and so are the
-results. Every result but is_top1 is differentiable.
+Logits are rounded to the dtype of input and weight (autocast's under autocast) as a linear layer's are, before the
+bias, which is added in fp32; everything after is fp32, and so are the results. Every result but is_top1 is
+differentiable.
 
 Saved for backward: the inputs, one log-sum-exp a row (and the results, small), and logits, since each row's incoming
 gradients are not known in the forward. `kept_logits.py` says which logits are kept; backward computes the others again.

@@ -6,9 +6,7 @@ A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the 
 returned apart on request. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
     none  the loss of every row      sum  their sum
     mean  the sum divided by the sum of w[y] (torch's rule), the z-loss by the number of rows that count; 0 / 0 is nan
-Shapes: input [n_rows, n_cols], target [n_rows] int64 or int32, weight [n_cols] -> loss [] or [n_rows].
-Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, the loss rounded to the logits' dtype as torch does
-(fp32 under autocast).
+Everything is computed in fp32, the loss rounded to the logits' dtype as torch does (fp32 under autocast).
 
 The forward reads a row twice at most: once to find lse by blocks, then in reverse order (the last blocks are still in
 cache) to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is all that is

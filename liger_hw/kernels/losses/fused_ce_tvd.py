@@ -2,9 +2,7 @@
 
     ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
 Rows whose target is ignore_index have losses and gradient of exactly zero.
-Shapes: student_logits, teacher_logits [n_rows, n_cols], target [n_rows] int64 or int32 -> ce [n_rows], tvd [n_rows].
-Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so are the results, which are differentiable one
-by one. The teacher has no gradient.
+Everything is computed in fp32, and so are the results, which are differentiable one by one.
 Saved for backward: the logits and five fp32 numbers a row, so that backward reads each of them once. The
 arithmetic is the same as in distill_rows.py.
 

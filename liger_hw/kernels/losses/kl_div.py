@@ -3,9 +3,7 @@
     term = t (log max(t, eps) - x)          t a probability, 0 where t is 0
     term = e^t (t - x)                      with log_target: t a log-probability
     none  every term [n_rows, n_cols]      sum  of all      mean  over all elements      batchmean  sum / n_rows
-Shapes: input x [n_rows, n_cols] log-probabilities, target t [n_rows, n_cols] -> loss [] or [n_rows, n_cols].
-Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in the dtype that torch promotes input and
-target to (fp32 under autocast).
+Everything is computed in fp32, the loss in the dtype that torch promotes input and target to (fp32 under autocast).
 Saved for backward: the gradient, -t (or -e^t) times the reduction's share, which the forward writes in the same pass;
 with reduction="none" the target. The target has no gradient. See divergence_rows.py for the kernel.
 

@@ -4,10 +4,7 @@ With s = softcap * tanh(logits / softcap) / temperature of a row, p = softmax(s)
     log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax logits == y)
 Rows whose target is ignore_index have results and a gradient of exactly zero.
 
-Shapes: logits [..., n_cols], target [...] int64 or int32 -> log_probs [...], entropy [...], is_top1 [...].
-
-Dtypes: logits are fp32, fp16 or bf16; everything is computed in fp32, and results are fp32. All but is_top1 are
-differentiable. For a caller that has the logits already: `fused_linear_log_probs` never makes them.
+For a caller that has the logits already: `fused_linear_log_probs` never makes them.
 
 Saved for backward: the logits, a log-sum-exp a row, and the entropy. One read of the logits forward, a read and a write
 backward, by the kernels of log_prob_rows.py.

@@ -3,9 +3,7 @@
     term = |p - q| / 2, with the derivative 0 at a tie
     none  every term [n_rows, n_cols]     sum  of all     batchmean  sum / rows that count     mean  that / n_cols
 Rows whose label is ignore_index do not count; without labels all do. Where none counts the loss is zero.
-Shapes: p, q [n_rows, n_cols] probabilities, shift_labels [n_rows] -> loss [] or [n_rows, n_cols].
-Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in the dtype that torch promotes p and q to (fp32
-under autocast).
+Everything is computed in fp32, the loss in the dtype that torch promotes p and q to (fp32 under autocast).
 Saved for backward: the gradient of p, which the forward writes in the same pass; with reduction="none" p and q. q has
 no gradient. See divergence_rows.py for the kernel.
 

@@ -8,9 +8,7 @@ For a row of logits s over the whole vocabulary of V, target y and smoothing e, 
 Each rank of the group holds a part of the columns, in the order of the ranks; parts may be unequal (vocab_parts.py).
 Rows whose target is ignore_index have no loss and a gradient of exactly zero. A target that no rank holds has the score
 0 and no gradient of its own.
-Shapes: vocab_parallel_logits [..., n_cols] (Megatron: [seq, batch, n_cols]), target [...] int64 or int32 with indices
-of the whole vocabulary -> loss [...].
-Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so is the loss.
+Everything is computed in fp32, and so is the loss.
 Saved for backward: the logits and one log-sum-exp a row. The forward reads the logits once and exchanges the widths of
 the parts and two numbers a row (three with smoothing); backward reads the logits once and exchanges nothing.
 

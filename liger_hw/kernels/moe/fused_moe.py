@@ -3,9 +3,7 @@
     z = x[t] @ gate_up_proj[e]^T + gate_up_bias[e]          for each of a token's top_k experts e, with weight w
     out[t] = sum over them of w * (gate(z) @ down_proj[e]^T + down_bias[e])
 
-Shapes: x [T, H], gate_up_proj [E, 2 I, H] (ungated [E, I, H]), down_proj [E, H, I], top_k_index and top_k_weights
-[T, K], out [T, H]. The gate is `reference.Gate`. Dtypes: x, weights and biases share one; sums are fp32, and z, gate(z)
-and the experts' results are rounded to it.
+The gate is `reference.Gate`. Sums are fp32, and z, gate(z) and the experts' results are rounded to x's dtype.
 
 The T * K slots are sorted by expert (`routing.py`). The first product gathers rows of x (`products.py`), a kernel over
 rows applies the gate (`gates.py`), the second product writes a row for each slot, and the rows of a token are added in

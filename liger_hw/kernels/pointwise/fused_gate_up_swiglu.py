@@ -1,7 +1,6 @@
 """SwiGLU of a fused gate-up projection: c = silu(gate_multiplier * a) * b * down_multiplier with [a, b] = y.
 
-Shapes: y [..., 2 * n_cols], the gate a first in every row, then b -> c [..., n_cols]. Both gradients go into one tensor
-like y. Dtypes, rounding and formula are swiglu.py's.
+Both gradients go into one tensor like y. Rounding and formula are swiglu.py's.
 Saved for backward: y. Where no other code can see it, its gradient is written over it.
 """
 

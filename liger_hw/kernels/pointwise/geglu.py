@@ -2,8 +2,7 @@
     tanh   P(a) = sigmoid(2 u),  u = sqrt(2 / pi) * (a + 0.044715 a^3);  the same as (1 + tanh(u)) / 2
     none   P(a) = (1 + erf(a / sqrt(2))) / 2, the exact normal distribution
 
-Shapes: a, b [..., n_cols] of one shape and dtype -> c like a.
-Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gelu(a) is rounded to the input's dtype, as torch rounds it in
+Arithmetic in fp32. gelu(a) is rounded to the input's dtype, as torch rounds it in
 `act_fn(gate) * up`; the product is rounded once, at the end.
 Saved for backward: a and b. Where no other code can see them, their gradients are written over them.
 Backward:  db = dc * gelu(a),  da = dc * b * (P + a * P'),  with P' = 2 u' P (1 - P) or exp(-a^2 / 2) / sqrt(2 pi).

@@ -1,7 +1,6 @@
 """Squared ReLU: y = max(x, 0)^2, element by element.
 
-Shapes: x of any shape -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in fp32, rounded once. NaN stays NaN.
-Saved for backward: x. Backward:  dx = 2 * max(x, 0) * dy.
+Arithmetic in fp32, rounded once. NaN stays NaN. Saved for backward: x. Backward:  dx = 2 * max(x, 0) * dy.
 
 Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling",
 https://arxiv.org/abs/2109.08668

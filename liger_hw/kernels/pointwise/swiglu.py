@@ -1,7 +1,6 @@
 """SwiGLU: c = silu(gate_multiplier * a) * b * down_multiplier, with silu(g) = g * sigmoid(g), element by element.
 
-Shapes: a, b [..., n_cols] of one shape and dtype -> c like a; fused_gate_up_swiglu.py takes both in one tensor.
-Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
+Arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
 torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once.
 Saved for backward: a and b. Where the caller owns them, as an MLP does, their gradients are written over them.
 Backward, with g = gate_multiplier * a and d = dc * down_multiplier:  db = d * silu(g),
