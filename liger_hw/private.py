@@ -24,9 +24,9 @@ refuses_data_ptr = _C._set_throw_on_mutable_data_ptr  # a tensor without memory 
 # of autograd
 keeps_graph = getattr(_C._autograd, "_get_current_graph_task_keep_graph", None)  # whether a backward may run again
 graph_task = _C._current_graph_task_id  # whether autograd runs a backward now
-has_forward_gradients = _C._is_fwd_grad_enabled  # off inside an autograd.Function alone
+has_forward_gradients = _C._is_fwd_grad_enabled  # False only inside an autograd.Function
 hooks_on_top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)  # ours or another's; since torch 2.8
-allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled  # whether they are forbidden here
+allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled  # False where a program disabled them
 
 # of libraries and devices
 assert_async = torch._assert_async  # an assertion on the device without waiting for it

@@ -284,7 +284,7 @@ def _kernel_package(value: Any) -> str:
 
 @contextlib.contextmanager
 def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
-    """The family as `arm` has it, and as it was afterwards; yields the patch report of liger_hw, else None.
+    """Patches the family as `arm` does, and undoes it at the end; yields the patch report of liger_hw, else None.
 
     Raises `Absent` where the arm cannot run here.
     """

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", choices=GPUS, required=True, metavar="NAME", help=f"what to train on: {', '.join(GPUS)}")
     add("--batch", type=positive, required=True, help="sequences a GPU takes at a time")
     add("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
-    add("--layers", type=positive, help="other than the model has (default: the model's)")
+    add("--layers", type=positive, help="number of layers (default: the model's)")
     add("--lora", action="store_true", help="adapters on every linear layer; the rest does not train")
     add("--gpus", type=positive, default=1, help="of one host, that share the model's state (default 1)")
     add("--engine", choices=ENGINES, metavar="NAME", help=f"what shards them: {', '.join(ENGINES)} (default fsdp2)")

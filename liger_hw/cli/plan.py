@@ -4,7 +4,7 @@
     liger-hw plan --model my/config.json --batch 1 --seq 32768 --memory 80GiB 140GiB
     liger-hw plan --model llama-3-8b --seq max --memory 140GiB --gpus 4   the longest sequence
 
-Predicted from the model's shape alone, without a device; what was taken for granted is printed underneath, and for one
+Predicted from the model's shape alone, without a device. What is assumed is printed below the table, and with one
 --memory how to launch what fits. The same planner answers `activations="fit"` and `"80GiB"` of a patched model.
 """
 
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, default=1, help="sequences a device takes at a time (default 1)")
     add("--seq", type=_length, required=True, help="tokens of a sequence, as 8192 or 8k, or max")
     add("--memory", nargs="+", default=[], metavar="80GiB", help="what a step may use (default: the device here)")
-    pinned = "host memory that a device may pin (default: four fifths of what is free here; with --memory any)"
+    pinned = "host memory that a device may pin (default: four fifths of what is free here; no limit with --memory)"
     add("--host-memory", metavar="100GiB", help=pinned)
-    add("--layers", type=positive, help="other than the model has (default: the model's)")
+    add("--layers", type=positive, help="number of layers (default: the model's)")
     add("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
     add("--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)")
     add("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit")
@@ -204,6 +204,6 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         notes.append(f"--float8: a step at `keep` is predicted to be {planner.float8_gain():.2f}x as fast as in bf16.")
     parts = planner.layer.growing | {"two layer inputs at `offload`": 2 * planner.layer.kept["full"]}
     words = ", ".join(f"{name} {size / planner.tokens / 1024:.1f}" for name, size in parts.items())
-    notes.append(f"What grows at `tiled` and `offload`, in KiB a token, while a layer goes back: {words}.")
+    notes.append(f"What grows at `tiled` and `offload` during a layer's backward, in KiB a token: {words}.")
     meaning = "Speed is against `keep`; seconds are a step's on an H200; `default` is a patch without activations=."
     print(fold("\n".join([*notes, f"Assumed: {planner.assumptions}; {attention}. {meaning}"])))

@@ -208,7 +208,7 @@ def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
     for home in behind:
         for module in _searched(home):
             if home == _TRANSFORMERS and attribute not in {*vars(module), *module.HOME}:
-                continue  # it would look here
+                continue  # its __getattr__ looks in compat too
             value = getattr(module, attribute, _ABSENT)
             if isinstance(value, ModuleType) and value.__name__.startswith("liger_hw."):
                 continue  # a module of that name is the shim's own

@@ -3,8 +3,8 @@
 `find_access(head)` answers for an output head. Sharded data parallelism gathers a weight around its module's forward,
 so there the loss runs in the place of that forward, hooks and all (`Access.caller`). Tensor parallelism never gathers
 it: the loss runs on this rank's slice of the vocabulary (`Access.group`). `find_slice` answers for Megatron's output
-layer, whose weight is such a slice at any time. `whole_shape` is the shape that a parameter has when it is gathered,
-which says what a module computes while it holds a shard, or nothing.
+layer, whose weight is such a slice at any time. `whole_shape` is the shape that a parameter has when it is gathered:
+a module is recognised by it while it holds a shard, or nothing.
 
 torch.distributed.tensor, FSDP and DeepSpeed are recognised by the names of their hooks and classes and imported only
 where one of them is found.
@@ -37,8 +37,8 @@ class Access:
     """How the loss reads an output head's weight.
 
     linear: the `nn.Linear` whose weight it is
-    caller: the module to call so that the weight is whole while `linear`'s own forward runs, in whose place the loss
-    runs; None where the weight may be read at any time
+    caller: the module whose call gathers the weight for `linear`'s forward, which the loss replaces during that call;
+    None where the weight may be read at any time
     slot: the attribute of `linear` that holds its own forward
     mesh: the DeviceMesh whose ranks each hold an equal or shorter slice of the vocabulary; None for a whole weight
     layout: placement of the hidden states on that mesh
@@ -56,7 +56,7 @@ class Access:
         return None if self.mesh is None else self.mesh.get_group()
 
     def arrived(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of every row, as the rows' targets are: under sequence parallelism they are gathered."""
+        """The hidden states of all rows, for which there are targets: gathered under sequence parallelism."""
         if self.mesh is None:
             return hidden
         from torch.distributed.tensor import DTensor, Replicate
@@ -101,7 +101,8 @@ def head_loss(
 
     For a loss of your own, such as one of `liger_hw.chunked_loss`, under FSDP or ZeRO-3, which gather the weight around
     the head's forward. Call it inside the forward of the model that the engine wraps. loss must return one tensor.
-    Raises `ValueError` for a head that is not read so: tensor parallel, quantised, with an adapter or foreign hooks.
+    Raises `ValueError` for a head whose weight cannot be read: tensor parallel, quantised, with an adapter or foreign
+    hooks.
     """
     head = head.module if type(head).__name__ == "OutputHead" else head  # a patched forward's stand-in
     access = find_slice(head) if is_megatron(head) else find_access(head)

@@ -577,7 +577,7 @@ def test_plan_command_of_the_longest(capsys):
     assert main(arguments) == 0
     alone = capsys.readouterr().out
     assert re.search(r'activations=\["offload"\] \* \d+ \+ \["tiled"\] \* \d+\)', alone)
-    assert "What grows at `tiled` and `offload`, in KiB a token, while a layer goes back: norm output" in alone
+    assert "What grows at `tiled` and `offload` during a layer's backward, in KiB a token: norm output" in alone
     assert "expandable_segments:True python train.py" in alone and "accelerate" not in alone
     assert main([*arguments, "--gpus", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

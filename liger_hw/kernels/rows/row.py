@@ -30,7 +30,7 @@ has negative ones:
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)            # masked by edge < n_cols - head
 
-A kernel that wants no reductions of their own for the edges takes them into the row's last tile (`tail_columns`).
+A kernel that should not reduce the edges separately reads them in the row's last tile (`tail_columns`).
 
 Why whole vectors may be read: what is read outside the row are elements of the neighbouring rows or, at the end of a
 tensor, what lies between that end and the next boundary. Such a read cannot fail. Its address is a multiple of 16, so
@@ -38,7 +38,7 @@ it stays within a unit of 16 bytes that also holds an element of the tensor, and
 out whole units of at least that size. (Where a 16-bit and an fp32 tensor are read by the same vectors, an fp32
 vector is 32 bytes, and so is the unit: `begins_whole`.) It has no effect either: a selection, not a product, replaces
 what was read, so that even NaN leaves no trace (tests/kernels/test_read_behind.py). A mask that ended with the row
-instead would split every load into loads of single elements, for the compiler sees no vector of one mask then.
+would split every load into loads of single elements, because the compiler could not see that a vector's mask is equal.
 """
 
 from __future__ import annotations
