@@ -1,9 +1,9 @@
 """The lock file: every configuration of a job pinned in one text file, the same on every rank and machine.
 
-`liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What
-it names answers on any device, whatever is tuned there later; the heuristic's choices are pinned too, since they depend
-on the device. An entry that is illegal on the device at hand is an error. It is a table (`tables.py`) whose digest
-covers every key and configuration.
+`liger-hw lock --model mistral-7b` writes it for one device, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the
+registry. Its entries answer whatever is tuned later. The heuristic's choices are pinned too, since they depend on the
+device. On another device it is used as well, but an entry that is illegal there is an error. It is a table
+(`tables.py`) whose digest covers every key and configuration.
 """
 
 from __future__ import annotations

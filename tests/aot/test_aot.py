@@ -315,7 +315,7 @@ def test_the_certificate_of_a_known_kernel(workers):
 
 
 def test_a_configuration_that_spills_is_seen(workers):
-    """One row of 65536 columns on 4 warps cannot be held: TRAPS.md measured 1561 spilled registers on gfx1100."""
+    """One row of 65536 columns on 4 warps cannot be held: 1561 registers spill on gfx1100."""
     from liger_hw.backends import LaunchConfig
 
     wide = {"rms_norm.fwd": LaunchConfig({"BLOCK_SIZE": 65536, "ROWS": 1}, 4)}
