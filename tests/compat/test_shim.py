@@ -436,11 +436,12 @@ from liger_kernel.transformers import LigerMHC
 from liger_kernel.transformers.fused_neighborhood_attention import LigerFusedNeighborhoodAttentionConfig
 from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 from liger_kernel.transformers.llama4_rope import apply_liger_llama4_rope_full
+from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb as text
 from liger_kernel.transformers.mhc import LigerMHC as same
 assert same is LigerMHC and LigerFusedNeighborhoodAttentionConfig().to_dict()["num_heads"] == 12
 modeling = types.SimpleNamespace()
 apply_liger_llama4_rope_full(modeling)
-assert modeling.apply_rotary_emb.__name__ == "liger_llama4_text_rotary_pos_emb"
+assert modeling.apply_rotary_emb is text
 torch.manual_seed(0)
 layer = LigerMHC(torch.nn.Linear(6, 6), hc=3, c=6, phi_dtype=torch.float32, allow_fp32=True)
 x = torch.randn(2, 5, 3, 6, requires_grad=True)
