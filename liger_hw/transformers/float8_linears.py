@@ -47,9 +47,10 @@ class SharedInput:
     def rows(self, x: torch.Tensor, settings: Settings) -> Float8Rows:
         """x in FP8: what the linear before made of it, if it had this very tensor, unchanged since.
 
-        Each linear takes it once: what comes to one again is quantised again, since a write through `x.data` does not
-        count as a change. (Between two linears of one forward such a write is not seen. In torch too it makes the first
-        one's gradient wrong.) A tensor of `torch.inference_mode` counts no change: it is quantised each time.
+        Each linear takes a copy once. A tensor that comes to the same linear again is quantised again, since a write
+        through `x.data` leaves its version as it was. (Such a write between two linears of one forward is not seen. In
+        torch too it makes the first one's gradient wrong.) Tensors of `torch.inference_mode` have no version: they are
+        quantised each time.
         """
         counts, taker = not x.is_inference(), id(settings)
         if counts and self.state is not None:
@@ -87,7 +88,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features]; returns [..., out_features]."""
-        undone = not isinstance(self, Float8Linear)  # since, and called by a wrapper that kept this method
+        undone = not isinstance(self, Float8Linear)  # a wrapper kept this method, and `undo` came since
         if undone or isinstance(input, torch.fx.Proxy):
             return nn.functional.linear(input, self.weight if undone else self._widened(), self.bias)
         settings, (weight, *state) = self.float8, self._operands()
@@ -114,7 +115,8 @@ class Float8Linear(nn.Linear):
         return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *state)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
-        """The weight, its scale where it is kept in FP8, and where scales are left, but under torch.compile."""
+        """The weight; its scale, if it is kept in FP8; and where to note scales for `overflow`, or None under
+        torch.compile."""
         return self.weight, None, None if torch.compiler.is_compiling() else self.float8.scales
 
     def _widened(self) -> torch.Tensor:
@@ -220,7 +222,7 @@ class KeptFloat8Linear(Float8Linear):
         super().give_back()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """The weight is stored in its dtype: on the CPU, for which the device may have no room."""
+        """The weight is stored in its dtype, on the CPU, since the device may have no room for it."""
         weight = self._widened()
         destination[f"{prefix}weight"] = weight if is_dtensor(weight) else weight.cpu()
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -279,8 +281,8 @@ class Float8Report:
         """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the last forward
         and backward of each linear; empty where none had. Quantising finite numbers never overflows.
 
-        Quantising knows it already, so that training does nothing for it. It waits for the device. What torch.compile
-        traced is not seen.
+        The scales show it, so that training does no extra work for it. The call waits for the device. It does not see
+        what torch.compile traced.
         """
         overflows = {}
         for path, module in zip(self.linears, self._modules):

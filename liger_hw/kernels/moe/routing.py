@@ -161,7 +161,7 @@ def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, ite
 def _tunable(
     variant: str, kernel, blocks: dict[str, int], tile: int, per_thread: int, space: list[LaunchConfig]
 ) -> Tunable:
-    """All of them change where integers are computed, never a result.
+    """A tunable of which no knob changes a result: they are integers.
 
     blocks: the heuristic's; tile: how many integers a program holds at a time; per_thread: how many of them a thread
     """
@@ -190,7 +190,7 @@ def _space(warps: tuple[int, ...], **blocks: tuple[int, ...]) -> list[LaunchConf
     return [LaunchConfig(dict(zip(blocks, sizes)), n_warps) for n_warps, *sizes in choices]
 
 
-# Microseconds in all beside the products' milliseconds: a handful of candidates each.
+# Few candidates each: all five take microseconds, where the products take milliseconds.
 COUNT = _tunable("count", _fused_moe_count_kernel, {}, _SLOTS, 2, _space((1, 2, 4, 8)))
 PREFIX = _tunable("prefix", _fused_moe_prefix_kernel, {"BLOCK_T": 64}, 64 * _COLS, 8, _space((4,), BLOCK_T=(32, 128)))
 OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, {"BLOCK_T": 16}, 16 * 256, 32, _space((8,), BLOCK_T=(16, 32)))

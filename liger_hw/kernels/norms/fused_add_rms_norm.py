@@ -63,7 +63,7 @@ fused_add_rms_norm_bwd = define(
 
 
 def _normalised_again(s, w, eps, offset, casting):
-    """y of the sum alone. The same kernel, adding nothing: another may sum a row in another order."""
+    """y from the sum s, by the same kernel with a residual of zeros: another kernel may add a row in another order."""
     return fused_add_rms_norm_fwd(s, torch.zeros_like(s), w, eps, offset, casting)[0]
 
 

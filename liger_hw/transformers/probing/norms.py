@@ -160,7 +160,7 @@ _MISMATCHES = 0.02
 _WIDTH = 64
 """Of the probe's input, where the module has no weight and names no width."""
 _OTHER_BATCHES = ((1, 1), (1, 67), (5,))
-"""Leading dimensions that a norm must treat as the probe's own."""
+"""Further leading dimensions of inputs, for which a norm must agree too."""
 
 
 class _Probe:
