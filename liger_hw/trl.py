@@ -92,7 +92,7 @@ class _Function:
 
 
 class Installed(contextlib.ExitStack):
-    """A context manager whose end, or `uninstall()`, puts back what was there before."""
+    """A context manager whose end, or `uninstall()`, puts back what was there before, if ours is there still."""
 
     uninstall = contextlib.ExitStack.close
 
@@ -103,7 +103,13 @@ def install() -> Installed:
     Raises `ImportError` without TRL, or with a TRL whose head takes other arguments: it is for TRL 1.15 and 1.16.
     """
     utils, installed = _trl_utils(), Installed()
-    installed.callback(setattr, utils, _NAME, getattr(utils, _NAME))
+    before = getattr(utils, _NAME)
+
+    def put_back() -> None:
+        if getattr(utils, _NAME) is _Function:  # another may have been taken back first
+            setattr(utils, _NAME, before)
+
+    installed.callback(put_back)
     setattr(utils, _NAME, _Function)
     return installed
 

@@ -148,6 +148,10 @@ def test_install_is_undone(monkeypatch):
         assert utils._ChunkedLogProbFunction.apply is liger_hw.trl.log_probs  # the outer one still is
     assert utils._ChunkedLogProbFunction is before
     installed.uninstall()
+    first, second = liger_hw.trl.install(), liger_hw.trl.install()
+    first.uninstall()
+    second.uninstall()  # the earlier one was taken back first: ours does not come again
+    assert utils._ChunkedLogProbFunction is before
     liger_hw.trl.install()
     liger_hw.trl.uninstall()
     assert utils._ChunkedLogProbFunction is before
