@@ -34,6 +34,10 @@ log = logging.getLogger("liger_hw")
 _PART = "activations"
 _DEFAULT = "activations by default"
 """The part of a default's functions: unlike levels that were named, they may stand beneath others."""
+_HOOKED = (
+    "keeps everything in layers whose modules have hooks, since they may write to what would be computed "
+    "again (`output.data`); level full runs hooks again"
+)
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
@@ -104,6 +108,9 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
             return forward(*args, **kwargs)
     if level not in CHECKPOINTED:
         aside = recipes.inside_foreign_hooks()
+        if level != "keep" and recipes.hooks_may_write(layer):
+            recipes.say_once(f"activations: level {level} {_HOOKED}", logging.WARNING)
+            level = "keep"
         with recipes.Scope(_SCOPES[level]) as scope:
             returned = forward(*args, **kwargs)
         if level != "keep" and not scope.left_out and not aside:

@@ -76,7 +76,7 @@ def offer(
     _attach(recipe, output)
     if output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
         _casts_seen = True
-        ctx.__dict__.setdefault(_MARK, {})[number] = weakref.ref(recipe)  # weak: the node outlives what it saved
+        ctx.__dict__.setdefault(_MARK, {})[number] = weakref.ref(output)  # weak: the node outlives its outputs
 
 
 def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
@@ -197,7 +197,8 @@ def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
     if node is None or node.name() != "ToCopyBackward0":
         return None
     source, number = node.next_functions[0]
-    parent = getattr(source, _MARK, {}).get(number, _nothing)()
+    output = getattr(source, _MARK, {}).get(number, _nothing)()
+    parent = None if output is None else _recipe_of(output)  # none for an output that was written before the copy
     if parent is None or (t.shape, t.stride()) != parent.geometry[:2] or t.device != parent.device or t._version:
         return None
     recipe = parent.casts.get(t.dtype, _nothing)()
@@ -236,13 +237,13 @@ class Recipe:
     def gives(self, t: torch.Tensor) -> bool:
         """Whether `t`, which lies in the output's memory, is as it was computed (not written since), and still can be.
 
-        It cannot where a parameter was freed since: where a norm is an FSDP unit, its weight is freed after the norm's
-        forward and gathered again for the norm's backward, which is later than the next op needs the output.
+        It cannot where an input was written or freed since: where a norm is an FSDP unit, its weight is freed after the
+        norm's forward and gathered again for the norm's backward, which is later than the next op needs the output.
         """
         return t.dtype is self.dtype and t._version == self.version and self.has_its_inputs()
 
     def has_its_inputs(self) -> bool:
-        """Whether no tensor that the computation reads has lost its memory."""
+        """Whether all that the computation reads is as it was."""
         for arg in self.args:
             if type(arg) is _Input and not arg.is_there():
                 return False
@@ -311,12 +312,12 @@ class _Input:
         self.packed = t if type(t) is Handle else pack(t) if recipe is None else Handle(recipe, t)
 
     def is_there(self) -> bool:
-        """Whether this is no tensor without memory, nor a handle on a recipe that reads one."""
+        """Whether this is a tensor that has its memory, not written since, or a handle on a recipe that reads such."""
         if type(self.packed) is not tuple:
             return self.packed.recipe.has_its_inputs()
-        t = self.packed[0]  # FSDP takes a weight's memory; ZeRO-3 its elements, but of a persistent one
+        t, version = self.packed  # FSDP takes a weight's memory; ZeRO-3 its elements, but of a persistent one
         has_memory = t.numel() == self.count and (self.count == 0 or t.untyped_storage().nbytes() > 0)
-        return has_memory and getattr(t, "ds_persist", True)
+        return has_memory and t._version == version and getattr(t, "ds_persist", True)
 
     def restore(self, name: str, index: int) -> torch.Tensor:
         if type(self.packed) is not tuple:
@@ -384,6 +385,22 @@ def _is_deterministic(module: torch.nn.Module) -> bool:
 
 _PACKAGES = ("torch", "torchao", "peft", "bitsandbytes", "liger_hw")
 """Packages whose projections keep nothing of what they return."""
+_ENGINES = (*_PACKAGES, "transformers", "accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning")
+"""Packages whose hooks write to no tensor in a way that torch does not count."""
+
+
+def hooks_may_write(layer: torch.nn.Module) -> bool:
+    """Whether hooks of a program run inside a layer. What they write to an output's `.data`, or to numpy's view of it,
+    torch does not count: computed again, the output would lack it."""
+    parts = list(layer.children())  # not the layer itself, whose hooks run around its forward
+    for part in parts:  # which grows
+        if part._forward_hooks or part._forward_pre_hooks:
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+                module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+                if module.partition(".")[0] not in _ENGINES:
+                    return True
+        parts += [child for child in part._modules.values() if child is not None]
+    return False
 
 
 def owns_outputs(*projections: torch.nn.Module) -> bool:

@@ -397,6 +397,8 @@ def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | Non
         x = args[0] if args else kwargs.get("hidden_states")
         if not last[self] or not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES or should_use_original(x):
             return instead(self, *args, **kwargs)
+        if recipes.hooks_may_write(self):
+            return instead(self, *args, **kwargs)
         with recipes.Scope(recipes.CHEAP):
             return instead(self, *args, **kwargs)
 
@@ -519,6 +521,9 @@ def gated_replacement(
         else:
             g = project(gate_projection, x)
             u = project(up_projection, x)
+        if g.dtype is not u.dtype:  # a hook or an adapter has widened one of them
+            wide = torch.promote_types(g.dtype, u.dtype)
+            g, u = g.to(wide), u.to(wide)
         owned, y = owns_outputs(gate_projection, up_projection), None
         if may_fuse and hasattr(type(projection), "after_gate"):  # a linear in FP8: the gate writes FP8 itself
             y = projection.after_gate(act, g, u, owned)

@@ -300,9 +300,30 @@ class _PassedOn(torch.autograd.Function):
 
 
 def _hook(model, copies):
+    def before(module, args):
+        return tuple(_PassedOn.apply(arg, copies) for arg in args)
+
+    def behind(module, args, output):
+        return _PassedOn.apply(output, copies)
+
+    before.__module__ = behind.__module__ = "deepspeed.runtime.zero"
     for module in model.modules():
-        module.register_forward_pre_hook(lambda _, args: tuple(_PassedOn.apply(arg, copies) for arg in args))
-        module.register_forward_hook(lambda _, args, output: _PassedOn.apply(output, copies))
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(behind)
+
+
+def test_hooks_of_a_program_inside_a_layer_keep_it(ledger, caplog):
+    """They may write what torch does not count; hooks on the layer itself run around its forward."""
+    recipes._logged.clear()
+    for part, keeps in (("before", True), ("", False)):
+        model = Decoder(count=2)
+        for layer in model.layers:
+            layer.get_submodule(part).register_forward_hook(lambda *_: None)
+        ledger.computed.clear()
+        with caplog.at_level("WARNING", "liger_hw"), liger_hw.activations("cheap", model):
+            gradients(model, contextlib.nullcontext())
+        assert bool(ledger.computed) is not keeps
+    assert len([r for r in caplog.records if "keeps everything in layers" in r.message]) == 1
 
 
 @pytest.mark.parametrize("copies", [None, False, True])
