@@ -12,6 +12,7 @@ computes the logits when an operator reads it (`__torch_dispatch__`). The gradie
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from typing import Any, Callable
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private import refuses_data_ptr, without_torch_function
 from ..runtime.operator import first_order
-from .deferred import DeferredLogits, NotRecorded, loss_arguments
+from .deferred import DeferredLogits, GradientWouldBeLost, NotRecorded, inside_a_function, loss_arguments
 
 
 class OutputLogitsFunction(torch.autograd.Function):
@@ -111,6 +112,7 @@ class OutputLogits(torch.Tensor):
     _has_hook = False
     _read_from: Any = None
     _plain: torch.Tensor | None = None
+    _plain_made_by: Any = None
 
     @property
     def is_deferred(self) -> bool:
@@ -124,11 +126,15 @@ class OutputLogits(torch.Tensor):
             with torch.inference_mode(False):
                 return self.materialise()
         needs_grad, is_as_made = self._place()
+        is_moved = self._plain is not None and self._read_from is not self._graph_node()
+        if self._is_changed() and (is_moved or inside_a_function()):
+            raise GradientWouldBeLost(_CHANGED)
         if self._plain is None:
             if self._parent is not None and is_as_made:
                 source = self._parent.materialise()
                 with self._logits._surroundings.restored(), torch.set_grad_enabled(needs_grad):
                     self._plain = self._logits._replay(source)
+                self._read_from, self._plain_made_by = self._graph_node(), self._plain.grad_fn
             else:
                 computed = self._logits.materialise().detach()
                 self._read(computed, needs_grad)
@@ -136,7 +142,7 @@ class OutputLogits(torch.Tensor):
                 derived = reference()
                 if derived is not None:
                     derived.materialise()
-        elif self._read_from is not None and self._read_from is not self._graph_node():
+        elif is_moved:
             self._read(self._plain.detach(), needs_grad)  # an autograd.Function changed or returned it since
         return self._plain
 
@@ -144,6 +150,7 @@ class OutputLogits(torch.Tensor):
         self._read_from = self._graph_node()
         with without_torch_function(), torch.set_grad_enabled(needs_grad):
             self._plain = _Passing.apply(self, computed)
+        self._plain_made_by = self._plain.grad_fn
 
     def _graph_node(self) -> Any:
         with without_torch_function():
@@ -201,11 +208,22 @@ class OutputLogits(torch.Tensor):
         logits."""
         return {node for reference in self._losses if (node := reference()) is not None}
 
+    def _is_changed(self) -> bool:
+        """Whether the plain tensor, or one that it shares memory with, was changed in place outside of a Function."""
+        return self._plain is not None and self._plain.grad_fn is not self._plain_made_by
+
+    def _shares_memory(self) -> bool:
+        """Whether logits that these were made from, or that were made from these, lie in their memory."""
+        others = [*self._chain()[1:], *(reference() for reference in self._derived)]
+        storages = [t._plain.untyped_storage()._cdata for t in others if t is not None and t._plain is not None]
+        return self._plain.untyped_storage()._cdata in storages
+
     def _in_graph(self) -> torch.Tensor:
-        """The tensor that stands in the autograd graph for these logits. For a recorded operation's result it is
-        the plain tensor once computed, since that comes from the parent's plain tensor."""
-        is_computed = self._parent is not None and self._plain is not None and self._place()[1]
-        return self._plain if is_computed else self
+        """The tensor that stands in the autograd graph for these logits. It is the plain tensor where that was changed
+        in place, and for a recorded operation's result, since that comes from the parent's plain tensor."""
+        if self._plain is None or (self._parent is not None and not self._place()[1]):
+            return self
+        return self if self._parent is None and not self._is_changed() else self._plain
 
     @torch.compiler.disable
     def _recorded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -232,6 +250,10 @@ class OutputLogits(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
         if func in _KNOWN:
+            if (
+                first._plain is not None and func is not torch.Tensor.__hash__
+            ):  # `unsqueeze_` may have changed its shape
+                return func(*_computed(args), **_computed(kwargs))
             with without_torch_function():
                 return func(*args, **kwargs)
         if func in _OF_GRAPH:
@@ -240,11 +262,16 @@ class OutputLogits(torch.Tensor):
             if func is torch.autograd.grad:
                 outputs, inputs = inspect.signature(func).bind(*args, **kwargs).args[:2]
                 tree_map_only(OutputLogits, lambda logits: _refuse_fused(logits, outputs), inputs)
+            if func is torch.Tensor.retain_grad and first.requires_grad:
+                first.materialise().retain_grad()  # which stays with the logits when they are changed in place
             args, kwargs = tree_map_only(OutputLogits, OutputLogits._in_graph, (args, kwargs))
             with without_torch_function():
-                if func == _GRAD and not first._has_hook and first._fused_losses():  # of backward(inputs=[logits])
+                result = func(*args, **kwargs)
+            if func == _GRAD and not first._has_hook and first._fused_losses():
+                if result is not None:  # of backward(inputs=[logits])
                     raise RuntimeError(_MISSED + _SKIP)
-                return func(*args, **kwargs)
+                warnings.warn(_MISSED + _SKIP, stacklevel=2)
+            return result
         if isinstance(first, OutputLogits):
             rest, named = _computed(args[1:]), {k: _computed(v) for k, v in kwargs.items() if v is not first}
             if func is F.cross_entropy:
@@ -255,13 +282,20 @@ class OutputLogits(torch.Tensor):
                 result = first._recorded(func, rest, named)
                 if result is not None:
                     return result
-        return func(*_computed(args), **_computed(kwargs))
+        plain = first.materialise() if isinstance(first, OutputLogits) else None
+        version = None if plain is None or plain.is_inference() else plain._version
+        result = func(*_computed(args), **_computed(kwargs))
+        if version is not None and plain._version != version and inside_a_function() and first._shares_memory():
+            raise GradientWouldBeLost(_SHARED)
+        return first if plain is not None and result is plain and inside_a_function() else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         def values(stand_in: OutputLogits) -> torch.Tensor:
             """The logits without their gradient: this is below autograd."""
             with torch.overrides.enable_reentrant_dispatch():
+                if torch.is_grad_enabled() and stand_in._is_changed():
+                    raise GradientWouldBeLost(_CHANGED)
                 plain = stand_in._logits.materialise() if stand_in._plain is None else stand_in._plain
                 return plain.detach()
 
@@ -276,6 +310,10 @@ _MISSED = (
     "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"
 )
 _SKIP = "; call the model with skip_logits=False, or, before a loss of your own, retain_grad() on the logits"
+
+_CLONE = "; call the model with skip_logits=False, or give it a clone"
+_SHARED = "liger_hw: an autograd.Function changes logits in place, of which a program has several views" + _CLONE
+_CHANGED = "liger_hw: an autograd.Function, or other C++, takes logits that were changed in place" + _CLONE
 
 
 def _refuse_hooked(gradients: Any) -> None:

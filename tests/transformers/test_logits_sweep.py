@@ -318,6 +318,45 @@ def _changed_by_a_function(x: torch.Tensor) -> torch.Tensor:
     return x.log_softmax(-1)
 
 
+class HalvedAtOnce(Halved):
+    """Returns what the method that changes its input in place returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+
+def _watched(x: torch.Tensor, watch: Callable, how: str) -> torch.Tensor:
+    """What a gradient with respect to logits that are changed in place says, watched before or after the change."""
+    x = x if how.startswith("logits") else x[:, :-1]
+    seen = watch(x) if how.endswith("before") else None
+    x.mul_(2.0)
+    seen = seen or watch(x)
+    loss = x.square().sum()
+    loss.backward(retain_graph=True)
+    return x * seen(loss)
+
+
+def _retain_grad(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    x.retain_grad()
+    return lambda loss: x.grad
+
+
+def _register_hook(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    gradients = []
+    x.register_hook(gradients.append)
+    return lambda loss: gradients[-1]
+
+
+WATCHES: dict[str, Callable] = {
+    "retain_grad": _retain_grad,
+    "register_hook": _register_hook,
+    "autograd.grad": lambda x: lambda loss: torch.autograd.grad(loss, x, retain_graph=True)[0],
+}
+WHERE = ["logits, before", "logits, after", "a slice, before", "a slice, after"]
+
+
 def _softmax(x):
     return x.softmax(-1)
 
@@ -397,6 +436,14 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a slice in inference mode": lambda x: _read_in_inference_mode(x, lambda y: y[:, :-1].softmax(-1)),
     "a loss in inference mode": lambda x: _read_in_inference_mode(x, lambda y: F.cross_entropy(y[:, 0], IDS[:, 0])),
     "changed in place by a Function": _changed_by_a_function,
+    "changed in place by a Function, at once": lambda x: HalvedAtOnce.apply(x).log_softmax(-1),
+    "backward of what was changed in place": lambda x: (x.mul_(2), x.backward(IDS[..., None] + x.detach()), x * 0)[-1],
+    **{
+        f"{name} of {how} a change in place": lambda x, watch=watch, how=how: _watched(x, watch, how)
+        for name, watch in WATCHES.items()
+        for how in WHERE
+        if name == "retain_grad" or how in ("logits, after", "a slice, after")  # hooks stay with what they were put on
+    },
     "keywords of torch": lambda x: torch.div(x, 0.5, rounding_mode=None).reshape(shape=(-1, VOCAB)),
     "returned by a Function": lambda x: F.cross_entropy(Tripled.apply(x).view(-1, VOCAB), IDS.flatten()),
     "times nan": lambda x: F.cross_entropy((x * float("nan")).view(-1, VOCAB), IDS.flatten()),
@@ -411,7 +458,43 @@ def test_programs(models, name):
     for use in USES.values():
         if "in place" in name and use in (USES["twice"], USES["before the loss's backward"], USES["read before"]):
             continue  # the second use would see the first one's change
+        if " a change in place" in name and use is USES["added to the loss"]:
+            continue  # a loss that does not pass by watched logits is refused
         assert_same(models, lambda out, use=use: use(out, PROGRAMS[name]))
+
+
+SHARED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a slice, then all": lambda x: (Halved.apply(x[:, :-1]), x)[1],
+    "all, then a view": lambda x: (x.view(-1, VOCAB), Halved.apply(x))[0],
+    "a cast that is none, then all": lambda x: (HalvedAtOnce.apply(x.to(x.dtype)), x)[1],
+    "after a change": lambda x: (x.mul_(2), Squared.apply(x))[1],
+    "after a change of a view": lambda x: (x[..., :3].zero_(), Squared.apply(x))[1],
+    "after a change, read nowhere": lambda x: (x.mul_(2), Tripled.apply(x))[1].exp(),
+    "after a cut": lambda x: (x.detach_(), Squared.apply(x) + torch.ones(1, requires_grad=True))[1],
+    "a checkpoint after a change": lambda x: (x.mul_(2), checkpoint(torch.sin, x, use_reentrant=True))[1],
+    "a script after a change": lambda x: (x.mul_(2), torch.jit.script(_softmax)(x))[1],
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_functions_and_changes_in_place_are_refused(models, name):
+    expected_error, _ = outcome(models[0], lambda out: backward(SHARED[name](out.logits)))
+    error, _ = outcome(models[1], lambda out: backward(SHARED[name](out.logits)))
+    assert not expected_error and ("GradientWouldBeLost" in error or "TorchScript" in error), error
+
+
+@pytest.mark.parametrize("change", ["unsqueeze_(0)", "transpose_(0, 1)", "squeeze_()", "t_()", "swapaxes_(1, 2)"])
+def test_a_shape_changed_in_place(models, change):
+    def program(out):
+        x = out.logits[0] if change == "t_()" else out.logits
+        other = x.view(-1, VOCAB)
+        eval(f"x.{change}")
+        assert hash(x) == id(x)
+        return torch.tensor([1.0 * x.dim(), len(x), *x.shape, *other.shape]), backward(
+            x.exp() * (x.shape[-1] + x.size(0))
+        )
+
+    assert_same(models, program)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -216,9 +216,21 @@ def test_a_gradient_with_respect_to_logits_is_right_or_refused(models, batch, lo
         value = FUSED_LOSSES[loss](outputs, batch["input_ids"])
         if options or loss == "a penalty" and way != "backward to them":
             torch.testing.assert_close(WAYS[way](value, outputs.logits), expected, rtol=1e-4, atol=1e-5)
+        elif way == "backward to them" and "penalty" not in loss:  # torch wrote no gradient there
+            with pytest.warns(UserWarning, match="does not pass by the logits.*; call the model with skip_logits"):
+                assert WAYS[way](value, outputs.logits) is None
         else:
             with pytest.raises(RuntimeError, match="does not pass by the logits.*; call the model with skip_logits"):
                 WAYS[way](value, outputs.logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_gradient_is_kept_where_torch_keeps_none(models, batch):
+    for loss in (*FUSED_LOSSES.values(), lambda outputs, ids: outputs.logits.sum()):
+        for model in models:
+            outputs = model(**batch)
+            loss(outputs, batch["input_ids"]).backward()
+            assert outputs.logits.grad is None and hasattr(outputs.logits, "grad")
 
 
 @pytest.mark.parametrize("module", ["torch.distributed.fsdp", "deepspeed.runtime.utils", "lightning.fabric.wrappers"])
