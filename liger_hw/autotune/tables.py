@@ -35,22 +35,15 @@ def to_record(name: Name, entry: Entry) -> dict[str, Any]:
 
 
 def from_record(record: Any, source: str) -> Line:
-    """One line from untrusted JSON data. Raises `ValueError` that names what is wrong."""
-    if not isinstance(record, dict):
-        raise ValueError(f"an entry is a JSON object, got {type(record).__name__}")
-    if missing := sorted({"op", "variant", "key", "config", "provenance"} - set(record)):
-        raise ValueError(f"the entry has no {missing[0]!r}")
-    op, variant, key, provenance = record["op"], record["variant"], record["key"], record["provenance"]
-    if not (isinstance(op, str) and isinstance(variant, str) and op.isidentifier() and variant.isidentifier()):
-        raise ValueError(f"op and variant are names, got {op!r} and {variant!r}")
-    if not isinstance(key, list) or not all(type(part) is int and abs(part) < 2**63 for part in key):
-        raise ValueError(f"key must be a list of integers of 64 bits, got {str(key)[:200]!r}")
-    if not isinstance(provenance, dict) or not isinstance(provenance.get("kind"), str):
-        raise ValueError("provenance must be an object with a `kind`")
-    version = record.get("version", 1)
-    if type(version) is not int or not 0 < version < 2**31:
-        raise ValueError("version must be a positive integer, the version of the kernel")
-    config = LaunchConfig.from_json(record["config"])
+    """One line from untrusted JSON data. Raises `ValueError` for what `to_record` does not give."""
+    try:
+        op, variant, key, provenance = (record[name] for name in ("op", "variant", "key", "provenance"))
+        version, config = record.get("version", 1), LaunchConfig.from_json(record["config"])
+        is_named = op.isidentifier() and variant.isidentifier() and isinstance(provenance["kind"], str)
+        if not is_named or not all(type(n) is int and abs(n) < 2**63 for n in (*key, version)) or version < 1:
+            raise TypeError("names, 64-bit integers and a version from 1 on are expected")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"no entry: {type(error).__name__}: {error}") from None
     return (op, variant, tuple(key)), Entry(config, provenance, version, source)
 
 

@@ -174,22 +174,16 @@ def _hash(data: Any) -> str:
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
     """In words what two ranks' facts differ in, or an empty string."""
-    names = [name for name in first if first[name] != other.get(name)]
     differences = []
-    for name in names:
-        if name == "target":
-            theirs = other[name]
-            fields = [field for field, value in first[name].items() if theirs.get(field) != value]
-            differences += [f"{field} {theirs.get(field)} instead of {first[name][field]}" for field in fields[:3]]
-        elif name in ("deterministic", "interpreted", "kernels"):
-            differences.append(f"{name} {other[name]} instead of {first[name]}")
-        elif name == "patched":  # stages of a pipeline have other modules, and so other counts
-            expected, counts = first[name], other.get(name) or {}
-            kernels = [k for k in {**expected, **counts} if expected.get(k) != counts.get(k)]
-            if "modules" not in kernels:
-                differences += [f"{k} on {counts.get(k, 0)} modules, not {expected.get(k, 0)}" for k in kernels]
-        else:
-            differences.append(f"different {name}")
+    for name, expected in first.items():
+        value = other.get(name)
+        if isinstance(expected, dict) and isinstance(value, dict):
+            parts = [part for part in {**expected, **value} if expected.get(part) != value.get(part)]
+            if "modules" not in parts:  # stages of a pipeline have other modules, and so other counts
+                words = (f"{part} {value.get(part, 0)} instead of {expected.get(part, 0)}" for part in parts[:3])
+                differences += [f"{name} {text}" for text in words]
+        elif value != expected:
+            differences.append(f"different {name}" if isinstance(expected, list) else f"{name} {value}, not {expected}")
     return ", ".join(differences)
 
 

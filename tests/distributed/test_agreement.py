@@ -156,8 +156,8 @@ os._exit(0)
 @pytest.mark.parametrize(
     "what, word",
     [
-        ("parts", "raised.*rank 1: swiglu on 0 modules, not 2.*LIGER_HW_SYNC_SECONDS=0.*"),
-        ("drift", "raised.*rank 1: deterministic True instead of False.*"),
+        ("parts", "raised.*rank 1: patched swiglu 0 instead of 2.*LIGER_HW_SYNC_SECONDS=0.*"),
+        ("drift", "raised.*rank 1: deterministic True, not False.*"),
         ("stages", "trained False"),
         ("off", "trained False"),
     ],
