@@ -661,7 +661,7 @@ def of_module(
     shape = models.as_built(models.from_config(config.to_dict(), type(source).__name__), source)
     count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # of which ZeRO-3 leaves a part
     trained = sum(n for n, p in zip(count, parameters) if p.requires_grad) / max(1, sum(count))
-    size = parameters[count.index(max(count))].element_size()
+    size = max(((n, p.element_size()) for n, p in zip(count, parameters) if p.element_size() > 1), default=(0, 2))[1]
     wider = any(p.requires_grad and p.element_size() > size for p in parameters)
     kind = parameters[0].device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)

@@ -29,7 +29,7 @@ from ..ops import expect
 from ..private import without_torch_function
 from ..runtime.sharding import is_dtensor
 from ..text import table
-from .replacing import is_traced
+from .replacing import KERNEL_DTYPES, is_traced
 
 GATES = {"silu": swiglu_float8.GATE, "gelu_tanh": geglu_float8.TANH, "gelu": geglu_float8.EXACT}
 SMALLEST = 512
@@ -319,7 +319,7 @@ def float8(
     Conv1D), and linears with a replaced forward.
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
     quantising in a step. `weight`, `state_dict` and `undo` give them in their dtype, but not what rounding took. A
-    weight that several modules share stays as it is.
+    weight that several modules share stays as it is, as does the first of a model, of which `model.dtype` is read.
     Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
     FP8, for a model of which no linear fits, and for keep_frozen where all weights train.
     """
@@ -368,6 +368,7 @@ def float8(
             module.__class__ = Float8Linear
             module.float8 = Settings(RECIPES[recipe], shared)
     uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    uses.update(next(module.parameters(), None) for module in model.modules() if hasattr(type(module), "dtype"))
     for path, module in zip(report.linears, report._modules) if keep_frozen else ():
         weight = module.weight
         if not weight.requires_grad and weight.dtype is not torch.float64 and uses[weight] == 1:
@@ -378,11 +379,11 @@ def float8(
 
 
 def _is_left_to_torch(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether an input is not multiplied in FP8: traced, nested or sparse, of a width that does not fit the weight's,
-    which torch refuses, in fp64, empty, or on the meta device."""
+    """Whether an input is not multiplied in FP8: traced, nested or sparse, of a width that does not fit the weight's
+    or a dtype that is no input's (torch refuses both), in fp64, empty, or on the meta device."""
     if is_traced() or x.is_nested or x.layout is not torch.strided:
         return True
-    return x.shape[-1:] != weight.shape[1:] or x.dtype is torch.float64 or not x.numel() or x.device.type == "meta"
+    return x.shape[-1:] != weight.shape[1:] or x.dtype not in KERNEL_DTYPES or not x.numel() or x.device.type == "meta"
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:

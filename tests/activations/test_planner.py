@@ -272,6 +272,16 @@ def test_layers_with_other_norms_are_refused(name, tmp_path, capsys):
     assert "norms of the hidden size" in capsys.readouterr().err
 
 
+def test_the_dtype_of_a_model_with_kept_weights():
+    """Not FP8, although its largest weights are."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1)
+    model = transformers.LlamaForCausalLM(config).bfloat16().requires_grad_(False)
+    liger_hw.float8(model, smallest=16, keep_frozen=True)
+    assert of_module(model, config, 2, 16).assumptions.dtype_bytes == 2
+
+
 @pytest.mark.parametrize("float8", (False, True))
 @pytest.mark.parametrize("adapters", ("fp32", "autocast", "model"))
 def test_bytes_that_adapters_keep(adapters, float8, monkeypatch):

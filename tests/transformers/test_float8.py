@@ -203,7 +203,14 @@ def test_gradient_checkpointing(reentrant):
     assert _same(_gradients(model), expected)
 
 
-REFUSED_BY_TORCH = {"narrow": (4, 20), "narrow, one token": (20,), "wide": (4, 48), "a number": ()}
+REFUSED_BY_TORCH = {
+    "narrow": torch.ones(4, 20),
+    "narrow, one token": torch.ones(20),
+    "wide": torch.ones(4, 48),
+    "a number": torch.ones(()),
+    "integers": torch.ones(4, 32, dtype=torch.int64),
+    "FP8": torch.ones(4, 32).to(torch.float8_e4m3fn),
+}
 LEFT_TO_TORCH = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(3, 32), torch.ones(2, 32)], layout=torch.jagged),
     "sparse": lambda: torch.eye(32).to_sparse(),
@@ -214,11 +221,11 @@ LEFT_TO_TORCH = {
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_inputs_that_do_not_fit_are_refused_as_without_float8(recipe, keep):
     """A narrow input is not padded up to the weight's width, as its FP8 is up to a multiple of 16."""
-    block = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in "ab").requires_grad_(not keep)
+    block = torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in "ab").requires_grad_(not keep)
     report = liger_hw.float8(block, recipe, smallest=16, keep_frozen=keep)
-    for shape in REFUSED_BY_TORCH.values():
-        with pytest.raises(RuntimeError, match="linear|shapes|size mismatch"):
-            block[0](torch.ones(shape))
+    for x in REFUSED_BY_TORCH.values():
+        with pytest.raises(RuntimeError, match="linear|shapes|size mismatch|same dtype"):
+            block[0](x)
     results = [block[0](x()) for x in LEFT_TO_TORCH.values()]
     report.undo()
     for result, x in zip(results, LEFT_TO_TORCH.values()):
@@ -615,6 +622,16 @@ def test_a_weight_that_linears_share_is_not_kept():
     report = liger_hw.float8(block, smallest=16, keep_frozen=True)
     assert [text.endswith(", kept") for text in report.linears.values()] == [False, False, True]
     assert block[1].weight is block[0].weight and report.undo() == 3
+
+
+def test_the_dtype_of_a_model_stays():
+    """transformers reads it of a model's first parameter, and programs cast pixels to it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Siglip2VisionConfig(**sizes, patch_size=4, num_patches=16)
+    model = transformers.Siglip2VisionModel(config).bfloat16().requires_grad_(False)
+    report = liger_hw.float8(model, smallest=16, keep_frozen=True)
+    assert model.dtype is torch.bfloat16 and sum("kept" in text for text in report.linears.values()) > 5
+    assert [path for path, text in report.linears.items() if "kept" not in text][0].endswith("patch_embedding")
 
 
 def test_a_linear_whose_input_is_cast_to_the_dtype_of_its_weight():
