@@ -117,7 +117,7 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
             _say_nothing_saved(level, forward, returned)
         return returned
     for name, cache in caches.items():
-        if hasattr(cache, "get_seq_length") and cache.get_seq_length(_place(layer)[0] or 0):
+        if _has_tokens(cache, layer):
             words = f"level {level} computes a layer again, which cannot read a cache that has tokens (prefix tuning)"
             raise ValueError(f"activations: {words}; name keep, cheap or mlp")
         recipes.say_once(
@@ -130,6 +130,14 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
         forward = functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
     with _kept_inputs(level, args):
         return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:
+    """Whether a cache has tokens of this layer; False for recurrent layers, which transformers does not count."""
+    try:
+        return bool(cache.get_seq_length() and cache.get_seq_length(_place(layer)[0] or 0))
+    except (AttributeError, ValueError):  # another kind of cache; a recurrent layer
+        return False
 
 
 def _kept_inputs(level: str, args: tuple) -> Any:
