@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -36,6 +37,7 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton_version() or None,
         "python": platform.python_version(),
+        "transformers": next((package.version for package in metadata.distributions(name="transformers")), None),
         "liger_hw": __version__,
         "liger": liger.environment(),
         "commit": commit or git_commit(),

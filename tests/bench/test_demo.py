@@ -9,6 +9,7 @@ import math
 import demo as script
 import pytest
 import torch
+import transformers
 
 from liger_hw.bench import training
 from liger_hw.bench.training import Original, Run
@@ -43,6 +44,7 @@ def test_the_arms_agree_and_everything_is_told(demo, tmp_path):
     hf, ours = data["runs"]
     assert (hf["arm"], ours["arm"]) == ("hf", "liger_hw") and len(hf["losses"]) == len(ours["losses"]) == 4
     assert hf["tokens_per_second"] > 0 and data["machine"]["torch"] == torch.__version__
+    assert data["machine"]["transformers"] == transformers.__version__
     assert data["verdicts"]["liger_hw"]["problems"] == []
     assert original.differences() == []  # the patch is gone
 
