@@ -16,12 +16,13 @@ FIRST, SECOND = 5, 7
 """Tokens of the two documents, the longer one last."""
 THRESHOLD = 0.01
 """Largest difference, as a share of the largest logit, that rounding may leave."""
-_EAGER = "gpt_oss deepseek_v4 mamba mamba2 falcon_mamba rwkv xlstm"
-_ANY = "glm4v_moe granitemoehybrid lfm2 lfm2_moe minimax nemotron_h recurrent_gemma"
-_NO_FLEX = "qwen2_vl qwen2_5_vl glm4v falcon_h1 bailing_hybrid bamba jamba kimi_linear olmo_hybrid qwen3_next qwen3_5"
+_EAGER = "gpt_oss deepseek_v4 mamba mamba2 falcon_mamba rwkv xlstm bloom inkling2 mpt xglm"
+_ANY = "afmoe biogpt glm4v_moe granitemoehybrid inkling lfm2 lfm2_moe lfm3 minimax nemotron_h opt recurrent_gemma zaya"
+_NO_FLEX = "bailing_hybrid bamba falcon falcon_h1 glm46v glm4v jamba kimi_linear olmo_hybrid qwen2_vl qwen2_5_vl"
+_NO_FLEX += " qwen3_next qwen3_5 qwen3_5_moe qwen4_exp"
 LEAKING = {
     **dict.fromkeys(_EAGER.split(), ("eager",)),
-    **dict.fromkeys((*_NO_FLEX.split(), "qwen3_5_moe"), ("eager", "sdpa")),
+    **dict.fromkeys(_NO_FLEX.split(), ("eager", "sdpa")),
     **dict.fromkeys(_ANY.split(), ("eager", "sdpa", "flex_attention")),
 }
 """Type of a model -> attention implementations with which `position_ids` do not keep its packed documents apart."""
