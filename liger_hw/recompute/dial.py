@@ -133,10 +133,13 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
 
 
 def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:
-    """Whether a cache has tokens of this layer; False for recurrent layers, which transformers does not count."""
+    """Whether a cache has tokens of this layer; False for recurrent ones, which do not count."""
     try:
-        return bool(cache.get_seq_length() and cache.get_seq_length(_place(layer)[0] or 0))
-    except (AttributeError, ValueError):  # another kind of cache; a recurrent layer
+        if not cache.get_seq_length():
+            return False
+        index = _place(layer)[0] or 0
+        return index in getattr(cache, "transformer_layers", (index,)) and bool(cache.get_seq_length(index))
+    except (AttributeError, ValueError):  # another kind of cache; a recurrent layer, since transformers 5
         return False
 
 

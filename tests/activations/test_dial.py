@@ -230,12 +230,8 @@ def test_caches(setting):
 @pytest.mark.parametrize("setting", ["full", "tiled", ["keep", "keep", "full", "full"]])
 def test_recurrent_layers_have_no_tokens_in_a_cache(setting):
     """transformers fills one in training too, and does not tell the tokens of a recurrent layer."""
-    sizes = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
+    names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+    sizes = dict(zip(names, (2, 2, 8, 8)))
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 8}
     model = tiny("Qwen3Next", **sizes, **experts, **kinds, shared_expert_intermediate_size=16)
