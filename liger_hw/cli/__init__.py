@@ -86,21 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # None: closed
+    code = 0
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _exit_code(argv)
         sys.stdout.flush()
-        return code
-    except (
-        OSError
-    ) as error:  # `liger-hw info | head`, or a full disk: nothing else may fail when Python flushes at exit
+    except OSError as error:  # `liger-hw info | head`, or a full disk: Python's flush at exit must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 0
-        print(f"liger-hw: {_one_line(error)}", file=sys.stderr)
-        return 2
+        if not code and not isinstance(error, BrokenPipeError):
+            print(f"liger-hw: {_one_line(error)}", file=sys.stderr)
+            code = 2
+    return code
 
 
 def _exit_code(argv: list[str]) -> int:
@@ -133,10 +132,11 @@ def _exit_code(argv: list[str]) -> int:
 def _report(argv: list[str], message: str, code: int) -> int:
     """Print an error to standard error, and as a document where standard output is to be JSON (`bench --json FILE`
     writes a file)."""
-    print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
-    following = dict(zip(argv, [*argv[1:], "-"]))
-    if "--json=-" in argv or "--json" in argv and (argv[0] != "bench" or following["--json"].startswith("-")):
-        print(json_text({"error": message}))
+    with contextlib.suppress(OSError):  # a closed pipe or a full disk: the exit code says it
+        print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
+        following = dict(zip(argv, [*argv[1:], "-"]))
+        if "--json=-" in argv or "--json" in argv and (argv[0] != "bench" or following["--json"].startswith("-")):
+            print(json_text({"error": message}))
     return code
 
 

@@ -133,6 +133,14 @@ def test_a_full_output_is_one_line():
     assert done.returncode == 2 and done.stderr == "liger-hw: No space left on device\n"
 
 
+@pytest.mark.parametrize("words, code", [(["cache", "list"], 0), (["explain", "nothing", "--json"], 2)])
+@pytest.mark.parametrize("output", [">&-", "| true", "2>&-", "2>/dev/full"])
+def test_an_output_that_nothing_reads_changes_no_exit_code(words, code, output):
+    command = " ".join([sys.executable, "-m", "liger_hw", *words, output])
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
+
+
 # -- info ------------------------------------------------------------------------------------------------------------
 
 
