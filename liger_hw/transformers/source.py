@@ -169,6 +169,8 @@ _KNOWN_FUNCTIONS = {
 """Functions with branches that change nothing where a kernel runs, and why."""
 _NO_BACKEND = "mps"
 """A kind of device on which no kernel of liger_hw runs, so that its modules always run their own forward there."""
+_DATA = (bool, int, float, complex, list, set, dict, torch.Tensor)
+"""Kinds of global variables whose value the probes saw, and which a program may change: no guard compares them."""
 _QUESTIONS = {isinstance, issubclass, hasattr, getattr, len, type, callable, bool, int, float, str}
 """Builtins whose answers follow from their arguments."""
 _AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype")
@@ -198,6 +200,7 @@ class _Reader(ast.NodeVisitor):
         self.receive_self = {ast.unparse(call.func) for call in calls if self._is_self(call.args[0])}
         self.reason = ""
         self.called: list[tuple[Any, Any]] = []
+        self.registries: set[int] = set()  # nodes that name a table of functions
 
     def visit(self, node: ast.AST) -> None:
         if not self.reason:
@@ -334,13 +337,17 @@ class _Reader(ast.NodeVisitor):
             is_clear = isinstance(self._named(called.value), dict) and self._is_settled(called.slice)
             if is_clear:
                 self._add(self._value(called), None)
+                self.registries.add(id(called.value))
         if not is_clear:
             self.reason = self.reason or f"it calls {ast.unparse(called)}, and its source does not say what that is"
         self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load):
-            self._add(self._named(node), self.owner if node.id in self.receive_self else None)
+            value = self._named(node)
+            if value is self.function.__globals__.get(node.id) and id(node) not in self.registries:
+                self._refuse_data(node, value)
+            self._add(value, self.owner if node.id in self.receive_self else None)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         base = node.value
@@ -356,8 +363,17 @@ class _Reader(ast.NodeVisitor):
                 self._add(vars(cls).get(node.attr), self.owner)
         elif isinstance(module := self._named(base), types.ModuleType):
             if module.__name__.partition(".")[0] not in _KNOWN_MODULES:  # DeepSpeed replaces torch's F.linear
+                self._refuse_data(node, self._named(node))
                 self._add(self._named(node), None)
         self.generic_visit(node)
+
+    def _refuse_data(self, node: ast.expr, value: Any) -> None:
+        """Refuse a global variable; an attribute of the module in its place would be compared by a guard."""
+        if isinstance(value, _DATA):
+            words = (
+                f"it reads the global variable {ast.unparse(node)}, which a program may change; keep it on the module"
+            )
+            self.reason = self.reason or words
 
     def _add(self, value: Any, owner: Any) -> None:
         """Note the Python code behind a value, if there is any."""

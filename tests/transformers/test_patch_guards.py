@@ -322,3 +322,39 @@ def test_a_class_replaced_between_two_patches_of_the_classes_is_seen(mistral, ba
         norms = [(row.where, row.left_alone) for row in report.rows if row.part == "rms_norm"]
         assert norms == [("Halved.forward", True)]
         torch.testing.assert_close(mistral.model()(**batch).loss, expected)
+
+
+GAIN = 1.0
+TABLE = {"gain": 1.0}
+
+
+class OfGlobal(SomeMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x) * GAIN) * self.up_proj(x))
+
+
+class OfTable(SomeMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * TABLE["gain"])
+
+
+def _scaled_by_global(x):
+    return F.silu(x) * GAIN
+
+
+class ThroughFunction(SomeMLP):
+    def forward(self, x):
+        return self.down_proj(_scaled_by_global(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("cls", [OfGlobal, OfTable, ThroughFunction])
+def test_a_forward_that_reads_a_global_variable_keeps_its_code(cls, monkeypatch):
+    """It was recognised with the value that the variable had, and went on with that one when a program changed it."""
+    model, x = nn.Sequential(cls(nn.SiLU())), torch.randn(5, 8)
+    report = liger_hw.patch(model)
+    reasons = [row.state for row in report.rows if row.left_alone and row.part == "swiglu"]
+    assert not report.patched and "reads the global variable" in reasons[0], str(report)
+    before = model(x)
+    monkeypatch.setitem(globals(), "GAIN", 2.0)
+    monkeypatch.setitem(TABLE, "gain", 2.0)
+    assert not torch.allclose(model(x), before)

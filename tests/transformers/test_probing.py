@@ -57,11 +57,11 @@ def _t5(self, x):
 
 
 def _layer_norm(self, x):
-    return F.layer_norm(x, (WIDTH,), self.weight, self.bias, self.eps)
+    return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def _layer_norm_1p(self, x):
-    return F.layer_norm(x, (WIDTH,), self.weight + 1.0, self.bias, 1e-5)
+    return F.layer_norm(x, self.weight.shape, self.weight + 1.0, self.bias, 1e-5)
 
 
 def _settled(self, x):
@@ -89,11 +89,11 @@ def _in_context(enter):
 
 
 def _normalized(self, x):
-    return self.weight * F.normalize(x, dim=-1) * WIDTH**0.5
+    return self.weight * F.normalize(x, dim=-1) * self.weight.shape[0] ** 0.5
 
 
 def _without_epsilon(self, x):
-    return F.rms_norm(x, (WIDTH,), self.weight)
+    return F.rms_norm(x, self.weight.shape, self.weight)
 
 
 def _other_on_cuda(self, x):
@@ -175,7 +175,7 @@ NOT_NORMS = {
     "twice the result": (lambda self, x: 2 * _llama(self, x), "neither"),
     "a limit of its inputs": (lambda self, x: _llama(self, x.clamp(-1000, 1000)), "of [2, 3, 24] of about 10000"),
     "a limit of its inputs and epsilon in the code": (
-        lambda self, x: F.rms_norm(x.clamp(-1000, 1000), (WIDTH,), self.weight, 1e-5),
+        lambda self, x: F.rms_norm(x.clamp(-1000, 1000), self.weight.shape, self.weight, 1e-5),
         "of [2, 3, 24] of about 10000",
     ),
     "another device": (_other_on_cuda, "may take another branch"),
