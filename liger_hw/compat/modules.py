@@ -67,7 +67,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 LigerRMSNormForMuseGlimmer = LigerRMSNormForGemma4
-LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLP
+LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLPForMuseGlimmer = LigerSwiGLUMLP
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
@@ -76,16 +76,6 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     def __init__(self, config, layer_idx=None, is_shared_mlp=False) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
-
-
-class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    """A gated MLP of Muse Glimmer, whose config calls the activation `hidden_activation`."""
-
-    def __init__(self, config) -> None:
-        named = copy.copy(config)
-        named.hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
-        super().__init__(named)
-        self.config = config
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

@@ -58,22 +58,24 @@ def liger_swiglu(
 
 
 def check_silu(module: str, activation: str) -> None:
-    """Raise `ValueError` unless a config's hidden_act is silu."""
+    """Raise `ValueError` unless a config's activation is silu."""
     if activation not in ("silu", "swish"):
         other = "; gelu variants take LigerGEGLUMLP" if "gelu" in activation else ""
-        check(False, module, f"computes silu (swish), but the config's hidden_act is {activation!r}{other}")
+        check(False, module, f"computes silu (swish), but the config's activation is {activation!r}{other}")
 
 
 class LigerSwiGLUMLP(torch.nn.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's LlamaMLP.
 
-    config: needs hidden_size and intermediate_size; hidden_act must be `silu` or `swish` (`ValueError`); mlp_bias=True
-    gives the three projections a bias. intermediate_size overrides the config's.
+    config: needs hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, must be
+    `silu` or `swish` (`ValueError`; default silu). mlp_bias=True gives the three projections a bias.
+    intermediate_size overrides the config's.
     """
 
     def __init__(self, config, intermediate_size: int | None = None) -> None:
         super().__init__()
-        check_silu("LigerSwiGLUMLP", getattr(config, "hidden_act", "silu"))
+        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+        check_silu("LigerSwiGLUMLP", activation)
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
