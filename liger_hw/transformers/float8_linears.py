@@ -264,11 +264,14 @@ class Float8Report:
     _modules: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> int:
-        """Give every linear its class back; how many there were. Raises `ValueError` for one parametrised since,
-        and for a weight kept in FP8 and sharded since."""
+        """Give every linear its class back; how many there were. Raises `ValueError` for one that was parametrised or
+        sharded by itself since, and for a weight kept in FP8 and sharded since."""
         for path, module in zip(self.linears, self._modules):
             if isinstance(module, Float8Linear) and type(module) not in _CLASSES:
-                raise ValueError(f"float8: {path} was parametrised since; remove its parametrizations before undo()")
+                raise ValueError(
+                    f"float8: {path} was parametrised since, or sharded by itself, and is a {type(module).__name__}; "
+                    "remove its parametrizations before undo(), or call undo() before fully_shard()"
+                )
             if is_dtensor(getattr(module, "weight_fp8", None)):
                 raise ValueError(f"float8: {path}'s weight is kept in FP8 and was sharded since; save a state_dict")
         ours = [module for module in self._modules if type(module) in _CLASSES]

@@ -709,6 +709,20 @@ def test_undo_of_a_linear_that_was_parametrised_since_is_refused():
     assert report.undo() == 2 and type(block[1]) is torch.nn.Linear
 
 
+def test_undo_of_a_linear_that_was_sharded_by_itself_is_refused(one_rank):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    block, x = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)), torch.randn(4, 32)
+    report = liger_hw.float8(block, smallest=16)
+    expected = block(x)
+    fully_shard(block[1], mesh=init_device_mesh("cpu", (1,)))
+    assert torch.equal(block(x), expected)
+    with pytest.raises(ValueError, match="1 was .* sharded by itself, and is a FSDPFloat8Linear"):
+        report.undo()
+    assert type(block[0]) is Float8Linear
+
+
 def test_adapters_merge_after_undo(tmp_path):
     model = _lora()
     report = liger_hw.float8(model, smallest=16, keep_frozen=True)
