@@ -133,7 +133,10 @@ def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin) -> tuple:
 
 
 def apply_liger_llama4_rope_full(modeling_module) -> None:
-    """Replace the two rotary functions of Llama 4's modeling module."""
+    """Replace the two rotary functions of Llama 4's modeling module. Raises `TypeError` for something else."""
+    if not hasattr(modeling_module, "apply_rotary_emb") or not hasattr(modeling_module, "vision_apply_rotary_emb"):
+        kind = getattr(modeling_module, "__name__", type(modeling_module).__name__)
+        raise TypeError(f"apply_liger_llama4_rope_full: {kind} is not transformers.models.llama4.modeling_llama4")
     modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
     modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
 

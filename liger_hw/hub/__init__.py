@@ -70,8 +70,8 @@ def kernel_config(model: nn.Module | None = None) -> KernelConfig:
     It differs from a plain `KernelConfig` of transformers 5.24 in two things. Its mapping is for training and for
     inference; a plain one is only for the mode of the model, which `from_pretrained` leaves in inference. It serves
     every device that the model is moved to later, and the CPU.
-    Raises `ImportError` when transformers or kernels is missing or too old, and `ValueError` for a model without any
-    layer that liger_hw has.
+    Raises `ImportError` when transformers or kernels is missing or too old, `TypeError` for anything but a loaded
+    model, and `ValueError` for a model without any layer that liger_hw has.
     """
     config = _config_class()(use_local_kernel=True)
     if model is not None:
@@ -118,6 +118,9 @@ def _for_every_device(layers: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 def _chosen_layers(model: nn.Module) -> dict[str, str]:
     """Name registered with kernels -> our layer that computes the same, for the classes and functions of a model."""
+    if isinstance(model, type) or not hasattr(model, "modules"):
+        kind = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"kernel_config: model must be a loaded model or None, got {kind}; load it first")
     from kernels import get_local_kernel, replace_kernel_forward_from_hub
 
     layers = get_local_kernel(REPOSITORY).layers

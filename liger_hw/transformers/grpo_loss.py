@@ -10,7 +10,7 @@ import torch
 from ..chunked_loss.grpo_loss import make_policy, policy_tensors, token_shares
 from ..kernels.losses.log_prob_rows import LogProbOptions
 from ..kernels.losses.log_probs import LogProbsFunction
-from ..runtime.operator import check, check_tensors
+from ..runtime.operator import check, check_indices, check_tensors
 
 _NAME = "triton_grpo_loss"
 _IGNORED = -100
@@ -57,14 +57,15 @@ def triton_grpo_loss(
     type defines. Raises `ValueError` for shapes or options that do not fit.
     """
     check_tensors(_NAME, logits=logits)
-    shape = tuple(completion_ids.shape)
+    shape = tuple(getattr(completion_ids, "shape", ()))
     if len(shape) != 2 or logits.dim() != 3 or logits.shape[:2] != (shape[0], shape[1] + 1):
         expected = "logits must be [batch, length + 1, vocab] for completion_ids [batch, length]"
         check(False, _NAME, f"{expected}, got {tuple(logits.shape)} and {shape}")
+    check_indices(_NAME, "completion_ids", completion_ids, logits[:, :-1])
     if completion_mask is None:
         completion_mask = torch.ones_like(completion_ids)
-    if tuple(completion_mask.shape) != shape:
-        check(False, _NAME, f"completion_mask must have shape {shape}, got {tuple(completion_mask.shape)}")
+    if (of_mask := tuple(getattr(completion_mask, "shape", ()))) != shape:
+        check(False, _NAME, f"completion_mask must have shape {shape}, got {of_mask}")
     if beta and ref_logp is None:
         check(False, _NAME, f"beta={beta} needs ref_logp; give it, or beta=0.0")
     if max_completion_length is None:

@@ -136,6 +136,11 @@ def test_errors(lane, generator):
         triton_grpo_loss(made.logits, None, made.ref, made.ids, made.advantages, made.mask[:2])
     with pytest.raises(ValueError, match="loss_type must be one of"):
         made.ours(made.logits, loss_type="ppo")
+    for wrong, words in ((made.ids.float(), "must hold indices"), (made.ids.to("meta"), "is on meta")):
+        with pytest.raises(ValueError, match=f"^triton_grpo_loss: completion_ids {words}"):
+            triton_grpo_loss(made.logits, None, made.ref, wrong, made.advantages)
+    with pytest.raises(ValueError, match=r"completion_mask must have shape \(3, 4\), got \(\)"):
+        triton_grpo_loss(made.logits, None, made.ref, made.ids, made.advantages, made.mask.tolist())
     made.ids[0, 0] = VOCAB
     with pytest.raises(IndexError, match=r"target\[0\] = 37 is out of bounds"):
         made.ours(made.logits)

@@ -439,8 +439,14 @@ from liger_kernel.transformers.llama4_rope import apply_liger_llama4_rope_full
 from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb as text
 from liger_kernel.transformers.mhc import LigerMHC as same
 assert same is LigerMHC and LigerFusedNeighborhoodAttentionConfig().to_dict()["num_heads"] == 12
-modeling = types.SimpleNamespace()
+modeling = types.SimpleNamespace(apply_rotary_emb=None, vision_apply_rotary_emb=None)
 apply_liger_llama4_rope_full(modeling)
+try:
+    apply_liger_llama4_rope_full(torch)
+except TypeError as error:
+    assert "torch is not transformers.models.llama4" in str(error)
+else:
+    raise AssertionError
 assert modeling.apply_rotary_emb is text
 torch.manual_seed(0)
 layer = LigerMHC(torch.nn.Linear(6, 6), hc=3, c=6, phi_dtype=torch.float32, allow_fp32=True)

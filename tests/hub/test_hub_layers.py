@@ -293,3 +293,9 @@ def test_which_kernels_package_is_needed_is_named(monkeypatch):
     monkeypatch.setattr(import_utils, "KERNELS_MAX_VERSION", "0.19.0", raising=False)
     with pytest.raises(ImportError, match=re.escape("'kernels>=0.18.2,<0.19.0'")):
         hub._config_class.__wrapped__()
+
+
+@pytest.mark.parametrize("wrong", ["meta-llama/Llama-3.2-1B", nn.Linear])
+def test_what_is_no_loaded_model_is_named(wrong):
+    with pytest.raises(TypeError, match="^kernel_config: model must be a loaded model or None, got (str|Linear); load"):
+        hub.kernel_mapping(wrong)
