@@ -262,7 +262,7 @@ def read(target: Target) -> Table:
         if not version or not here or version == here:
             table.setdefault(name, []).append(replace(entry, layer=layer))
         elif entry.kind in ANSWERS:
-            note = f"{entry.source} (demoted: of Triton {version}, this is {here})"
+            note = f"{entry.source} (demoted: chosen with Triton {version}, this is {here})"
             late.append((name, replace(entry, layer=layer, source=note)))
     for name, entry in late:
         table.setdefault(name, []).append(entry)

@@ -1,6 +1,6 @@
 """Residual add and RMSNorm that writes FP8, and the linears in FP8 that read it: s = x + r, y_i = norm(s) W_i^T + b_i.
 
-S and the normalised s are rounded as in ../norms/fused_add_rms_norm.py; then a scale for each row.
+The sum s and the normalised s are rounded as in ../norms/fused_add_rms_norm.py; then a scale for each row.
 Saved for backward: s, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then fused_add_rms_norm's.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467

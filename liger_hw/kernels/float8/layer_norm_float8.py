@@ -1,6 +1,6 @@
 """LayerNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
 
-Y is computed in fp32 and rounded to FP8 alone, with a scale for each row as in float8_linear.py.
+norm(x) is computed in fp32 and rounded to FP8 alone, with a scale for each row as in float8_linear.py.
 Saved for backward: x, w, b, mean and rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then layer_norm's.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450

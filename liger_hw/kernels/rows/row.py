@@ -38,7 +38,7 @@ it stays within a unit of 16 bytes that also holds an element of the tensor, and
 out whole units of at least that size. (Where a 16-bit and an fp32 tensor are read by the same vectors, an fp32
 vector is 32 bytes, and so is the unit: `begins_whole`.) It has no effect either: a selection, not a product, replaces
 what was read, so that even NaN leaves no trace (tests/kernels/test_read_behind.py). A mask that ended with the row
-would split every load into loads of single elements, because the compiler could not see that a vector's mask is equal.
+would split every load into loads of single elements, because the compiler could not see that a vector has one mask.
 """
 
 from __future__ import annotations
