@@ -85,10 +85,6 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 # -- one layer -------------------------------------------------------------------------------------------------------
 
 
-_CACHES = "cache", "past_key_values"
-"""Arguments of a layer: since transformers 5.24, and before."""
-
-
 def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says.
 
@@ -96,8 +92,8 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
     `eval()`. Raises `ValueError` for a cache that has tokens in training, as prefix tuning's: they would be left out.
     """
     checkpointed_already = level in CHECKPOINTED and recipes.inside_foreign_hooks()
-    caches = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
-    fills = level in CHECKPOINTED and bool(caches) and not layer.training
+    caches = _caches(args, kwargs) if level in CHECKPOINTED else []
+    fills = bool(caches) and not layer.training
     if checkpointed_already or fills or not torch.is_grad_enabled():
         if checkpointed_already and level == "offload":
             recipes.say_once(
@@ -116,20 +112,33 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
         if level != "keep" and not scope.left_out and not aside:
             _say_nothing_saved(level, forward, returned)
         return returned
-    for name, cache in caches.items():
-        if _has_tokens(cache, layer):
-            words = f"level {level} computes a layer again, which cannot read a cache that has tokens (prefix tuning)"
-            raise ValueError(f"activations: {words}; name keep, cheap or mlp")
-        recipes.say_once(
-            f"a layer that is recomputed cannot fill a cache: {name} is None there, as transformers has it"
-        )
-        kwargs = {**kwargs, name: None}
+    if any(_has_tokens(cache, layer) for cache in caches):
+        words = f"level {level} computes a layer again, which cannot read a cache that has tokens (prefix tuning)"
+        raise ValueError(f"activations: {words}; name keep, cheap or mlp")
+    if caches:
+        recipes.say_once("a layer that is recomputed cannot fill a cache: None is in its place, as transformers has it")
+        args = tuple(None if _is_cache(arg) else arg for arg in args)
+        kwargs = {name: None if name in _CACHES or _is_cache(arg) else arg for name, arg in kwargs.items()}
     options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # of forward, of its recomputation
     if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
         # transformers' own checkpoint inside this one would compute a layer thrice
         forward = functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
     with _kept_inputs(level, args):
         return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+_CACHES = "cache", "past_key_values"
+"""Arguments of a layer: since transformers 5.24, and before. What is a cache by its methods may have any place."""
+
+
+def _caches(args: tuple, kwargs: dict) -> list[Any]:
+    """The caches among a layer's arguments."""
+    named = [arg for name, arg in kwargs.items() if arg is not None and (name in _CACHES or _is_cache(arg))]
+    return [arg for arg in args if _is_cache(arg)] + named
+
+
+def _is_cache(arg: Any) -> bool:
+    return hasattr(arg, "get_seq_length")
 
 
 def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:

@@ -240,6 +240,15 @@ def test_recurrent_layers_have_no_tokens_in_a_cache(setting):
         torch.testing.assert_close(step(model, use_cache=True), expected)
 
 
+@pytest.mark.parametrize("family", ["Bloom", "Falcon", "GPTNeoX"])
+def test_a_cache_under_another_name_or_by_its_place(family):
+    """As `layer_past`: computed again, a layer found its own tokens there."""
+    model = tiny(family)
+    expected = step(model, use_cache=True)
+    with liger_hw.activations("full", model):
+        assert identical(step(model, use_cache=True), expected)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_with_gradient_checkpointing(reentrant, ledger):
     """transformers checkpoints two layers, the dial runs all: what is checkpointed is left to that."""
