@@ -113,7 +113,7 @@ def test_kernels_of_a_group(lane, sizes, block, channels, stages, dtype, seed):
     rows, own = batch * groups, num_channels // groups
     y, stats = group_norm._fwd_reference(x, w, b, groups, EPS)
     dx, dw_db = group_norm.GroupNormFunction.bwd.reference(dy, x, w, b, stats, groups, EPS, True)
-    grouped, up = (group_norm._grouped(t, groups, torch.float32) for t in (x, dy))
+    grouped, up = (t.float().reshape(rows, own, spatial) for t in (x, dy))
     tiles = _tiles(grouped, block, channels)
     m = up * w.float().view(1, groups, own).expand(batch, -1, -1).reshape(rows, own, 1)
     mh = m * (grouped - stats[0].view(rows, 1, 1)) * stats[1].view(rows, 1, 1)
