@@ -2,6 +2,7 @@
 
     python benchmarks/static_regret.py collect OUT.json --seconds 140      on the GPU: candidates timed and certified
     python benchmarks/static_regret.py report OUT.json -o REGRET.json      anywhere: the model's choices against them
+    python benchmarks/static_regret.py modelled OUT.json -o REGRET.json    the same without a compiler, from TTIR alone
     python benchmarks/static_regret.py fit OUT.json                        the model's constants from them
     python benchmarks/static_regret.py page                                docs/vendors.md's table, from the results
 
@@ -273,12 +274,12 @@ class Data:
         return [sum(static.microseconds(one, pace, rates) for one in kernels) for kernels in launch["kernels"]]
 
 
-def outcome(times: list[float], predicted: list[float]) -> dict[str, Any]:
+def outcome(times: list[float], predicted: list[float], level: str = "binary") -> dict[str, Any]:
     """What the choice costs over the best of the sample. The heuristic (first) stays unless it loses by the margin."""
-    from liger_hw.autotune.static import MARGIN
+    from liger_hw.autotune.static import MARGINS
 
     chosen = min(range(len(times)), key=predicted.__getitem__)
-    if predicted[chosen] >= predicted[0] * (1 - MARGIN):
+    if predicted[chosen] >= predicted[0] * (1 - MARGINS[level]):
         chosen = 0
     best = min(times)
     return {
@@ -357,7 +358,7 @@ def summary(rows: list[dict]) -> dict[str, Any]:
 
 def report(arguments: argparse.Namespace) -> None:
     from liger_hw.autotune import static
-    from liger_hw.autotune.static import MARGIN
+    from liger_hw.autotune.static import MARGINS
 
     data = Data(arguments.file)
     rows = []
@@ -375,7 +376,7 @@ def report(arguments: argparse.Namespace) -> None:
     result = {
         "kind": "static-regret",
         **facts,
-        "margin": MARGIN,
+        "margins": MARGINS,
         "candidates": sum(len(x["us"]) for x in data.launches),
     }
     result["not_modelled"] = data.left_out
@@ -402,6 +403,39 @@ def leave_out(data: Data, steps: int) -> dict[str, Any]:
     return {"leave_one_op_out": summary(rows), "fit_steps": steps}
 
 
+def modelled(arguments: argparse.Namespace) -> None:
+    """The same judgement where kernels go no further than TTIR, as they do for targets without a compiler."""
+    from liger_hw.autotune import compile as aot
+    from liger_hw.autotune import static
+    from liger_hw.autotune.jobs import Job
+    from liger_hw.backends import LaunchConfig, backend
+
+    data = Data(arguments.file)
+    backend(data.target.vendor).triton_target = lambda target: None
+    rows, compiled = [], {}
+    for launch in data.launches:
+        job = Job(launch["op"], launch["variant"], tuple(launch["key"]), tuple(launch["sizes"]), "bfloat16")
+        configs = [LaunchConfig.from_json(config) for config in launch["configs"]]
+        try:
+            traced = static.decided_by(job.name, [static.launches_of(job, data.target, config) for config in configs])
+            predicted = []
+            for launches in traced:
+                for one in launches:
+                    if one.same() not in compiled:
+                        compiled[one.same()] = aot.certificate_from(one, aot.compiled(one))
+                predicted.append(static.time_of(replace(compiled[one.same()], launch=one) for one in launches))
+        except Exception as error:  # the kernel has changed since it was measured
+            print(f"{job.name} {job.sizes}: {type(error).__name__}: {error}", flush=True)
+            continue
+        rows.append(outcome(launch["us"], predicted, "ttir"))
+    print(json.dumps(summary(rows)))
+    if arguments.output:
+        with open(arguments.output) as file:
+            found = json.load(file)
+        found["modelled"] = summary(rows)
+        write_report(arguments.output, found)
+
+
 def write_report(path: str, result: dict[str, Any]) -> None:
     rows = result["by_launch"]
     with open(path, "w") as file:
@@ -419,6 +453,7 @@ def table(found: dict[str, Any]) -> str:
     arms = {
         "as_shipped": "`static`: the model, from certificates",
         "leave_one_op_out": "the same, each op left out of the fit",
+        "modelled": "`modelled`: the model, from TTIR alone",
     }
     for arm, name in arms.items():
         if part := found.get(arm):
@@ -466,6 +501,10 @@ def main() -> None:
     two.add_argument("-o", "--output")
     two.add_argument("--steps", type=int, default=0, help="of each fit without one op; 0 leaves that out (default)")
     two.set_defaults(run=report)
+    four = commands.add_parser("modelled")
+    four.add_argument("file")
+    four.add_argument("-o", "--output", help="a report to add this to")
+    four.set_defaults(run=modelled)
     three = commands.add_parser("fit")
     three.add_argument("file")
     three.add_argument("--steps", type=int, default=600)

@@ -40,8 +40,8 @@ DTYPE = "bfloat16"
 
 
 def archs() -> list[str]:
-    """Every architecture that Triton compiles for, without a device of its own among the measured ones."""
-    known = (arch for vendor in ("rocm", "cuda") for arch in backend(vendor).known_archs())
+    """Every architecture without a device of its own among the measured ones."""
+    known = (arch for vendor in ("rocm", "cuda", "xpu") for arch in backend(vendor).known_archs())
     measured = {path.stem.split("-")[0] for path in store.shipped_folder("cuda").glob("*-*.json")}
     return [arch for arch in known if arch not in measured]
 
@@ -114,7 +114,7 @@ def likely(target: Target) -> set[tables.Name]:
 
 
 def is_guess(entry: Entry) -> bool:
-    return entry.provenance["kind"] == "static"
+    return entry.provenance["kind"] in ("static", "modelled")
 
 
 def is_stale(name: tables.Name, entry: Entry) -> bool:

@@ -299,7 +299,7 @@ def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
         "|---|---|---|---|",
     ]
     index = {Path(lane["script"]).stem: lane.get("index") for lane in _vendor_lanes()}
-    everything = "that the driver runs it, results on the device, speed"
+    everything = "that the driver runs it, results on the device, speed; its table holds a model's choices"
     for arch in archs:
         target = known_target(arch)
         short = any(one[arch]["level"] == "ttir" for one in compiled["ops"].values() if arch in one)
@@ -307,8 +307,7 @@ def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
         left = [op for op in compiled["ops"] if op not in some]
         missing = everything if not some else f"speed of {', '.join(left)}" if left else ""
         if missing:
-            guessed = f"{missing}; its table holds a model's choices" if not some else missing
-            missing = f"that Intel's compiler takes it, registers, spills; {missing}" if short else guessed
+            missing = f"that Intel's compiler takes it, registers, spills; {missing}" if short else missing
             place = f"INDEX={index[target.vendor]} " if index.get(target.vendor) else ""
             command = f"{place}bash ci/{target.vendor}.sh" if not some else f"liger-hw bench {' '.join(left)} --json"
             lines.append(f"| {arch} | {target.name} | {missing} | `{command}` |")
@@ -371,7 +370,7 @@ def _by_arch(archs: list[str], compiled: dict, interpreted: dict) -> list[str]:
         built = [found[arch] for found in compiled["ops"].values() if arch in found]
         run = sum(found[arch]["tests"] for found in interpreted["ops"].values() if arch in found)
         level = ", ".join(sorted({one["level"] for one in built})).replace("ttir", "TTIR")
-        binary = [one for one in built if one["level"] == "binary"]
+        binary = [one for one in built if one["level"] == "binary"]  # spills counted from TTIR are an estimate
         spilling = str(sum(one["spilling"] for one in binary)) if binary else "-"
         counts = (sum(one[key] for one in built) for key in ("kernels", "failed"))
         kernels, failed = map(str, counts)

@@ -5,7 +5,7 @@ target. The real launchers run; each launch is recorded with exactly what Triton
 alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the
 stock Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
 instruction mix from the binary. An abort or a hang of the compiler is a finding. Where the Triton at hand has no
-compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form: no resources are known.
+compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form, and resources are estimated.
 
     with CompilePool(2) as pool:
         for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), pool):
@@ -63,7 +63,7 @@ class Certificate:
     """What became of a launch: `resources`, or the `error` of the compiler; `illegal` says why it must not run.
 
     accesses: the loads and stores of its tensors; empty, and `unread` says why, where they cannot be read
-    level: how far it was compiled: `binary`, or `ttir`, which has no `resources`
+    level: how far it was compiled: `binary`, or `ttir`, where `resources` are an estimate
     """
 
     launch: Launch
@@ -76,13 +76,14 @@ class Certificate:
 
     @property
     def illegal(self) -> str:
+        if self.resources is None:
+            return ""
         target, rules = self.launch.target, backend(self.launch.target.vendor)
-        why_invalid = "" if self.error else rules.illegal(target, self.launch.config)
-        return why_invalid or (self.resources and rules.illegal_resources(target, self.resources)) or ""
+        return rules.illegal(target, self.launch.config) or rules.illegal_resources(target, self.resources) or ""
 
     @property
     def ok(self) -> bool:
-        return not (self.error or self.illegal)
+        return self.resources is not None and not self.illegal
 
     def to_json(self) -> dict[str, Any]:
         launch = self.launch
@@ -107,11 +108,10 @@ class Certificate:
     def __str__(self) -> str:
         head = f"{self.launch.target.arch} {self.launch.tunable} {self.launch.key} {self.launch.layer}"
         r = self.resources
-        illegal = f", ILLEGAL: {self.illegal}" if self.illegal else ""
         if r is None:
-            return f"{head}: {self.error or 'brought to TTIR'}{illegal}"
+            return f"{head}: {self.error}"
         what = f"{r.registers} registers, {r.spills} spilled, {r.shared} B shared, {r.threads} threads"
-        return f"{head}: {what}, occupancy {r.occupancy:.0%}{illegal}"
+        return f"{head}: {what}, occupancy {r.occupancy:.0%}{', ILLEGAL: ' + self.illegal if self.illegal else ''}"
 
 
 # -- what is compiled to prove an op ---------------------------------------------------------------------------------
@@ -265,14 +265,17 @@ def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
 
 def compiled(launch: Launch) -> dict[str, Any]:
     """`resources`, `level`, and `accesses` or why those cannot be read (`unread`); or the compiler's `error`."""
-    target, unread, resources, level = launch.target, "", None, "ttir"
+    target, unread = launch.target, ""
     try:
         kernel = build(target, launch.kernel, launch.args, dict(launch.options))
         try:
             accesses = ttir.accesses(kernel.asm["ttir"], _kept(launch.kernel, launch.args))
         except ValueError as error:
             accesses, unread = [], str(error)
-        if set(kernel.asm) != {"ttir"}:
+        if set(kernel.asm) == {"ttir"}:
+            options = dict(launch.options)
+            resources, level = ttir.estimate(kernel.asm["ttir"], accesses, target, launch.config, options), "ttir"
+        else:
             resources, level = backend(target.vendor).resources(target, kernel), "binary"
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".strip()[:2000]}

@@ -3,7 +3,8 @@
 For each job (one tunable at one key) a shortlist of the space, the heuristic first, is traced and compiled in worker
 processes. Candidates that do not compile, may not be launched or spill more than the heuristic are dropped. The rest
 are ranked by the model; the neighbours of the two best are compiled and ranked too. The winner is kept when it is
-predicted to beat the heuristic by a margin below which the model cannot be trusted. Entries are `static`.
+predicted to beat the heuristic by a margin below which the model cannot be trusted. Entries are `static`, or
+`modelled` where the stock Triton has no compiler for the target and candidates are only lowered to TTIR.
 benchmarks/static_regret.py publishes how good such choices are where they can be measured.
 
 The model combines three lower bounds of a kernel's time, which overlap in part:
@@ -40,8 +41,8 @@ from .jobs import Job, Result, each
 from .ttir import Access
 from .workers import CompilePool
 
-MARGIN = 0.08
-"""Predicted gain over the heuristic from which on a choice is kept."""
+MARGINS = {"binary": 0.08, "ttir": 0.25}
+"""Predicted gain over the heuristic from which on a choice is kept, by how far its kernels were compiled."""
 
 
 # -- the tuner -------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class StaticTuner:
         times = candidates.times
         winner = min(times, key=lambda config: (times[config], config != heuristic))
         gain = 1 - times[winner] / times[heuristic] if times[heuristic] else 0.0  # a launch too small for the model
-        if gain <= MARGIN:
+        if gain <= min(MARGINS[certificate.level] for certificate in candidates.certificates[winner]):
             winner = heuristic
         elif self._loses_elsewhere(job, tunable, heuristic, winner):
             winner, result.note = heuristic, "the heuristic stays: it is faster at other sizes of the key"
@@ -131,7 +132,7 @@ class StaticTuner:
         resources = next(c.resources for c in certificates if c.launch.tunable == job.name)
         result.note = "chosen by the model"
         result.provenance = {
-            "kind": "static",
+            "kind": "static" if all(c.level == "binary" for c in certificates) else "modelled",
             "predicted_us": result.winner_us,
             "heuristic_us": result.heuristic_us,
             "gain": result.gain,
@@ -291,8 +292,9 @@ def microseconds(certificate: Certificate, pace: Pace, rates: Rates = RATES) -> 
     trip = chain(r.looped, inside)
     if r.looped.get("load"):
         loop_bytes = sum(a.tile for a in certificate.accesses if a.looped and a.kind == "load")
+        shared = r.shared if certificate.level == "binary" else loop_bytes
         ahead, stages = 0, launch.config.num_stages  # tiles that are loaded while one is computed with
-        if stages > 1 and 2 * r.shared > loop_bytes:  # through shared memory: one is read, one is filled
+        if stages > 1 and 2 * shared > loop_bytes:  # through shared memory: one is read, one is filled
             ahead = stages - 2
         elif pace.into_registers and once.get("load", 0) >= r.looped["load"]:
             ahead = stages - 1  # the first tiles' loads stand before the loop

@@ -4,7 +4,7 @@ User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/lig
 device, `v2/<fingerprint>.json`, in the format of the shipped tables (`tables.py`). Besides configurations it holds
 notes that a process left for later ones. The kind in a line's provenance says which a line is:
 
-    measured, static             a configuration that answers
+    measured, static, modelled   a configuration that answers
     heuristic                    a search found nothing that beats the heuristic
     failed                       a configuration that failed at launch
     missed                       a key for which no line answered, with what the heuristic chose
@@ -39,7 +39,7 @@ log = logging.getLogger("liger_hw")
 Table = dict[Name, list[Entry]]
 """Everything that is stored for one device: the lines of each name, the best first."""
 
-ANSWERS = ("measured", "static")
+ANSWERS = ("measured", "static", "modelled")
 """Kinds of lines that answer."""
 ENDS = ("measured", "heuristic")
 """Kinds of lines that end a search."""

@@ -1,15 +1,20 @@
 """What can be read from a kernel's TTIR, Triton's first form of it, before layouts and registers.
 
 `accesses` finds which arguments a kernel loads and stores, in tiles of what size, inside a loop or not: `tt.load %p` of
-a tensor of pointers, whose base is followed back to an argument of the function.
+a tensor of pointers, whose base is followed back to an argument of the function. `estimate` counts what the kernel
+would take of a device that the Triton at hand has no compiler for.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+
+from ..backends import LaunchConfig, Target
+from ..backends.base import INSTRUCTIONS, Resources
 
 _LOCATION = re.compile(r" loc\(.*\)$")
 _NAME = re.compile(r"%[\w.$-]+")
@@ -22,6 +27,14 @@ _LOOP_ARGUMENT = re.compile(r"(%[\w.$-]+) = (%[\w.$-]+)")
 _ACCESS = re.compile(r"\b(tt\.load|tt\.store|tt\.atomic_\w+) (?:\w+, \w+, \w+, )?(%[\w.$-]+)")
 _POINTERS = re.compile(r"(?:tensor<((?:\d+x)+))?!tt\.ptr<(\w+)(?:, \d+)?>>?")
 _BITS = re.compile(r"(\d+)")
+
+_OPERATION = re.compile(r"= (?:\"?)(arith|math|tt)\.(\w+)")
+_SHAPE = re.compile(r"tensor<((?:\d+x)+)")
+_SPECIAL = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "divf"}
+_FREE = {"constant", "splat", "broadcast", "expand_dims", "reshape", "make_range", "bitcast", "addptr"}
+_FREE |= {"store", "reduce", "return"}  # counted elsewhere
+_LARGE_FILE = 2
+"""The large register file: this many times the registers of a work-item, for as many times fewer work-items."""
 
 
 class Access(NamedTuple):
@@ -44,6 +57,10 @@ class _Region:
     loop: bool
     accesses: list[Access] = field(default_factory=list)
     other: list[Access] = field(default_factory=list)
+
+
+def _opens_loop(line: str) -> bool:
+    return "scf.for" in line or "scf.while" in line or line.startswith("} do")
 
 
 def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
@@ -85,7 +102,7 @@ def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
             looped = any(region.loop for region in regions)
             regions[-1].accesses.append(Access(position[name], kind, _tile(line), looped))
         if bare.endswith("{"):
-            regions.append(_Region("scf.for" in bare or "scf.while" in bare or bare.startswith("} do")))
+            regions.append(_Region(_opens_loop(bare)))
     return regions[0].accesses
 
 
@@ -95,3 +112,65 @@ def _tile(line: str) -> int:
     bits = _BITS.search(element)
     width = max(1, int(bits[1]) // 8) if bits and not element.startswith("f8") else 1
     return math.prod(int(size) for size in shape.split("x")[:-1]) * width
+
+
+def estimate(
+    ttir: str, accesses: list[Access], target: Target, config: LaunchConfig, options: Mapping[str, Any]
+) -> Resources:
+    """What a kernel would take of `target`, counted from its TTIR.
+
+    Every operation on a tensor is spread over the threads. A reduction is one shuffle for each halving of the warp and
+    two barriers between warps. Accesses are 16 bytes wide where a thread has that many. Registers hold the largest tile
+    in fp32 twice (as loaded and as computed with), every tile of about its size once more, and some addresses.
+    """
+    threads = config.num_warps * target.warp_size
+    once, looped = Counter(), Counter()
+    tiles = [0]  # elements a thread has of each load
+    for line, inside in _body(ttir):
+        counts = looped if inside else once
+        shape, operation = _SHAPE.search(line), _OPERATION.search(line)
+        each = -(-math.prod(int(n) for n in shape[1].split("x")[:-1]) // threads) if shape else 1
+        if line.lstrip().startswith("})"):  # the end of a reduction, where its type stands
+            counts["other"] += each
+            counts["shuffle"] += target.warp_size.bit_length() - 1
+            counts["barrier"] += 2 * (config.num_warps > 1)
+        elif operation and operation[2] == "load":
+            tiles.append(each)
+        elif operation and operation[2] not in _FREE:
+            counts["special" if operation[2] in _SPECIAL else "other"] += each
+    widths: dict[str, Counter] = {"load": Counter(), "store": Counter()}
+    for access in accesses:
+        each = max(1, access.tile // threads)
+        width = min(16, 1 << (each.bit_length() - 1))
+        widths["load" if access.kind == "load" else "store"][8 * width] += -(-each // width)
+        (looped if access.looped else once)[access.kind] += -(-each // width)
+    registers = 20 + max(tiles) * (1 + sum(2 * tile >= max(tiles) for tile in tiles))
+    scale = _LARGE_FILE if str(options.get("grf_mode", "")) == "256" else 1
+    file = target.registers // target.max_threads_per_multiprocessor * scale
+    resident = target.max_threads_per_multiprocessor // scale
+    spills = max(0, registers - file)
+    return Resources(
+        registers=min(registers, file),
+        spills=spills,
+        scratch=4 * spills,
+        shared=4 * config.num_warps if once["barrier"] + looped["barrier"] else 0,
+        threads=threads,
+        occupancy=resident // threads * threads / target.max_threads_per_multiprocessor,
+        loads=dict(widths["load"]),
+        stores=dict(widths["store"]),
+        instructions={kind: once[kind] + looped[kind] for kind in INSTRUCTIONS},
+        looped={kind: looped[kind] for kind in INSTRUCTIONS},
+    )
+
+
+def _body(ttir: str) -> Iterator[tuple[str, bool]]:
+    """(line, whether it stands in a loop) of the kernel's function."""
+    regions: list[bool] = []
+    for line in ttir.splitlines():
+        bare = _LOCATION.sub("", line.strip())
+        if bare.startswith("}") and regions:
+            regions.pop()
+        if regions:
+            yield line, any(regions)
+        if bare.endswith("{"):
+            regions.append(_opens_loop(bare))

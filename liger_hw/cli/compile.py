@@ -3,10 +3,10 @@
     liger-hw compile --target gfx942 --ops rms_norm                     one op on one architecture
     liger-hw compile --target all --depth full --json > all.json        the whole matrix, as evidence: hours
 
-Needs no GPU. A target that the Triton at hand has no compiler for (Intel, with the stock one) is brought to TTIR,
-Triton's first form. One line for each distinct kernel, with the first case that launches it; --json prints what made
-them and every launch's certificate. Progress goes to stderr. Ends with 1 when a kernel does not compile or may not be
-launched on the target.
+Needs no GPU. A target that the Triton at hand has no compiler for (Intel, with the stock one) is brought to TTIR, with
+resources that are counted. One line for each distinct kernel, with the first case that launches it; --json prints what
+made them and every launch's certificate. Progress goes to stderr. Ends with 1 when a kernel does not compile or may
+not be launched on the target.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ def _text(certificates: list[Any], case_of: dict) -> str:
     for same, c in first.items():
         case, r = case_of[same], c.resources
         what = " ".join([case.dtype, *(f"{name}={value}" for name, value in case.options.items())])
-        state = "FAILED" if c.error else "ILLEGAL" if c.illegal else "" if r else c.level
-        used = ["-"] * 6
+        used, state = ["-"] * 6, "FAILED"
         if r is not None:
             widths = [str(max(bits, default=0)) for bits in (r.loads, r.stores)]
             used = [str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths]
+            state = "ILLEGAL" if c.illegal else "" if c.level == "binary" else c.level
         warps = str(c.launch.config.num_warps)
         rows.append([c.launch.target.arch, c.launch.tunable, case.workload, c.launch.layer, warps, *used, state, what])
     problems = [str(c) for c in first.values() if not c.ok]

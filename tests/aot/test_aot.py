@@ -378,7 +378,7 @@ def test_launches_alike_are_compiled_once(workers):
 @pytest.mark.parametrize("arch", backend("xpu").known_archs())
 def test_intel_down_to_ttir(op, arch, workers, record_property):
     """The stock Triton has no compiler for it: every kernel, with the configurations of each Intel architecture, is
-    specialised, type-checked and simplified, and launches are legal."""
+    specialised, type-checked and simplified; launches are legal and no tile outgrows the register file."""
     if _refuses(op, known_target(arch)):
         return
     launches = [launch for _, launch in aot.trace_cases(op, known_target(arch), "quick")]
@@ -388,3 +388,17 @@ def test_intel_down_to_ttir(op, arch, workers, record_property):
     assert not wrong, _listed("are wrong", wrong)
     assert all(c.level == "ttir" and c.accesses for c in certificates), "every tensor's loads and stores can be told"
     record_property("kernels", len({launch.same() for launch in launches}))
+
+
+def test_what_ttir_says_is_near_what_a_compiler_makes(workers, monkeypatch):
+    """Counted from TTIR and read from the binary, for a target that has a compiler."""
+    (exact,) = aot.certify(_first("sm90")[:1], workers)
+    monkeypatch.setattr(backend("cuda"), "triton_target", lambda target: None)
+    launch = _first("sm90")[0]
+    counted = aot.certificate_from(launch, aot.compiled(launch))
+    assert counted.level == "ttir" and exact.level == "binary" and counted.accesses == exact.accesses
+    a, b = counted.resources, exact.resources
+    assert a.threads == b.threads and a.loads[128] == b.loads[128] and a.stores[128] == b.stores[128]
+    assert 0.5 < sum(a.instructions.values()) / sum(b.instructions.values()) < 2
+    asked = a.registers + a.spills  # the file it is cut to is a work-item's of Intel, not a thread's of this GPU
+    assert 0.5 < asked / b.registers < 3

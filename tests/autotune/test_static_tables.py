@@ -33,15 +33,16 @@ def test_entries_are_of_their_own_device(table):
     """A copied entry carries another device. We own no AMD or Intel GPU, so nothing of theirs was timed."""
     vendor, stem = table.split("/")
     target = known_target(stem.split("-")[0])
+    compiles = backend(vendor).triton_target(target) is not None
     for name, entry in TABLES[table].items():
         facts, kind = entry.provenance, entry.provenance["kind"]
         if kind == "measured":
             assert vendor == "cuda" and store.slug(facts["device"]) in stem, f"{table} {name}"
             continue
-        assert kind == "static" and backend(vendor).triton_target(target) is not None, f"{table} {name}: {kind}"
+        assert kind == ("static" if compiles else "modelled"), f"{table} {name}: {kind}"
         assert facts["device"] == target.name, f"{table} {name} was made for {facts['device']}"
         assert {*RESOURCES, "triton", "date", "sizes", "dtype", "predicted_us", "heuristic_us"} <= set(facts)
-        assert facts["gain"] > static.MARGIN and facts["spills"] == 0
+        assert facts["gain"] > static.MARGINS["binary" if compiles else "ttir"] and facts["spills"] == 0
         assert not {"median_us", "p20", "p80"} & set(facts), f"{table} {name} looks timed"
 
 

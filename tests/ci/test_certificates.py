@@ -38,8 +38,7 @@ def test_every_kernel_is_kept_and_compiled_once(certificates, tmp_path, capsys):
         for arch, level in (("gfx942", "binary"), ("bmg", "ttir"))
         for way in ("fwd", "bwd")
     }
-    assert all((r["resources"] is None) == (r["level"] == "ttir") for r in records)
-    assert not any(r["error"] or r["illegal"] for r in records)
+    assert all(r["resources"]["registers"] > 0 and not r["error"] and not r["illegal"] for r in records)
     assert found["left"] == [] and found["sources"]["relu_squared"]
     assert "4 to compile" in capsys.readouterr().err
     assert certificates.main([str(tmp_path), *FEW]) == 0

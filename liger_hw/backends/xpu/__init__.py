@@ -14,7 +14,7 @@ import math
 import re
 from typing import Any
 
-from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Target
+from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
 GRF_MODES = ("default", "128", "256", "512", "auto")
 _SUB_GROUP = 32
@@ -110,6 +110,11 @@ class XpuBackend(Backend):
         if "grf_mode" not in options and crowded and config.num_warps <= _LARGE_GRF_SUB_GROUPS:
             options["grf_mode"] = "256"
         return options
+
+    def pace(self, target: Target) -> Pace:
+        """An Xe-core computes 128 fp32 lanes a cycle, in engines of 16 (of 8 on Arc A-series): four sub-groups of 32
+        issue one instruction a cycle together ("Intel Xe GPU Architecture"). The latency is assumed."""
+        return Pace(self.archs[target.arch].clock, 4.0, 700.0, virtual=True)
 
     def load_hint(self, hint: str) -> tuple[str, str]:
         return "", {"none": "", "stream": "evict_first", "keep": "evict_last"}[hint]
