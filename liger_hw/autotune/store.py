@@ -6,12 +6,14 @@ notes that a process left for later ones. The kind in a line's provenance says w
 
     measured, static, modelled   a configuration that answers
     heuristic                    a search found nothing that beats the heuristic
+    timed, refused               a candidate of a search that has not ended: its time, or why it cannot be used
     failed                       a configuration that failed at launch
     missed                       a key for which no line answered, with what the heuristic chose
 
-Of two lines about the same thing the later one counts. A writer holds a lock in the same folder, reads the file and
-puts a whole one in its place: a reader sees the old file or the new one, and two writers lose nothing. A line that
-cannot be read is ignored with one warning; the next writer leaves it out, as it does lines of other kinds.
+Of two lines about the same thing the later one counts, and the end of a search takes the lines of its candidates away.
+A writer holds a lock in the same folder, reads the file and puts a whole one in its place: a reader sees the old file
+or the new one, and two writers lose nothing. A line that cannot be read is ignored with one warning, and
+is not in the file that the next writer puts there.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 """
@@ -43,13 +45,15 @@ ANSWERS = ("measured", "static", "modelled")
 """Kinds of lines that answer."""
 ENDS = ("measured", "heuristic")
 """Kinds of lines that end a search."""
+CANDIDATES = ("timed", "refused")
+"""Kinds of lines about a candidate of a search that has not ended."""
 NOTES = ("failed", "missed")
 """Kinds of lines that processes leave for later ones."""
 KINDS = {
     "entries": ANSWERS,
     "misses": ("missed",),
     "quarantine": ("failed",),
-    "journal": ("heuristic",),
+    "journal": ("heuristic", *CANDIDATES),
 }
 """What `liger-hw cache clear` removes, by the name of its option."""
 
@@ -187,18 +191,22 @@ def _write(path: Path, about: dict[str, Any], lines: list[Line]) -> None:
 def _merged(lines: Iterable[Line]) -> list[Line]:
     """Lines without those that later ones replace."""
     kept: dict[tuple, Line] = {}
-    answered = set()
+    answered, ended = set(), set()
     for name, entry in lines:
-        if entry.kind not in (*ANSWERS, *ENDS, *NOTES):
-            continue
         kernel = name, entry.version, minor(entry.provenance.get("triton"))
-        part = entry.kind if entry.kind in NOTES else "answer"
-        place = kernel, part, entry.config if part == "failed" else None
+        part = "candidate" if entry.kind in CANDIDATES else entry.kind if entry.kind in NOTES else "answer"
+        place = kernel, part, entry.config if part in ("candidate", "failed") else None
         kept.pop(place, None)  # the later line goes last
         kept[place] = name, entry
         if part == "answer":
             answered.add(kernel)
-    return [line for (kernel, part, _), line in kept.items() if part != "missed" or kernel not in answered]
+        if entry.kind in ENDS:
+            ended.add(kernel)
+    return [
+        line
+        for (kernel, part, _), line in kept.items()
+        if not (part == "missed" and kernel in answered or part == "candidate" and kernel in ended)
+    ]
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
@@ -282,12 +290,6 @@ def misses(target: Target) -> list[Name]:
         return any(entry.kind == "missed" and entry.version not in known for entry in entries)
 
     return sorted(name for name, entries in read(target).items() if is_missed(entries))
-
-
-def ended(target: Target, triton: str) -> set[tuple[Name, int]]:
-    """(name, version of the kernel) of every search that has ended on a device, with this version of Triton."""
-    lines = [line for line in lines_of(target) if minor(line[1].provenance.get("triton")) == minor(triton)]
-    return {(name, entry.version) for name, entry in lines if entry.kind in ENDS}
 
 
 _ORDER = ("shipped-device", "shipped-arch", "shipped-family")

@@ -9,8 +9,8 @@ For each job (one tunable at one key):
     5 the whole op with the winner is compared with the reference
     6 the winner and the heuristic are timed at other sizes of the same key: an entry answers for all of them, so it is
       stored only when it beats the heuristic there too
-The end of each search is a line of the device's table (`store.py`), so that a run which was stopped can leave it out.
-A candidate that kills or hangs its worker is noted and the search goes on without it.
+Every measurement is a line of the device's table as it is taken (`store.py`), so that a run which was stopped can go
+on. A candidate that kills or hangs its worker is noted and the search goes on without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
@@ -27,7 +27,7 @@ from ..registry import Entry, Key, Tunable
 from . import space, store
 from .jobs import Job, Result, each
 from .record import Rejected
-from .tables import Name
+from .tables import Line, Name
 from .workers import WorkerDied, WorkerError
 
 MIN_GAIN = 0.01
@@ -62,7 +62,9 @@ class Tuner:
     """Runs jobs on one device: compiles ahead, searches each, learns from neighbours, stays within the budget.
 
     measurer: `measure.LocalMeasurer`, `workers.RemoteMeasurer` or a fake; pool: `workers.CompilePool`, None without one
-    save: called with (name, entry) for the line that ends a search; whether it was stored
+    save: called with (name, entry) for every line of the device's table, from each measurement to the winner; whether
+    it was stored
+    known: lines of earlier runs, which are not measured again
     progress: called with a job and what is being done
     """
 
@@ -74,12 +76,17 @@ class Tuner:
         facts: dict[str, Any],
         pool: Any = None,
         save: Callable[[Name, Entry], bool] = lambda name, entry: False,
+        known: Iterable[Line] = (),
         effort: Effort | None = None,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[Job, str], None] = lambda job, text: None,
     ) -> None:
         self.target, self.measurer, self.facts, self.pool = target, measurer, facts, pool
         self.save, self.effort = save, effort or Effort()
+        self.known: dict[Name, list[Entry]] = {}
+        for name, entry in known:
+            if store.minor(entry.provenance.get("triton")) == store.minor(facts.get("triton")):
+                self.known.setdefault(name, []).append(entry)
         self.clock, self.progress = clock, progress
         self._relative: dict[str, dict[Key, dict[LaunchConfig, float]]] = {}
 
@@ -97,10 +104,34 @@ class Tuner:
         return each(jobs, choose, budget, self.clock)
 
     def _tune(self, job: Job, until: float) -> Result:
+        tunable = registry.get_tunable(job.name)
+        if (end := self._end(job)) is not None:
+            return self._resumed(job, end)
         try:
-            return Search(self, job, registry.get_tunable(job.name), until).run()
+            return Search(self, job, tunable, until).run()
         except (WorkerDied, *REFUSED) as error:
             return Result(job, error=str(error))
+
+    def lines(self, job: Job, *kinds: str) -> list[Entry]:
+        """What earlier runs stored about a job, for the kernel as it is."""
+        version = registry.get_tunable(job.name).version
+        return [one for one in self.known.get(job.entry_name, ()) if one.kind in kinds and one.version == version]
+
+    def _end(self, job: Job) -> Entry | None:
+        """The line with which an earlier run ended the search for a job."""
+        return next(iter(self.lines(job, *store.ENDS)), None)
+
+    def _resumed(self, job: Job, end: Entry) -> Result:
+        """The result of an earlier run."""
+        names = {"heuristic_us": "heuristic_us", "winner_us": "median_us", "gain": "gain", "noise": "noise"}
+        return Result(
+            job,
+            **{name: float(end.provenance.get(stored, 0.0)) for name, stored in names.items()},
+            config=end.config.to_json(),
+            provenance=dict(end.provenance),
+            stored=end.kind == "measured",
+            note="measured by an earlier run",
+        )
 
     # -- what searches share -----------------------------------------------------------------------------------------
 
@@ -130,7 +161,7 @@ class Tuner:
             self._relative.setdefault(job.name, {})[job.key] = {config: us / best for config, us in times.items()}
 
     def _submit_all(self, job: Job) -> None:
-        if self.pool is not None:
+        if self.pool is not None and self._end(job) is None:
             for config in self.shortlist(job, registry.get_tunable(job.name))[1]:
                 self.submit(job, config)
 
@@ -142,7 +173,7 @@ class Tuner:
         return name
 
     def write(self, job: Job, config: LaunchConfig, kind: str, **evidence: Any) -> dict[str, Any] | None:
-        """Add the line that ends a job to the device's table; its provenance, None where it could not be stored."""
+        """Add a line about a job to the device's table; its provenance, None where it could not be stored."""
         about = {"kind": kind, "sizes": list(job.sizes), "dtype": job.dtype, **evidence}
         stamp = {"triton": self.facts.get("triton", ""), "date": store.today()}
         entry = Entry(config, {**about, **stamp}, registry.get_tunable(job.name).version)
@@ -171,6 +202,8 @@ class Search:
         self.failed: dict[LaunchConfig, str] = {}
         self.sizes = job.sizes
         self.deaths = 0
+        self._refused = {one.config: one.provenance["reason"] for one in tuner.lines(job, "refused")}
+        self._timed = {one.config: one.provenance["us"] for one in tuner.lines(job, "timed")}
 
     def run(self) -> Result:
         everything, first = self.tuner.shortlist(self.job, self.tunable)
@@ -306,6 +339,8 @@ class Search:
     def _fail(self, config: LaunchConfig, reason: str) -> None:
         self.failed[config] = reason
         self.coarse.pop(config, None)
+        if self.sizes == self.job.sizes:
+            self.tuner.write(self.job, config, "refused", reason=reason)
 
     def _coarse_all(self, configs: list[LaunchConfig]) -> None:
         names = {c: self.tuner.submit(self.job, c) for c in configs} if self.tuner.pool else {}
@@ -313,7 +348,11 @@ class Search:
             if number and self.tuner.clock() > self.until:
                 return
             self.tuner.progress(self.job, f"{number + 1}/{len(configs)} candidates, {len(self.failed)} failed")
-            if config in names and (reason := self._uncompilable(config, names[config])):
+            if config in self._refused:
+                self.failed[config] = self._refused[config]
+            elif config in self._timed:
+                self.coarse[config] = self._timed[config]
+            elif config in names and (reason := self._uncompilable(config, names[config])):
                 self._fail(config, reason)
             elif samples := self._time_all([config], self.effort.coarse_rounds).get(config):
                 self.coarse[config] = min(samples)
@@ -364,6 +403,9 @@ class Search:
                 for config in ready:
                     self._fail(config, str(error))
                 break
+            if self.sizes == self.job.sizes:
+                for config, samples in zip(arms, raw):
+                    self.tuner.write(self.job, config, "timed", us=round(min(samples), 4))
             return dict(zip([*ready, "twice"], raw))
         return {}
 

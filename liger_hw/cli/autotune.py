@@ -7,7 +7,7 @@
     liger-hw autotune --device xpu                                       the same for every known Intel architecture
 
 Winners go to the user cache (docs/registry.md); `liger-hw cache export` turns them into a table that can be shipped.
-Interrupt it at any time: what is finished is kept, and `--resume` goes on from there.
+Interrupt it at any time: every measurement is kept, and `--resume` goes on from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Callable, Collection
+from typing import TYPE_CHECKING, Any, Callable
 
 from ..text import StatusLine, fold, json_text, table, time_left
 from . import UsageError, needs, user_errors
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
     most = "most candidates of a kernel's first shape (default 96; 24 for all architectures of a vendor)"
     add("--candidates", type=positive, help=most)
-    add("--resume", action="store_true", help="go on from an interrupted run: leave out what it finished")
+    add("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
     add("--dry-run", action="store_true", help="print what would be tuned, for any architecture without the device too")
     add("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
 
@@ -189,14 +189,14 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
         if not device.startswith("cpu"):
             workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
             pool = stack.enter_context(CompilePool(workers, seconds=60.0))
-        ended = store.ended(target, facts["triton"]) if arguments.resume else set()
-        jobs, problems = screen.plan(target, f"copy {facts['copy_gbs']:.0f} GB/s", ended)
+        jobs, problems = screen.plan(target, f"copy {facts['copy_gbs']:.0f} GB/s")
         tuner = Tuner(
             target,
             measurer,
             facts=facts,
             pool=pool,
             save=lambda name, entry: store.add(target, [(name, entry)]),
+            known=store.lines_of(target) if arguments.resume else (),
             effort=Effort(first=arguments.candidates, later=min(36, arguments.candidates)),
             progress=screen.update,
         )
@@ -284,18 +284,12 @@ class _Progress:
         self.status, self.left_out, self.interrupted = StatusLine(), 0, False
         self.count = self.total = 0
 
-    def plan(self, target: "Target", how: str, ended: Collection[tuple] = ()) -> tuple[list["Job"], list[str]]:
-        """(what to tune for a target, what could not be planned), after saying so; ended: what an earlier run has
-        finished, by name and version."""
-        from .. import registry
+    def plan(self, target: "Target", how: str) -> tuple[list["Job"], list[str]]:
+        """(what to tune for a target, what could not be planned), after saying so."""
         from ..autotune import store
 
         self.status.update(f"{target.arch}: what its kernels launch")
         jobs, problems = _jobs(self.arguments, target)
-        if ended:
-            planned = len(jobs)
-            jobs = [one for one in jobs if (one.entry_name, registry.get_tunable(one.name).version) not in ended]
-            self.line(f"{planned - len(jobs)} of {planned} were finished by an earlier run")
         self.total += len(jobs)
         self.line(f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, {how}")
         self.line(f"winners go to {store.file_of(target)}")

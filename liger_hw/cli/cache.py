@@ -26,7 +26,7 @@ _CLEARS = {
     "entries": "configurations that answer",
     "misses": "keys that had no answer",
     "quarantine": "configurations that failed at launch",
-    "journal": "searches that the heuristic won",
+    "journal": "times of searches that have not ended, and searches that the heuristic won",
 }
 
 
@@ -143,9 +143,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if not devices:
         print(f"nothing is stored in {store.root()}")
     for device in devices:
-        counts = (
-            f"{device['quarantine']} set aside, {device['misses']} misses, {device['journal']} won by the heuristic"
-        )
+        counts = f"{device['quarantine']} set aside, {device['misses']} misses, {device['journal']} lines of searches"
         print(fold(f"{device['device']}: {len(device['entries'])} entries, {counts}"))
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
         for r in device["entries"]:

@@ -1,10 +1,12 @@
 """A worker process that misbehaves on request: it stands for `liger_hw.autotune.workers`.
 
 One warp is the fastest; 2 warps crash it, 4 hang it, 16 lose the device, 32 raise. With FAKE_CALM set, nothing does.
+FAKE_LOG names a file that gets a line for each candidate that is timed alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ from liger_hw.autotune.workers import serve
 from tests.autotune.fakes import FACTS, H200
 
 CALM = "FAKE_CALM" in os.environ
+job: list = []
 
 
 def main() -> None:
@@ -29,6 +32,7 @@ def answer(name: str, args: tuple) -> Any:
     if name == "open":
         from tests.autotune.fakes import tunable
 
+        job[:] = [args[0].variant, *args[0].key]
         return tunable(args[0].name).heuristic(H200, args[0].key), 1_000_000
     if name == "prepare":
         warps = args[0].num_warps
@@ -37,6 +41,9 @@ def answer(name: str, args: tuple) -> Any:
         return None
     if name == "time":
         time.sleep(float(os.environ.get("FAKE_SECONDS", "0")))
+        if len(args[0]) == 1 and (log := os.environ.get("FAKE_LOG")):
+            with open(log, "a") as file:
+                file.write(f"{json.dumps([*job, args[0][0].to_text()])}\n")
         return [[10.0 + (config.num_warps != 1)] * args[1] for config in args[0]]
     if name == "candidate":
         warps = args[-1].num_warps

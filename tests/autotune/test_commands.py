@@ -145,9 +145,9 @@ def test_export_merges_and_leaves_old_kernels_out(cache, capsys, tmp_path):
     run(capsys, "cache", "clear", "--yes")
     other = ("rms_norm", "fwd", (2048, 13, 2))
     old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, 99)
-    won = entry(fwd.safe(H200, KEY), fwd, kind="heuristic")
+    timed = entry(fwd.safe(H200, KEY), fwd, kind="timed", us=5.0)
     lines = [(other, entry(fwd.safe(H200, other[2]), fwd)), (("rms_norm", "fwd", (1024, 13, 2)), old)]
-    store.add(H200, [*lines, (("rms_norm", "fwd", (512, 13, 2)), won)])
+    store.add(H200, [*lines, (("rms_norm", "fwd", (512, 13, 2)), timed)])
     assert "1 out of date" in run(capsys, "cache", "export", "-o", str(path), "--merge")
     assert {name for name, _ in tables.load(path)[1]} == {NAME, other}
 
@@ -193,19 +193,19 @@ def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
 def test_clear_takes_what_it_is_told(cache, capsys):
     config, fwd = tunable().safe(H200, KEY), tunable()
     other = ("rms_norm", "fwd", (1024, 13, 2))
-    notes = [(other, entry(config, fwd, kind=kind)) for kind in ("failed", "missed", "heuristic")]
-    notes[-1] = (("rms_norm", "fwd", (512, 13, 2)), notes[-1][1])  # an answer takes a miss away
+    notes = [(other, entry(config, fwd, kind=kind)) for kind in ("failed", "missed", "timed")]
+    notes.append((other, entry(other_config(fwd, H200, KEY), fwd, kind="refused")))
     store.add(H200, notes)
     seen = []
     for option in ("--quarantine", "--misses", "--journal", "--entries"):
         run(capsys, "cache", "clear", "--yes", option)
         seen.append(sorted(one.kind for _, one in store.lines_of(H200)))
-    assert seen == [["heuristic", "measured", "missed"], ["heuristic", "measured"], ["measured"], []]
+    assert seen == [["measured", "missed", "refused", "timed"], ["measured", "refused", "timed"], ["measured"], []]
     assert not cache.exists() and "nothing is stored" in run(capsys, "cache", "list")
     assert "cache export: nothing is stored" in run(capsys, "cache", "export", code=2)
     store.add(H200, notes)
     assert "nothing is stored for 'sm80'" in run(capsys, "cache", "clear", "--device", "sm80", code=2)
-    assert "removed 3 lines" in run(capsys, "cache", "clear", "--yes", "--device", "sm90")
+    assert "removed 4 lines" in run(capsys, "cache", "clear", "--yes", "--device", "sm90")
     assert not cache.exists()
 
 

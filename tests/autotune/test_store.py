@@ -99,22 +99,24 @@ def test_a_later_line_takes_the_place_of_an_earlier_one(stored):
     assert taken().config == safe and len(store.lines_of(H200)) == 1
 
 
-def test_an_answer_takes_the_miss_away_and_unknown_kinds_go(clean_registry):
+def test_the_end_of_a_search_takes_the_lines_of_its_candidates_away(clean_registry):
     fwd = tunable()
-    configs = list(fwd.space(H200, KEY))[:2]
-    assert store.add(H200, [(NAME, note(kind, config)) for kind in ("missed", "timed", "failed") for config in configs])
-    assert sorted(one.kind for _, one in store.lines_of(H200)) == ["failed", "failed", "missed"]
-    assert store.misses(H200) == [NAME]
+    configs = list(fwd.space(H200, KEY))[:3]
+    lines = [(NAME, note("missed", configs[0]))]
+    lines += [(NAME, note(kind, config)) for kind, config in zip(("timed", "refused", "failed"), configs)]
+    assert store.add(H200, lines)
+    kinds = {one.kind for _, one in store.lines_of(H200)}
+    assert kinds == {"missed", "timed", "refused", "failed"} and store.misses(H200) == [NAME]
     registry.reload()
     assert taken().layer == "heuristic"
     other = note("measured", configs[0], version=2)
-    assert store.add(H200, [(NAME, other)]) and len(store.lines_of(H200)) == 4, "of another version of the kernel"
-    assert store.misses(H200) == [NAME] and store.ended(H200, store.triton_version()) == {(NAME, 2)}
+    assert store.add(H200, [(NAME, other)]) and len(store.lines_of(H200)) == 5, "of another version of the kernel"
+    assert store.misses(H200) == [NAME]
     assert store.add(H200, [(NAME, note("static", configs[0]))])
-    assert sorted(one.kind for _, one in store.lines_of(H200)) == ["failed", "failed", "measured", "static"]
+    assert {one.kind for _, one in store.lines_of(H200)} == kinds - {"missed"} | {"static", "measured"}
     assert store.add(H200, [(NAME, note("heuristic", configs[0]))])
-    assert sorted(one.kind for _, one in store.lines_of(H200)) == ["failed", "failed", "heuristic", "measured"]
-    assert not store.misses(H200) and store.ended(H200, store.triton_version()) == {(NAME, 1), (NAME, 2)}
+    assert sorted(one.kind for _, one in store.lines_of(H200)) == ["failed", "heuristic", "measured"]
+    assert not store.misses(H200)
 
 
 def test_another_triton_minor_is_demoted_below_shipped(clean_registry, monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from liger_hw import registry
-from liger_hw.autotune import space
+from liger_hw.autotune import space, store
 from liger_hw.autotune.record import Rejected
 from liger_hw.autotune.tuner import Effort, Job, Tuner
 from liger_hw.autotune.workers import WorkerDied, WorkerError
@@ -151,6 +151,7 @@ def test_a_deadly_candidate_costs_itself_only(how):
 
     (result,), kept, measurer = tune(measure)
     assert result.stored and kept["rms_norm", "bwd", KEY].config == BEST
+    assert [entry.config for entry in kept.of_kind("refused")] == [deadly]
     assert measurer.opened == (
         2 if how in ("error in prepare", "rejected here") else 3 if "prepare" in how else measurer.opened
     )
@@ -218,6 +219,67 @@ def test_the_budget_is_kept_and_time_short_means_less_is_tried():
     results, kept, measurer = tune(jobs=jobs, measurer=Slow(START, cost), budget=100.0, clock=lambda: now[0])
     assert now[0] < 200 and results[0].heuristic_us
     assert all(r.heuristic_us or "budget" in r.note for r in results)
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_killed_run_resumes_where_it_was(clean_registry):
+    """Whatever the moment, the cache holds every measurement, and the second run takes none of them again."""
+
+    class Fragile(FakeMeasurer):
+        left = 40
+
+        def time(self, arms, rounds):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            return super().time(arms, rounds)
+
+    def again(measurer):
+        tuner = Tuner(
+            H200,
+            measurer,
+            facts={**FACTS, "triton": store.triton_version()},
+            save=lambda name, entry: store.add(H200, [(name, entry)]),
+            known=store.lines_of(H200),
+        )
+        return next(tuner.run([JOB]))
+
+    with pytest.raises(Killed):
+        again(Fragile(START, cost))
+    assert [entry.kind for _, entry in store.lines_of(H200)] == ["timed"] * 40
+    second = FakeMeasurer(START, cost)
+    result = again(second)
+    assert result.stored and result.config == BEST.to_json()
+    _, _, whole = tune()
+    assert second.timed <= whole.timed - 40 + 2
+    ((_, entry),) = store.lines_of(H200)
+    assert entry.kind == "measured" and entry.config == BEST, "the measurements went with the end of the search"
+    # a third run has nothing left to do
+    third = FakeMeasurer(START, cost)
+    result = again(third)
+    assert third.opened == 0 and result.note == "measured by an earlier run" and result.config == BEST.to_json()
+    assert result.stored and result.gain == pytest.approx(1 - 10 / cost(START), abs=1e-3)
+
+
+def test_a_search_that_the_heuristic_won_is_not_repeated():
+    _, kept, _ = tune(lambda config: 10.0 if config == START else 20.0)
+    (result,), again, measurer = tune(known=kept.lines)
+    assert measurer.opened == 0 and not again.lines and not result.stored and result.config == START.to_json()
+
+
+def test_the_lines_of_another_version_or_triton_do_not_count(monkeypatch):
+    _, kept, _ = tune()
+    opened = 2  # at the job's sizes, and the winner at other sizes of its key
+    _, _, measurer = tune(known=kept.lines)
+    assert measurer.opened == 0
+    _, _, measurer = tune(known=kept.lines, facts={**FACTS, "triton": "9.9.0"})
+    assert measurer.opened == opened
+    monkeypatch.setattr(BWD, "version", 99)
+    _, _, measurer = tune(known=kept.lines)
+    assert measurer.opened == opened
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing():
