@@ -36,9 +36,9 @@ from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums
 from .backward import MOST_ROWS_SUMMED, row_means, summed_columns
-from .forward import LLAMA, out_dtype
+from .forward import out_dtype
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
-from .rms_norm import CASTING_MODES, LigerRMSNorm, casting_code
+from .rms_norm import CASTING_MODES, LigerRMSNorm, casting_code, normed
 
 
 def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
@@ -46,19 +46,13 @@ def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, 
 
 
 def _fwd_reference(x, w, scale, shift, eps, offset, casting):
-    wide, n_cols = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
-    y = x.to(wide)
-    rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    y = y * rstd
-    if casting == LLAMA:
-        y = y.to(x.dtype).to(wide)
-    if w is not None:
-        y = y * (w.to(wide) + offset)
+    y, rstd = normed(x, w, eps, offset, casting)
+    n_cols = x.shape[-1]
     n_mods, n_rows = math.prod(scale.shape[:-1]), math.prod(x.shape[:-1])
-    y = y.reshape(n_mods, n_rows // max(1, n_mods), n_cols) * (1.0 + scale.reshape(n_mods, 1, n_cols).to(wide))
+    y = y.reshape(n_mods, n_rows // max(1, n_mods), n_cols) * (1.0 + scale.reshape(n_mods, 1, n_cols).to(y.dtype))
     if shift is not None:
-        y = y + shift.reshape(n_mods, 1, n_cols).to(wide)
-    return y.reshape(x.shape).to(out_dtype(x, w, casting)).contiguous(), rstd.flatten()
+        y = y + shift.reshape(n_mods, 1, n_cols).to(y.dtype)
+    return y.reshape(x.shape).to(out_dtype(x, w, casting)).contiguous(), rstd
 
 
 _MOST_SUMMED_AT_ONCE = 512

@@ -30,6 +30,12 @@ def rms_norm_reference(X, W, eps, offset=0.0, casting_mode="llama", in_place=Tru
 
 
 def fwd_reference(x, w, eps, offset, casting):
+    y, rstd = normed(x, w, eps, offset, casting)
+    return y.to(out_dtype(x, w, casting)).contiguous(), rstd
+
+
+def normed(x, w, eps, offset, casting):
+    """(y in fp32 or fp64 before its last rounding, rstd [rows]) in plain torch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
     rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
@@ -38,7 +44,7 @@ def fwd_reference(x, w, eps, offset, casting):
         y = y.to(x.dtype).to(wide)
     if w is not None:
         y = y * (w.to(wide) + offset)
-    return y.to(out_dtype(x, w, casting)).contiguous(), rstd.flatten()
+    return y, rstd.flatten()
 
 
 FWD = norm_forward_tunable("rms_norm")
