@@ -119,10 +119,9 @@ def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return tuple(functools.partial(f, device_type=kind) for f in (torch.amp.custom_fwd, torch.amp.custom_bwd))
 
 
-amp_custom_fwd, amp_custom_bwd = get_amp_custom_fwd_bwd()
-
-
 def __getattr__(name: str) -> Any:
+    if name in ("amp_custom_fwd", "amp_custom_bwd"):  # which ask for the device: not when this module is imported
+        return get_amp_custom_fwd_bwd()[name == "amp_custom_bwd"]
     if name != "torch_to_triton_dtype":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import triton.language as tl  # of this module, that alone needs Triton

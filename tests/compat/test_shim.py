@@ -247,6 +247,22 @@ def test_a_device_that_cannot_be_described_has_its_kind_for_a_generation(monkeyp
     utils.infer_device_arch.cache_clear()
 
 
+def test_importing_the_helpers_asks_for_no_device():
+    code = """
+import torch
+def refuse(*args):
+    raise AssertionError("a device was asked for")
+torch.accelerator.is_available = torch.accelerator.current_accelerator = torch.cuda.is_available = refuse
+import liger_hw.compat.utils
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    torch, utils = importlib.import_module("torch"), importlib.import_module("liger_hw.compat.utils")
+    fwd, bwd = utils.amp_custom_fwd, utils.amp_custom_bwd
+    assert fwd.keywords == bwd.keywords == {"device_type": utils.infer_device()}
+    assert (fwd.func, bwd.func) == (torch.amp.custom_fwd, torch.amp.custom_bwd)
+
+
 def test_functions_take_every_argument_of_liger_s():
     """By position, as `apply` takes them: also those that choose among Liger's implementations."""
     passes("""
