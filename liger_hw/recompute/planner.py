@@ -277,9 +277,7 @@ class Planner:
         if m.experts:
             growing = {"what a layer keeps": keep - kept["full"], "gradients of experts": self._experts(unit, False)}
         else:
-            done = (
-                0 if m.parallel else unit * m.hidden * (1 if copies else 2)
-            )  # the second norm's input, and its output
+            done = 0 if m.parallel else unit * m.hidden * (1 if copies else 2)  # the second norm's input and output
             growing = self._growing(without_mlp - done, unit, stream)
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight
@@ -635,9 +633,8 @@ def model_named(name: str) -> "Model":
     model = models.find(name)
     Planner(model, 1, 1)  # before a model of a billion layers is built to count its parameters
     if (source := models.on_meta(name)) is not None:
-        model = models.as_built(
-            models.from_config(source.config.to_dict(), model.name), source
-        )  # with the family's defaults
+        config = source.config.to_dict()  # with the family's defaults
+        model = models.as_built(models.from_config(config, model.name), source)
         check_parameters(Planner(model, 1, 1), [sum(p.numel() for p in source.parameters())], 0)
     return model
 

@@ -250,9 +250,7 @@ class OutputLogits(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
         if func in _KNOWN:
-            if (
-                first._plain is not None and func is not torch.Tensor.__hash__
-            ):  # `unsqueeze_` may have changed its shape
+            if first._plain is not None and func is not torch.Tensor.__hash__:  # unsqueeze_ may have changed its shape
                 return func(*_computed(args), **_computed(kwargs))
             with without_torch_function():
                 return func(*args, **kwargs)
