@@ -185,7 +185,7 @@ class Meter(Clock):
         """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
 
         The graph has enough sweeps to run for about 2 ms (by the floor), so that its launch is negligible. It has one
-        sweep where calls overwrite their inputs, and from 17 input sets on: that many sets are small, and a second sweep
+        sweep where calls overwrite their inputs, and from 17 input sets on: sets are then small, and a second sweep
         would find them in L2.
         """
         sweep_ms = max(floor_ms, 1e-3) * len(work.sets)

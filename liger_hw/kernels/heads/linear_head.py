@@ -24,15 +24,15 @@ fp32.
 
 Memory. With LIGER_HW_LOSS_MEMORY_MIB set, a chunk has as many rows as fit beside the gradients. Unset, it has as many
 as fit 1 GiB together with the weight's gradient, or a third of that gradient's size where this is more. A chunk has at
-least MIN_ROWS rows, twice as many where every chunk reads and writes an fp32 weight gradient. It has at most MAX_ROWS,
-or as many as have logits no larger than the gradient of x, if these are more. Divergences (`prefer_large`) may have
+least MIN_ROWS rows, twice as many where every chunk reads and writes an fp32 weight gradient. It has at most MAX_ROWS
+rows, or more where its logits are still no larger than the gradient of x. Divergences (`prefer_large`) may have
 MAX_ROWS_DIVERGENCE rows, and with one head as much memory as the weight's gradient.
 
-Ignored rows (prompts, padding) can be left out of the products, whose size must be known on the host. Labels are there
-long before the logits: `CountedRows(labels)`, first in a step, counts them on the device and starts the copy of one
-number, which has arrived when the loss asks. Patched models do so by themselves; a training loop of your own passes it
-on, as `liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while a
-graph is captured nothing is counted, and every row is computed.
+Ignored rows (prompts, padding) can be left out of the products, whose size must be known on the host. The labels are
+known long before the logits: `CountedRows(labels)`, called first in a step, counts them on the device and starts to
+copy the count, which has arrived by the time the loss needs it. Patched models do so by themselves; your own training
+loop passes `liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while
+a graph is captured nothing is counted, and every row is computed.
 
 Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times the error of one
 GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. For a loss with targets a running sum
@@ -66,13 +66,13 @@ MAX_PLAIN_CHUNKS = 2
 MAX_CHUNKS = 4
 MAX_CHUNKS_WITH_TARGETS = 8
 MIN_SPLIT_VOCAB = 1024
-"""A vocabulary below this size is one product even if unaligned: too many rows' targets would be in the rest."""
+"""Smaller vocabularies are not split by `gemm_columns`: many rows would have their target in the rest (see `dx_of`)."""
 MIN_PART = 256
 """Rows of fp32 logits that are computed at a time, at least: a GEMM of fewer rows is bound by reading the weight."""
 _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
 MAX_SHARE = 31 / 32
-"""Share of rows that count above which none is left out: gathering rows and scattering their gradient has its price."""
+"""Ignored rows are left out only if at most this share remains, since gathering and scattering rows takes time."""
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def _misfit(x: torch.Tensor, weight: torch.Tensor, dims: int, names: tuple[str, 
 
 
 def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor) -> bool:
-    """Whether `accum_dtype` asks for an fp32 buffer that the weight's own dtype is not."""
+    """Whether the weight's gradient needs an fp32 buffer: accum_dtype is fp32, and the weight's dtype is narrower."""
     if accum_dtype not in (None, torch.float32, weight.dtype):
         check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
     return accum_dtype is torch.float32 and weight.dtype.itemsize < 4
@@ -136,9 +136,9 @@ def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor)
 class CountedRows:
     """The number of rows of `labels` (any shape) that are not ignore_index, on its way to the host.
 
-    labels: a tensor, or several of which the loss takes one: the largest of their counts.
-    The labels of the loss may be these, or these with some more rows ignored (shifted by one, say): what counts is that
-    no other row counts. A loss in which more rows count raises on the device.
+    labels: a tensor, or a tuple of tensors where it is not known yet which one the loss will take: their largest count.
+    The loss may ignore more rows than these labels do (labels shifted by one, say), but not fewer: a larger count in
+    the loss raises on the device.
     """
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
@@ -156,7 +156,7 @@ class CountedRows:
         self._arrived.record()
 
     def most(self) -> int | None:
-        """The count, waiting for its copy if it must; None where nothing was counted, or this is no moment to wait.
+        """The count, after waiting for its copy; None if nothing was counted, in torch.compile or in a graph capture.
 
         It waits for what was queued on the device before the copy, not for what was queued after it.
         """
@@ -260,7 +260,7 @@ def plan_chunks(
     if budget is None:
         share = gradient if prefer_large and heads == 1 else gradient // 3
         room = max((scale * DEFAULT_MIB << 20) - gradient - sums, 0 if wide else share)
-        # their logits are no larger than the gradient of x
+        # rows whose logits are no larger than the gradient of x
         free = n_rows * hidden // (vocab * scale * heads) if gradients else 0
         largest = scale * max(smallest, MAX_ROWS_DIVERGENCE if prefer_large else MAX_ROWS, free)
         rows = min(room // row_bytes, largest)
@@ -407,9 +407,8 @@ class HeadGradients:
     dbias [vocab], accumulated in fp32 (fp64 for fp64).
 
     needs: which of x, weight and bias have a gradient
-    targets: [rows of the sweep], in its order: the columns whose entries are accumulated separately
-    (`head_targets.py`).
-        Any column gives the right sum; a column outside the vocabulary has no entry.
+    targets: [rows of the sweep], in its order: the column of each row that is accumulated separately
+    (`head_targets.py`). The sum is right for any column; a column outside the vocabulary is skipped.
     plain: accumulate the targets' entries with torch operations, without Triton kernels
     """
 
@@ -647,7 +646,8 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
 def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: bool) -> None:
     """dx = dlogits @ weight if first, else dx += dlogits @ weight.
 
-    The unaligned rest comes first: its sum is rounded once more, and is small but for rows whose target is in it.
+    The unaligned rest comes first. Its product is rounded once more than the other; it is small, except in rows whose
+    target is in the rest.
     """
     for columns in _columns_of(dlogits):
         add_product(dx, dlogits[:, columns], weight[columns], first)
