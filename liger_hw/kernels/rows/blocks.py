@@ -36,7 +36,7 @@ def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
         return True, 0
     # a second block of more than half the first would make the two as wide as the next power of two
     if rest <= block // 2 and _NARROWEST_FIRST <= block <= WIDEST_FIRST:
-        return True, max(16, next_power_of_2(rest))
+        return True, max(block // 8, next_power_of_2(rest))
     return False, 0
 
 

@@ -105,9 +105,10 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas = 2, 1
     tile, most = block * rows, (most_columns(block) if grads else block) * rows
     room = 1 + target.shared_memory // (streams * most * key[2])
-    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile:
+    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile or grads and tile > 8192:
         room = 1
-    warps = target.warps(tile, 32 if rows > 3 or rows > 1 and tile > 4096 else 16, 16)
+    two_blocks = key[3:] == (1,)
+    warps = target.warps(tile, 32 if rows > 3 or tile > 4096 and (rows > 1 or two_blocks) else 16, 16)
     if 1 << key[1] <= target.multiprocessors:
         # a row in two blocks, or with masks and parts of vectors, has up to half as much again to hold
         warps = latency_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
