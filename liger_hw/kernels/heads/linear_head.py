@@ -193,10 +193,10 @@ def remaining_rows(
     if most is None or most > MAX_SHARE * target.shape[0]:
         return None
     ignored = target == ignore_index
-    order = torch.argsort(ignored.to(torch.uint8), stable=True)  # the rows that count first, each part in order
+    order = torch.argsort(ignored.to(torch.uint8), stable=True)  # rows that are not ignored come first, in order
     if compact is not True:
         fits = (target.shape[0] - ignored.sum()) <= most
-        private.assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
+        private.assert_async(fits, f"{op}: more rows count than the CountedRows in compact; count these labels")
     return order[:most]
 
 
@@ -349,7 +349,7 @@ def _divided(n_rows: int, rows: int, step: int, even_above: int | None) -> tuple
     count = cdiv(n_steps, tall)
     if not _is_tall(tall, even_above) or count < 2:
         steps = [n_steps // count + (i < n_steps % count) for i in range(count)]
-    else:  # whole ones, then two that share what is left
+    else:  # chunks of `tall` steps, then two that share the rest
         left = n_steps - (count - 2) * tall
         half = _even_if_tall(cdiv(left, 2), even_above, 1)
         steps = [tall] * (count - 2) + [half, left - half]
@@ -374,7 +374,7 @@ def _even_if_tall(steps: int, even_above: int | None, change: int) -> int:
 def _at_most(
     most: int, n_rows: int, rows: int, row_bytes: int, weight: int, wide: bool, device: torch.device | None
 ) -> Chunks:
-    """Chunks of `rows` rows; where they are more than `most`, larger ones or a wide gradient of `weight` elements."""
+    """Chunks of `rows` rows; if those are more than `most`, larger chunks or a wide gradient of `weight` elements."""
     if len(divide(n_rows, rows, device)) > most:
         fewer = STEP * _even_if_tall(cdiv(cdiv(n_rows, STEP), most), _even_above(device), 1)
         rows, wide = _larger_or_wide(rows, fewer, row_bytes, weight)
@@ -448,7 +448,7 @@ class HeadGradients:
             dweight_of(dlogits, x, self.dweight, start == 0)
 
     def add_dx(self, dlogits: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int) -> None:
-        """Only dx of what `add` does, with the same arguments."""
+        """`add` for dx alone, with the same arguments."""
         if isinstance(rows, slice):
             dx_of(dlogits, weight, self.dx[rows], True)
         else:
@@ -475,7 +475,7 @@ class HeadGradients:
 def scale_gradients(
     grads: Sequence[torch.Tensor], needs: Sequence[bool], grad_output: torch.Tensor, stats: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """A whole backward: `scale_gradient` of every gradient that a forward saved; None where not needed."""
+    """The backward of a fused loss: `scale_gradient` of each gradient that the forward saved, or None."""
     kept = graph_is_kept()
     nan = float("nan")  # inf times terms of both signs sums to nan, but inf times their saved sum would be inf
     grad_output = torch.nan_to_num(grad_output, nan=nan, posinf=nan, neginf=nan)
@@ -624,7 +624,7 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> No
     for columns in _columns_of(logits):
         if logits.dtype == x.dtype:
             torch.mm(x, weight[columns].t(), out=logits[:, columns])
-        else:  # transposed: it is the first factor that `add_product` may have to convert, a slice at a time
+        else:  # transposed, because `add_product` may convert its first factor, a slice at a time
             add_product(logits[:, columns].t(), weight[columns], x.t(), True)
 
 
@@ -636,7 +636,7 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
     """The first rows of logits [tile, vocab] = x @ weight^T, x [at most tile, hidden], by a product of tile rows.
 
     A GEMM library chooses its kernel, and with it the order of a row's sums, from the sizes and the alignment of a
-    product. Of this one both are always the same, so a row's logits do not depend on the rows beside it.
+    product. Here both are always the same, so a row's logits do not depend on the rows beside it.
     """
     rows = x.new_zeros((logits.shape[0], x.shape[1]))
     rows[: x.shape[0]] = x
@@ -690,7 +690,7 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool
                 raise
             _fp32_result[kind] = False
     b = b.to(out.dtype)
-    for start in range(0, out.shape[0], _FP32_SLICE):  # the whole of `a` in fp32 would take twice the logits' memory
+    for start in range(0, out.shape[0], _FP32_SLICE):  # all of `a` in fp32 would take twice the logits' memory
         part = a[start : start + _FP32_SLICE].to(out.dtype)
         into = out[start : start + _FP32_SLICE]
         torch.mm(part, b, out=into) if first else into.addmm_(part, b)
