@@ -80,7 +80,7 @@ def norm_wide_bwd_kernel(
         dy = _load_part(DY_ptr, next_row, DY_row_stride, cols, mask)
         h = x.to(tl.float32)
         if SUBTRACT_MEAN:
-            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 where no column is, but dy is
+            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 outside the columns, but dy is
         h = h * tl.load(rstd_ptr + next_row, mask=valid, other=0.0)
         if Partial_ptr is not None:
             rounded = h
@@ -91,7 +91,7 @@ def norm_wide_bwd_kernel(
                 db += dy.to(tl.float32)
         m = _weighted(dy, W_ptr, cols, exist, offset)
         if SUBTRACT_MEAN:
-            total, dot = tl.split(tl.sum(tl.join(m, m * h), axis=0))  # one exchange between the warps
+            total, dot = tl.split(tl.sum(tl.join(m, m * h), axis=0))  # one reduction across warps for both
         else:
             dot = tl.sum(m * h, axis=0)
             total = dot
