@@ -1,13 +1,11 @@
-"""Every class that Liger's programs call `apply` of: arguments that do not fit are refused before anything is launched.
-
-Those of `liger_kernel.ops`, and those of `liger_kernel.chunked_loss`.
-"""
+"""Every class that Liger's programs call `apply` of is a public function, and arguments that do not fit are refused
+before anything is launched, by the functions of `liger_kernel.chunked_loss` too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from harness import few_sizes, make
+from harness import few_sizes, make, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw import registry
@@ -19,80 +17,36 @@ from liger_hw.transformers.functional import liger_cross_entropy
 
 pytestmark = pytest.mark.cpu
 
-CLASSES = {
-    "LigerAttnResFunction": "attn_res",
-    "LigerCrossEntropyFunction": "cross_entropy",
-    "LigerDyTFunction": "dyt",
-    "LigerEmbeddingFunction": "embedding",
-    "LigerFusedAddRMSNormFunction": "fused_add_rms_norm",
-    "LigerFusedCETVDFunction": "fused_ce_tvd",
-    "LigerFusedGateUpSiLUMulFunction": "fused_gate_up_swiglu",
-    "LigerFusedLinearCrossEntropyFunction": "fused_linear_cross_entropy",
-    "LigerFusedLinearJSDFunction": "fused_linear_jsd",
-    "LigerFusedLinearKLDivFunction": "fused_linear_kl_div",
-    "LigerFusedLinearScaledCrossEntropyFunction": "fused_linear_log_probs",
-    "LigerFusedLinearScaledCrossEntropyTPFunction": "fused_linear_log_probs",
-    "LigerFusedMoEFunction": "fused_moe",
-    "LigerFusedNeighborhoodAttentionFunction": "fused_neighborhood_attention",
-    "LigerGELUMulFunction": "geglu",
-    "LigerGroupNormFunction": "group_norm",
-    "LigerJSDFunction": "jsd",
-    "LigerKLDivLossFunction": "kl_div",
-    "LigerLayerNormFunction": "layer_norm",
-    "LigerLlama4RopeFunction": "llama4_rope",
-    "LigerMHCCoeffsFunction": "mhc_coeffs",
-    "LigerMHCPostResFunction": "mhc_post_res",
-    "LigerMHCPreFunction": "mhc_pre",
-    "LigerModulatedRMSNormFunction": "modulated_rms_norm",
-    "LigerMultiTokenAttentionFunction": "multi_token_attention",
-    "LigerPolyNormFunction": "poly_norm",
-    "LigerQwen2VLMRopeFunction": "qwen2vl_mrope",
-    "LigerRMSNormFunction": "rms_norm",
-    "LigerReLUSquaredFunction": "relu_squared",
-    "LigerRopeFunction": "rope",
-    "LigerSiLUMulFunction": "swiglu",
-    "LigerSoftmaxFunction": "softmax",
-    "LigerSparsemaxFunction": "sparsemax",
-    "LigerTVDLossFunction": "tvd",
-    "LigerVocabParallelCEFunction": "vocab_parallel_cross_entropy",
-}
-"""A class -> the op whose sample has its arguments."""
 WITHOUT_AN_OP = {"LigerMLPFunction", "LigerTiledMLPFunction"}
-"""They call modules and other ops, which check their arguments."""
-
-CHANGES = {
-    "fewer columns": lambda t: t[..., :-1] if t.dim() else t[None],
-    "fewer rows": lambda t: t[:-1] if t.dim() > 1 else t[:-2],
-    "one dimension more": lambda t: t[None],
-    "another device": lambda t: t.to("meta"),
+"""They call modules and other ops; tests/kernels/test_tiled_mlp.py compares them."""
+SCALED = {"LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"}
+"""Another name of fused_linear_log_probs; tests/kernels/test_log_probs.py compares it."""
+OF_LIGER = {
+    "kl_div": ((), {"reduction": "batchmean"}),
+    "mhc_coeffs": (
+        (True, 3, 1e-5, 0.5, 1e-3, 1.5),
+        {"allow_fp32": True, "tmax": 3, "rms_eps": 1e-5, "pre_eps": 0.5, "sinkhorn_eps": 1e-3, "post_mult": 1.5},
+    ),
+    "tvd": ((), {"reduction": "batchmean"}),
 }
+"""Op -> what Liger's class takes beside tensors, and those options of the public function: where defaults differ."""
 
-_ROWS = {"fewer rows", "one dimension more"}
-_ANY = {"fewer columns", *_ROWS}
-FITTING = {
-    "LigerAttnResFunction": {0: _ROWS},
-    "LigerCrossEntropyFunction": {0: {"fewer columns"}},  # another vocabulary, which still has every target
-    "LigerDyTFunction": {0: _ROWS, 1: {"one dimension more"}},
-    "LigerEmbeddingFunction": {0: {"fewer columns", "fewer rows"}, 1: _ANY},
-    "LigerFusedGateUpSiLUMulFunction": {0: _ROWS},
-    "LigerFusedLinearCrossEntropyFunction": {1: {"fewer rows"}},
-    "LigerFusedLinearScaledCrossEntropyFunction": {1: {"fewer rows"}},
-    "LigerFusedLinearScaledCrossEntropyTPFunction": {1: {"fewer rows"}},
-    "LigerGroupNormFunction": {0: {"fewer columns", "fewer rows"}},
-    "LigerLayerNormFunction": {0: _ROWS},
-    "LigerLlama4RopeFunction": {2: {"fewer columns"}},  # part of a head turns
-    "LigerMHCCoeffsFunction": {0: _ROWS, **{place: {"one dimension more"} for place in (3, 4, 5)}},
-    "LigerMHCPreFunction": {0: {"fewer columns"}},
-    "LigerModulatedRMSNormFunction": {0: _ROWS},
-    "LigerMultiTokenAttentionFunction": {0: {"fewer rows"}, 1: {"fewer columns"}},  # another batch, another kernel size
-    "LigerPolyNormFunction": {0: _ANY, 2: {"one dimension more"}},
-    "LigerRMSNormFunction": {0: _ROWS},
-    "LigerReLUSquaredFunction": {0: _ANY},
-    "LigerSoftmaxFunction": {0: _ANY},
-    "LigerSparsemaxFunction": {0: _ANY},
-    "LigerVocabParallelCEFunction": {0: {"fewer columns"}},
-}
-"""Of each class: by an argument's place, the changes after which it fits as well."""
+
+def arguments(name: str) -> tuple:
+    """What an op's sample calls it with."""
+    return make(registry.get_op(name), few_sizes(registry.get_op(name)), torch.float32, "cpu", 0).args
+
+
+@pytest.mark.parametrize("name", sorted(set(functions.__all__) - WITHOUT_AN_OP - SCALED))
+def test_a_class_gives_what_its_public_function_gives(name):
+    """And refuses by it, before a launch, what it refuses: tests/kernels/test_declared_shapes.py."""
+    function = getattr(functions, name)
+    op = registry.get_op(function.__name__.removeprefix("liger_").removeprefix("_"))
+    args, (numbers, options) = arguments(op.name), OF_LIGER.get(op.name, ((), {}))
+    results, expected = (tensors(one) for one in (function.apply(*args, *numbers), op.function(*args, **options)))
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    with pytest.raises((TypeError, ValueError), match="^liger_"):
+        function.apply(args[0].to(torch.complex64), *args[1:], *numbers)
 
 
 class _Launched(TorchDispatchMode):
@@ -109,50 +63,21 @@ class _Launched(TorchDispatchMode):
         return result
 
 
-def arguments(name: str) -> tuple:
-    """What `apply` takes without options."""
-    op = registry.get_op(CLASSES[name])
-    args = make(op, few_sizes(op), torch.float32, "cpu", 0).args
-    if name == "LigerFusedLinearScaledCrossEntropyTPFunction":
-        return *args[:3], None
-    if name == "LigerMHCCoeffsFunction":
-        return *args[:3], *(alpha.view(1) for alpha in args[3:]), True, 20, 1e-6, 0.0, 1e-6, 2.0
-    return args[:3] if name == "LigerFusedLinearScaledCrossEntropyFunction" else args
+CHANGES = {
+    "fewer columns": lambda t: t[..., :-1],
+    "fewer rows": lambda t: t[:-1] if t.dim() > 1 else t[:-2],
+    "one dimension more": lambda t: t[None],
+    "another device": lambda t: t.to("meta"),
+}
 
 
-def test_every_class_is_here():
-    assert {*CLASSES, *WITHOUT_AN_OP} == set(functions.__all__)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_arguments_that_do_not_fit_are_refused_before_a_launch(name):
-    refuses(getattr(functions, name).apply, arguments(name), FITTING.get(name, {}))
-
-
-def refuses(apply, args: tuple, fitting: dict[int, set[str]]) -> None:
-    """Every change of a tensor among `args`, but the fitting ones, is an error that says whose, before a launch."""
-    with _Launched() as launched:
-        apply(*args)
-    assert launched.names
-    places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-    for place in places:
-        for change, changed in CHANGES.items():
-            alone = change == "another device" and len(places) == 1
-            if alone or change in fitting.get(place, ()):
-                continue
-            given = *args[:place], changed(args[place]), *args[place + 1 :]
-            with _Launched() as launched, pytest.raises((TypeError, ValueError), match="^liger_"):
-                apply(*given)
-            assert not launched.names, f"argument {place} with {change}: {launched.names}"
-
-
-def _chunked_arguments() -> dict:
-    """Function -> what it takes, and the changes after which it does as well."""
+def _calls() -> dict:
+    """Name -> (function, what it takes, by place the changes after which it does as well)."""
     x, weight, bias, ids = torch.randn(4, 6, 8), torch.randn(11, 8), torch.randn(11), torch.randint(11, (4, 6))
     policy, reference = (x, weight, ids, bias), (x + 1, weight + 1, bias + 1)
     per_token, kept, good = torch.randn(2, 4, 6), torch.ones(4, 6), torch.tensor([True, False, True, False])
     heads = x[0], weight, x[1], weight + 1, ids[0]
-    return {
+    losses_taking = {
         "cpo": (policy, {}),
         "orpo": (policy, {}),
         "simpo": (policy, {}),
@@ -162,11 +87,26 @@ def _chunked_arguments() -> dict:
         "jsd": (heads, {}),
         "cosine": (heads, {}),
     }
+    calls = {name: (getattr(losses, f"liger_fused_linear_{name}"), *call) for name, call in losses_taking.items()}
+    for name in SCALED:
+        group = (None,) * name.endswith("TPFunction")
+        calls[name] = getattr(functions, name).apply, (x[0], weight, ids[0], *group), {1: {"fewer rows"}}
+    return calls
 
 
-@pytest.mark.parametrize("name", _chunked_arguments())
-def test_a_chunked_loss_refuses_them_too(name):
-    refuses(getattr(losses, f"liger_fused_linear_{name}"), *_chunked_arguments()[name])
+@pytest.mark.parametrize("name", _calls())
+def test_arguments_that_do_not_fit_are_refused_before_a_launch(name):
+    """Every change of a tensor, but the fitting ones, is an error that says whose."""
+    function, args, fitting = _calls()[name]
+    with _Launched() as launched:
+        function(*args)
+    assert launched.names
+    for place in (place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)):
+        for change in CHANGES.keys() - fitting.get(place, set()):
+            given = *args[:place], CHANGES[change](args[place]), *args[place + 1 :]
+            with _Launched() as launched, pytest.raises((TypeError, ValueError), match="^liger_"):
+                function(*given)
+            assert not launched.names, f"argument {place} with {change}: {launched.names}"
 
 
 def test_a_short_weight_is_refused_under_torch_compile():
@@ -180,7 +120,7 @@ def test_a_short_weight_is_refused_under_torch_compile():
 
 def test_results_are_those_of_liger_s_classes():
     """What Liger's give that the functions here do not: four results of a cross entropy, None where not asked for."""
-    logits, target = arguments("LigerCrossEntropyFunction")
+    logits, target = arguments("cross_entropy")
     loss, *others = functions.LigerCrossEntropyFunction.apply(logits, target, None)
     assert others == [None] * 3
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, target))
@@ -188,10 +128,10 @@ def test_results_are_those_of_liger_s_classes():
         logits, target, None, -100, 1e-4, 0.0, "mean", None, True, True, True
     )
     assert z_loss > 0 and 0 <= accuracy <= 1 and torch.equal(top[target >= 0], logits.argmax(1)[target >= 0])
-    x, weight, target, group = arguments("LigerFusedLinearScaledCrossEntropyTPFunction")
+    x, weight, target, _ = arguments("fused_linear_log_probs")
     apply = functions.LigerFusedLinearScaledCrossEntropyTPFunction.apply
-    nll = apply(x, weight, target, group, 0.7, -100, 2)
-    both = apply(x, weight, target, group, 0.7, -100, 2, True)
+    nll = apply(x, weight, target, None, 0.7, -100, 2)
+    both = apply(x, weight, target, None, 0.7, -100, 2, True)
     torch.testing.assert_close(nll, both[0])
     assert both[1].shape == nll.shape
 

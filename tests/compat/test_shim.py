@@ -659,24 +659,6 @@ destroy_process_group()
 """)
 
 
-def test_functions_that_liger_has_as_classes():
-    passes("""
-import torch, liger_kernel
-from liger_kernel.ops import (LigerFusedLinearJSDFunction, LigerFusedLinearKLDivFunction, LigerJSDFunction,
-                              LigerKLDivLossFunction, LigerTVDLossFunction)
-from liger_hw.transformers import functional as F
-p, q = (torch.randn(6, 11, generator=torch.Generator().manual_seed(i)).log_softmax(-1) for i in (0, 1))
-x, w = torch.randn(6, 8), torch.randn(11, 8)
-labels = torch.tensor([1, -100, 3, 4, 5, 6])
-same = torch.testing.assert_close
-same(LigerJSDFunction.apply(p, q, labels, 0.3, -100), F.liger_jsd(p, q, labels, 0.3))
-same(LigerKLDivLossFunction.apply(p, q.exp()), torch.nn.functional.kl_div(p, q.exp(), reduction="batchmean"))
-same(LigerTVDLossFunction.apply(p.exp(), q.exp()), (p.exp() - q.exp()).abs().sum() / 2 / 6)
-same(LigerFusedLinearJSDFunction.apply(x, w, x, 2 * w, labels), F.liger_fused_linear_jsd(x, w, x, 2 * w, labels))
-same(LigerFusedLinearKLDivFunction.apply(x, w, q.exp()), F.liger_fused_linear_kl_div(x, w, q.exp()))
-""")
-
-
 def test_liger_kernel_functional():
     """Liger's own signatures and defaults there; any impl, mode and backend is taken."""
     passes("""

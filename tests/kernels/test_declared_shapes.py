@@ -42,7 +42,7 @@ READ_BY_TORCH = {("ChunkedLossFunction", place) for place in range(6, 12)}
 
 
 class _Calls(TorchDispatchMode):
-    """Notes each operator's calls, and each Function's."""
+    """Notes each operator's calls that returned, and each Function's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +50,10 @@ class _Calls(TorchDispatchMode):
         self.applied: dict[type, tuple] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "liger_hw":
             self.calls.setdefault(func._schema.name.removeprefix("liger_hw::"), []).append(args)
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 @functools.cache
@@ -199,12 +200,17 @@ def test_an_operator_refuses_what_does_not_fit(name):
 
 
 def _refused(function: Callable, args: tuple, place: int, value: torch.Tensor) -> bool:
-    try:
-        function(*args[:place], value, *args[place + 1 :])
-    except (TypeError, ValueError) as error:
-        return "liger_" in str(error)
-    except IndexError:  # a table is now too short for one of the indices
-        return True
+    """Whether the call is an error that says whose argument it is, before any operator returned a result.
+
+    An FP8 layer rounds its rows first: its linear checks the weight.
+    """
+    with _Calls() as seen:
+        try:
+            function(*args[:place], value, *args[place + 1 :])
+        except (TypeError, ValueError) as error:
+            return "liger_" in str(error) and all("float8" in name for name in seen.calls)
+        except IndexError:  # a table is now too short for one of the indices
+            return True
     return False
 
 
@@ -237,12 +243,11 @@ def test_a_public_function_refuses_another_dtype_and_device(op):
             assert _refused(function, args, place, _retyped(args[place])), (op.name, place, "dtype")
             if len(places) > 1:
                 assert _refused(function, args, place, args[place].to("meta")), (op.name, place, "device")
-            for axis, size in enumerate(args[place].shape):
-                if size < 2:
-                    continue
-                short = args[place].narrow(axis, 0, size - 1).contiguous()
-                changed = *args[:place], short, *args[place + 1 :]
-                if not _refused(function, args, place, short):
+            sizes = [(axis, size - 1) for axis, size in enumerate(args[place].shape) if size > 1]
+            shorter = [args[place].narrow(axis, 0, size).contiguous() for axis, size in sizes]
+            for other in (*shorter, args[place][None]):
+                changed = *args[:place], other, *args[place + 1 :]
+                if not _refused(function, args, place, other):
                     results, expected = tensors(function(*changed)), tensors(op.reference(*changed, **sample.kwargs))
                     assert [t.shape for t in results] == [t.shape for t in expected]
                     torch.testing.assert_close(results, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
