@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import tensors
+from harness import changed, few_sizes, make, oracle, run, tensors
 
 from liger_hw import registry
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
@@ -36,17 +37,56 @@ def _made(generator, lane, rows=ROWS):
     return x, torch.randint(COLS, (rows,), generator=generator).to(lane.device)
 
 
-@LOSSES
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_all_rows_ignored(lane, generator, loss, reduction):
+def _labels(sample):
+    """The argument that says which rows count, or None."""
+    return next((t for t in sample.args if isinstance(t, torch.Tensor) and t.dtype is torch.int64), None)
+
+
+def _relabelled(op, options, lane, seed, change):
+    """A sample whose labels are change(labels, the ignored label)."""
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
+    labels, ignored = _labels(sample), sample.kwargs.get("ignore_index", -100)
+    return dataclasses.replace(sample, args=tuple(change(a, ignored) if a is labels else a for a in sample.args))
+
+
+FAMILIES = ("liger_hw.kernels.losses.", "liger_hw.kernels.heads.")
+LABELLED = [
+    (op, options)
+    for op in registry.ops().values()
+    if op.function.__module__.startswith(FAMILIES)
+    for options in op.options
+    if _labels(op.sample(few_sizes(op), torch.float32, torch.device("cpu"), torch.Generator(), **options)) is not None
+]
+"""Losses with each option set that has labels."""
+COMPACT = [
+    (registry.get_op("fused_linear_cross_entropy"), {"compact": True, "reduction": r}) for r in ("mean", "sum", "none")
+]
+
+
+@pytest.mark.parametrize("case", LABELLED + COMPACT, ids=lambda case: f"{case[0].name}-{case[1]}")
+def test_no_row_counts(lane, case, seed):
     """What torch gives: nan for a mean over nothing, zero otherwise, and a gradient of exactly zero."""
-    x, target = _made(generator, lane)
-    target[:] = -100
-    expected = F.cross_entropy(x, target, reduction=reduction)
-    found = loss(x, target, reduction=reduction)
-    torch.testing.assert_close(found, expected, equal_nan=True)
-    (grad,) = torch.autograd.grad(found.sum(), x)
-    assert torch.equal(grad, torch.zeros_like(grad))
+    op, options = case
+    sample = _relabelled(op, options, lane, seed, torch.full_like)
+    result = run(op.function, sample, seed)
+    expected = oracle(op, sample, result.incoming).outputs
+    torch.testing.assert_close(result.outputs, expected, equal_nan=True, check_dtype=False)
+    assert not any(gradient.any() for gradient in result.gradients if gradient is not None)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in LABELLED if "heads" not in case[0].function.__module__],
+    ids=lambda case: f"{case[0].name}-{case[1]}",
+)
+def test_what_an_ignored_row_holds_does_not_matter(lane, case, seed):
+    op, options = case
+    sample = _relabelled(op, options, lane, seed, lambda t, ignored: torch.cat((t[:2], t[2:3] * 0 + ignored, t[3:])))
+    whole, broken = run(op.function, sample, seed), changed(sample, torch.clone)
+    with torch.no_grad():
+        broken.args[0][2] = float("nan")
+    found = run(op.function, broken, grads=whole.incoming)
+    torch.testing.assert_close(found.bits(), whole.bits(), equal_nan=True)
 
 
 @pytest.mark.parametrize("cols", [9000, 9001])

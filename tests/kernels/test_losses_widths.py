@@ -9,116 +9,64 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import make, verify
 
 from liger_hw import registry
 from liger_hw.kernels.losses.cross_entropy import cross_entropy_reference, liger_cross_entropy
-from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
-from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
-from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
-from liger_hw.kernels.losses.log_probs import liger_log_probs, log_probs_reference
 from liger_hw.kernels.losses.loss_gradient import cross_entropy_bwd, cross_entropy_bwd_
-from liger_hw.kernels.losses.tvd import liger_tvd, tvd_reference
-from liger_hw.kernels.losses.vocab_parallel_cross_entropy import (
-    liger_vocab_parallel_cross_entropy,
-    vocab_parallel_cross_entropy_reference,
-)
 from liger_hw.registry import LaunchConfig
 
 pytestmark = pytest.mark.lanes("interpret", "gpu")
 WIDTHS = pytest.mark.parametrize("cols", [1, 7, 9, 24, 37, 65])
 LARGE = (8191, 49155, 50257)
 ROWS = 5
-EXTRAS = {"softcap": 3.0, "return_token_accuracy": True, "return_predicted_tokens": True, "reduction": "none"}
+OPS = [op for op in registry.ops().values() if ".losses." in op.function.__module__]
+OF_LOGITS = ("cross_entropy", "fused_ce_tvd", "log_probs", "vocab_parallel_cross_entropy")
 
 
-def _log_softmax(x):
-    return torch.log_softmax(x, -1)
+def _check(op, options, cols, dtype, device, seed):
+    sample = make(op, (ROWS, cols), dtype, device, seed, options)
+    labels = [t for t in sample.args if isinstance(t, torch.Tensor) and t.dtype is torch.int64]
+    with torch.no_grad():
+        if op.name in OF_LOGITS:  # equal logits: the first of the largest counts
+            sample.args[0].copy_((3 * sample.args[0]).round())
+            sample.args[0][3] = sample.args[0][3, 0]
+        for t in labels:
+            t[0], t[1], t[2] = 0, cols - 1, options.get("ignore_index", -100)
+    verify(op, sample, seed)
 
 
-def _softmax(x):
-    return torch.softmax(x, -1)
-
-
-CASES = {
-    "cross_entropy": (liger_cross_entropy, cross_entropy_reference, None, {}),
-    "cross_entropy smoothed": (liger_cross_entropy, cross_entropy_reference, None, {"label_smoothing": 0.1}),
-    "cross_entropy extras": (liger_cross_entropy, cross_entropy_reference, None, EXTRAS),
-    "vocab_parallel_cross_entropy": (
-        liger_vocab_parallel_cross_entropy,
-        vocab_parallel_cross_entropy_reference,
-        None,
-        {"label_smoothing": 0.1},
-    ),
-    "fused_ce_tvd": (liger_fused_ce_tvd, fused_ce_tvd_reference, lambda x: x, {}),
-    "kl_div": (liger_kl_div, kl_div_reference, _softmax, {"reduction": "sum"}),
-    "kl_div none": (liger_kl_div, kl_div_reference, _softmax, {"reduction": "none"}),
-    "jsd": (liger_jsd, jsd_reference, _log_softmax, {"beta": 0.3}),
-    "tvd none": (liger_tvd, tvd_reference, _softmax, {"reduction": "none"}),
-    "log_probs": (liger_log_probs, log_probs_reference, None, {"temperature": 0.7}),
-}
-
-
-def _tensors(outputs):
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    values = outputs if isinstance(outputs, tuple) else vars(outputs).values()
-    return [value for value in values if value is not None]
-
-
-def _check(case, cols, dtype, device, generator):
-    function, reference, teacher, options = CASES[case]
-    x = (torch.randn(ROWS, cols, generator=generator) * 3).round()  # equal logits: the first of the largest counts
-    x[3] = x[3, 0]
-    target = torch.randint(cols, (ROWS,), generator=generator)
-    target[0], target[1], target[2] = 0, cols - 1, -100
-    if teacher is not None and function is not liger_fused_ce_tvd:
-        x = _log_softmax(x) if function is not liger_tvd else _softmax(x)
-    inputs = [x.to(dtype).to(device)]
-    if teacher is not None:
-        inputs.append(teacher(torch.randn(ROWS, cols, generator=generator)).to(dtype).to(device))
-    labels = () if function is liger_kl_div else (target.to(device),)
-    found_x, expected_x = inputs[0].clone().requires_grad_(), inputs[0].double().requires_grad_()
-    found = _tensors(function(found_x, *inputs[1:], *labels, **options))
-    expected = _tensors(reference(expected_x, *(t.double() for t in inputs[1:]), *labels, **options))
-    tolerance = cols**0.5 * torch.finfo(dtype).eps * 4
-    for one, other in zip(found, expected, strict=True):
-        if one.dtype is torch.int64:
-            assert torch.equal(one, other)
-        else:
-            torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance)
-    pairs = [(a, b) for a, b in zip(found, expected) if a.requires_grad]
-    grads = [torch.rand(a.shape, generator=generator).to(device) for a, _ in pairs]
-    (grad,) = torch.autograd.grad([a for a, _ in pairs], found_x, [g.to(a.dtype) for g, (a, _) in zip(grads, pairs)])
-    (true,) = torch.autograd.grad([b for _, b in pairs], expected_x, [g.to(b.dtype) for g, (_, b) in zip(grads, pairs)])
-    torch.testing.assert_close(grad.double(), true, rtol=tolerance, atol=tolerance)
+CASES = [(op, options) for op in OPS for options in op.options]
 
 
 @pytest.mark.daily("interpret", cols=("7", "37"))
 @WIDTHS
-@pytest.mark.parametrize("case", CASES)
-def test_every_remainder(lane, generator, case, cols):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+def test_every_remainder(lane, case, cols, seed):
     """Tiles of 16 columns: a row has whole tiles, a last one and edges, or nothing but edges."""
-    scope = case.split()[0]
-    scope = scope if scope == "log_probs" else f"{scope}.fwd"  # which has a kernel of its own in backward
+    op, options = case
+    scope = op.name if op.name == "log_probs" else f"{op.name}.fwd"  # which has a kernel of its own in backward
     with registry.override(scope, LaunchConfig({"BLOCK_SIZE": 16}, 1)):
-        _check(case, cols, torch.float32, lane.device, generator)
+        _check(op, options, cols, torch.float32, lane.device, seed)
         if lane.name == "gpu":
-            _check(case, cols, torch.bfloat16, lane.device, generator)
+            _check(op, options, cols, torch.bfloat16, lane.device, seed)
 
 
 @pytest.mark.parametrize("cols", [37, 65])
-def test_half_precision_and_one_tile(lane, generator, cols):
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_half_precision_and_one_tile(lane, op, cols, seed):
     """Eight elements in 16 bytes, and a row that one tile holds."""
-    for case in CASES:
-        _check(case, cols, torch.float16, lane.device, generator)
+    for options in op.options:
+        _check(op, options, cols, torch.float16, lane.device, seed)
 
 
 @pytest.mark.lanes("gpu")
 @pytest.mark.parametrize("cols", LARGE)
-@pytest.mark.parametrize("case", CASES)
-def test_wide_rows(lane, generator, case, cols):
-    for dtype in (torch.float32, torch.bfloat16):
-        _check(case, cols, dtype, lane.device, generator)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_wide_rows(lane, op, cols, seed):
+    for options in op.options[:3]:
+        for dtype in (torch.float32, torch.bfloat16):
+            _check(op, options, cols, dtype, lane.device, seed)
 
 
 @pytest.mark.parametrize("offset", [1, 4])
