@@ -314,6 +314,24 @@ def set_env():
 
 
 @pytest.fixture
+def define(monkeypatch: pytest.MonkeyPatch):
+    """`runtime.operator.define`; the operators go with the test."""
+    import torch
+
+    from liger_hw.runtime import operator
+
+    library = torch.library.Library("liger_hw", "FRAGMENT")
+    monkeypatch.setattr(operator, "_library", library)
+    tables = operator.declared, operator.launchers
+    known = [set(table) for table in tables]
+    yield operator.define
+    for table, names in zip(tables, known):
+        for name in set(table) - names:
+            del table[name]
+    library._destroy()
+
+
+@pytest.fixture
 def one_rank():
     """A gloo process group of this process alone."""
     import torch.distributed as dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Mapping
@@ -71,6 +72,13 @@ def real_sizes(op: Op) -> Sizes:
 def make(op: Op, sizes: Sizes, dtype: torch.dtype, device: str, seed: int, options: Mapping[str, Any] = {}) -> Sample:
     """A seeded sample of `op`."""
     return op.sample(sizes, dtype, torch.device(device), torch.Generator(device).manual_seed(seed), **options)
+
+
+def in_threads(*functions: Callable[[], Any]) -> None:
+    """Calls them at once, each in a thread of its own, and raises an error of one of them."""
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        for call in [pool.submit(function) for function in functions]:
+            call.result()
 
 
 def said(capsys: Any, *words: str) -> tuple[int, str, str]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import in_threads
 
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.registry import LAYERS, Entry, Op, Sample, Tunable, get_op, next_power_of_2, row_key
@@ -302,11 +303,7 @@ def test_two_threads_that_ask_at_once_get_one_plan(made_up):
         return heuristic(target, key)
 
     tunable.heuristic = slow
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(ask, ask)
     assert found[0] is found[1] is tunable.plan(CPU, KEY)
 
 
@@ -509,33 +506,26 @@ def test_many_threads_resolve_at_once(made_up):
     """Every thread gets the same plan for a key, while tables are reloaded under their feet."""
     registry, tunable, stored = made_up
     stored["user"] = _named(5)
-    problems: list[BaseException] = []
     stop = threading.Event()
 
-    def resolve(number: int) -> None:
-        try:
-            for i in range(300):
-                plan = tunable.plan(CPU, (KEY[0], i % 7, KEY[2]))
-                assert plan.key == (KEY[0], i % 7, KEY[2])
-                assert plan.config == (_named(5) if plan.key == KEY else HEURISTIC)
-        except BaseException as error:
-            problems.append(error)
+    def resolve() -> None:
+        for i in range(300):
+            plan = tunable.plan(CPU, (KEY[0], i % 7, KEY[2]))
+            assert plan.key == (KEY[0], i % 7, KEY[2])
+            assert plan.config == (_named(5) if plan.key == KEY else HEURISTIC)
 
     def disturb() -> None:
         while not stop.is_set():
             registry.reload()
             time.sleep(0.001)
 
-    threads = [threading.Thread(target=resolve, args=(n,)) for n in range(16)]
     other = threading.Thread(target=disturb)
     other.start()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stop.set()
-    other.join()
-    assert not problems, problems[0]
+    try:
+        in_threads(*[resolve] * 16)
+    finally:
+        stop.set()
+        other.join()
 
 
 def test_a_hit_is_one_dictionary_lookup(made_up):

@@ -50,26 +50,20 @@ def test_strided_inputs(lane, op, layout, seed):
     verify(op, changed(sample, lambda t: LAYOUTS[layout](t) if t.dim() else t), seed)
 
 
-@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, layout=("padded", "transposed", "expanded"))
-@pytest.mark.parametrize("layout", [*LAYOUTS, "expanded"])
+OF_GRADIENTS = {
+    **LAYOUTS,
+    "expanded": lambda g: g[:1].expand(g.shape),
+    "of a sum": lambda g: g.new_ones(()).expand(g.shape),  # as `out.sum().backward()` gives it
+}
+
+
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, layout=("padded", "transposed", "expanded", "of a sum"))
+@pytest.mark.parametrize("layout", OF_GRADIENTS)
 def test_strided_gradients(lane, op, layout, seed):
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
-    made = {"expanded": lambda g: g[:1].expand(g.shape), **LAYOUTS}[layout]
     grads = output_grads(forward(op.function, sample), seed)
-    grads = [g if g is None or not g.dim() else made(g) for g in grads]
+    grads = [g if g is None or not g.dim() else OF_GRADIENTS[layout](g) for g in grads]
     check(op, sample, run(op.function, sample, grads=grads))
-
-
-@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
-def test_gradient_of_a_sum(lane, op, seed):
-    """`out.sum().backward()` gives a gradient of stride zero; it means the same as ones."""
-    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
-    outputs = forward(op.function, sample)
-    ones = [torch.ones_like(o) if o.requires_grad else None for o in outputs]
-    zero_stride = [None if g is None else g.new_ones(()).expand(g.shape) for g in ones]
-    expected = run(op.function, sample, grads=ones)
-    for a, b in zip(expected.bits(), run(op.function, sample, grads=zero_stride).bits()):
-        torch.testing.assert_close(b, a)
 
 
 def test_empty_batch(lane, case, seed):

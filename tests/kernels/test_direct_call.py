@@ -26,11 +26,11 @@ class Wrapped(torch.Tensor):
 
 
 @pytest.fixture
-def call(monkeypatch):
+def call(define, monkeypatch):
     """An operator of two ways, on tensors that say they are on a device; what it answers is the way it took."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(launch, "CAN_BE_FAST", False)  # a torch built for CUDA would ask for the driver
-    made = _op.define(
+    operator = define(
         "direct_call_probe(Tensor x, Tensor? y, float z) -> Tensor",
         shapes="x; y",
         launcher=lambda x, y, z: "launcher",
@@ -40,20 +40,9 @@ def call(monkeypatch):
     x = torch.ones(2)
 
     def way(x=x, y=None) -> str:
-        return "launcher" if isinstance(made(x, y, 1.0), str) else "operator"
+        return "launcher" if isinstance(operator(x, y, 1.0), str) else "operator"
 
-    yield way
-    _op.launchers.pop("direct_call_probe")
-    _op.declared.pop("direct_call_probe")
-
-
-@pytest.fixture(autouse=True)
-def own_library(monkeypatch):
-    """What the probe registers goes with the test."""
-    library = torch.library.Library("liger_hw", "FRAGMENT")
-    monkeypatch.setattr(_op, "_library", library)
-    yield
-    library._destroy()
+    return way
 
 
 def test_plain_eager_code_calls_the_launcher(call):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import pytest
 import torch
-from harness import ONE_OF_A_FAMILY, few_sizes, forward, make, oracle, run, verify
+from harness import ONE_OF_A_FAMILY, few_sizes, forward, in_threads, make, oracle, run, verify
 
 from liger_hw import registry
 
@@ -39,18 +39,10 @@ def test_float64_is_right_to_float32_or_refused(op, seed):
 
 def test_threads_take_turns(seed):
     """The interpreter keeps the launch at hand in globals: 14 of these 24 were wrong or raised."""
-    op, failed = registry.get_op("rms_norm"), []
+    op = registry.get_op("rms_norm")
 
     def work(number: int) -> None:
-        try:
-            for _ in range(3):
-                verify(op, make(op, (5, 33 + number), torch.float32, "cpu", seed + number), seed)
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(3):
+            verify(op, make(op, (5, 33 + number), torch.float32, "cpu", seed + number), seed)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    in_threads(*(partial(work, number) for number in range(8)))

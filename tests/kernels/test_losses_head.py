@@ -55,22 +55,17 @@ def h200():
 
 
 @pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("name", ["fused_linear_jsd", "fused_linear_kl_div"])
-def test_distillation_over_several_chunks(lane, small_chunks, name, seed):
-    op = get_op(name)
-    verify(op, make(op, (MANY, 9, 19), torch.float32, lane.device, seed, {"labelled": True}), seed)
-
-
-@pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize(
     "name, options",
     [
         ("fused_linear_cross_entropy", {"biased": True, "label_smoothing": 0.1}),
         ("fused_linear_cross_entropy", {"reduction": "none", "compact": True, "ignored": 0.4}),
+        ("fused_linear_jsd", {"labelled": True}),
+        ("fused_linear_kl_div", {"labelled": True}),
         ("fused_linear_log_probs", {"return_entropy": True, "select": 2}),
     ],
 )
-def test_cross_entropies_over_several_chunks(lane, small_chunks, name, options, seed):
+def test_over_several_chunks(lane, small_chunks, name, options, seed):
     op = get_op(name)
     verify(op, make(op, (MANY, 9, 19), torch.float32, lane.device, seed, options), seed)
 

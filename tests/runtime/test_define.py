@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw.kernels.pointwise.elementwise import activation_tunables, gated_operators
-from liger_hw.runtime.operator import OperatorFunction, declared, define, launchers
+from liger_hw.runtime.operator import OperatorFunction
 
 
 class Inner(NamedTuple):
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 @pytest.mark.cpu
-def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator():
+def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator(define):
     seen = []
 
     def reference(x, y, call):
@@ -36,8 +36,6 @@ def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator():
 
     schema = "numbers_of_a_test(Tensor x, Tensor? y) -> Tensor"
     operator = define(schema, shapes="x; y", launcher=reference, reference=reference, numbers=Call)
-    launchers.pop("numbers_of_a_test")
-    declared.pop("numbers_of_a_test")
     arguments = "Tensor x, Tensor? y, str name, float scale, bool twice, float[] powers, int last"
     assert str(operator.overload._schema) == f"liger_hw::numbers_of_a_test({arguments}) -> Tensor"
     x = torch.arange(3.0)
@@ -48,26 +46,22 @@ def test_numbers_are_one_tuple_for_whoever_writes_or_calls_an_operator():
     assert torch.compile(operator, backend="aot_eager", fullgraph=True)(x, None, seen[0]).shape == x.shape
 
 
-def _operator(schema, reference, derivative_of=None):
-    name = schema.partition("(")[0]
-    shapes = "; ".join(re.findall(r"Tensor (\w+)[,)]", schema.partition("->")[0]))
-    run = {"reference": reference} if derivative_of is None else {"derivative_of": derivative_of}
-    operator = define(schema, shapes=shapes, launcher=reference, **run)
-    launchers.pop(name)
-    declared.pop(name)
-    return operator
+@pytest.fixture
+def operator(define):
+    def make(schema, reference, derivative_of=None):
+        shapes = "; ".join(re.findall(r"Tensor (\w+)[,)]", schema.partition("->")[0]))
+        run = {"reference": reference} if derivative_of is None else {"derivative_of": derivative_of}
+        return define(schema, shapes=shapes, launcher=reference, **run)
+
+    return make
 
 
 @pytest.mark.cpu
-def test_a_gate_needs_no_arguments_beside_its_tensors():
+def test_a_gate_needs_no_arguments_beside_its_tensors(define):
     tunables = activation_tunables("plain_gate", fwd={}, bwd={})
     operators = gated_operators(
         tunables, ("a", "b"), "", lambda: ("silu", 1.0, 1.0), lambda a, b: torch.nn.functional.silu(a) * b
     )
-    for operator in operators:
-        name = operator.overload._schema.name.partition("::")[2]
-        launchers.pop(name)
-        declared.pop(name)
     fwd, bwd, _ = operators
     a, b = torch.randn(3, 4).requires_grad_(), torch.randn(3, 4).requires_grad_()
     c = torch.nn.functional.silu(a) * b
@@ -85,10 +79,10 @@ BACKWARDS = {
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("case", BACKWARDS)
-def test_a_name_that_forward_does_not_have_is_an_error_where_the_function_is_defined(case):
+def test_a_name_that_forward_does_not_have_is_an_error_where_the_function_is_defined(case, operator):
     arguments, result, wrong = BACKWARDS[case]
-    forward = _operator(f"named_{case}_fwd(Tensor x, float scale) -> Tensor y", lambda x, scale: x * scale)
-    backward = _operator(f"named_{case}_bwd({arguments}) -> {result}", lambda dy, *others: dy * others[-1])
+    forward = operator(f"named_{case}_fwd(Tensor x, float scale) -> Tensor y", lambda x, scale: x * scale)
+    backward = operator(f"named_{case}_bwd({arguments}) -> {result}", lambda dy, *others: dy * others[-1])
     namespace = {"fwd": forward, "bwd": backward}
     if wrong:
         with pytest.raises(TypeError, match=f"backward names {wrong}, which"):
@@ -105,7 +99,7 @@ class _Passing(TorchDispatchMode):
 
 
 @pytest.mark.cpu
-def test_a_derivative_sees_what_its_forward_writes_into_views():
+def test_a_derivative_sees_what_its_forward_writes_into_views(operator):
     """Under a torch mode, too, which calls an operator below the bookkeeping of views."""
 
     def halves_swapped(x):
@@ -113,8 +107,8 @@ def test_a_derivative_sees_what_its_forward_writes_into_views():
         y[..., :2], y[..., 2:] = 3 * x[..., 2:], 5 * x[..., :2]
         return y
 
-    forward = _operator("into_views_fwd(Tensor x) -> Tensor y", halves_swapped)
-    backward = _operator("into_views_bwd(Tensor dy, Tensor x) -> Tensor dx", lambda dy, x: dy, derivative_of=forward)
+    forward = operator("into_views_fwd(Tensor x) -> Tensor y", halves_swapped)
+    backward = operator("into_views_bwd(Tensor dy, Tensor x) -> Tensor dx", lambda dy, x: dy, derivative_of=forward)
     x = torch.arange(4.0)
     for mode in (contextlib.nullcontext(), _Passing()):
         with mode:
@@ -122,9 +116,9 @@ def test_a_derivative_sees_what_its_forward_writes_into_views():
 
 
 @pytest.mark.cpu
-def test_a_derivative_is_zero_where_its_forward_reads_nothing():
-    forward = _operator("first_alone_fwd(Tensor x, Tensor z) -> Tensor y", lambda x, z: 2 * x)
+def test_a_derivative_is_zero_where_its_forward_reads_nothing(operator):
+    forward = operator("first_alone_fwd(Tensor x, Tensor z) -> Tensor y", lambda x, z: 2 * x)
     schema = "first_alone_bwd(Tensor dy, Tensor x, Tensor z) -> (Tensor dx, Tensor dz)"
-    backward = _operator(schema, None, derivative_of=forward)
+    backward = operator(schema, None, derivative_of=forward)
     dx, dz = backward.overload(torch.ones(3), torch.ones(3), torch.ones(3))
     assert dx.tolist() == [2.0] * 3 and dz.tolist() == [0.0] * 3

@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from harness import few_sizes, make, run, tensors
+from harness import few_sizes, in_threads, make, run, tensors
 
 import liger_hw
 from liger_hw import registry
@@ -26,7 +26,6 @@ from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
-from liger_hw.runtime import operator as _op
 from liger_hw.runtime import recording
 from liger_hw.runtime.checks import are_plain
 from liger_hw.runtime.launch import Observer, observers, observing
@@ -304,23 +303,16 @@ def test_a_recording_made_while_plans_change_is_lost(driver, asked, monkeypatch)
 
 
 @pytest.fixture
-def probe(driver, monkeypatch):
+def probe(driver, define):
     """An operator of any launcher."""
-    library = torch.library.Library("liger_hw", "FRAGMENT")
-    monkeypatch.setattr(_op, "_library", library)
-    made = []
+    numbers = itertools.count()
 
-    def define(launcher, **how):
-        name = f"recorded_probe_{len(made)}"
-        made.append(name)
+    def define_probe(launcher, **how):
         how |= {"reference": launcher, "fake": launcher}
-        return _op.define(f"{name}(Tensor x, Tensor? y, float z) -> Tensor", shapes="x; y", launcher=launcher, **how)
+        schema = f"recorded_probe_{next(numbers)}(Tensor x, Tensor? y, float z) -> Tensor"
+        return define(schema, shapes="x; y", launcher=launcher, **how)
 
-    yield define
-    for name in made:
-        _op.launchers.pop(name)
-        _op.declared.pop(name)
-    library._destroy()
+    return define_probe
 
 
 def _launched(x, y, out, z=0.0):
@@ -555,25 +547,17 @@ assert len(seen.allocated) == 1 and "torch._dynamo" not in sys.modules
 @cpu
 def test_threads_record_each_for_itself(driver):
     """All record the same layouts, while the plans change under them."""
-    failed = []
 
     def work():
-        try:
-            for number in range(100):
-                x, w = inputs(1 + number % 5)
-                y, rstd = norm(x, w)
-                assert (y.shape, rstd.shape) == (x.shape, x.shape[:1])
-                if number % 37 == 0:
-                    registry.invalidate()
-        except BaseException as error:
-            failed.append(error)
+        for number in range(100):
+            x, w = inputs(1 + number % 5)
+            y, rstd = norm(x, w)
+            assert (y.shape, rstd.shape) == (x.shape, x.shape[:1])
+            if number % 37 == 0:
+                registry.invalidate()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and not observers
+    in_threads(*[work] * 4)
+    assert not observers
 
 
 @cpu
