@@ -1,7 +1,7 @@
 """Every environment variable liger_hw reads, typed, in one table.
 
 A variable is read once, at first use, and kept: `os.environ.get` costs more than a whole registry hit. The first use of
-any of them looks at all: a value that cannot be parsed raises, a name that means nothing is warned of. After changing
+any of them checks all: a value that cannot be parsed raises, an unknown name gives a warning. After changing
 `os.environ` inside a process, call `liger_hw.registry.reload()`.
 """
 
@@ -30,7 +30,7 @@ def _flag(text: str) -> bool:
 
 
 def _number(convert: Callable[[str], Any], least: float, expected: str) -> Callable[[str], Any]:
-    """What reads a number from `least` to 3.2e8; `expected` is what the error says."""
+    """A parser of numbers from `least` to 3.2e8; expected: for the error message."""
 
     def parse(text: str) -> Any:
         try:
@@ -119,7 +119,7 @@ def _parsed(variable: Variable) -> Any:
 
 
 def launcher_number(name: str, default: int) -> int:
-    """RANK, WORLD_SIZE and the like as torchrun sets them; the default where one of them is no number."""
+    """RANK, WORLD_SIZE and the like, as torchrun sets them; the default where the value is not a number."""
     try:
         return int(os.environ.get(name, default))
     except ValueError:
@@ -127,13 +127,13 @@ def launcher_number(name: str, default: int) -> int:
 
 
 def ignore(name: str) -> None:
-    """Take a variable's default whatever is set, until `clear()`."""
+    """Use a variable's default, even if it is set, until `clear()`."""
     get(name)
     _values[name] = VARIABLES[name].default
 
 
 def prefer(name: str, value: Any) -> None:
-    """Take `value` where the environment says nothing, until `clear()`."""
+    """Use `value` where the variable is not set, until `clear()`."""
     get(name)
     if name not in os.environ:
         _values[name] = value

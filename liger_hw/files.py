@@ -1,4 +1,4 @@
-"""Files: text that is read with a limit, caches that several processes write, and what a command was asked to write."""
+"""Files: text read with a size limit, caches that several processes write, and a command's output files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError:  # not on Windows: there writers do not wait for each other
     fcntl = None
 
 LOCK_SECONDS = 60.0
-"""How long a writer waits for another process's lock before it gives up: it ends a hang, nothing else."""
+"""How long a writer waits for another process's lock before it gives up; longer than any writer needs."""
 
 
 def read_text(path: str | os.PathLike, limit: int) -> str:
@@ -33,7 +33,7 @@ def read_text(path: str | os.PathLike, limit: int) -> str:
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock file that other writers wait for. Raises `OSError` where one of them holds it for too long.
 
-    The system releases it when a process ends, however it ends. A file system without locks is written to without one.
+    The system releases it when the process ends in any way. On a file system without locks nothing is locked.
     """
     with open(path, "ab") as file:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -56,7 +56,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
-    """Write what a command was asked to write. Raises `OSError`.
+    """Write a command's output file. Raises `OSError`.
 
     A regular file is replaced as a whole and keeps its mode; a symbolic link stays one, its target is written. Anything
     else, such as /dev/stdout or a FIFO, is written to as a stream.
@@ -83,7 +83,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
     """Put a whole file in the place of `path`, so that no reader sees half of it. Raises `OSError`.
 
-    mode: of the new file (default: what the umask leaves of 0666)
+    mode: of the new file (default: 0666 without the umask's bits)
     """
     temporary = path.with_name(f".{secrets.token_hex(4)}.tmp")
     try:
@@ -98,5 +98,5 @@ def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError) and error.filename == str(temporary):
-            error.filename = str(path)  # a name that the user knows
+            error.filename = str(path)  # instead of the temporary file's
         raise

@@ -13,13 +13,13 @@ from typing import Any, Callable, Mapping
 def lazy(module: str, home: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """(`__all__`, `__getattr__`, `__dir__`) of `module`, whose public names are defined elsewhere.
 
-    home: name -> full name of the module that defines it; where the name is the last part of that, it is the module. A
-    name with a leading underscore can be imported and is not shown.
+    home: name -> full name of the module that defines it; if that ends with the name itself, the name is the module. A
+    name with a leading underscore can be imported but is not listed.
     """
     public = [name for name in home if not name.startswith("_")]
 
     def find(name: str) -> Any:
-        if name.startswith("__"):  # each import from a module asks it for its __path__
+        if name.startswith("__"):  # an import from a module looks up its __path__
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if name not in home:
             from difflib import get_close_matches

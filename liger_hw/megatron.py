@@ -3,9 +3,9 @@
     from liger_hw.megatron import apply_liger_kernel_to_megatron
     apply_liger_kernel_to_megatron(linear_cross_entropy=True, swiglu=True)      # before the model is built
 
-The names and arguments come from `liger_kernel.megatron` of Liger Kernel 0.8.5, and `linear_cross_entropy`, which is
-ours: the output layer and the loss in one (megatron_head.py). Megatron-core is imported by
-`apply_liger_kernel_to_megatron` alone: the modules below need only a config with the attributes that they read.
+Names and arguments are as in `liger_kernel.megatron` of Liger Kernel 0.8.5. `linear_cross_entropy`, the output layer
+and the loss in one (megatron_head.py), is an addition. Only `apply_liger_kernel_to_megatron` imports Megatron-core; the
+modules below need just a config with the attributes that they read.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class LigerMegatronSwiGLU(torch.nn.Module):
     """`megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl` as a module, with its arguments.
 
     forward(input [..., 2 * n_cols], bias, fp8_input_store, cpu_offload_input) -> [..., n_cols], the gate first.
-    fallback_impl: takes the calls with a bias, an fp8 store or offloading, with one warning a module and reason;
-    without one they raise `NotImplementedError`. in_place: accepted for compatibility.
+    fallback_impl: is called for calls with a bias, an fp8 store or offloading, with one warning a module and reason;
+    without it they raise `NotImplementedError`. in_place: accepted for compatibility.
     """
 
     def __init__(self, fallback_impl: Callable[..., torch.Tensor] | None = None, in_place: bool = False) -> None:
@@ -103,7 +103,7 @@ class LigerMegatronSwiGLU(torch.nn.Module):
 
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """`LigerVocabParallelCrossEntropy` with Megatron's defaults: its smoothing, averaged over a rank's own part.
+    """`LigerVocabParallelCrossEntropy` with Megatron's defaults: its smoothing formula, over a rank's part.
 
     forward(vocab_parallel_logits [seq, batch, part], target [seq, batch], tp_group=None) -> [seq, batch] fp32
     """
@@ -135,20 +135,20 @@ _LINEAR = (
     ("megatron.core.transformer.linear_cross_entropy", "linear_cross_entropy"),
     ("megatron.core.models.common.language_module.language_module", "linear_cross_entropy"),
 )
-"""Where releases of megatron-core hold the functions: defined first, then the copies that modules imported."""
+"""Where releases of megatron-core have the functions: the definition first, then copies that modules imported."""
 
 
 def apply_liger_kernel_to_megatron(
     rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False, linear_cross_entropy: bool = False
 ) -> PatchReport:
-    """Put the kernels into megatron-core, for models that are built afterwards. Doing it twice changes nothing more.
+    """Patch megatron-core with the kernels, for models that are built afterwards. A second call changes nothing.
 
     rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm;
     Transformer Engine's and Apex's stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
     fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel computes
     no logits when it has labels, and where the release has a linear cross entropy, that is replaced as well.
-    Returns a report; `revert()` takes everything back. Raises `ImportError` where megatron-core, or what is to be
-    replaced in it, is not there.
+    Returns a report, whose `revert()` undoes everything. Raises `ImportError` where megatron-core, or something that is
+    to be replaced in it, is missing.
     """
     report = PatchReport("megatron", "megatron-core")
     with PATCH_LOCK:
@@ -205,7 +205,7 @@ def _torch_norm() -> Any:
 
 
 def _held(module: Any, name: str) -> Any:
-    """What a module of Megatron has under a name. Raises `ImportError` where it has nothing."""
+    """The attribute of a module of Megatron. Raises `ImportError` where it is missing."""
     if not hasattr(module, name):
         raise ImportError(
             f"apply_liger_kernel_to_megatron requires {module.__name__}.{name}, which this megatron-core does not "
@@ -256,7 +256,7 @@ def _layer_norm(original: Callable) -> Callable:
 
 def _norm_of(original: Any) -> type:
     class LayerNormImpl:
-        """Builds a norm. A class, as Megatron takes a function for a module that is built already."""
+        """Builds a norm. It is a class because Megatron takes a function for a module that is already built."""
 
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
             build = LigerMegatronRMSNorm if getattr(config, "normalization", None) == "RMSNorm" else original
@@ -266,7 +266,7 @@ def _norm_of(original: Any) -> type:
 
 
 def _tensor_parallel_group(group: Any) -> Any:
-    """The group of a call: where it names none, the model's, as in Megatron's own losses."""
+    """The group of a call; if it names none, the model's, as in Megatron's own losses."""
     if group is not None:
         return group
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -278,19 +278,19 @@ def _tensor_parallel_group(group: Any) -> Any:
 def liger_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
 ) -> Any:
-    """In the place of Megatron's loss, with its arguments."""
+    """Replaces Megatron's loss, with its arguments."""
     loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
     return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
 
 def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any = None) -> Any:
-    """In the place of Megatron's fused loss, which has no smoothing."""
+    """Replaces Megatron's fused loss, which has no smoothing."""
     return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
 
 
 def _swiglu(original: Any) -> Any:
     class SwiGLUFunction:
-        """What Megatron does with its own autograd function: `apply`."""
+        """Has the `apply` that Megatron calls on its own autograd function."""
 
         @staticmethod
         def apply(input: torch.Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Megatron-core's output layer and loss in one: the logits of a GPTModel that trains are never computed.
+"""Megatron-core's output layer and loss in one: a GPTModel in training never computes its logits.
 
-Megatron calls the output layer and hands its logits to `compute_language_model_loss`. While a model that has labels is
-in its `_postprocess`, `deferring` lets the output layer answer with a `DeferredLogits`, so the layer's hooks run
-where they always do; `loss_of_deferred` consumes hidden states and weight. Whoever else reads the logits computes them.
-What may be read is what `distributed.owners.find_slice` answers. Layers it refuses compute their logits as always.
+Megatron calls the output layer and hands its logits to `compute_language_model_loss`. While a model with labels is in
+its `_postprocess`, `deferring` makes the output layer return a `DeferredLogits`, so that the layer's hooks run as
+usual; `loss_of_deferred` uses the hidden states and the weight. If other code reads the logits, they are computed.
+`distributed.owners.find_slice` decides which layers can defer; others compute their logits.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def linear_cross_entropy(
 
 
 class _Head:
-    """What a `DeferredLogits` asks of the output head it stands behind: one call of Megatron's output layer."""
+    """The output head behind a `DeferredLogits`: one call of Megatron's output layer."""
 
-    vocab_size = None  # only computing the logits tells
+    vocab_size = None  # known only when logits are computed
 
     def __init__(self, layer: torch.nn.Module, vocab_slice: VocabSlice, compute: Callable[[], torch.Tensor]) -> None:
         self.layer, self.slice, self._compute = layer, vocab_slice, compute
@@ -70,14 +70,14 @@ class _Head:
         """hidden: [tokens, batch, hidden], or this rank's tokens under sequence parallelism"""
         surroundings = Surroundings(hidden.device.type)
         whole = hidden
-        if self.slice.sequence_parallel:  # says what shape the logits have; its values are never read
+        if self.slice.sequence_parallel:  # for the shape of the logits; its values are never read
             n_tokens = hidden.shape[0] * self.slice.group.size()
             whole = hidden.detach().new_zeros(1).expand(n_tokens, *hidden.shape[1:])
         return DeferredLogits(self, whole, surroundings, surroundings.dtype or hidden.dtype, head_input=hidden)
 
 
 def deferring(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`GPTModel._postprocess`, in which the output layer defers its logits where there are labels."""
+    """`GPTModel._postprocess`, with an output layer that defers its logits if there are labels."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -95,7 +95,7 @@ def deferring(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _deferred(layer: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, calling the layer gives deferred logits."""
+    """Inside the block, calling the layer returns deferred logits."""
     if "forward" in layer.__dict__:
         _warn("its forward was replaced (another patch)")
         yield

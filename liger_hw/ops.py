@@ -1,7 +1,7 @@
 """The table of ops: what a kernel file registers, what is stored for its kernels, and the keys that kernels share.
 
 `register_file(__name__, ...)` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`.
-Everything here is also a name of `registry`, which is where callers take it from.
+Callers import these names from `registry`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import torch
 
 Key = tuple[int, ...]
-"""What a launch is looked up by: problem sizes, rounded as the tunable says, and bytes an element."""
+"""The key of a launch: problem sizes, rounded by the tunable's `key`, and bytes an element."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored configuration: where it came from is kept with it and shown by `explain`.
+    """One stored configuration, with its provenance, which `explain` shows.
 
-    provenance: at least `{"kind": ...}`, one of those in `autotune/store.py`
+    provenance: at least `{"kind": ...}`, a kind of `autotune/store.py`
     version: of the kernel (`Tunable.version`) it was stored for; for another version the entry is stale
     source: file and line it was read from; layer: which of the registry's layers that file is
     """
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One answer the layers offered. `rejected` is empty for the one that was taken."""
+    """A configuration that a layer offered. rejected: why it was not taken, "" for the one that was."""
 
     layer: str
     config: LaunchConfig
@@ -71,7 +71,7 @@ def row_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def columns_key(*sizes: int) -> Key:
-    """Of sizes (..., columns, bytes an element): columns rounded up to a power of two, bytes an element.
+    """The key of sizes (..., columns, bytes an element): columns rounded up to a power of two, bytes an element.
 
     For kernels that always have enough rows to fill the device.
     """
@@ -98,7 +98,7 @@ def _device_types() -> tuple[str, ...]:
 
 
 def is_quiet() -> bool:
-    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
+    """Whether a graph is being captured or torch.compile is tracing: then no file is opened and nothing is timed."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -113,12 +113,12 @@ def is_quiet() -> bool:
 
 
 pretending: list[tuple[Target, Any]] = []
-"""(target, table in place of what is stored) of each `registry.pretend` that is open, the innermost last."""
+"""(target, table to use instead of the stored ones) of each open `registry.pretend`, the innermost last."""
 
 
 def pretended() -> Target | None:
     """The target of the innermost `registry.pretend` that is open."""
-    for target, _ in pretending[-1:]:  # a slice, as another thread may end its block now
+    for target, _ in pretending[-1:]:  # a slice, since another thread may end its block meanwhile
         return target
     return None
 
@@ -140,10 +140,10 @@ def tile_space(
     width: int = 1,
     staged_bytes: int = 0,
 ) -> list[LaunchConfig]:
-    """Candidates for the tuner: each of `tiles`, the blocks of a kernel, with every choice of the other knobs.
+    """Candidates for the tuner: each of `tiles` (a kernel's blocks) with every choice of the other options.
 
     per_thread: the least and the most elements of a tile that a thread may have; a tile has the product of its blocks,
-    times `width` where a kernel has a dimension that is no block
+    times `width` for a dimension that is not a block
     staged_bytes: what each stage beyond the first keeps in shared memory, for each element of a tile
     Left out are persistent grids (`ctas` programs a multiprocessor) whose programs would not be resident together.
     """
@@ -160,7 +160,7 @@ def tile_space(
 
 
 class Plan:
-    """A resolved launch: the configuration, lowered to what the launcher passes to the kernel and to Triton.
+    """A resolved launch: the configuration, lowered to arguments of the kernel and of Triton.
 
     layer, config, provenance, source: the registry's answer and where it came from
     constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration,
@@ -211,19 +211,19 @@ class Tunable:
     """One kernel launch that has a configuration: `op.variant`, as `rms_norm.fwd`.
 
     kernels: the jit functions it launches
-    version: raised where a change of the kernels may make stored configurations a bad choice; an entry is used only
+    version: increased when a change of the kernels may make stored configurations a bad choice; an entry is used only
     for the version that it was stored for (`ci/kernel_digests.py` records the code of each version)
     key: (problem sizes..., itemsize) -> Key, the same function that the launcher calls; `dims` names the sizes
     heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
     space: (target, key) -> candidates for the tuner
-    neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
-    valid: (config, key) -> reason it cannot serve this key, or None; it may rely on every block having a value
+    neutral: options that cannot change a result's bits; all others may, and are fixed under `deterministic`
+    valid: (config, key) -> why it cannot be used for this key, or None; every block has a value
     dependent_launch: key -> whether its kernels, which start with `wait_for_previous(DEPENDENT)`, use programmatic
     dependent launch (`runtime/dependent_launch.py`)
     """
 
     resolve: Callable[["Tunable", Any, Key], Plan]
-    """Answers what `plans` does not hold yet; `registry` sets it."""
+    """Makes a plan that is not in `plans` yet; set by `registry`."""
 
     def __init__(
         self,
@@ -260,13 +260,13 @@ class Tunable:
         return why_invalid
 
     def _misnamed(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
-        """The blocks are what the kernels name them, as in the heuristic or the safe configuration: each is a constexpr
-        parameter of a kernel, so one too few would be a KeyError at the launch, and one too many would change nothing.
+        """Why the blocks' names are wrong, or None. They must be as in the heuristic or the safe configuration: each is
+        a constexpr parameter, of which a missing one would be a KeyError at the launch, a further one without effect.
         """
         try:
             named = [set(choose(target, key).blocks) for choose in (self.heuristic, self.safe)]
         except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):  # a stored key may be anything
-            return f"{key} is no key of {self.name}"
+            return f"{key} is not a key of {self.name}"
         if set(config.blocks) in named:
             return None
         return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
@@ -300,7 +300,7 @@ class Op:
     small: tuple[tuple[int, ...], ...] = ()
     """Small problem sizes for tests, odd ones among them; empty: the first workload shrunk."""
     why_not: Callable[[Target], str] = lambda target: ""
-    """Why a target cannot run the op, or "" where it can."""
+    """Why a target cannot run the op, or "" if it can."""
 
     @property
     def small_sizes(self) -> tuple[int, ...]:
@@ -314,8 +314,8 @@ class Sample:
 
     Gradients are checked for every floating tensor in `args` that requires grad. `reduction` is the longest sum behind
     one output element forward; `grad_reduction` the longest behind one gradient element (tests derive tolerances from
-    them); `moved` is the bytes that must move, forward plus backward: what floors are made of. `exact` is what the
-    reference takes beside in fp64, where it stands for the exact result: roundings of the definition at which the
+    them); `moved` is the bytes that forward and backward must move, from which floors are computed. `exact` has further
+    arguments of the reference when it computes the exact result in fp64: roundings of the op's definition at which the
     result jumps.
     """
 
@@ -326,13 +326,13 @@ class Sample:
     moved: int = 0
     exact: dict[str, Any] = field(default_factory=dict)
     float8: bool = False
-    """Whether results are products in FP8: bf16 on a device, which adds them with fewer bits than fp32 has."""
+    """Whether results are products in FP8, which a device sums with fewer bits than fp32 has and returns in bf16."""
 
 
 def normal(dtype: "torch.dtype", device: Any, generator: "torch.Generator") -> Callable[..., "torch.Tensor"]:
-    """What a `sample` draws its tensors with: (*shape) -> standard normal values, a leaf that requires a gradient.
+    """A function (*shape) -> standard normal values, a leaf that requires a gradient, for the tensors of a `sample`.
 
-    They are drawn in fp32 and rounded, so that every dtype has the same.
+    They are drawn in fp32 and rounded, so that all dtypes have the same values.
     """
     import torch
 
@@ -370,7 +370,7 @@ def register_file(module: str, **differs: Any) -> Op:
 
 
 def unregister(name: str) -> None:
-    """Take an op out of the table again, as a test does with an op of its own."""
+    """Remove an op from the table, such as a test's own op."""
     del _ops[name]
 
 

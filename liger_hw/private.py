@@ -1,5 +1,5 @@
-"""Every interface of torch that is not public, each with the reason why nothing public does; the code takes them from
-here alone (`tests/test_structure.py`).
+"""All private interfaces of torch that the code uses, each with the reason why no public one will do. The code takes
+them only from here (`tests/test_structure.py`).
 
 A name that a version of torch lacks has None in its place. The list of other files is at the end.
 """
@@ -10,25 +10,25 @@ import torch
 from torch import _C
 from torch.nn.modules import module as _module
 
-# of calls of operators
-has_transforms = _C._are_functorch_transforms_active  # such a call is refused: asked at every one
+# for calls of operators
+has_transforms = _C._are_functorch_transforms_active  # such calls are refused: checked in every call
 n_dispatch_modes = _C._len_torch_dispatch_stack  # with no torch mode, the dispatcher would only pass a call on
 is_profiling = _C._autograd._profiler_enabled  # whether torch's profiler wants to see operators
-unwrap_if_dead = _C._functorch.unwrap_if_dead  # as torch's Function.apply does with what a finished transform left
+unwrap_if_dead = _C._functorch.unwrap_if_dead  # as torch's Function.apply does with tensors of a finished transform
 is_batched = _C._functorch.is_legacy_batchedtensor  # a tensor of is_grads_batched, without memory of its own
 is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor  # a transform's tensor, without memory of its own
 innermost_transform = _C._functorch.peek_interpreter_stack  # the transform that a backward runs under
-without_torch_function = _C.DisableTorchFunctionSubclass  # of a subclass's own work; the public form stops modes too
+without_torch_function = _C.DisableTorchFunctionSubclass  # in a subclass's own work; the public one stops modes too
 refuses_data_ptr = _C._set_throw_on_mutable_data_ptr  # a tensor without memory must raise when asked for its address
 
-# of autograd
+# for autograd
 keeps_graph = getattr(_C._autograd, "_get_current_graph_task_keep_graph", None)  # whether a backward may run again
 graph_task = _C._current_graph_task_id  # whether autograd runs a backward now
 has_forward_gradients = _C._is_fwd_grad_enabled  # False only inside an autograd.Function
 hooks_on_top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)  # ours or another's; since torch 2.8
 allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled  # False where a program disabled them
 
-# of libraries and devices
+# for libraries and devices
 assert_async = torch._assert_async  # an assertion on the device without waiting for it
 integer_matmul = torch._int_mm  # int8 times int8 to int32 by the vendor's library
 scaled_matmul = getattr(torch, "_scaled_mm", None)  # torch has no other product in FP8
@@ -40,8 +40,8 @@ hooks_on_every_module = (
     *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
     *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
 )
-"""The dictionaries of hooks before and after a forward, and before and after a backward: with one, another program sees
-the outputs or gradients of every module."""
+"""The dictionaries of global hooks before and after a forward, and before and after a backward, by which another
+program sees the outputs or gradients of every module."""
 
 
 def has_integer_matmul(device_type: str) -> bool:

@@ -81,12 +81,12 @@ _lock = fork_safe(threading.RLock())
 _tables: dict[Target, Table] = {}
 _overrides: list[tuple[str, LaunchConfig]] = []
 _failed: dict[Mark, str] = {}
-"""What failed to launch in this process; what failed in earlier ones is in the tables."""
+"""Configurations that failed to launch in this process; earlier failures are in the tables."""
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
-"""Recorded calls of the current plans (`runtime/recording.py`); a new dictionary whenever plans change, so that what
-another thread is recording is dropped with the old one."""
+"""Recorded calls of the current plans (`runtime/recording.py`); a new dictionary whenever plans change, so that a
+recording that another thread is making is dropped with the old dictionary."""
 _deterministic: bool | None = None
 """The last argument of `set_deterministic`."""
 
@@ -97,7 +97,7 @@ _deterministic: bool | None = None
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
     """The answer of `Tunable.plan` if the tunable has no plan yet."""
     with _lock:
-        if (plan := tunable.plans.get((device, key))) is not None:  # another thread resolved it at the same time
+        if (plan := tunable.plans.get((device, key))) is not None:  # another thread has resolved it meanwhile
             return plan
         target, quiet = pretended() or target_of(device), is_quiet()
         plan = Plan(tunable, target, device, key, choose(tunable, target, key))
@@ -136,7 +136,7 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
 
 
 def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidate]:
-    """Every answer the layers offer, best first, each with the reason it is refused (if it is)."""
+    """Every layer's configuration, best first, with the reason if it is refused."""
     entries = table(target).get((tunable.op, tunable.variant, key), ())
     failed = {
         entry.config: str(entry.provenance.get("reason"))
@@ -149,7 +149,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
         if is_deterministic() and candidate.layer not in ("explicit", *_ALWAYS_TAKEN):
             config = _keep_numerics(tunable, heuristic, config)
         why_invalid = why_invalid or tunable.illegal(target, key, config)
-        if not why_invalid and candidate.layer != "safe":  # the last resort is never quarantined: its failure is raised
+        if not why_invalid and candidate.layer != "safe":  # `safe` is never quarantined: its failure is raised
             mark = target.arch, tunable.name, key, config.to_text()
             why_invalid = _failed.get(mark) or failed.get(config)
         yield replace(candidate, config=config, rejected=why_invalid or "")
@@ -158,7 +158,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
 def _offers(
     tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig, entries: Sequence[Entry]
 ) -> Iterator[Candidate]:
-    """Every answer as its layer gives it; `rejected` if the layer itself knows why not."""
+    """Every layer's configuration, `rejected` only if the layer itself has a reason."""
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
             yield Candidate("explicit", config, {"kind": "explicit"}, "override()")
@@ -171,7 +171,7 @@ def _offers(
             yield Candidate("explicit", heuristic, {"kind": "explicit"}, name, why_invalid)
     for entry in entries:
         stale = ""
-        if entry.layer != "lock" and entry.version != tunable.version:  # a newer version of a kernel unpins nothing
+        if entry.layer != "lock" and entry.version != tunable.version:  # locks hold for newer versions too
             stale = f"stored for version {entry.version} of the kernel, this is version {tunable.version}"
         yield Candidate(entry.layer, entry.config, entry.provenance, entry.source, stale)
     yield Candidate("heuristic", heuristic, {"kind": "heuristic"})
@@ -191,7 +191,7 @@ def forced_config(tunable: Tunable) -> tuple[str, str] | None:
 
 
 def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
-    """The heuristic's configuration, with only the knobs of `config` that cannot change a result's bits."""
+    """The heuristic's configuration, with those options of `config` that cannot change a result's bits."""
     neutral = {name: getattr(config, name) for name in tunable.neutral if hasattr(config, name)}
     blocks = {name: size for name, size in config.blocks.items() if name in tunable.neutral}
     return replace(heuristic, blocks={**heuristic.blocks, **blocks}, **neutral)
@@ -219,7 +219,7 @@ def table(target: Target) -> Table:
 
 
 def set_table(target: Target, contents: Table) -> None:
-    """Answer for `target` from this table, until `reload()`. `distributed.sync` does this on every rank."""
+    """Use this table for `target`, until `reload()`. `distributed.sync` does this on every rank."""
     with _lock:
         _tables[target] = contents
         invalidate()
@@ -237,7 +237,7 @@ def invalidate() -> None:
 
 
 def drop_replays() -> None:
-    """Forget every recorded call: some plan used by these no longer holds."""
+    """Forget every recorded call, because a plan that some of them use has changed."""
     global replay_cache
     replay_cache = {}
 
@@ -256,8 +256,8 @@ def reload() -> None:
 def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     """Force `config` for an op (`"rms_norm"`) or one variant (`"rms_norm.bwd"`) inside a `with` block, process-wide.
 
-    Raises `ValueError` for an unknown op or variant and for values no configuration has, `TypeError` for another type.
-    A configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
+    Raises `ValueError` for an unknown op or variant and for invalid values, `TypeError` for another type. A
+    configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
     """
     expect(scope, str, "scope", "the name of an op or variant, as 'rms_norm' or 'rms_norm.bwd'")
     expect(config, LaunchConfig, "config", "a LaunchConfig (LaunchConfig.from_json makes one from JSON data)")
@@ -272,10 +272,10 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
-    """Resolve every device as `target` inside a `with` block: how another vendor's configurations are tested here.
+    """Resolve every device as `target` inside a `with` block: for testing another vendor's configurations.
 
-    contents: the table that answers for `target`, in place of what is stored
-    Nothing that happens inside is written to the user's cache or counted in `misses()`.
+    contents: a table for `target`, used instead of the stored ones Nothing is written to the user's cache or counted in
+    `misses()` inside the block.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
     with _pushed(pretending, (target, contents)):
@@ -314,7 +314,7 @@ def set_deterministic(on: bool | None) -> None:
 
 
 def reset() -> None:
-    """As in a new process: `reload()`, and nothing is overridden, pretended, deterministic, quarantined or missed."""
+    """The state of a new process: `reload()`, and no override, pretence, determinism, quarantine or misses."""
     global _deterministic
     with _lock:
         _deterministic = None
@@ -327,8 +327,8 @@ def reset() -> None:
 def quarantine(plan: Plan, error: BaseException) -> bool:
     """No longer use a configuration that failed to launch; returns whether another layer can answer.
 
-    It is also kept on disk for later processes, unless the interpreter or a test may have failed (CPU tensors, a
-    pretended target). The configuration's plans for this key are dropped on every device.
+    It is also stored for later processes, except for CPU tensors or a pretended target, where the interpreter or a test
+    may have failed. The configuration's plans for this key are dropped on every device.
     """
     if plan.layer == "safe":
         return False
@@ -365,7 +365,7 @@ def quarantined(target: Target | None = None) -> dict[Mark, str]:
 
 
 def _version(op: str, variant: str) -> int | None:
-    """The version of a kernel; None for a kernel that is no more."""
+    """The version of a kernel; None for a kernel that no longer exists."""
     try:
         return get_tunable(f"{op}.{variant}").version
     except ValueError:
@@ -381,7 +381,7 @@ def release(marks: Iterable[Mark]) -> None:
 
 
 def misses() -> dict[tuple[str, str, Key], Target]:
-    """(op, variant, key) -> Target of every resolution on a real device that found no table entry in this process."""
+    """(op, variant, key) -> Target of every launch on a real device that found no table entry in this process."""
     return dict(_misses)
 
 

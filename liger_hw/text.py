@@ -25,10 +25,10 @@ def columns() -> int | None:
 
 
 def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
-    """Columns as wide as their widest cell, folded where that is more than `columns()`; a rule under a header.
+    """Columns as wide as their widest cell, folded if the table is wider than `columns()`; a rule under the header.
 
-    Columns of several words are made narrower first, so that a word is cut only where nothing else is left to fold.
-    A row of one cell is a heading over the rows below it, as wide as it likes. What a terminal might obey is escaped.
+    Columns with several words are narrowed first, so that words are cut only if nothing else can be folded. A row of
+    one cell is a heading of any width over the rows below it. Control characters are escaped.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     full = [row for row in rows if len(row) == len(rows[0])]
@@ -49,7 +49,7 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
-    """A row as lines; a cell that is wider than its column goes on below, cut at spaces where it has them."""
+    """A row as lines; a cell that is wider than its column continues below, cut at spaces where possible."""
     cells = [textwrap.wrap(cell, max(1, width)) if len(cell) > width else [cell] for cell, width in zip(row, widths)]
     return [
         (indent + "  ".join(part.ljust(width) for part, width in zip(parts, widths))).rstrip()
@@ -58,10 +58,10 @@ def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
 
 
 def with_notes(rows: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Rows of a table whose third and fourth cells are short, and the lines that stand below it.
+    """(rows of a table with short third and fourth cells, notes below the table).
 
-    A longer cell keeps what stands before its first colon, semicolon or bracket and the number of its line:
-    `left alone (1)`. The line has the whole cell, so that one long cell does not widen every row.
+    A long cell is cut at its first colon, semicolon or bracket and gets the number of a note: `left alone (1)`. The
+    note has the whole cell, so that one long cell does not widen every row.
     """
     numbers: dict[str, int] = {}
 
@@ -78,11 +78,11 @@ def with_notes(rows: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], li
 
 
 LONGEST_CELL = 40
-"""Characters that `with_notes` leaves in a table."""
+"""Longest cell that `with_notes` leaves in a table."""
 
 
 def fold(text: str, hang: str = "") -> str:
-    """Each line of `text`, folded where it is wider than `columns()`; what goes on below begins with `hang`.
+    """Each line of `text`, folded where it is wider than `columns()`; continuation lines begin with `hang`.
 
     What a terminal might obey is escaped.
     """
@@ -98,12 +98,12 @@ def fold(text: str, hang: str = "") -> str:
 
 
 def labelled(name: str, text: str) -> str:
-    """A line of facts, folded: its name in a column of its own."""
+    """A folded line, with the name in a column of its own."""
     return fold(f"{name:<13} {text}", " " * 14)
 
 
 def json_text(data: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: a number that is not finite becomes null, what JSON has no form for its text."""
+    """Standard JSON: numbers that are not finite become null, other values without a JSON form their text."""
 
     def valid(value: Any) -> Any:
         if isinstance(value, float):
@@ -129,8 +129,7 @@ def first_line(error: BaseException) -> str:
 
 
 def time_left(elapsed: float, done: int, total: int, most: float = math.inf) -> str:
-    """`, 40 s left` for what remains when `done` of `total` took `elapsed` seconds, at most `most`; "" when that is not
-    known."""
+    """`, 40 s left`, at most `most`, when `done` of `total` took `elapsed` seconds; "" if that cannot be known."""
     left = min(most, elapsed / done * (total - done)) if done else 0.0
     return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left >= 1 else ""
 
@@ -150,7 +149,7 @@ class StatusLine:
             return
         self.last, self.drawn = now, self.live
         if self.live:
-            text = text[: (columns() or 80) - 1]  # of a longer one only its last line would be drawn over
+            text = text[: (columns() or 80) - 1]  # the next status would overwrite only the last line of a longer one
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         else:
             print(fold(text, " " * 4), file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""What is checked of the arguments of op files and operators, and how op files look at tensors as rows.
+"""Checks of the arguments of ops and operators, and helpers by which op files treat tensors as rows.
 
-`Shapes` reads what an operator asks of its tensors' shapes, dtypes and devices from the text in its declaration.
+`Shapes` checks an operator's tensors against the shapes, dtypes and devices in the text of its declaration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
 PLAIN_NUMBERS = NO_TENSORS | {tuple}
 _PLAIN = PLAIN_NUMBERS | TENSORS
-_MOST = 4096  # layouts that never repeat must not be kept without end
+_MOST = 4096  # a limit, for layouts that never repeat
 _INTEGERS = frozenset({torch.int64, torch.int32})
 _ENTRY = re.compile(r"(?:(int|float|any|[A-Z]) )?(\w+(?:, ?\w+)*)(?: of (\w+)|( \[[^]]*\](?: \| \[[^]]*\])*))?")
 _SIZE = re.compile(r"(\d*)([a-z_]*)|()(\.)")
@@ -32,14 +32,14 @@ def check(condition: bool, op: str, message: str) -> None:
 
 
 def to_flatten(**tensors: torch.Tensor) -> str:
-    """What to do with tensors of which one has more than the two dimensions that it should: `; flatten ...`, or ""."""
+    """What to do with tensors that should have two dimensions, if one of them has more: `; flatten ...`, or ""."""
     if all(tensor.dim() <= 2 for tensor in tensors.values()):
         return ""
     return f"; flatten the leading dimensions: {', '.join(f'{name}.flatten(0, -2)' for name in tensors)}"
 
 
 def swapped(x_name: str, x: torch.Tensor, name: str, weight: torch.Tensor) -> str:
-    """`; X and W are swapped` where the input looks like a norm's weight and the weight like its input, or ""."""
+    """`; X and W are swapped` if the input looks like a norm's weight and the weight like an input, else ""."""
     looks = x.dim() == 1 and weight.dim() > 1 and weight.shape[-1] == x.shape[0]
     return f"; {x_name} and {name} are swapped" if looks else ""
 
@@ -48,7 +48,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_ignored(op: str, why: str, **arguments: bool) -> None:
-    """Warn, once for each, of arguments that were given (true) and change nothing."""
+    """Warn of arguments that were given (true) and have no effect, once for each."""
     for name, is_used in arguments.items():
         if is_used and (op, name) not in _warned:
             _warned.add((op, name))
@@ -79,12 +79,12 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
 
 
 def nested(name: str) -> str:
-    """What is wrong with an argument of this name that is a nested tensor."""
-    return f"{name} is a nested tensor, which no kernel takes; give it padded or concatenated"
+    """The error for an argument of this name that is a nested tensor."""
+    return f"{name} is a nested tensor, which kernels do not support; pad or concatenate its parts"
 
 
 def check_numbers(op: str, **values: float) -> None:
-    """Raise `TypeError` unless every value is an int or a float; True is a flag that came to another's place."""
+    """Raise `TypeError` unless every value is an int or a float; True is refused, as a flag in the wrong place."""
     for name, value in values.items():
         if type(value) is float:
             continue
@@ -100,7 +100,7 @@ def check_integers(op: str, **values: int) -> None:
 
 
 def check_floats(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is a number to `float()`, or a tensor of one element: no text, no flag."""
+    """Raise `TypeError` unless every value is a number for `float()` or a tensor of one element, not text or a flag."""
     for name, value in values.items():
         if type(value) is float:
             continue
@@ -113,14 +113,14 @@ def check_floats(op: str, **values: Any) -> None:
 
 
 def check_flags(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is True or False (1, 0 and None do as well; text would count as True)."""
+    """Raise `TypeError` unless every value is True or False (or 1, 0 or None; text would be true)."""
     for name, value in values.items():
         if value is not None and not isinstance(value, int):
             raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def check_ignore_index(op: str, ignore_index: Any) -> None:
-    """Raise `ValueError` unless it is an int. A number that is no label ignores no row."""
+    """Raise `ValueError` unless it is an int. It may be a number that is never a label."""
     if type(ignore_index) is not int:
         check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
 
@@ -158,10 +158,8 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def no_view(t: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-    """A result that is a view of a temporary, in `shape`, as a tensor that its user may change in place.
-
-    autograd refuses such a change of a view that a Function returns. No other tensor may share the memory: it would
-    change too, and autograd would not know.
+    """A result that is a view of a temporary, in `shape`, as a tensor that its user may change in place, which autograd
+    refuses for a view that a Function returns. No other tensor may share the memory, or it would change unnoticed.
     """
     return torch.ops.aten._unsafe_view(t, t.shape if shape is None else shape)
 
@@ -201,14 +199,14 @@ def no_weight(x: torch.Tensor) -> torch.Tensor:
 
 
 NumberTypes = tuple[tuple[int, ...], tuple[type, ...]]
-"""Of an operator's arguments that are numbers: the places, and the types that the schema asks for."""
+"""(positions, types in the schema) of an operator's arguments that are numbers."""
 
 
 def are_plain(args: tuple) -> bool:
     """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
 
-    A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
-    have no memory of their own.
+    A subclass of tensor may handle the call itself, also inside a list. Tensors of batched gradients have no memory of
+    their own.
     """
     if not _PLAIN.issuperset(map(type, args)) or type(args[0]) not in TENSORS or args[0].get_device() < 0:
         return False
@@ -222,7 +220,7 @@ def are_plain(args: tuple) -> bool:
 
 
 def coerced(args: tuple, numbers: NumberTypes) -> tuple:
-    """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
+    """The arguments with numbers converted to the schema's types, as the dispatcher would; a float is no int."""
     places, kinds = numbers
     if tuple(map(type, map(args.__getitem__, places))) == kinds:
         return args
@@ -241,10 +239,10 @@ Form = tuple[tuple[int, str], ...]
 
 
 class _Rule(NamedTuple):
-    """A tensor that an operator takes: its place among the arguments, its name, and what it must be.
+    """A tensor that an operator takes: its position among the arguments, its name, and what it must be.
 
     kind: "int", "float", "any", or the name of the dtype that it shares ("" for one of its own)
-    count: of elements, where that is all that is asked; forms: the shapes of which one must fit, empty for any
+    count: how many elements, if only that is checked; forms: the shapes of which one must fit, empty for any
     """
 
     place: int
@@ -261,17 +259,17 @@ class Shapes:
 
         T x, r [*, n]; w [n]; rstd of rows; int target [rows]; grad [] | [rows]
 
-    Entries are separated by `;` and name tensors of the operator's schema, in the order in which they are looked at.
-    Each dimension is a number, a name, or a multiple of a name (`2n`); a name has one size wherever it stands. `*`
-    stands for any number of dimensions, the same wherever it stands, and `rows` for their product; `.` for one
-    dimension of any size. `|` separates shapes of which one must fit. `of` counts elements, whatever the shape. A
-    tensor without a shape may have any, and a list of tensors is not looked into.
+    Entries are separated by `;` and name tensors of the operator's schema, in the order in which they are checked. Each
+    dimension is a number, a name, or a multiple of a name (`2n`); a name has one size wherever it stands. `*` stands
+    for any number of dimensions, the same wherever it stands, and `rows` for their product; `.` for one dimension of
+    any size. `|` separates shapes of which one must fit. `of` counts elements, whatever the shape. A tensor without a
+    shape may have any, and lists of tensors are not checked.
 
-    Tensors hold numbers that kernels compute with: fp32, fp16 or bf16, on the CPU fp64 too. `int` before the names asks
-    for int64 or int32, `float` for any floating-point dtype, and `any` for nothing. A capital letter is a dtype that
-    its tensors share. All are on one device.
+    Tensors are fp32, fp16 or bf16, on the CPU fp64 too. `int` before the names means int64 or int32, `float` any
+    floating-point dtype, and `any` any dtype. A capital letter is a dtype that its tensors share. All are on one
+    device.
 
-    schema: the operator's; misfit: of arguments that fit the text, returns what else is wrong with them, or ""
+    schema: the operator's; misfit: what else is wrong with arguments that fit the text, or ""
     """
 
     def __init__(self, schema: Any, text: str, misfit: Callable[..., str] | None = None) -> None:
@@ -284,7 +282,7 @@ class Shapes:
         for entry in filter(None, text.split(";")):
             match = _ENTRY.fullmatch(entry.strip())
             if match is None:
-                raise ValueError(f"{schema.name}: {entry.strip()!r} says nothing about shapes, see runtime/checks.py")
+                raise ValueError(f"{schema.name}: {entry.strip()!r} declares no shapes, see runtime/checks.py")
             kind, names, count, shapes = match.groups()
             forms = tuple(_form(shape) for shape in re.findall(r"\[([^]]*)\]", shapes or ""))
             for name in re.split(", ?", names):
@@ -296,7 +294,7 @@ class Shapes:
             raise ValueError(f"{schema.name}: shapes says nothing about {', '.join(left)}")
 
     def check_types(self, args: tuple[Any, ...]) -> None:
-        """Raise `TypeError` for an argument that is no tensor and should be one, `ValueError` for a nested tensor."""
+        """Raise `TypeError` for an argument that should be a tensor and is not, `ValueError` for a nested tensor."""
         for rule in self.rules:
             for argument in args[rule.place] if rule.is_list else (args[rule.place],):
                 if isinstance(argument, torch.Tensor):
@@ -308,7 +306,7 @@ class Shapes:
     def check(self, args: tuple[Any, ...]) -> None:
         """Raise `TypeError` unless these are tensors, `ValueError` for a tensor of another dtype, device or shape.
 
-        A layout that has passed once is not looked at again.
+        A layout that has passed once is not checked again.
         """
         try:
             layout = _layout(args)
@@ -340,7 +338,7 @@ class Shapes:
                 )
             attempt = _fits(rule, tensor, sizes)
             if attempt is None and self.is_backward and not tensor.numel() and not first[1].numel():
-                continue  # nothing is read: the forward saves no statistics of rows without a column
+                continue  # not read: the forward saves no statistics of rows without columns
             if attempt is None:
                 hint = swapped(*first, name, tensor)
                 raise ValueError(
@@ -368,7 +366,7 @@ class Shapes:
 
 
 def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
-    """All of an operator's arguments that its declaration speaks of."""
+    """What a check of these arguments depends on."""
     return tuple(
         [
             (arg.dtype, arg.shape, arg.device)
@@ -386,7 +384,7 @@ def _size(text: str) -> tuple[int, str]:
         return 1, "*"
     match = _SIZE.fullmatch(text)
     if not text or match is None:
-        raise ValueError(f"{text!r} is no size: a number, a name, or a number before a name")
+        raise ValueError(f"{text!r} is not a size: a number, a name, or a number before a name")
     return int(match[1] or 1), match[2] or match[4] or ""
 
 
@@ -395,7 +393,7 @@ def _form(text: str) -> Form:
 
 
 def _fits(rule: _Rule, tensor: torch.Tensor, sizes: dict[str, Any]) -> dict[str, Any] | None:
-    """The sizes so far and of a tensor that has the shape it should have, else None."""
+    """The known sizes, with this tensor's added, if its shape fits; else None."""
     if rule.count is None and not rule.forms:
         return sizes
     for form in rule.forms or (None,):

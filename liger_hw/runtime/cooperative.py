@@ -1,9 +1,9 @@
 """Programs of one cooperative grid that exchange partial sums: together they hold what no single program can.
 
 Programs wait for one another, so all of them must be resident at once. The launch asks for just that
-(`launch_cooperative_grid`): the driver starts all programs together or refuses, and a refused configuration is set
-aside like any that fails. Until there is room for all programs, none starts and none holds room, so that another kernel
-on the device, a collective's too, delays the grid but cannot deadlock with it.
+(`launch_cooperative_grid`): the driver starts all programs together or refuses, and a refused configuration is
+quarantined like any that fails. Until there is room for all programs, none starts and none takes any, so that another
+kernel on the device, even a collective's, delays the grid but cannot deadlock with it.
 
 A task (a row, a group of channels) is split over several programs. Each publishes two partial sums in one 64-bit word
 and collects the words of all splits of the task. Words are zeroed before each launch, and one relaxed atomic access
@@ -26,14 +26,14 @@ MAX_SPLITS = 256
 
 @triton.jit
 def _bits(value):
-    """The 32 bits of a fp32 sum, behind 32 zeros; all NaNs have the bits of one."""
+    """The 32 bits of an fp32 sum, after 32 zeros; all NaNs have the same bits."""
     bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
     return bits.to(tl.int64) & 0xFFFFFFFF
 
 
 @triton.jit
 def publish(word_ptr, first, second):
-    """Publish two partial sums. They are inverted: no two sums then give 0, which says that none are there yet."""
+    """Publish two partial sums, with inverted bits: the word is then never 0, which means "not published yet"."""
     tl.atomic_xchg(word_ptr, ~((_bits(first) << 32) | _bits(second)), sem="relaxed")
 
 
@@ -53,8 +53,7 @@ def collect(words_ptr, splits, LANES: tl.constexpr):
 
 
 def resident_options(target: Target, warps: int, ctas: int) -> dict[str, bool | int]:
-    """`LaunchConfig.vendor` of a cooperative grid: no program has more registers than let `ctas` of them be
-    resident."""
+    """`LaunchConfig.vendor` of a cooperative grid, with registers limited so that `ctas` programs are resident."""
     registers = min(248, target.registers // (ctas * warps * target.warp_size) // 8 * 8)
     return {COOPERATIVE: True, "maxnreg": registers}
 
@@ -77,9 +76,9 @@ def cooperative_misfit(config: LaunchConfig, splits: int) -> str | None:
     if COOPERATIVE not in config.vendor:
         return None
     if config.vendor[COOPERATIVE] is not True:
-        return f"{COOPERATIVE} must be true, got {config.vendor[COOPERATIVE]!r}; without it none waits for another"
+        return f"{COOPERATIVE} must be true, got {config.vendor[COOPERATIVE]!r}; without it programs do not wait"
     if registry.interpreting():
-        return "the interpreter runs one program after another: those that wait for one another would hang"
+        return "the interpreter runs one program after another, so programs that wait for one another would hang"
     if splits > MAX_SPLITS:
         return f"{splits} programs would wait for one another, more than {MAX_SPLITS}"
     return None

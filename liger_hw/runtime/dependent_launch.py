@@ -1,12 +1,12 @@
 """Programmatic dependent launch: a kernel is started before the one ahead of it on the stream has drained.
 
-Of a very short launch, a good part is waiting for the launch before it to drain. Where the device can
-(`Backend.dependent_launch`), a `Tunable` whose `dependent_launch` says yes to a key has its kernels launched with the
-attribute for it. Such a kernel begins with `wait_for_previous(DEPENDENT)`, before it touches memory, and waits there
-for the results of earlier launches.
+A very short launch spends much of its time waiting for the launch before it to drain. On devices that support it
+(`Backend.dependent_launch`), the kernels of a `Tunable` are launched with the attribute for it, for the keys to which
+its `dependent_launch` says yes. Such a kernel begins with `wait_for_previous(DEPENDENT)`, before it touches memory, and
+waits there for the results of earlier launches.
 
-It pays for small launches only. Of larger ones the early programs take room from those that still run, and where
-programs are many even the wait costs; so large launches are compiled with DEPENDENT=False, and `wait_for_previous`
+It is faster for small launches only. In larger ones the early programs take room from programs that still run, and with
+many programs even the wait costs time; so large launches are compiled with DEPENDENT=False, and `wait_for_previous`
 emits nothing.
 """
 
@@ -16,7 +16,7 @@ from ..ops import Key
 from .triton_import import tl, triton
 
 _CAN = hasattr(tl, "target_info")
-"""Triton from 3.5 on."""
+"""Whether Triton has what it needs (from 3.5 on)."""
 
 
 def is_small(elements: int) -> bool:
@@ -35,13 +35,13 @@ if _CAN:
     def wait_for_previous(DEPENDENT: tl.constexpr):
         """Wait until all earlier launches have ended and their writes are visible, then allow the next launch to start.
 
-        In this order: a later kernel of other code may read early what it knows this launch does not write.
+        In this order, because a kernel of other code may read, before it waits, what this launch does not write.
         """
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
 
-else:  # older releases have no such functions, and look for them even where DEPENDENT is False
+else:  # older releases lack these functions, and fail on their names even where DEPENDENT is False
 
     @triton.jit
     def wait_for_previous(DEPENDENT: tl.constexpr):

@@ -1,9 +1,9 @@
 """The reference and the fake of a backward operator, from its forward's reference and the names in their schemas.
 
 Names are as `OperatorFunction` has them: `dY` is the gradient of the forward's result Y, a result `dA` is the gradient
-of the argument A, and `dA_dB` holds both behind one another. With `needs_params` False all results but the first are
-empty; `needed` has a flag for each result. An argument without a tensor gets an empty gradient. An operator without
-results writes the gradients over the arguments that its schema marks as written.
+of the argument A, and `dA_dB` is the gradients of A and B, concatenated. With `needs_params` False all results but the
+first are empty; `needed` has a flag for each result. An argument without a tensor gets an empty gradient. An operator
+without results writes the gradients over the arguments that its schema marks as written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..private import allows_saved_tensor_hooks, autograd_inside_operator
 
 @contextlib.contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd where an operator runs. Hooks do not see what it saves: a checkpoint would compute again."""
-    is_open = allows_saved_tensor_hooks()  # else there are none
+    """Autograd inside an operator, with hooks off for what it saves: a checkpoint's would compute it again."""
+    is_open = allows_saved_tensor_hooks()  # else no hooks can be set
     hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if is_open else contextlib.nullcontext()
     with autograd_inside_operator(), torch.enable_grad(), hooks:
         yield
@@ -30,8 +30,8 @@ def _autograd() -> Iterator[None]:
 def differentiate(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """The gradient of each of `tensors`, in fp32 or wider. slopes: gradients of the function's results, None where one
-    is not used."""
+    """The gradient of each of `tensors`, in fp32 or wider. slopes: the gradients of the function's results, None where
+    a result is not used."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     with _autograd():
         leaves = [t.detach().to(wide, copy=True).requires_grad_() for t in tensors]
@@ -46,8 +46,9 @@ def backward_of(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(reference, fake) of the backward operator with this schema.
 
-    The reference differentiates the forward's by autograd in fp32 or wider and rounds each gradient once. fake: where
-    the results are not as the names say. run: of the backward's arguments, where it also reads what the forward saved.
+    The reference differentiates the forward's by autograd in fp32 or wider and rounds each gradient once. fake: given
+    where the results do not follow from the names. run: a reference of all backward's arguments, given where it also
+    reads what the forward saved.
     """
     names = [argument.name for argument in schema.arguments]
     inputs = [names.index(argument.name) for argument in forward.overload._schema.arguments]

@@ -3,10 +3,10 @@
 A kernel's parameters stand in this order: tensors (or None), runtime numbers, flags (constexpr, chosen by the call),
 tunables (constexpr, chosen by the plan). `launch` passes the first three by position and takes the rest from the plan.
 
-Triton binds arguments, hashes options and reads the environment at every launch. So once it has compiled a kernel, the
-next launch that Triton would specialise alike goes straight to the compiled kernel (`Plan.compiled`). A launch is
-looked up twice: first by its exact numbers, then by their classes, which is what Triton specialises on. Pointers are
-passed as integers, which spares the driver's query for each tensor.
+Triton binds arguments, hashes options and reads the environment at every launch. So once a kernel is compiled, the next
+launch that Triton would specialise alike goes straight to the compiled kernel (`Plan.compiled`). A launch is looked up
+twice: first by its exact numbers, then by their classes, which is what Triton specialises on. Pointers are passed as
+integers, which spares the driver's query for each tensor.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _CONFIG_WORDS = (
 )
 _DEVICE_ERRORS = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()  # since torch 2.8
 _INT32 = 1 << 31
-_EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow that table without end
+_EXACT_LIMIT = 4096  # a limit on the first table, for row counts that never repeat
 _tensor_counts: dict[int, int] = {}
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-_interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the launch at hand in globals
+_interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the current launch in globals
 _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
 _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
 CAN_BE_FAST = _runtime is not None and current_device is not None and current_stream is not None
-"""Triton before 3.4 has another launcher (and no knobs): there every launch is the ordinary one."""
+"""False for Triton before 3.4, which has another launcher (and no knobs): every launch is then an ordinary one."""
 
 
 class LaunchFailed(RuntimeError):
@@ -61,7 +61,7 @@ class Routine(NamedTuple):
     """A library's function that a plan may choose in a kernel's place.
 
     run: the function's result from tensors, numbers and tuples of them; it must not wait for the device
-    shaped: an empty tensor like that result, for callers that only want to know what would be called
+    shaped: an empty tensor like that result, for observers that only note what would be called
     """
 
     run: Callable[..., torch.Tensor]
@@ -69,7 +69,7 @@ class Routine(NamedTuple):
 
 
 def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
-    """The routine's result. Whoever observes launches sees this too: it is what the plan chose.
+    """The routine's result. Observers of launches see this too, since the plan chose it.
 
     Raises `LaunchFailed` if the library refuses or fails: a kernel may still compute the result.
     """
@@ -95,8 +95,8 @@ def launch(
 ) -> tuple | None:
     """Launch `kernel` over `grid` on the current stream of the first tensor's device.
 
-    Returns what it launched, `(run, head, constants)`: the launching function, what it takes between the stream and the
-    kernel's arguments, and what it takes after them. None if Triton or an observer made the launch.
+    Returns `(run, head, constants)`: the launching function, its arguments between the stream and the kernel's
+    arguments, and those after them. None if Triton or an observer made the launch.
     """
     if observers and not was_observed:
         return observed("launch", partial(launch, was_observed=True), plan, kernel, grid, args, flags)
@@ -109,7 +109,7 @@ def launch(
     if count is None:
         count = tensor_count(kernel, args)
     pointers, dtypes, together, numbers = [], [], 0, args[count:]
-    for tensor in args[:count]:  # one loop for all of it: this is the host's share of every launch
+    for tensor in args[:count]:  # one loop for everything, since every launch pays for it
         if tensor is None:
             pointers.append(None)
             dtypes.append(None)
@@ -149,11 +149,11 @@ def tensor_count(kernel: Any, args: tuple) -> int:
 
 
 def _likeness(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
-    """Equal for launches that one compiled kernel serves.
+    """A key that is equal for launches with the same compiled kernel.
 
     Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all, and a pointer
-    on divisibility by 16; less if the kernel sets `do_not_specialize`. rest: 0, or how far each tensor begins from a
-    multiple of 16 bytes; then the tensors' dtypes.
+    on divisibility by 16; less if the kernel sets `do_not_specialize`. rest: 0, or each tensor's address modulo 16;
+    then the tensors' dtypes.
     """
     values, alignments = _unspecialised(kernel)
     count = len(rest) - 1
@@ -173,7 +173,7 @@ def _class_of(number: int, is_unspecialised: bool) -> int | tuple[bool, bool]:
 
 
 def _unspecialised(kernel: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """The places of the arguments whose values Triton does not look at, and of those whose alignment it does not."""
+    """Positions of arguments excluded from value specialisation and from alignment specialisation."""
     entry = _unspecialised_of.get(id(kernel))
     if entry is None:
         parameters = list(enumerate(getattr(kernel, "params", ())))
@@ -197,7 +197,7 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
     compiled = plan.compiled
     alike = _likeness(kernel, flags, numbers, tuple(rest))
     entry = compiled.get(alike)
-    if isinstance(entry, Future):  # another thread compiles or has compiled: wait, and Triton will find the kernel
+    if isinstance(entry, Future):  # another thread compiles it or has: after waiting, Triton finds the kernel
         entry.exception()
         entry = None
     if entry is None:
@@ -215,22 +215,22 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
 def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     """Let Triton compile what a launch on the current device would, and build its launcher; nothing is loaded.
 
-    args: as `stand_ins` gives them. Loading is left to the first launch: in another thread it would spoil a graph that
-    is being captured meanwhile.
+    args: as `stand_ins` gives them. Loading is left to the first launch: in another thread it would invalidate a graph
+    that is being captured.
     """
     constants = flags + tuned_values(plan, kernel, args, flags)
     compiled = kernel.warmup(*args, *constants, grid=(1,), **plan.options)
-    with contextlib.suppress(AttributeError, TypeError):  # no public name: if it moved, the launch builds it
+    with contextlib.suppress(AttributeError, TypeError):  # not public: if it moved, the launch builds it
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 def stand_ins(args: tuple) -> tuple:
-    """A launch's arguments with what Triton asks of a tensor, its dtype and alignment, in the place of each tensor."""
+    """A launch's arguments with each tensor replaced by what Triton asks of it, its dtype and alignment."""
     return tuple(_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args)
 
 
 class _StandIn:
-    """Looks to Triton like a tensor: a dtype, and where it begins."""
+    """A tensor as far as Triton looks at it: a dtype and an address."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
@@ -241,7 +241,7 @@ class _StandIn:
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
-    """What launches a compiled kernel, and what it takes between the stream and the kernel's own arguments.
+    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's own.
 
     Triton 3.6's launcher is a Python function around one in C; all that the Python adds is scratch memory, if a
     kernel needs any. The C function's arguments change from version to version.
@@ -266,7 +266,7 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
     values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
     if INTERPRET and any(isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 for a in args):
         raise NotImplementedError(
-            f"{plan.tunable.name}: Triton's interpreter computes bfloat16 wrong, so liger_hw runs none there; use "
+            f"{plan.tunable.name}: Triton's interpreter computes bfloat16 wrong, so liger_hw refuses it there; use "
             "float32 or float16, or a process without LIGER_HW_INTERPRET=1 and TRITON_INTERPRET=1"
         )
     try:
@@ -282,15 +282,15 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
 def _raise(plan: Plan, error: Exception) -> NoReturn:
     if blames_config(error):
         raise LaunchFailed(plan, error) from error
-    if "]: out of memory" in str(error):  # Triton's words, if a kernel's code found no room on the device
+    if "]: out of memory" in str(error):  # Triton's message if there was no memory for a kernel's code
         where = plan.device.type.upper()
-        raise torch.OutOfMemoryError(f"{where} out of memory. No room for the kernel {plan.tunable.name}") from error
+        raise torch.OutOfMemoryError(f"{where} out of memory. No room for the code of {plan.tunable.name}") from error
     raise error
 
 
 def blames_config(error: Exception) -> bool:
-    """Whether another configuration may succeed. Memory, a broken device, a missing compiler and our own mistakes are
-    no configuration's fault: they are raised as they are."""
+    """Whether another configuration may succeed. Errors of memory, the device, a missing compiler or our own code do
+    not depend on the configuration, and are raised as they are."""
     names = {base.__name__ for base in type(error).__mro__}
     return bool(names & set(_CONFIG_ERRORS)) or any(word in str(error) for word in _CONFIG_WORDS)
 
@@ -302,8 +302,7 @@ def is_profiled() -> bool:
 
 
 # -- replaying -------------------------------------------------------------------------------------------------------
-#
-# It is for training steps whose time is the host's; what it wins there is in docs/benchmarks/host.md.
+# It is for training steps that are bound by the host; docs/benchmarks/host.md has what it gains.
 #
 # A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment,
 # device) and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it
@@ -313,24 +312,24 @@ def is_profiled() -> bool:
 
 MISSED, UNSEEN = object(), object()
 _SEEN, REFUSED = "seen", "refused"
-"""In the cache: of a layout that was called once, and of one whose calls cannot be recorded."""
-_MOST_LAYOUTS = 4096  # layouts that never repeat must not be kept without end
+"""Cache entries of a layout that was called once, and of a layout whose calls cannot be recorded."""
+_MOST_LAYOUTS = 4096  # a limit, for layouts that never repeat
 
 
 def replay(
     name: str, check: Callable[[tuple], None], args: tuple, end: int, record: Callable[[dict, tuple, tuple], Any]
 ) -> Any:
-    """The operator's result. MISSED and UNSEEN: its launcher is to be called, where the arguments `are_plain`, and for
-    UNSEEN `check` is to be asked before that. It was for MISSED, and for every layout that is replayed.
+    """The operator's result; or MISSED or UNSEEN, and the caller runs the launcher if the arguments `are_plain`. For
+    UNSEEN it calls `check` first; for MISSED, and for layouts that are replayed, that was done.
 
     check: raises for arguments that do not fit, by their dtypes, shapes and devices
-    end: how many arguments there are up to the last tensor; what follows goes into the key as it stands
-    record: of (cache, key, args), makes the call and keeps what it did (`recording.py: recorder`)
+    end: the number of arguments up to the last tensor; later ones go into the key unchanged
+    record: (cache, key, args) -> result; makes the call and records it (`recording.py: recorder`)
     """
     if observers or not CAN_BE_FAST:
         return UNSEEN
     index = args[0].get_device() if type(args[0]) in TENSORS else -1
-    if index < 0 or index != current_device():  # that raises without a driver: CPU tensors do not ask
+    if index < 0 or index != current_device():  # not asked for CPU tensors: it raises without a driver
         return UNSEEN
     key, pointers, together = [name, args[end:]], [None], 0
     try:
@@ -357,7 +356,7 @@ def replay(
         if entry is REFUSED:
             return MISSED
         if not are_plain(args) or not PLAIN_NUMBERS.issuperset(map(type, args[end:])):
-            return UNSEEN  # of a tensor given as a number the key knows nothing but which tensor it is
+            return UNSEEN  # for a tensor given as a number, the key has its identity but not its value
         if entry is _SEEN and not is_profiled():
             return record(cache, key, args)
         if entry is None:
@@ -401,23 +400,22 @@ def replay(
 # for one look at `observers`.
 
 observers: list[tuple[int | None, "Observer"]] = []
-"""(thread, or None for every thread; observer), the innermost last. Empty most of the time: test that first."""
+"""(thread, or None for every thread; observer), the innermost last. Usually empty: test that first."""
 
 
 class Observer:
-    """What an observer may do. Each method goes on with `proceed`, which asks the next observer outwards and in the end
-    does what was asked for; an observer that does not call `proceed` acts instead. By default nothing is changed.
+    """What an observer may do. `proceed` calls the next outer observer, and after the last one does the work. A method
+    that does not call `proceed` replaces the work. By default nothing is changed.
     """
 
     def launch(
         self, proceed: Callable[..., Any], plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple
     ) -> tuple | None:
-        """A launch, as `runtime.launch.launch` was asked for it; returns what that returns."""
+        """A launch, with the arguments and result of `runtime.launch.launch`."""
         return proceed(plan, kernel, grid, args, flags)
 
     def routine(self, proceed: Callable[..., Any], plan: Any, routine: Any, args: tuple) -> Any:
-        """A library's routine in a kernel's place, as `runtime.launch.call_routine` was asked for it; returns its
-        result."""
+        """A library's routine in place of a kernel, with the arguments and result of `runtime.launch.call_routine`."""
         return proceed(plan, routine, args)
 
     def operator(self, proceed: Callable[..., Any], call: Any, args: tuple) -> Any:
@@ -453,7 +451,7 @@ def observing(observer: Watcher, every_thread: bool = False) -> Iterator[Watcher
 
 
 def observed(method: str, do: Callable[..., Any], *args: Any) -> Any:
-    """`do(*args)` as this thread's observers have it: the innermost is asked first."""
+    """`do(*args)` through this thread's observers, the innermost first."""
     thread = get_ident()
     for owner, observer in tuple(observers):
         if owner is None or owner == thread:

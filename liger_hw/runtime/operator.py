@@ -4,7 +4,7 @@
 the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU the dispatcher
 would only pass the call on, so the function that `define` returns goes to the replay cache and the launcher directly.
 
-Op files take everything they use of `runtime` from here: `launch` and the checks of `checks.py` too.
+Op files import all that they use of `runtime` from here, including `launch` and the checks of `checks.py`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _library = torch.library.Library("liger_hw", "DEF")
 launchers: dict[str, Callable[..., Any]] = {}
 """Operator name -> launcher, for fake tensors (autotune/fake.py)."""
 declared: dict[str, Shapes] = {}
-"""Operator name -> what it asks of its tensors."""
+"""Operator name -> the check of its tensors."""
 before_apply: Callable[[type["Function"], tuple], None] | None = None
 """Called with a Function and its arguments before they run; set during a model's first forward only
 (`autotune/compile_ahead.py`)."""
@@ -95,9 +95,9 @@ def define(
     are derived (`derivative.py`); a reference beside it gives the forward's results from the backward's arguments
     shapes: what the tensors must be, in the words of `checks.Shapes`; checked in every way that the operator is called
     misfit: an error for arguments that pass `shapes` but still do not fit, or ""
-    fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
-    and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives the
-    fake by calling the reference on fake tensors, for a reference that does not call autograd.
+    fake: empty results of the same shapes, for torch.compile. A tuple names for each result the argument with its shape
+    and dtype (if that is None the result is empty, which stands for no gradient); None derives the fake by calling the
+    reference on fake tensors, for a reference that does not call autograd.
     numbers: a NamedTuple whose fields are appended to the schema. The functions, and the returned callable, take one
     such tuple instead.
     recorded: False for a launcher that also does other work (`recording.repeated`)
@@ -140,7 +140,7 @@ def define(
     record = recorder(launcher, coercions)
 
     def replayed(args: tuple) -> Any:
-        """What a recording of this layout gives, or MISSED or UNSEEN as `replay` has them."""
+        """The result of a recording of this layout, or MISSED or UNSEEN as in `replay`."""
         try:
             return replay(name, check_args, args, tensors_end, record) if recorded else UNSEEN
         except LaunchFailed as failure:
@@ -173,7 +173,7 @@ def define(
             or forward_ad._current_level >= 0
             or is_profiling()
             or torch.jit.is_tracing()
-        ):  # nothing traces, profiles, transforms or differentiates: the dispatcher would only pass this on
+        ):  # without tracing, profiling, transforms and autograd the dispatcher would only pass the call on
             result = replayed(args)
             if result is not MISSED and result is not UNSEEN:
                 return result
@@ -271,7 +271,7 @@ def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fake_of(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Empty results of the shapes and dtypes that the reference gives."""
+    """A fake that returns empty tensors with the shapes and dtypes of the reference's results."""
 
     def fake(*args: Any) -> Any:
         results = reference(*args)
@@ -295,7 +295,7 @@ def _fake_like(names: tuple[str, ...], schema: Any) -> Callable[..., Any]:
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
-    """An operator without a forward-mode derivative would drop a tangent in silence: a derivative of zero."""
+    """Without this error, tangents of forward-mode autograd would be dropped in silence: a derivative of zero."""
     arguments = (t for arg in args for t in (arg if isinstance(arg, (tuple, list)) else (arg,)))
     if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in arguments):
         raise NotImplementedError(
@@ -316,8 +316,8 @@ is_transformed._dynamo_marked_constant = True
 def _refuse_transforms(what: str) -> NoReturn:
     """In eager, torch complains about a missing `setup_context`; torch.compile traces `forward` as a plain function and
     gives a zero gradient (pytorch issue 193279). The same happens to an operator called without its Function, as under
-    vmap, whose tensors hide an outer requires_grad. If none is wanted, vmap's fallback crashed in torch 2.13 (a
-    segmentation fault in torch.autograd.grad of a loss, under pytest)."""
+    vmap, whose tensors hide an outer requires_grad. Without gradients, vmap's fallback crashed in torch 2.13 (a
+    segmentation fault in torch.autograd.grad, under pytest)."""
     raise RuntimeError(
         f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
         "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "
@@ -326,7 +326,7 @@ def _refuse_transforms(what: str) -> NoReturn:
 
 
 def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher, run again with the next layer's configuration where one fails and is quarantined."""
+    """The launcher; when a configuration fails and is quarantined, it runs again with the next layer's."""
 
     def run(*args: Any) -> Any:
         while True:
@@ -350,7 +350,7 @@ _USUAL = NO_TENSORS | TENSORS
 class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
 
-    torch's own is slow because it tests every argument for being a tensor, numbers and names too. A call with DTensors
+    torch's own is slow because it checks for every argument, numbers too, whether it is a tensor. A call with DTensors
     follows `sharding`, the Function's rule (sharding.py); without a rule the call is refused.
 
     It takes the arguments of an op's public function, which has checked the options; operators check the tensors.
@@ -380,7 +380,7 @@ class Function(torch.autograd.Function):
 
 
 def _called(name: str) -> str:
-    """What an error calls a Function: code written for Liger knows `RMSNormFunction` as `LigerRMSNormFunction`."""
+    """A Function's name in errors: code written for Liger knows `RMSNormFunction` as `LigerRMSNormFunction`."""
     return f"Liger{name}"
 
 
@@ -423,7 +423,7 @@ class OperatorFunction(Function):
     concatenated, or only A's without a B.
 
     in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
-    then takes one more argument, `owned`: whether the caller created the inputs for this call and reads them no more.
+    then takes one more argument, `owned`: whether the caller made the inputs for this call and does not use them again.
     is_cheap: the outputs are offered for recomputation (`recompute/recipes.py`)
     """
 
@@ -493,11 +493,11 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
     owners = [result.removeprefix("d").split("_d") for result in bwd.results]
     order = [name for of_result in owners for name in of_result]
     known = {*arguments, *fwd.results, "needs_params"}
-    wrong = [name for name in order if name not in arguments]  # whose gradient would be lost
+    wrong = [name for name in order if name not in arguments]  # their gradients would be lost
     if wrong := wrong + [name for name in (*bwd.tensors[n_grads:], *bwd.numbers) if name not in known]:
         raise TypeError(f"{cls.__name__}: backward names {', '.join(wrong)}, which forward neither takes nor returns")
     by_argument = [order.index(name) if name in order else -1 for name in arguments]  # -1: no gradient
-    pairs = [bwd.tensors.index(names[1]) - n_grads if len(names) > 1 else None for names in owners]  # where B is saved
+    pairs = [bwd.tensors.index(names[1]) - n_grads if len(names) > 1 else None for names in owners]  # index of saved B
     has_pairs = len(order) > len(owners)
 
     def apart(result: torch.Tensor, pair: int | None, saved: Any) -> tuple[torch.Tensor | None, ...]:

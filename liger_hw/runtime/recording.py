@@ -1,7 +1,7 @@
-"""Recording a call of an operator for `launch.replay`: what it allocates, launches with which tensors, and returns.
+"""Recording a call of an operator for `launch.replay`: its allocations, launches with their tensors, and results.
 
-Only a call that did nothing else is recorded. After any other operator of torch (a copy, a product, a value read back),
-a tensor that is neither an argument nor allocated there, or a launch that went through Triton, the layout always runs
+Only a call that does nothing else is recorded. A layout whose call runs another operator of torch (a copy, a product, a
+value read back), uses a tensor that is neither an argument nor allocated in it, or launches through Triton, always runs
 the launcher. Parts of a launcher that does more can be recorded by themselves (`repeated`).
 """
 
@@ -32,7 +32,7 @@ _REPEATED = {
     _aten.fill_.Scalar: torch.Tensor.fill_,
     _aten.zero_.default: torch.Tensor.zero_,
 }
-"""Operators on an allocation that are done again, between the launches."""
+"""Operators on an allocation that a replay repeats, in their order among the launches."""
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,11 +55,11 @@ def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[di
     """A function that calls `launcher` and stores in the cache the recording of that call, or REFUSED."""
 
     def record(cache: dict, key: tuple, args: tuple) -> Any:
-        # one object for each argument, though the caller may have passed one tensor as two
+        # a new tensor for each argument, since the caller may have passed one tensor twice
         arguments = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
         recorded = _Recorder(arguments)
         with observing(recorded), recorded:
-            result = launcher(*coerced(arguments, numbers))  # a tensor read here as a number is seen, and not kept
+            result = launcher(*coerced(arguments, numbers))  # reading a tensor's number is another operator
         if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorded.plans):
             cache[key] = recorded.recording(arguments, result) or REFUSED
         return result
@@ -70,7 +70,7 @@ def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[di
 class _Recorder(Observer, TorchDispatchMode):
     """Sees every operator of torch and every launch of this thread.
 
-    places: tensor -> where its pointer stands in a replay: first None's, then arguments', then allocations'
+    places: tensor -> position of its pointer in a replay: first None's, then arguments', then allocations'
     """
 
     def __init__(self, arguments: tuple) -> None:
@@ -122,7 +122,7 @@ class _Recorder(Observer, TorchDispatchMode):
         return entry
 
     def recording(self, arguments: tuple, result: Any) -> tuple | None:
-        """(device, allocations, steps, what gives the result), or None where this is not all that the call did."""
+        """(device, allocations, steps, allocations -> result), or None if the call did anything else."""
         results = result if isinstance(result, tuple) else () if result is None else (result,)
         places = [self.places.get(id(tensor), 0) - self.first for tensor in results]
         if self.refused or len(set(places)) < len(places) or min(places, default=0) < 0:
@@ -131,7 +131,7 @@ class _Recorder(Observer, TorchDispatchMode):
         allocations = []
         for number, tensor in enumerate(self.allocated):
             if tensor.data_ptr() & 15 or tensor.device != arguments[0].device:
-                return None  # an allocator that does not align, or memory of the host
+                return None  # an allocator without alignment, or host memory
             if shown.get(number, tensor).numel() != tensor.numel():
                 return None  # a part of what was allocated
             tensor = shown.get(number, tensor)
@@ -146,7 +146,7 @@ class _Recorder(Observer, TorchDispatchMode):
 
 
 def _allocation(tensor: torch.Tensor, arguments: tuple) -> tuple:
-    """(argument that it is like, shape, strides, dtype): the first alone where there is one, which is cheapest."""
+    """(argument that it is like, shape, strides, dtype): only the argument if there is one, which is cheapest."""
     for number, arg in enumerate(arguments):
         if isinstance(arg, torch.Tensor) and (arg.dtype, arg.shape) == (tensor.dtype, tensor.shape):
             if torch.empty_like(arg, device="meta").stride() == tensor.stride():

@@ -1,8 +1,8 @@
 """What an op's autograd Function does with DTensors: the rule that it names as `sharding`, and who applies it.
 
-A rule says which placements the arguments need and which the results have. `distributed/dtensor.py` applies it; it is
-far above this file and needs torch.distributed.tensor, so it stands here as a name that the package's root fills in,
-and is imported for the first DTensor. A Function without a rule refuses DTensors.
+A rule says which placements the arguments need and which the results have. `distributed/dtensor.py` applies it. That
+file is in a higher layer and needs torch.distributed.tensor, so the package's root sets its name here, and it is
+imported for the first DTensor. A Function without a rule refuses DTensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_dtensor(arg: Any) -> bool:
 
 
 def apply_sharded(function: Any, args: tuple[Any, ...]) -> Any:
-    """What `function.apply(*args)` gives where some args are DTensors; raises `ShardingError`."""
+    """The result of `function.apply(*args)` where some args are DTensors; raises `ShardingError`."""
     return importlib.import_module(handler).apply(function, args)
 
 

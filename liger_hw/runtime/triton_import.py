@@ -13,7 +13,7 @@ from .. import env
 
 INTERPRET = env.get("LIGER_HW_INTERPRET") or os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
-    if "triton" in sys.modules:  # its own functions are already compiled ones: kernels could not call them
+    if "triton" in sys.modules:  # interpreted kernels could not call its compiled functions
         raise RuntimeError(
             "LIGER_HW_INTERPRET=1 came too late: triton was imported before liger_hw's kernels (transformers does so). "
             "Set TRITON_INTERPRET=1 in the environment before Python starts"
