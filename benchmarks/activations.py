@@ -27,10 +27,11 @@ from typing import Any, Iterator
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or asking for devices would spoil the fork
 
 import torch
+import training
 import transformers  # noqa: F401  imported once, before the forks
 
 from liger_hw.backends import with_index
-from liger_hw.bench import e2e, report, training
+from liger_hw.bench import report
 from liger_hw.recompute.levels import in_words
 from liger_hw.recompute.planner import Planner, of_module
 from liger_hw.text import table
@@ -106,9 +107,9 @@ def check() -> Iterator[dict[str, Any]]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     for name in FAMILIES:
-        schedule = e2e.Schedule(model=name, layers=2, batch=2, seq=512, hidden=512)
+        schedule = training.Schedule(model=name, layers=2, batch=2, seq=512, hidden=512)
         for dtype, autocast in (("bfloat16", False), ("float32", True)):
-            model = training.build(e2e.Schedule(**{**asdict(schedule), "dtype": dtype}), torch.device("cuda"))
+            model = training.build(training.Schedule(**{**asdict(schedule), "dtype": dtype}), torch.device("cuda"))
             getattr(patches, f"apply_liger_kernel_to_{schedule.shape.family}")(model=model)
             ids = torch.randint(schedule.shape.vocab, (2, 512), device="cuda")
             results = {}
@@ -131,7 +132,7 @@ def check() -> Iterator[dict[str, Any]]:
 
 def arms(library: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Trains one model, its arms taking turns; a record an arm as soon as it has had its last one."""
-    schedule = e2e.Schedule(
+    schedule = training.Schedule(
         model=options.model, layers=options.layers, batch=options.batch, seq=options.seq, hidden=options.hidden
     )
     device = with_index(options.device)
@@ -232,7 +233,7 @@ def train_step(model: Any, optimizer: Any, ids: torch.Tensor) -> tuple[float, fl
     return time.perf_counter() - began, None if module is None else module.max_memory_allocated() / GIB
 
 
-def _summary(schedule: e2e.Schedule, seen: list[tuple[float, float | None]]) -> dict[str, Any]:
+def _summary(schedule: training.Schedule, seen: list[tuple[float, float | None]]) -> dict[str, Any]:
     if not seen:
         return {}
     seconds = statistics.median(s for s, _ in seen)

@@ -4,7 +4,7 @@
     python benchmarks/demo.py --interpret        the real kernels on a CPU, in Triton's interpreter
 
 Ends with 0 when the curves agree within what the dtype's rounding explains, and with 1 when they do not. `--out` gets
-demo.json, with every number. `liger-hw bench e2e` trains real sizes.
+demo.json, with every number. `end_to_end.py` trains real sizes.
 
 Both arms compute the same mathematics with other roundings, so the tolerance is made of rounding alone. With eps the
 dtype's machine epsilon and L the loss of Hugging Face's arm at step t = 0, 1, ...
@@ -81,7 +81,7 @@ def allowed(dtype: str, step: int, loss: float) -> float:
 
 
 def compare(base: Any, other: Any, dtype: str) -> Verdict:
-    """Judge the `bench.training.Run` of an arm against the first arm's. A NaN anywhere is a failure."""
+    """Judge the `training.Run` of an arm against the first arm's. A NaN anywhere is a failure."""
     problems = []
     if base.start != other.start:
         problems.append("the arms did not start from the same weights, so their curves cannot be compared")
@@ -126,7 +126,7 @@ def main(words: list[str] | None = None) -> int:
     add("--device", help="torch device (default: the GPU if there is one, else cpu)")
     add("--dtype", choices=tuple(EPS), help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--interpret", action="store_true", help="run the real Triton kernels, in Triton's interpreter on the CPU")
-    against = "arms of `liger-hw bench e2e`; compared with hf, or else the first (default hf,liger_hw)"
+    against = "arms of `training.py`; compared with hf, or else the first (default hf,liger_hw)"
     add("--against", default="hf,liger_hw", metavar="ARMS", help=against)
     add("--out", default="liger-hw-demo", metavar="DIR", help="where the numbers go (default ./liger-hw-demo)")
     arguments = parser.parse_args(words)
@@ -136,9 +136,11 @@ def main(words: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which nothing did so far
     # OpenMP threads that spin while they wait take most of a small machine's time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import end_to_end
+    from training import Original, Schedule
+
     from liger_hw import env, registry
-    from liger_hw.bench import e2e, report
-    from liger_hw.bench.training import Original
+    from liger_hw.bench import report
     from liger_hw.cli import UsageError
     from liger_hw.cli.arguments import usable_device
     from liger_hw.text import fold
@@ -151,9 +153,9 @@ def main(words: list[str] | None = None) -> int:
         device = usable_device("demo", "cpu" if arguments.interpret else arguments.device)
         dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
         arms = tuple(arguments.against.split(","))
-        schedule = e2e.Schedule("mistral", arms=arms, dtype=dtype, learning_rate=1e-3, **sizes)
+        schedule = Schedule("mistral", arms=arms, dtype=dtype, learning_rate=1e-3, **sizes)
         Original("mistral")  # refuses a Mistral that is already patched
-        results = e2e.measure(schedule, device, say=lambda text: print(text, file=sys.stderr), on_run=runs.__setitem__)
+        results = end_to_end.measure(schedule, device, say=end_to_end.progress, on_run=runs.__setitem__)
     except (UsageError, ValueError) as error:
         parser.error(str(error))
     first = "hf" if "hf" in runs else next(iter(runs), "")
@@ -162,7 +164,7 @@ def main(words: list[str] | None = None) -> int:
         parser.error("nothing to compare with; " + "; ".join(f"{arm}: {why}" for arm, why in left_out.items()))
     verdicts = {name: compare(runs[first], one, dtype) for name, one in runs.items() if name != first}
     machine = report.machine(device)
-    print(e2e.as_text(results))
+    print(end_to_end.as_text(results))
     print(fold(f"on {device}: {machine['device']}, torch {machine['torch']}, triton {machine['triton']}"))
     if device.type == "cpu":
         print(fold(NOTES["interpreter" if registry.interpreting() else "reference"]))

@@ -5,7 +5,7 @@
 #
 # First the tests that need a device: experts in bf16 against fp64, families in fp32, and with two or more GPUs expert
 # parallelism. Liger tunes its own kernels in its first step, for minutes; it comes last, and LIGER=0 leaves it out.
-# LAYERS, SEQ, STEPS and MORE (further arguments of `liger-hw bench e2e`) make it small enough for a try on a CPU.
+# LAYERS, SEQ, STEPS and MORE (further arguments of `end_to_end.py`) make it small enough for a try on a CPU.
 set -u
 out=$(realpath -m "${1:?usage: experts.sh OUT}"); mkdir -p "$out"
 cd "$(dirname "$0")/.."
@@ -13,8 +13,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TRANSFORMERS_
 python=${PYTHON:-python3}
 
 tests() { "$python" -W ignore -m pytest -q -p no:cacheprovider "$@" 2>&1 | tail -15; }
-e2e() { # name, arguments
-    "$python" -W ignore -m liger_hw bench e2e --layers "${LAYERS:-4}" --batch 2 --seq "${SEQ:-4096}" --steps "${STEPS:-10}" \
+train() { # name, arguments
+    "$python" -W ignore benchmarks/end_to_end.py --layers "${LAYERS:-4}" --batch 2 --seq "${SEQ:-4096}" --steps "${STEPS:-10}" \
         --json "$out/$1.json" "${@:2}" ${MORE:-} > "$out/$1.log" 2>&1
     echo "-- $1: status $?"; tail -n 8 "$out/$1.log"
 }
@@ -22,5 +22,5 @@ e2e() { # name, arguments
 tests -m gpu tests/transformers/test_experts.py
 tests -m gpu tests/transformers/test_families.py -k "device and (mixtral or deepseek_v3 or gpt_oss)"
 tests -m multigpu tests/distributed/test_expert_parallel.py
-for model in qwen3_moe mixtral gpt_oss; do e2e "$model" --model "$model" --arms hf,liger_hw; done
-if [ "${LIGER:-1}" = 1 ]; then e2e qwen3_moe-liger --model qwen3_moe --arms liger --steps 6; fi
+for model in qwen3_moe mixtral gpt_oss; do train "$model" --model "$model" --arms hf,liger_hw; done
+if [ "${LIGER:-1}" = 1 ]; then train qwen3_moe-liger --model qwen3_moe --arms liger --steps 6; fi

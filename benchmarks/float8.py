@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
+import training
 
 import liger_hw
 from liger_hw.autotune.clock import Clock
 from liger_hw.backends import with_index
-from liger_hw.bench import report, training
+from liger_hw.bench import report
 from liger_hw.text import table
 
 ARMS = ("bf16", "rowwise", "tensorwise")

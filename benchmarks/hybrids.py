@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import training
 from activations import train_step
 
 import liger_hw
 from liger_hw.backends import with_index
-from liger_hw.bench import report, training
+from liger_hw.bench import report
 from liger_hw.text import table
 
 ARMS: dict[str, dict[str, Any] | None] = {"hf": None, "short_conv=False": {"short_conv": False}, "liger_hw": {}}

@@ -36,11 +36,12 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import training
 
 import liger_hw
 from liger_hw.autotune import models
 from liger_hw.backends import with_index
-from liger_hw.bench import e2e, report, training
+from liger_hw.bench import report
 from liger_hw.recompute import offload
 from liger_hw.recompute.levels import in_words, level_of_each, parse_size
 from liger_hw.recompute.planner import Assumptions, Planner, Prediction, usable
@@ -117,7 +118,7 @@ def first_rank() -> bool:
 
 def build(options: argparse.Namespace, layers: int, device: torch.device) -> Any:
     """The model as its arm has it, whose parameters are updated in backward."""
-    schedule = e2e.Schedule(model=options.model, layers=layers, batch=1, hidden=options.hidden)
+    schedule = training.Schedule(model=options.model, layers=layers, batch=1, hidden=options.hidden)
     model = training.build(schedule, device)
     blocks = list(model.model.layers)
     if options.lora:

@@ -28,10 +28,11 @@ from typing import Any, Callable, Sequence
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+import training
 from activations import GIB, LEVELS, train_step
 
 from liger_hw.backends import with_index
-from liger_hw.bench import e2e, report, training
+from liger_hw.bench import report
 from liger_hw.recompute.levels import LEVELS as ALL_LEVELS
 from liger_hw.recompute.levels import in_words, level_of_each
 from liger_hw.recompute.planner import Planner, of_module
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     device = with_index(options.device)
-    schedule = e2e.Schedule(model=options.model, layers=options.layers, batch=1, hidden=options.hidden)
+    schedule = training.Schedule(model=options.model, layers=options.layers, batch=1, hidden=options.hidden)
     found: dict[str, Any] = {"options": vars(options), "machine": report.machine(device), "levels": []}
     found["allocator"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     print("allocator:", found["allocator"], flush=True)

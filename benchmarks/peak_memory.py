@@ -2,7 +2,7 @@
 
     python benchmarks/peak_memory.py OUT.json --model qwen2 --layers 4 --batch 4 --arms hf,liger,liger_hw,liger_hw+keep
 
-Arms are those of `liger-hw bench e2e`, of which `liger_hw` recomputes the cheap tensors of the last layer by default.
+Arms are those of `training.py`, of which `liger_hw` recomputes the cheap tensors of the last layer by default.
 `liger_hw+keep` keeps everything, `liger_hw+last` names the default (`activations={-1: "cheap"}`), `liger_hw+64` sets
 LIGER_HW_LOSS_MEMORY_MIB. The forward's peak is at the loss head: all layers' tensors are alive, and logits come on top.
 The first three steps count for memory and not for time.
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
+from training import MODELS, Schedule, build, patched, read_text, release, to_tokens
 
 from liger_hw import env, transformers
-from liger_hw.bench.training import MODELS, Schedule, build, patched, read_text, release, to_tokens
 
 
 @contextlib.contextmanager

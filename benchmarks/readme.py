@@ -248,7 +248,7 @@ def first_step_table() -> str:
 
 
 def end_to_end_table() -> str:
-    """Of a run of the demo when it still had this size; a new one is of `liger-hw bench e2e`, as `TRAINED`."""
+    """Of a run of the demo when it still had this size; a new one is of `end_to_end.py`, as `TRAINED`."""
     arms = published.read("demo-7b-16l")["arms"]
     names = {"hf": "Hugging Face", "liger": "+ Liger 0.8.5", "liger_hw": "+ liger_hw"}
     base = arms["hf"]["tokens_per_second"]

@@ -2,7 +2,7 @@
 
     python benchmarks/speed_table.py OUT.json [--budget 240] [--models mistral,llama3]
 
-Nine models at published widths, layers, batch and length being the defaults of `liger-hw bench e2e --model NAME`;
+Nine models at published widths, layers, batch and length being the defaults of `end_to_end.py --model NAME`;
 three arms each, of Mixtral two: Liger tunes its experts in its first step, which has not ended in 290 s. A row that the
 budget ends, or whose arm does not fit the device, says so. `readme.py` reads the file.
 """
@@ -19,10 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import end_to_end
 import torch
+from training import MODELS, Schedule
 
-from liger_hw.bench import e2e, report, timing
-from liger_hw.bench.training import MODELS, Schedule
+from liger_hw.bench import report, timing
 
 ORDER = ("llama3", "mistral", "qwen3", "phi3", "granite", "olmo2", "qwen2", "gemma2", "mixtral")
 
@@ -67,7 +68,7 @@ def main() -> int:
         start, batch = time.perf_counter(), 1 if small and model == "gemma2" else 2  # its logits fill an 80 GB device
         arms = ("hf", "liger_hw") if model == "mixtral" else ("hf", "liger", "liger_hw")
         schedule = Schedule(model, MODELS[model].trained, batch, 4096, options.steps, arms)
-        table["models"][model] = compact(e2e.measure(schedule, device, budget))
+        table["models"][model] = compact(end_to_end.measure(schedule, device, budget))
         table["models"][model]["seconds"] = round(time.perf_counter() - start, 1)
         Path(options.out).write_text(json.dumps(table, indent=1) + "\n")
         print(json.dumps({model: table["models"][model]}), flush=True)

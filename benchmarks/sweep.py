@@ -6,7 +6,8 @@
 
 table    every op at its workloads and `BESIDE`: at least three sizes, GEMM-bound ops first, which take longest
 many     at least 40 shapes of every memory-bound op (`MANY`), only timed
-widths   the norms at 8192 rows of 1024 to 16384 columns in steps of 128 (`WIDTHS`), only timed; --plot draws it
+widths   the norms at 8192 rows of 1024 to 16384 columns in steps of 128 (`WIDTHS`), only timed; --plot draws it, --step
+         1024 is for peers that compile each width anew
 losses   every loss at the sizes of docs/losses.md (`LOSSES`), the chunked losses included
 
 The first shape of every op comes before the second of any, so that a run cut short has all ops.
@@ -58,7 +59,7 @@ def _liger(op: Any) -> Callable[..., Any]:
 peers.PEERS["liger"] = peers.Peer("liger", "liger_kernel", "liger-kernel", _liger)
 
 
-def cases_of(name: str, only: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+def cases_of(name: str, only: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16, step: int = 128) -> list[Case]:
     """The cases of a list, of the ops named in `only` or of all. Raises `ValueError` for an unknown op."""
     table = {**registry.ops(), **chunked_losses.OPS}
     if unknown := [op for op in only if op not in table]:
@@ -67,6 +68,8 @@ def cases_of(name: str, only: Sequence[str] = (), dtype: torch.dtype = torch.bfl
     for op in [table[one] for one in only] or table.values():
         if name in ("many", "widths"):
             shapes = (MANY if name == "many" else WIDTHS).get(op.name, ())
+            if name == "widths":
+                shapes = [shape for shape in shapes if shape[1] % step == 0]
             found += [(place, Case(op, name, shape, dtype, quick=True)) for place, shape in enumerate(shapes)]
         elif name == "losses":
             found += [(place, Case(op, "losses", *shape)) for place, shape in enumerate(LOSSES.get(op.name, ()))]
@@ -232,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--json", metavar="FILE", help="where the rows go, written after every case")
     parser.add_argument("--plot", metavar="FILE", help="draw each op's share of its floor over its columns")
+    parser.add_argument("--step", type=int, default=128, help="of widths: columns between two (default %(default)s)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit", help="commit to record (default: the checkout's)")
@@ -239,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm", action="store_true", help="time nothing: call each arm once, to fill the caches")
     told = parser.parse_args(argv)
     try:
-        todo = cases_of(told.list, told.ops, DTYPES[told.dtype])
+        todo = cases_of(told.list, told.ops, DTYPES[told.dtype], told.step)
         budget = Budget(told.budget)
         shared = share.Share(told.share, todo, budget, "warm" if told.warm else "timed") if told.share else None
     except (ValueError, OSError) as error:

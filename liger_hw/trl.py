@@ -6,9 +6,9 @@
     with liger_hw.trl.install():     # or for a while
         trainer.train()
 
-SFT, DPO, KTO, GRPO and RLOO of TRL 1.15 and 1.16 take log-probabilities, and what else they ask for, from one function
-of hidden states and the head's weight, which keeps no logits. `install` puts another in its place. With z = hidden @
-weight^T + bias of a row, y its label:
+SFT, DPO, KTO, GRPO and RLOO of TRL 1.15 and 1.16 compute log-probabilities and the statistics below in one autograd
+function of hidden states and the head's weight, which does not store logits. `install` replaces that function. With z =
+hidden @ weight^T + bias of a row, y its label:
 
     s = z * logit_scale, softcap * tanh(s / softcap) where there is one, divided by temperature; p = softmax(s)
     log_probs = log p[y]      entropy = -sum p log p      log_sum_sq_probs = log sum p^2
@@ -32,7 +32,7 @@ from .transformers.functional import liger_fused_linear_log_probs
 _NAME = "_ChunkedLogProbFunction"
 _ARGUMENTS = "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs".split()
 _LOGITS = 1 << 25
-"""Logits at once where their mean is not a linear layer's."""
+"""Logits that `_mean_logits` computes at once where there is a softcap."""
 
 
 def log_probs(
@@ -76,7 +76,7 @@ def log_probs(
 def _mean_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
 ) -> torch.Tensor:
-    """The mean over the vocabulary of each row's logits, [N] fp32: without a softcap, of one product with a vector."""
+    """Each row's mean logit, [N] fp32. Without a softcap it is the row times the mean row of the weight."""
     if not softcap:
         mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
         return mean if bias is None else mean + bias.mean(dtype=torch.float32)
@@ -86,13 +86,13 @@ def _mean_logits(
 
 
 class _Function:
-    """What stands in the place of TRL's autograd function, which is called by `apply`."""
+    """Replaces TRL's autograd function, of which TRL only calls `apply`."""
 
     apply = staticmethod(log_probs)
 
 
 class Installed(contextlib.ExitStack):
-    """A context manager whose end, or `uninstall()`, puts back what was there before, if ours is there still."""
+    """A context manager. Its end, or `uninstall()`, restores the previous function, unless ours is already removed."""
 
     uninstall = contextlib.ExitStack.close
 
@@ -106,7 +106,7 @@ def install() -> Installed:
     before = getattr(utils, _NAME)
 
     def put_back() -> None:
-        if getattr(utils, _NAME) is _Function:  # another may have been taken back first
+        if getattr(utils, _NAME) is _Function:  # else `uninstall()` or another Installed has removed it
             setattr(utils, _NAME, before)
 
     installed.callback(put_back)
@@ -137,7 +137,7 @@ def _trl_utils() -> types.ModuleType:
         arguments = []
     if arguments != _ARGUMENTS or not hasattr(utils, _NAME):
         raise ImportError(
-            f"liger_hw.trl: trl {trl.__version__} has no head of the form it replaces, which TRL 1.15 and 1.16 have; "
+            f"liger_hw.trl: trl {trl.__version__} has no output head of the form of TRL 1.15 and 1.16; "
             "patch the model instead (liger_hw.patch), which works with every TRL"
         )
     return utils

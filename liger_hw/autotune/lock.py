@@ -1,9 +1,9 @@
 """The lock file: every configuration of a job pinned in one text file, the same on every rank and machine.
 
 `liger-hw lock --model mistral-7b` writes it for one device, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the
-registry. Its entries answer whatever is tuned later. The heuristic's choices are pinned too, since they depend on the
-device. On another device it is used as well, but an entry that is illegal there is an error. It is a table
-(`tables.py`) whose digest covers every key and configuration.
+registry. Its entries take precedence over whatever is tuned later. The heuristic's choices are pinned too, since they
+depend on the device. It can be used on another device too, but an entry that is illegal there is an error. It is a
+table (`tables.py`) whose digest covers every key and configuration.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def unusable(target: Target, table: Mapping[Name, Entry]) -> list[str]:
 def entries(path: Path, target: Target) -> dict[Name, Entry]:
     """The entries of the lock file that LIGER_HW_LOCK_FILE names.
 
-    Raises `SettingError` when it cannot be used, or an entry of it cannot be launched on `target`: a run that is to be
-    pinned must not become another one with a warning. Nothing is launched on a CPU.
+    Raises `SettingError` when the file cannot be used or one of its entries cannot be launched on `target`: a run that
+    asks for pinned configurations must not continue without them. A CPU launches no kernels, so any file will do.
     """
     try:
         _, table = read(path)
@@ -84,7 +84,7 @@ def entries(path: Path, target: Target) -> dict[Name, Entry]:
 
 
 def pinned(chosen: Candidate | Plan) -> Entry:
-    """What was chosen, as a lock entry. Pinned is pinned: a newer version of the kernel does not unpin it."""
+    """A chosen configuration as a lock entry, which stays valid for newer versions of the kernel."""
     kept = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
     kind = str(chosen.provenance.get("kind", "heuristic"))
     return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **kept})

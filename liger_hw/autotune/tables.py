@@ -19,7 +19,7 @@ from ..backends import LaunchConfig
 from ..ops import Entry, Key
 
 SCHEMA = 2
-"""What is written. Schema 1 is read too, as in lock files: it has no versions of kernels, so each counts as 1."""
+"""The schema that is written. Schema 1, of older lock files, is read too: it has no kernel versions, so they are 1."""
 TABLE_BYTES = 32 << 20
 """Largest table, user cache file or lock file that is read."""
 Name = tuple[str, str, Key]
@@ -43,7 +43,7 @@ def from_record(record: Any, source: str) -> Line:
         if not is_named or not all(type(n) is int and abs(n) < 2**63 for n in (*key, version)) or version < 1:
             raise TypeError("names, 64-bit integers and a version from 1 on are expected")
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"no entry: {type(error).__name__}: {error}") from None
+        raise ValueError(f"not an entry: {type(error).__name__}: {error}") from None
     return (op, variant, tuple(key)), Entry(config, provenance, version, source)
 
 
@@ -53,7 +53,7 @@ def render(header: Mapping[str, Any], table: Mapping[Name, Entry]) -> str:
 
 
 def render_lines(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
-    """`render` of lines of which several may have one name."""
+    """`render` for lines with repeated names."""
     texts = sorted((name, json.dumps(to_record(name, entry), sort_keys=True)) for name, entry in lines)
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
     text = ",\n".join(text for _, text in texts)
@@ -61,14 +61,14 @@ def render_lines(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """(header, lines, what is wrong with single lines) of a file. Raises `ValueError` where it cannot be used.
+    """(header, valid lines, one error for each invalid line) of a file. Raises `ValueError` where it cannot be used.
 
-    The source of a line says where it stands in the file as `render` writes it.
+    The source of a line is `<path>:<line number>`, right for a file that `render` wrote.
     """
     try:
         data = json.loads(files.read_text(path, TABLE_BYTES))
     except UnicodeDecodeError:
-        raise ValueError("not a table of liger_hw: no text in UTF-8") from None
+        raise ValueError("not a table of liger_hw: not UTF-8 text") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

@@ -4,8 +4,8 @@ For each job (one tunable at one key):
     1 a shortlist of candidates is compiled ahead by worker processes, the heuristic first
     2 each is checked and timed briefly (coarse); then the unmeasured neighbours of the best ones
     3 the best few and the heuristic are timed interleaved (final)
-    4 the winner and the heuristic, the heuristic twice, are timed once more (confirm): what the two heuristic arms
-      differ by, and the spread of each arm, is the noise that the gain must exceed
+    4 the winner and the heuristic, the heuristic as two arms, are timed once more (confirm). The noise, which the gain
+      must exceed, is the largest of the difference of the two heuristic arms and the spread of each arm
     5 the whole op with the winner is compared with the reference
     6 the winner and the heuristic are timed at other sizes of the same key: an entry answers for all of them, so it is
       stored only when it beats the heuristic there too
@@ -35,17 +35,17 @@ MIN_GAIN = 0.01
 REFUSED = (WorkerError, Rejected)
 """Errors after which the worker is still usable."""
 SUBMITTED_AHEAD = 2
-"""Jobs whose candidates are with the compile workers while one is measured."""
+"""Jobs whose candidates the compile workers have in their queue while a job is measured."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """How hard to look.
 
-    first: candidates of a tunable's first key; later: of further keys, which start from what was best nearby
+    first: candidates of a tunable's first key; later: of its other keys, which start from the best of the nearest key
     refine: neighbours of each of the two best; finalists: candidates of the final round
     coarse_rounds, final_rounds, confirm_rounds: samples an arm; a sample is one graph replay of many launches
-    job_seconds: after which a job tries no further candidate
+    job_seconds: after these a job tries no further candidate
     """
 
     first: int = 96
@@ -62,8 +62,8 @@ class Tuner:
     """Runs jobs on one device: compiles ahead, searches each, learns from neighbours, stays within the budget.
 
     measurer: `measure.LocalMeasurer`, `workers.RemoteMeasurer` or a fake; pool: `workers.CompilePool`, None without one
-    save: called with (name, entry) for every line of the device's table, from each measurement to the winner; whether
-    it was stored
+    save: stores a line (name, entry) of the device's table, for each measurement and for the winner; returns whether it
+    was stored
     known: lines of earlier runs, which are not measured again
     progress: called with a job and what is being done
     """
@@ -212,7 +212,7 @@ class Search:
             return replace(result, error="no legal configuration")
         began = self.tuner.clock()
         start, moved = self._open()
-        self.until += self.tuner.clock() - began  # the first look at a shape compiles, and is not the candidates' time
+        self.until += self.tuner.clock() - began  # opening a shape compiles; that is not charged to the candidates
         self._coarse_all([start, *(c for c in first if c != start)])
         if start not in self.coarse:
             return replace(result, error=self._baseline_failed(start))
@@ -267,7 +267,7 @@ class Search:
         self.tuner.write(self.job, start, "heuristic", **times)
 
     def _compare(self, start: LaunchConfig, winner: LaunchConfig) -> _Comparison | None:
-        """The two interleaved, the heuristic twice; None when one of them cannot be timed."""
+        """Both timed interleaved, the heuristic as two arms; None when one of them cannot be timed."""
         times = self._time_all([start, winner], self.effort.confirm_rounds, twice=start)
         if start not in times or winner not in times:
             return None
@@ -286,11 +286,11 @@ class Search:
         try:
             self._open()
             seen = self._compare(start, winner)
-        except (*REFUSED, ValueError):  # sizes that the op does not take, as channels that no longer divide
+        except (*REFUSED, ValueError):  # the op does not take these sizes, e.g. channels that the groups do not divide
             seen = None
         finally:
             self.sizes = self.job.sizes
-        for config in set(self.failed) - before:  # what fails there is no finding about these sizes
+        for config in set(self.failed) - before:  # a failure at other sizes says nothing about the job's own
             if config != winner:
                 del self.failed[config]
         also = None
@@ -386,7 +386,7 @@ class Search:
             deaths = self.deaths
             ready = [c for c in configs if c not in self.failed and self._prepare(c)]
             if self.deaths > deaths:
-                continue  # a worker that died while it prepared one lost the others
+                continue  # a new worker has to prepare all of them again
             if not ready:
                 break
             arms = ready if twice is None else [*ready, twice]
@@ -396,7 +396,7 @@ class Search:
                 self._reopen(death)
                 if len(ready) == 1:
                     self._fail(ready[0], f"the worker {death}")
-                for config in ready if len(ready) > 1 else ():  # alone, the one that kills it shows
+                for config in ready if len(ready) > 1 else ():  # timed alone, to see which one kills the worker
                     self._time_all([config], 1)
                 continue
             except REFUSED as error:

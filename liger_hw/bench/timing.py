@@ -1,10 +1,10 @@
 """How one call is measured on one device.
 
 Graph replay times the kernels: calls over several input sets are captured once and replayed, the forwards of all sets
-before their backwards, so that nothing is found in L2 that a larger model would have evicted. Arms are interleaved.
-Where a device has no graphs, or a call waits for the device and cannot be captured, the same call is timed between
-events (`method="events"`); on the CPU by the wall clock (`method="wall"`). Floors are measured here too, in the same
-process: a large copy, and the exact matrix products an op consists of.
+before their backwards, so that a call does not find data in L2 that would have been evicted in a large model. Arms are
+interleaved. Where a device has no graphs, or a call waits for the device and cannot be captured, the same call is timed
+between events (`method="events"`); on the CPU by the wall clock (`method="wall"`). Floors are measured in the same
+process: a large copy, and the matrix products of an op alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Stats:
         )
 
     def minus(self, other: "Stats") -> "Stats":
-        """This minus `other`, for the backward as full minus forward; the spread is the widest either allows."""
+        """This minus `other`, e.g. backward = full minus forward. p20 and p80 are the worst case of the two spreads."""
         return Stats(
             median=self.median - other.median,
             p20=self.p20 - other.p80,
@@ -109,7 +109,7 @@ class Meter(Clock):
 
     @property
     def method(self) -> str:
-        """What times a call that is not captured."""
+        """How a call is timed without a graph: by events, on a CPU by the wall clock."""
         return "wall" if self.module is None else "events"
 
     def forget(self) -> None:
@@ -134,7 +134,7 @@ class Meter(Clock):
     # -- capture
 
     def waits(self, work: Work) -> str:
-        """Why a (warm) call waits for the device, or an empty string. Asked before a capture, since one that fails
+        """Why a (warm) call waits for the device, or an empty string. To be checked before a capture: a failed capture
         leaves the process's random state unusable."""
         if not hasattr(self.module, "set_sync_debug_mode"):
             return ""
@@ -184,9 +184,9 @@ class Meter(Clock):
     def runner(self, work: Work, floor_ms: float) -> Runner:
         """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
 
-        The graph is made long enough (about 2 ms at the floor) that its own launch does not count. Sets of more than
-        half as many as there can be make one sweep, whoever overwrites them: a second would find in L2 what the first
-        one left.
+        The graph has enough sweeps to run for about 2 ms (by the floor), so that its launch is negligible. It has one
+        sweep where calls overwrite their inputs, and from 17 input sets on: sets are then small, and a second sweep
+        would find them in L2.
         """
         sweep_ms = max(floor_ms, 1e-3) * len(work.sets)
         rounds = 1 if work.overwrites_inputs else int(max(1, min(16, 32 // len(work.sets), 2.0 / sweep_ms)))
@@ -203,7 +203,7 @@ class Meter(Clock):
             self._fill(1 << 62)
 
     def flush(self) -> None:
-        """Leave nothing in L2 of what was there: four times as much is read and written."""
+        """Evict L2, by reading and writing four times its size."""
         self._fill(2 * self.l2)
 
     def _fill(self, most: int) -> None:
@@ -265,18 +265,18 @@ class Meter(Clock):
         return kept / MIB
 
     def chain(self, products: Sequence[Product], dtype: torch.dtype) -> Chain:
-        """Matrix products, one after the other, to be timed in turn with what consists of them."""
+        """An op's matrix products, one after the other, as an arm to be timed beside the op."""
         return Chain(self, products, dtype)
 
 
-# -- what takes turns ------------------------------------------------------------------------------------------------
+# -- the arms of a comparison ----------------------------------------------------------------------------------------
 
 Product = tuple[int, int, int, str]
 """A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
 
 
 class Runner:
-    """`calls`: how many calls one counted time is of; `why`: no graph holds the call."""
+    """One arm. calls: calls in each timed sample; why: why the call is not captured in a graph, or empty."""
 
     method, why, calls, rounds, flushes = "graph", "", 1, 1, False
 
@@ -290,10 +290,10 @@ class Runner:
 class Replay(Runner):
     """A captured graph; `burst(n)` replays it n times and returns milliseconds a call.
 
-    Every arm finds the same in L2. Before a replay, an arm that overwrites its inputs has them written anew; another's
-    are as its last replay left them. Both are in L2 where the sets fit with all that a call makes of them (taken as
-    four times as much, in half of L2). Where not, L2 is flushed for every arm alike, or what was just written would be
-    found there.
+    L2 is in the same state for every arm. Before each replay, overwritten inputs are restored, which brings them into
+    L2; inputs that are not overwritten are in L2 from the last replay only if they fit. So where they do not fit
+    (`flushes`: four times their bytes, for what a call allocates beside them, exceed half of L2), L2 is flushed before
+    each replay.
     """
 
     def __init__(self, meter: Meter, work: Work, graph: Any, rounds: int) -> None:
@@ -311,7 +311,7 @@ class Replay(Runner):
 
 
 class Calls(Runner):
-    """Single calls, for what no graph can hold."""
+    """Single calls, for calls that cannot be captured."""
 
     def __init__(self, meter: Meter, work: Work, why: str) -> None:
         self.meter, self.work, self.why = meter, work, why
@@ -326,7 +326,7 @@ class Calls(Runner):
 
 
 class Chain(Runner):
-    """Matrix products one after the other, on random matrices; a shape's operand is drawn once."""
+    """Matrix products one after the other, on random matrices; operands of one shape share a matrix."""
 
     def __init__(self, meter: Meter, products: Sequence[Product], dtype: torch.dtype) -> None:
         drawn: dict[tuple[int, int], torch.Tensor] = {}
@@ -358,8 +358,8 @@ def interleave(
 ) -> tuple[dict[Any, Stats], dict[Any, str]]:
     """Time every runner in turn, `repeats` times over; returns (statistics, errors) by the runners' names.
 
-    settle_ms: how long each burst runs before its calls count, so that none is timed at the clock its neighbour left.
-    An arm that fails is left out of what follows.
+    settle_ms: how long each burst runs untimed, so that no arm is timed at the clock frequency of the arm before it. An
+    arm that fails is not run again.
     """
     samples: dict[Any, list[list[float]]] = {name: [] for name in runners}
     errors: dict[Any, str] = {}

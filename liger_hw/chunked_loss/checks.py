@@ -1,4 +1,4 @@
-"""What the chunked losses share beside their core: argument checks, and modules that keep their options."""
+"""What the chunked losses share outside the kernels: argument checks, and modules that store their options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checked_reference(
 
 
 def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of `number`, without gradient. A Python number is written there: copying it from the host would wait
+    """`number` as a tensor without gradient. A Python number is filled in by a kernel: a copy from the host would wait
     for the device, and fail while a graph is captured."""
     if isinstance(number, torch.Tensor):
         return number.detach().to(device, dtype)
@@ -51,7 +51,7 @@ class LossFunction:
         if stated := [name for name in hooks if name in vars(cls)]:
             raise TypeError(
                 f"{cls.__name__}: {', '.join(stated)} would never be called: ready losses have their own formulas. "
-                "For a loss of your own subclass LigerFusedLinearPreferenceBase or its like, of "
+                "For a loss of your own, subclass LigerFusedLinearPreferenceBase or another base of "
                 "liger_hw.compat.loss_bases (liger_kernel.chunked_loss.fused_linear_preference and so on)"
             )
 

@@ -2,11 +2,11 @@
 
     loss = weight_soft * soft + weight_hard * hard
 
-soft: the mean over counted tokens of a distance between the student's and the teacher's logits; hard: the mean over the
-same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token counts. The
-distance is JSD_beta(teacher || student) of the softmaxes at a temperature (beta 0 is KL(teacher || student), 1 its
-reverse), or beta * (1 - cosine), which no temperature changes. Operator and autograd are in
-`kernels/heads/linear_distillation.py`.
+soft: the mean, over tokens that are not ignored, of a distance between the student's and the teacher's logits; hard:
+the mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where all
+tokens are ignored. The distance is JSD_beta(teacher || student) of the softmaxes at a temperature (beta 0 is KL(teacher
+|| student), 1 its reverse), or beta * (1 - cosine), which does not depend on the temperature. Operator and autograd are
+in `kernels/heads/linear_distillation.py`.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649
 """
@@ -32,7 +32,7 @@ from ..runtime.operator import check, check_flags, check_floats, check_ignore_in
 from .checks import LossFunction, LossModule
 
 OPERATOR = linear_distillation_operator("chunked_distillation", FWD, scale=2)
-"""Launched as fused_linear_kl_div is, whose logits too have the dtype of their head."""
+"""Takes the launch configurations of fused_linear_kl_div, whose logits also have the dtype of their head."""
 
 
 class DistillationFunction(LossFunction):
@@ -87,7 +87,7 @@ class DistillationFunction(LossFunction):
 
 
 def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss) -> None:
-    """Raise unless the options that need no tensors are valid; the modules ask when they are made."""
+    """Raise unless the options are valid, as far as can be checked without tensors; modules do this when made."""
     check_ignore_index(name, ignore_index)
     check_floats(name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature)
     check_flags(name, return_soft_hard_loss=return_soft_hard_loss)

@@ -31,7 +31,7 @@ from ..text import fold, json_text, printable
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and what is tuned",
     "explain": "why an op launches as it does at a shape, on this or another device",
-    "bench": "time the ops against their peers; also a whole model, in bf16 and in FP8",
+    "bench": "time the ops against their peers",
     "autotune": "measure launch configurations on this device and keep the winners",
     "cache": "list, verify, export, import or clear the stored configurations",
     "compile": "what every op would launch on an architecture, compiled here without the device",

@@ -3,8 +3,8 @@
     LlamaForCausalLM.forward = lce_forward  # of liger_kernel.transformers.model.llama
     model.forward = types.MethodType(lce_forward, model)
 
-A family's `lce_forward` is the forward that its class in transformers has when the module is imported, inside the fused
-loss of a patch (transformers/loss.py). It runs for any model with the parts that this forward reads and an `lm_head`.
+A family's `lce_forward` is its class's forward in transformers, as it is when this module is imported, with the fused
+loss of a patch (transformers/loss.py). It works for any model with an `lm_head` and what else that forward reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {
     "qwen3_5": ("lce_forward", "lce_forward_for_multimodal"),
     "qwen3_5_moe": ("lce_forward", "lce_forward_conditional_generation"),
 }
-"""What a family has beside or instead of one `lce_forward`: the causal LM's forward, then the multimodal model's."""
+"""Families with two forwards: the causal LM's, then the multimodal model's. The others have one, `lce_forward`."""
 _FAMILIES = {"hunyuan_v1": "hunyuan_v1_dense"}
 """Modules that are not named like their family."""
 _PART = "fused_linear_cross_entropy"
@@ -49,8 +49,7 @@ def classes_of(family: str) -> dict[str, str]:
 class FamilyModule(ModuleType):
     """`liger_kernel.transformers.model.<family>`.
 
-    A forward that a program puts in the place of one here becomes its class's, as Liger Kernel's patch function would
-    make it.
+    Assigning a forward here also assigns it to the class in transformers, as Liger Kernel's patch function would.
     """
 
     def fill(self, family: str) -> None:
@@ -89,9 +88,10 @@ def lce_maybe_trainable_lm_head(
     shift_labels: torch.Tensor | None,
     **loss_kwargs: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    """`LigerForCausalLMLoss` of a model's `lm_head`, read where its weight is whole: in the forward of the model.
+    """`LigerForCausalLMLoss` of a model's `lm_head`. Call it in the model's forward, where a sharded weight is
+    gathered.
 
-    Raises `ValueError` for a head whose weight alone does not say its logits, as one with LoRA.
+    Raises `ValueError` for a head whose logits do not follow from its weight alone, such as one with LoRA.
     """
     losses = []
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from training import MODELS
 
 from liger_hw.autotune.models import Model, find
-from liger_hw.bench.training import MODELS
 from liger_hw.cli import main
 from liger_hw.recompute.estimate import GPUS, estimates
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import training
 
 import liger_hw
 from liger_hw.autotune import models
-from liger_hw.bench import e2e, training
 from liger_hw.cli import main
 from liger_hw.kernels.heads.head_targets import most_frequent
 from liger_hw.kernels.heads.linear_head import MAX_PLAIN_CHUNKS, padded, plan_chunks
@@ -144,7 +144,7 @@ def test_float8_on_an_h200(name):
     record = json.loads((RESULTS / f"float8-{name}-h200.json").read_text())
     ran = record.get("options") or record["plan"]
     rows = {row["arm"]: row for row in record.get("rows") or record["runs"]}
-    schedule = e2e.Schedule(model=ran["model"], layers=ran["layers"], batch=2, seq=4096)
+    schedule = training.Schedule(model=ran["model"], layers=ran["layers"], batch=2, seq=4096)
     shape = models.from_config(training.config(schedule).to_dict(), name)
     levels, both = level_of_each(DEFAULT, ran["layers"]), []
     trainable = 0.0052 if LORA in name else 1.0  # rank 16
@@ -179,7 +179,7 @@ def test_experts_on_an_h200(name):
     attention, takes longer."""
     record = json.loads((RESULTS / f"e2e-experts-{name}-h200.json").read_text())
     row = next(row for row in record["summary"] if row["arm"] == "liger_hw")
-    schedule = e2e.Schedule(model=name, layers=4, batch=2, seq=4096)
+    schedule = training.Schedule(model=name, layers=4, batch=2, seq=4096)
     shape = models.from_config(training.config(schedule).to_dict(), name)
     one = Planner(shape, 2, 4096, Assumptions(attention="flash")).predict(level_of_each(DEFAULT, 4))
     assert one.peak / GIB == pytest.approx(row["peak_gib"], rel=0.01)
@@ -346,7 +346,7 @@ def test_an_h200_agrees_on_shapes_that_nothing_was_tuned_on(model):
     pytest.importorskip("transformers")
     found = json.loads((RESULTS / f"activations-{model}-h200.json").read_text())
     ran = found["options"]
-    schedule = e2e.Schedule(model=model, layers=ran["layers"], batch=ran["batch"], seq=ran["seq"])
+    schedule = training.Schedule(model=model, layers=ran["layers"], batch=ran["batch"], seq=ran["seq"])
     shape = models.from_config(training.config(schedule).to_dict(), model)
     planner = Planner(
         shape, schedule.batch, schedule.seq, Assumptions(attention=schedule.shape.attention.replace("sdpa", ""))

@@ -9,10 +9,9 @@ import math
 import demo as script
 import pytest
 import torch
+import training
 import transformers
-
-from liger_hw.bench import training
-from liger_hw.bench.training import Original, Run
+from training import Original, Run
 
 pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")

@@ -160,14 +160,17 @@ def test_kernels_of_a_group(lane, sizes, block, channels, stages, dtype, seed):
 @pytest.mark.parametrize(
     "sizes, splits",
     [
-        *(((2048, 1 << 20), 256), ((2048, 65536), 32), ((2048, 32768), 16), ((1024, 16384), 4)),
-        *((sizes, 0) for sizes in ((2048, 1 << 21), (16, 65536), (8, 1 << 21), (8192, 8192))),
+        *(((2048, 1 << 19), 256), ((2048, 65536), 32), ((2048, 32768), 16), ((1024, 16384), 8)),
+        *((sizes, 0) for sizes in ((2048, 1 << 20), (16, 65536), (8, 1 << 21), (8192, 8192))),
     ],
     ids=str,
 )
 def test_which_rows_are_shared(op, sizes, splits):
-    """On NVIDIA's GPUs, many wide rows, by 256 programs a row at most; each has the registers it needs."""
+    """On NVIDIA's GPUs, many wide rows, by 256 programs a row at most; each has the registers it needs. A program holds
+    16384 columns with one gradient."""
     key = blocks_key(*sizes, 2)
+    if sizes[1] == 16384 and op != "layer_norm":
+        splits = 0
     for arch in ARCHS:
         target = known_target(arch)
         config = BWD[op].heuristic(target, key)

@@ -1,8 +1,7 @@
-"""liger-kernel: its functional API under the op's name, and what it has elsewhere or with other arguments.
+"""liger-kernel as a peer: its functional API by the op's name; `ELSEWHERE` has the ops with another place or signature.
 
-Liger 0.8.5 has several implementations of some ops and chooses one in each call: CuTe DSL before Triton for rope, the
-loss in the fused head and JSD, on NVIDIA GPUs where `cutlass.cute` can be imported. `chosen` and `environment` say what
-ran.
+Liger 0.8.5 has two implementations of rope, JSD and the loss of its fused head, and chooses one in each call: CuTe DSL
+on NVIDIA GPUs where `cutlass.cute` can be imported, else Triton. `chosen` and `environment` say what ran.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .common import Absent, only
 
 @contextlib.contextmanager
 def chosen() -> Iterator[set[str]]:
-    """The implementations that Liger chooses in a block, as `nvidia-cutedsl`; `triton` when it calls Triton at once."""
+    """The implementations that Liger chooses in a block, such as `nvidia-cutedsl`; `triton` where it has no choice."""
     names: set[str] = set()
     try:
         dispatch = importlib.import_module("liger_kernel.backends.dispatch")
@@ -97,7 +96,7 @@ def _linear_log_probs(
     selected_token_ids=None,
     **more,
 ):
-    """The negative of its scaled cross entropy."""
+    """Minus Liger's scaled cross entropy."""
     module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     only({}, bias=bias, softcap=softcap, **{name: value for name, value in more.items() if value})
     options = temperature, ignore_index, 1, return_entropy, selected_token_ids
@@ -119,7 +118,7 @@ def _vocab_parallel(logits, target, tp_group=None, ignore_index=-100, label_smoo
 
 
 def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
-    only({}, rotary_dim=rotary_dim)  # it always takes halves of cos and sin for equal
+    only({}, rotary_dim=rotary_dim)  # Liger always assumes that cos and sin have equal halves
     function = importlib.import_module("liger_kernel.transformers.functional").liger_rope
     return function(q, k, cos, sin, position_ids, unsqueeze_dim)
 
@@ -139,7 +138,7 @@ def _vision(q, k, cos, sin, shared_halves=False):
 
 
 def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", **more):
-    """Its norm and its rope, one after the other, as its patch does."""
+    """Liger's norm, then its rope, as Liger's patch calls them."""
     only({"shared_halves": True}, **{name: value for name, value in more.items() if value})
     module = importlib.import_module("liger_kernel.transformers.functional")
     q, k = (module.liger_rms_norm(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))

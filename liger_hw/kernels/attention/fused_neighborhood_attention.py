@@ -64,9 +64,9 @@ def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dil
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
-# Banded tiles of scores, of which none is ever stored. With a dilation d, tokens of one remainder modulo d see only
-# each other. They are a sequence of their own, whose tokens lie d rows apart, and in it a neighbourhood is a band:
-# program numbers count its tiles, then remainders, then heads.
+# Banded tiles of scores, which are never stored. With a dilation d, only tokens of the same remainder modulo d see each
+# other. They are a sequence of their own, d rows apart, in which a neighbourhood is a band. Program numbers go over its
+# tiles, then over remainders, then over heads.
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _place(n_tokens, n_tiles, dilation, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _tile(X_ptr, start, rows, length, dilation, head_dim, BLOCK_D: tl.constexpr):
-    """Rows of a sequence, [rows, BLOCK_D]; zeros where there are none. Half precision stays, all else is fp32."""
+    """Rows of a sequence, [rows, BLOCK_D]; zeros outside. Half precision stays, other dtypes become fp32."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     at = (start + rows.to(tl.int64) * dilation)[:, None] * head_dim + dims
     x = tl.load(X_ptr + at, mask=(rows < length)[:, None] & (dims < head_dim), other=0.0)
@@ -184,7 +184,7 @@ def _neighborhood_bwd_queries_kernel(
     STAGES: tl.constexpr,
 ):
     """dq of BLOCK_M queries. Their band is swept twice: first for Shift_ptr [n_heads, n_tokens], the sum over a query's
-    neighbours of weight and its gradient. From o it would be had in one sweep, with o's rounding in every gradient."""
+    neighbours of weight and its gradient. It could be computed from o in one sweep, but with o's rounding."""
     first, length, start = _place(n_tokens, n_tiles, dilation, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     begin, end = tl.maximum(first - half, 0), tl.minimum(first + BLOCK_M + half, length)
@@ -265,7 +265,7 @@ def _key(n_heads, n_tokens, head_dim, kernel_size, itemsize):
 def _config(target, key, rows, cols, stages):
     """Tiles that fit: three of rows and, in each stage, three of columns are in shared memory at once."""
     head_dim, _, itemsize = key
-    most = 8192 if itemsize == 2 else 2048  # products of fp32 are made of registers
+    most = 8192 if itemsize == 2 else 2048  # fp32 products read their operands from registers
     while 16 < rows and rows * head_dim > most:
         rows //= 2
     cols = max(16, min(cols, rows))
@@ -276,8 +276,8 @@ def _config(target, key, rows, cols, stages):
 
 
 def _heuristic(target, key):
-    """A narrow band is memory's: small tiles of columns, few of which lie outside it. Where a multiprocessor has little
-    shared memory, what is in flight is in registers."""
+    """Memory bounds a narrow band: narrow column tiles, which lie mostly inside it. With little shared memory, loads in
+    flight are in registers."""
     if target.shared_memory <= 65536:
         return _config(target, key, 64, 16, 1)
     return _config(target, key, 64, 64 if key[1] > 32 else 32, 2)
@@ -310,7 +310,7 @@ def _launch(tunable, kernel, tensors, query, kernel_size, dilation, scales):
     if not query.numel():
         return
     plan = tunable.plan(query.device, _key(batch * heads, n_tokens, head_dim, kernel_size, query.itemsize))
-    dilation = min(dilation, n_tokens)  # a longer one too leaves a token alone
+    dilation = min(dilation, n_tokens)  # from there on no token has neighbours
     n_tiles = cdiv(cdiv(n_tokens, dilation), plan.config.blocks["BLOCK_M"])
     numbers = (n_tokens, n_tiles, dilation, min(kernel_size // 2, n_tokens), *scales, head_dim)
     launch(plan, kernel, (n_tiles * dilation * batch * heads,), (*tensors, *numbers))

@@ -9,9 +9,8 @@ torch.backends.cudnn).
 Saved for backward: P and weight. The mask costs nothing: masked scores are not read, nor are masked gradients.
 
 Convolution libraries run 16-bit tensors on matrix units with their channels last in memory; given channels first, they
-transpose every operand and result. Where the backend says so, P, its gradient and what is convolved therefore have
-their channels last, while scores, results and their gradients stay as the caller has them: the kernels read one layout
-and write the other.
+transpose every operand and result. Where the backend says so, the operands and results of convolutions therefore have
+their channels last, while the caller's tensors keep their layout: the kernels read one layout and write the other.
 
 Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
 """
@@ -75,12 +74,12 @@ _DIMS = ("batch", "seq_len", "n_channels")
 
 
 def _key(batch: int, seq_len: int, n_channels: int, itemsize: int) -> Key:
-    """A row a query of every channel, as wide as there are keys."""
+    """One row for each query of each channel; as many columns as keys."""
     return row_key(batch * n_channels * seq_len, seq_len, itemsize)
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Whole rows of up to 16384 keys, 16 elements a thread; as many rows a program as leave every multiprocessor
+    """Whole rows of up to 16384 keys, 16 elements a thread; several rows a program if every multiprocessor still has
     one."""
     block = min(key[0], 16384)
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // block)))
@@ -107,16 +106,16 @@ BWD = _tunable("bwd", _causal_softmax_bwd_kernel)
 FILL = _tunable("fill", _causal_fill_kernel)
 BIAS = column_sum_tunable("multi_token_attention", _DIMS)
 _MOST_SUMS = 1024
-"""Rows that `column_sum` adds up at most; torch's sum over more of them has more programs at work."""
+"""Most rows that `column_sum` adds; for more, torch's sum uses more programs."""
 
 # Kernels between channels first and channels last:
 
 _WIDEST = 4096
-"""Keys that a program of these holds at most."""
+"""Most keys that a program of these kernels holds."""
 
 
 def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
-    """16 channels of a query a program, 32 contiguous bytes, of at most `most` values in all; 64 values a thread."""
+    """One query of 16 channels (32 contiguous bytes) a program, at most `most` values; 64 values a thread."""
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         block = min(key[0], _WIDEST)
@@ -238,7 +237,7 @@ def _bwd(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
 def _convolves_channels_last(
     scores: torch.Tensor, n_filters: int, padding: tuple[int, ...], groups: int, sparse: bool
 ) -> bool:
-    """Whether the scores' softmax, and what is convolved after it, are to have their channels last."""
+    """Whether the convolution's operands and results should have their channels last."""
     if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
         return False
     return scores.shape[-1] + 2 * max(padding) <= _WIDEST and backend_of(scores.device).convolves_channels_last
@@ -289,7 +288,7 @@ def _convolution_gradients(g, p, weight, stride, padding, dilation, groups, need
 
 
 def _summable(*tensors):
-    """Tensors as torch's convolution takes them to sum in fp32: on the CPU its 16-bit one does not."""
+    """The tensors in a dtype in which torch's convolution sums in fp32: on the CPU 16-bit convolutions do not."""
     if tensors[0].device.type != "cpu" or tensors[0].dtype in (torch.float32, torch.float64):
         return tensors
     return tuple(t.float() for t in tensors)
@@ -414,7 +413,7 @@ def liger_multi_token_attention(
 
 
 def _numbers_misfit(groups=1, **pairs) -> str:
-    """What is wrong with `groups`, or with an integer or pair of them: zero is for a padding."""
+    """Why `groups`, or an integer or pair of integers, is invalid, or "". Only a padding may be zero."""
     if not _is_integer(groups, 1):
         return f"groups must be a positive integer, got {groups!r}"
     for name, value in pairs.items():
@@ -430,7 +429,7 @@ def _is_integer(n: object, least: int) -> bool:
 
 
 class LigerMultiTokenAttention(torch.nn.Module):
-    """Multi-token attention layer, the arguments of torch.nn.Conv2d and `sparse`; a kernel of the identity's size.
+    """Multi-token attention layer, with the arguments of torch.nn.Conv2d and `sparse`.
 
     kernel_size, stride, padding, dilation: integers. weight: Kaiming uniform at first, bias zero.
     """
@@ -485,8 +484,7 @@ WORKLOADS = {"llama_1b_1k": (4, 1024, 32), "llama_1b_2k": (1, 2048, 32)}
 
 
 def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
-    """The scores with those near their row's threshold moved below it: where one leaves the support, the gradient
-    jumps."""
+    """The scores, moved below their row's threshold where they are near it, since the gradient jumps there."""
     if not scores.numel():
         return scores
     masked = scores.float().masked_fill_(_future(scores), -float("inf"))

@@ -79,7 +79,7 @@ def _row_map_bwd_kernel(
             dx = tl.where(inside, keep_narrow(dy, shift).to(tl.float32) - shift, 0.0)
         else:
             shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
-            if NARROW or not ONE_TILE:  # a device that is not full has registers enough for the fp32 values
+            if NARROW or not ONE_TILE:  # in a small launch there are enough registers for the fp32 values
                 y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
             dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
         store_row(DX_ptr + dense, dx, exist, pad, n_cols, VECTOR)
@@ -167,9 +167,8 @@ _WIDEST_TILE = 32768
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """Whole rows, several programs a multiprocessor; for wide fp32 rows one program, that prefetches its next row.
 
-    Rows whose fp32 copies would spill go in tiles of at most 32 KiB, by as many warps as there may be, so that the
-    second sweep follows soon and finds the row in L2. While all rows fit the device at once, each has a program of its
-    own.
+    Rows whose fp32 copies would spill go in tiles of at most 32 KiB, by as many warps as are allowed, so that the
+    second sweep follows soon and finds the row in L2. If all rows fit the device at once, each has its own program.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
@@ -257,7 +256,7 @@ def row_map(
 
 
 def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.Tensor, flags: tuple) -> None:
-    """Over row tiles, on the plan's persistent grid if it has one; `strided`: the tensor whose rows may have gaps."""
+    """Launch over row tiles, on a persistent grid if the plan has one; strided: the tensor whose rows may have gaps."""
     n_rows, n_cols, stride = rows_of(strided)
     if not n_rows:
         return

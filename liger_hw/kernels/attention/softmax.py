@@ -31,16 +31,16 @@ def softmax_reference(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _exp(x, anchor):
-    """exp(x - anchor) in three instructions, half of what tl.exp takes to keep results below 1e-38."""
+    """exp(x - anchor) in three instructions; tl.exp takes twice as many, to be right for results below 1e-38 too."""
     return tl.exp2((x - anchor) * 1.4426950408889634)
 
 
 @triton.jit
 def _exp_folded(x, anchor, log2_base):
-    """The same in two instructions: the compiler fuses the first product with the subtraction.
+    """`_exp` in two instructions: the compiler fuses the first product with the subtraction.
 
-    Only the anchor's product is rounded then. That multiplies all values of a row by the same factor, which the
-    division by their sum takes out again. `_log2_base` bounds the factor.
+    Then only the anchor's product is rounded, which multiplies a row by one factor. The division by the row's sum
+    cancels it. `_log2_base` bounds the factor.
     """
     return tl.exp2(x * log2_base - anchor * log2_base)
 
@@ -49,8 +49,8 @@ def _exp_folded(x, anchor, log2_base):
 def _log2_base(top):
     """log2(e), or 1 for a row whose maximum reaches 2^30.
 
-    There the rounding of a product would be as large as 2^64 and more, and 1 has none. The base no longer matters: two
-    numbers of that size differ by 64 at least or not at all.
+    For such a row, rounding in `_exp_folded` could multiply by 2^64 or more; a product with 1 is exact. The result does
+    not depend on the base: two numbers of that size are equal or differ by at least 64.
     """
     return tl.where(tl.abs(top) < 1073741824.0, 1.4426950408889634, 1.0)
 
@@ -59,8 +59,8 @@ def _log2_base(top):
 def _below_2_30(x, top):
     """A 16-bit row and its maximum, scaled by a power of two so that the maximum's size is below 2^30.
 
-    Softmax of the scaled row is the same: numbers of that size, and what they become, differ by 64 at least or not at
-    all.
+    Softmax of the scaled row is the same: both before and after, two numbers of the maximum's size are equal or differ
+    by at least 64.
     """
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
     factor = tl.where(exponent < 157, 1.0, ((283 - exponent) << 23).to(tl.float32, bitcast=True))
@@ -110,7 +110,7 @@ def _softmax_fwd_kernel(
 
 @triton.jit
 def _take_tile(x, highest, total):
-    """A tile [LANES, PER_LANE] into each lane's running maximum and sum."""
+    """Each lane's running maximum and sum after one more tile [LANES, PER_LANE]."""
     higher = tl.maximum(highest, tl.max(x, axis=1))
     anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
     return higher, total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, None]), axis=1)
@@ -129,8 +129,8 @@ def _softmax_fwd_looped_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rows wider than BLOCK_SIZE. Each of a tile's LANES groups of elements, those that a thread loads at once, has a
-    running maximum and sum of its own, so that no thread waits for another until the row is read."""
+    """Rows wider than BLOCK_SIZE. A tile is LANES groups of the elements that a thread loads at once. Each group has
+    its own running maximum and sum, so that threads exchange nothing until the whole row is read."""
     wait_for_previous(DEPENDENT)
     block_cols = tl.arange(0, BLOCK_SIZE)
     y_type = Y_ptr.dtype.element_ty

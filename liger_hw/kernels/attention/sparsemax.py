@@ -48,7 +48,7 @@ def _larger(a, b):
 
 @triton.jit
 def _finite(top):
-    """A row's largest value, or NaN where the row holds a NaN or nothing finite on top of it."""
+    """A row's largest value, or NaN where that is not finite."""
     return tl.where(tl.abs(top) < float("inf"), top, float("nan"))
 
 
@@ -101,7 +101,7 @@ def _sparsemax_fwd_kernel(
 
 @triton.jit
 def _take_tile(x, top, tau, above, members):
-    """A tile of a row into the sum and the number of its values above tau."""
+    """The sum and the number of a row's values above tau, after one more tile."""
     z = x.to(tl.float32) - top
     LANES: tl.constexpr = above.shape[0]
     return above + lane_sums(tl.where(z > tau, z, 0.0), LANES), members + lane_sums((z > tau).to(tl.float32), LANES)
@@ -189,7 +189,7 @@ class SparsemaxFunction(Function):
             y = sparsemax_fwd(x)
         else:
             y = no_view(sparsemax_fwd(x.movedim(dim, -1)).movedim(-1, dim))
-        ctx.save_for_backward(y)  # the very output: what a caller writes into it is noticed
+        ctx.save_for_backward(y)  # the output itself, so that autograd notices a write into it
         return y
 
     @staticmethod

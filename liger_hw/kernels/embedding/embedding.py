@@ -2,8 +2,8 @@
 
 The row padding_idx is read as any other and gets no gradient. An index outside the table gives a row of NaN and no
 gradient (on the CPU it raises): raising would make the host wait for the device. Saved for backward: indices.
-Backward, dW[r] = sum of dy[i] over the i with indices[i] = r: in fp32, rounded once, in the order of i whatever the
-timing. `stable_sort.py` sorts the indices, `row_sums.py` sums.
+Backward, dW[r] = sum of dy[i] over the i with indices[i] = r: in fp32, rounded once, always in the order of i, so that
+runs are repeatable. `stable_sort.py` sorts the indices, `row_sums.py` sums.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _bwd_reference(dy, indices, n_rows, padding_idx):
 
 def _misfit(weight, indices) -> str:
     if not weight.shape[0] and indices.numel():
-        return f"weight {tuple(weight.shape)} has no rows, and indices {tuple(indices.shape)} take one each"
+        return f"weight {tuple(weight.shape)} has no rows that indices {tuple(indices.shape)} could take"
     return ""
 
 
@@ -173,7 +173,7 @@ WORKLOADS = {"llama3_8b": (16384, 128256, 4096), "qwen3_0_6b": (32768, 151936, 1
 
 
 def sample(sizes, dtype, device, generator) -> Sample:
-    """Half of the tokens are drawn from a few rows, as text has it."""
+    """Half of the tokens are drawn from a few rows, as in text."""
     n_tokens, n_rows, n_cols = sizes
     weight = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
     skewed = torch.rand(n_tokens, generator=generator, device=device) ** 8

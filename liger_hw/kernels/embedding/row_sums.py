@@ -19,7 +19,7 @@ from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
 
 MOST_UNSORTED = 64
-"""Tokens up to which every program looks at all of them, and nothing is sorted."""
+"""Up to this many tokens nothing is sorted, and every program reads all of them."""
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def _embedding_bwd_kernel(
                     tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
                 else:
                     tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
-                # a branch, because this is rare: masked stores alone would convert the layout of every token's sum
+                # a branch, as it is rare: with masked stores alone the layout of each token's sum would be converted
                 if has_gradient & (ends | last) & ((ends & began_here) == 0):
                     tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
                     tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)

@@ -15,9 +15,9 @@ from ...runtime.triton_import import tl, triton
 
 CHUNK = 2048
 SINGLE_CHUNK = 4096
-"""Tokens at most where there is but one chunk."""
+"""Most tokens that are sorted as one chunk."""
 MOST_TOKENS = 2**15
-"""Beyond it a token would be looked up in too many chunks, and torch's sort is faster."""
+"""For more tokens torch's sort is faster, because each token is looked up in every chunk."""
 
 
 @triton.jit

@@ -13,8 +13,8 @@ gradient is small beside the largest underflow, as in any product with one scale
 
 Recipe `tensorwise`: every tensor has one scale, from a read of its own.
 
-Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again. Where it is kept
-in FP8, W8' is W8 w / m: with another exponent, like dy8 in the sum over tokens.
+Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again. For a weight that
+is kept in FP8, W8' is W8 w / m: with other exponents, like dy8 in the sum over tokens.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433; scales of rows as in
 torchao.float8 and, of gradients, in DeepSeek-AI, "DeepSeek-V3 Technical Report", https://arxiv.org/abs/2412.19437
@@ -48,7 +48,7 @@ def product(a, b, scale_a, scale_b, rowwise: bool) -> torch.Tensor:
     """a [m, k] times the transpose of b [n, k], both FP8; scales [m] or [1] and [n] or [1]. bf16 [m, n].
 
     rowwise: whether one of them has a scale for each row. use_fast_accum, with sums of fewer bits, saves nothing of a
-    layer's time on an H100. On the CPU the result is fp32, and of fp64 fp64.
+    layer's time on an H100. On the CPU the result is fp32, or fp64 for fp64.
     """
     if a.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):  # in fp16 a sum of FP8's numbers overflows
@@ -72,8 +72,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _ReferenceFunction(torch.autograd.Function):
-    """The formulas above, of numbers rounded to FP8 but computed in fp32, or in fp64. On a device fp32 products are
-    rounded to bf16, as they are where FP8 is multiplied."""
+    """The formulas above, with inputs rounded to FP8 and products in fp32 or fp64. On a device fp32 products are
+    rounded to bf16, as FP8 products are."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe):
@@ -127,15 +127,15 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
 
 
 class Scales:
-    """The scales in a linear's last forward and backward: NaN where a row had an infinity or NaN. A copy has none. Any
-    two are equal, since no launch depends on them."""
+    """The scales in a linear's last forward and backward: NaN where a row had an infinity or NaN. Copying drops them.
+    All instances are equal, since no launch depends on them."""
 
     input: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
     def note(self, **scales: torch.Tensor) -> None:
-        """Keep scales by their names, unless they are the fakes on which kernels are foreseen."""
+        """Keep scales by their names, unless they are fake tensors (autotune/compile_ahead.py)."""
         vars(self).update({name: scale for name, scale in scales.items() if type(scale) is torch.Tensor})
 
     def __eq__(self, other: object) -> bool:
@@ -151,7 +151,7 @@ class Scales:
 class Float8LinearFunction(Function):
     """Autograd for the linear: saves x in FP8, its scales, the weight and its largest scale.
 
-    rows: x in FP8, where another linear of the same input has it, or None
+    rows: x in FP8, if another linear computed it from the same input, or None
     weight_scale: the scale of a weight that is kept in FP8, or None
     scales: where to leave the scales, or None
     """
@@ -205,7 +205,7 @@ class Float8LinearFunction(Function):
 
 def _with_one_scale(data, scale, format: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(FP8 data with a scale for each row, transposed and with one scale for all; that scale [1]), as in the formula of
-    dW. Where all rows have one already, the bytes stay as they are."""
+    dW. If all rows share a scale already, the bytes are not changed."""
     if not rowwise:
         return float8_transposed(data, None, format), scale
     largest = scale.amax(0, keepdim=True)
@@ -231,7 +231,7 @@ def liger_float8_linear(
 
 
 def linear(x, weight, bias, rows, recipe: Recipe, name: str, weight_scale=None, scales=None) -> torch.Tensor:
-    """The Function, of arguments whose shapes and dtypes are checked in the name of `name`."""
+    """Check shapes and dtypes, with errors in the name of `name`, and apply the Function."""
     fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
     shapes = f"{tuple(x.shape)}, {tuple(weight.shape)}"
     check(fits, name, f"an input [..., n_in] and a weight [n_out, n_in] do not fit: {shapes}")

@@ -2,9 +2,9 @@
 
 A number x is stored as q = round(x / scale). The scale is the smallest power of two with amax / scale <= the largest
 number of the format, so that x / scale is exact and q errs by the format's rounding alone. It is at least 2^-100: rows
-of zeros have that, and smaller numbers underflow. The scale of a row with an infinity or NaN is NaN, and so is then
-all that is computed with it, as without FP8. Quantising overflows nothing finite; a product of numbers above about
-1e30 may.
+of zeros have that, and smaller numbers underflow. The scale of a row with an infinity or NaN is NaN, and then so is all
+that is computed with it, as without FP8. Finite numbers do not overflow when quantised, but a product of numbers above
+about 1e30 may.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def why_no_float8(target: Target) -> str:
 
 def float8_dtype(device: torch.device, format: int) -> torch.dtype:
     """The dtype of a format on a device. Raises `ValueError` where the device has none."""
-    if INTERPRET:  # Triton's interpreter knows no other
+    if INTERPRET:  # Triton's interpreter has no other
         return DTYPES["fn"][format]
     target = pretended() or target_of(device)
     if not target.float8:

@@ -31,7 +31,7 @@ def fused_add_rms_norm_float8_reference(
     X, R, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None
 ):
     S = X + R
-    if rounds is not None:  # as the sum is rounded where the exact result stands for another dtype
+    if rounds is not None:  # the fp64 oracle of an op in dtype `rounds`, which rounds the sum
         S = S + (S.to(rounds).double() - S).detach()
     return *rms_norm_float8_reference(S, W, eps, weights, biases, offset, casting_mode, rounds), S
 
@@ -75,7 +75,7 @@ def liger_fused_add_rms_norm_float8(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[torch.Tensor, ...]:
-    """RMSNorm of S = X + R times the transpose of each of `weights`; and S, the next block's residual, last.
+    """RMSNorm of S = X + R, times the transpose of each of `weights`; last S itself, the next block's residual.
 
     X, R: [..., n_cols], of one shape; W: [n_cols]. The other arguments and what is raised are as for
     `liger_rms_norm_float8`. Returns [..., n_out] for each weight, then S like X.

@@ -55,8 +55,8 @@ def _gated_rows_kernel(
 
 
 class Gate(NamedTuple):
-    """A gate that writes FP8. rows: its operator, (a, b) -> (data, scale); backward: of the gate's Function,
-    and the numbers that it saves."""
+    """A gate that writes FP8. rows: its operator, (a, b) -> (data, scale); backward: the gate's Function's; numbers:
+    those that it saves."""
 
     rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple]

@@ -1,7 +1,7 @@
 """Core of the norms that write FP8: rms_norm, fused_add_rms_norm and layer_norm are flags of one kernel.
 
-y is rounded as the RMS norm's own op rounds it (../norms/forward.py), LayerNorm's not, then quantised, never stored.
-The backward is the plain norm's, with the gradient that the linears give.
+An RMS norm's y is rounded as by its own op (../norms/forward.py), LayerNorm's is not. Then y is quantised; it is never
+stored in a wider dtype. The backward is the plain norm's, with the gradient that the linears give.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, su
 
 
 def normed_reference(y: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same of what the norm's own operator gives: y, then the others."""
+    """The results of `launch_normed`, from the outputs of the norm's own operator: y, then the others."""
     return *rows_reference(as_rows(y), E4M3), *others
 
 
@@ -120,7 +120,7 @@ SMALL = ((37, 48, 32), (1, 17, 16), (24, 40, 24))
 
 
 def normed_sample(n_inputs: int, n_vectors: int) -> Callable[..., Sample]:
-    """The `sample` of an op of `n_inputs` like x and `n_vectors` of its columns, with one weight, or with two."""
+    """The `sample` of an op with n_inputs tensors like x and n_vectors tensors [n_cols]. weights: how many linears."""
 
     def sample(sizes, dtype, device, generator, *, weights=1, bias=False, affine=True, **kwargs) -> Sample:
         n_rows, n_cols, n_out = sizes

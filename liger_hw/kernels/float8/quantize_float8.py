@@ -23,12 +23,12 @@ from ..rows.tuning import row_tunable
 from .formats import FORMATS, Float8Rows, aligned, float8_dtype, largest_bits, scale_of
 
 OP_NAME = "float8_linear"
-"""The op under whose name the kernels are tuned."""
+"""The op whose tunables have these kernels."""
 
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as the bits of an fp32: integers that order like the numbers, infinity and NaN above all others."""
+    """|x| as the bits of an fp32: integers in the order of the numbers, with infinity and NaN above all others."""
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
 

@@ -1,9 +1,9 @@
-"""What the ops share that compute rows and write them in FP8: the end of their kernels, their tunable, and autograd.
+"""What ops that compute rows and write them in FP8 share: the end of their kernels, their tunable, and autograd.
 
 A program holds whole rows, rounds them as the op without FP8 does, and quantises them, so that they are never stored
-wider. What reads them are linears in FP8. In autograd's graph a placeholder stands for the rows: a tensor without
-memory, of their shape and dtype, which takes the gradient that the linears give. The transposed copy that a weight's
-gradient wants is made of the FP8 bytes in the backward: written here, it would be kept until then beside them.
+wider. Linears in FP8 read them. In autograd's graph a placeholder stands for the rows: a tensor without memory, of
+their shape and dtype, which takes the gradient that the linears give. The transposed copy that a weight's gradient
+wants is made of the FP8 bytes in the backward: written here, it would be kept until then beside them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .formats import E4M3, Float8Rows, aligned, float8_dtype, largest_bits
 from .quantize_float8 import inverse_scale, magnitude_bits, scale_bits, to_float8
 
 WIDEST = 65536
-"""Columns that a program holds."""
+"""Most columns that a program holds."""
 ROWWISE = RECIPES["rowwise"]
 
 
@@ -44,7 +44,7 @@ def _key(n_rows: int, n_cols: int, n_out: int, itemsize: int) -> Key:
 
 def whole_rows_tunable(op: str, kernel: Any, n_inputs: int, rows: int = 1) -> Tunable:
     """The tunable `<op>.fwd`. n_inputs: tensors whose rows a program holds; a thread has 32 numbers of each row, or
-    fewer where rows do not fill the device. rows: of a program otherwise, where they have 4096 columns at most."""
+    fewer in small launches. rows: rows of a program, if they are many and have at most 4096 columns."""
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         few = 1 << key[1] <= target.multiprocessors
@@ -110,8 +110,8 @@ def linears(name: str, x: torch.Tensor, rows: Float8Rows, weights, biases) -> tu
 
 
 def linears_reference(function, args, weights, biases, rounds) -> tuple[torch.Tensor, ...]:
-    """Linears of function(*args) in plain torch. rounds: None, or the dtype of what an exact result in fp64 stands for:
-    `function` is then also computed in it."""
+    """Linears of function(*args) in plain torch. rounds: None, or for the fp64 oracle of an op in that dtype: y then
+    has the values of `function` in that dtype."""
     y = function(*args)
     if rounds is not None:
         narrow = [arg.to(rounds) if isinstance(arg, torch.Tensor) else arg for arg in args]

@@ -113,7 +113,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
         )
     if row_grads is not None:
         return grads.results(bias)
-    left_out = 0, 0, -1  # what an ignored row gets
+    left_out = 0, 0, -1  # results of an ignored row
     rows = RowResults(*(among_all(t, order, x.shape[0], empty) for t, empty in zip(rows, left_out)))
     outputs = launch_sum(rows, stats, options, torch.float32, dense(of_all))
     return *outputs, *grads.results(bias), stats if options.scales_in_backward(x.dtype) else absent(stats)
@@ -124,7 +124,7 @@ def _bwd(grad_output, *arguments):
 
 
 def _reference_grads(x, weight, target, bias, ce_weight, call: HeadCall, row_grads=None):
-    """What autograd gives: the gradient of the logits is rounded to their dtype before it is summed."""
+    """The gradients as autograd computes them: the logits' gradient is rounded to their dtype before the products."""
     if not any(call.needs):
         return reference_gradients(None, x, weight, bias, call.needs)
     dlogits = reference_gradient(reference_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
@@ -169,10 +169,10 @@ fused_linear_cross_entropy_bwd = define(
 
 
 def run_forward(ctx, operator, tensors: tuple[torch.Tensor | None, ...], call: Any) -> tuple[torch.Tensor, ...]:
-    """A Function's forward: (loss, z_loss, token_accuracy, predicted_tokens), of which the options say what is there.
+    """A Function's forward: (loss, z_loss, token_accuracy, predicted_tokens), absent unless the options ask for it.
 
     Saves the finished gradients, or for reduction="none" the tensors (input, weight, target, bias, ...).
-    operator: returns after these four what its backward needs of the rows, then the three gradients and stats
+    operator: returns these four, then what its backward needs of the rows, the three gradients, and stats
     """
     dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
     ctx.needs = Needs(dinput, dweight, dbias)
@@ -307,7 +307,7 @@ def sample(sizes, dtype, device, generator, *, weighted=False, **options: Any) -
     sample, vocab = sample_head(sizes, dtype, device, generator, passes=(2, 3), **options), sizes[2]
     x, weight, target, bias = sample.args
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
-    if options.get("use_token_scaling"):  # of a model that has learnt: else p, and with it every gradient, underflows
+    if options.get("use_token_scaling"):  # of a trained model: for random logits p and every gradient underflow
         x = (0.3 * x + math.log(vocab) * weight[target.clamp_min(0)]).detach().requires_grad_()
     return replace(sample, args=(x, weight, target, bias, ce_weight))
 

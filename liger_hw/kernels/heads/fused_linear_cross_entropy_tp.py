@@ -92,8 +92,7 @@ class _Call(NamedTuple):
 
 
 class SharedGradients(HeadGradients):
-    """The gradients of one rank. The weight's belong to the rank alone; dx is summed over the ranks while they are
-    computed.
+    """The gradients of one rank. dweight is this rank's alone; dx is summed over the ranks while dweight is computed.
 
     scattered: x [n_rows, hidden] is gathered, the sweep takes equally many rows of every rank at a time, and dx has
     this rank's rows; else dx has all rows.
@@ -278,7 +277,7 @@ def _forward(x, weight, target, bias, order, call: _Call, plain=False):
     z_loss = z_loss if options.return_z_loss else absent(z_loss)
     top = in_order(top, -1) if options.return_predicted_tokens else absent(target)
     stats = absent(row_weight)
-    if options.scales_in_backward(x.dtype):  # 1 / 0 where every row is ignored; the gradients are zero then
+    if options.scales_in_backward(x.dtype):  # inf (1 / 0) where every row is ignored; the gradients are zero then
         stats = torch.where(row_weight.isfinite(), row_weight, 0.0).repeat(5)
     return loss, z_loss, hits, top, in_order(rows.lse), *grads, stats
 

@@ -2,9 +2,9 @@
 
     x = log_softmax(student_input @ student_weight^T / temperature), y likewise of the teacher: the loss is jsd.py's
 
-The loss is the mean over rows that count (zero for none). Logits, the divergence and the loss are fp32. Unlike in other
-heads the logits are not rounded to 16 bits: the gradient is a difference of two distributions, and where these are
-near, rounded logits would change much of it. Their gradient is rounded to the student's dtype, as any head's.
+The loss is the mean over rows that are not ignored, or zero. Logits, the divergence and the loss are fp32. Unlike in
+other heads the logits are not rounded to 16 bits: the gradient is a difference of two distributions, and where they are
+close, rounding the logits would change it much. The logits' gradient is rounded to the student's dtype, as in any head.
 
 Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
 has none. See linear_head.py for the chunks, `sweep_in_fp32` of linear_head.py for the memory of their logits,
@@ -51,7 +51,7 @@ def fused_linear_jsd_reference(
 
 
 def _fp32_columns_key(*sizes: int) -> registry.Key:
-    """`columns_key` of the logits, which are fp32 whatever the heads are."""
+    """`columns_key` of the logits, which are fp32 for heads of any dtype."""
     return columns_key(*sizes[:-1], torch.float32.itemsize)
 
 
@@ -123,7 +123,7 @@ WORKLOADS = {"llama3_8b": (4096, 4096, 128256), "mistral_7b": (8192, 4096, 32768
 def sample_distillation(
     sizes, dtype, device, generator, *, given_target=False, labelled=False, frozen=False, **options: Any
 ) -> Sample:
-    """A `Sample` of a student's head and a teacher's, or target probabilities in its place.
+    """A `Sample` of a student's head and a teacher's, or target probabilities in place of the teacher.
 
     labelled: with labels, of which some are -100; frozen: the student's weight has no gradient
     """

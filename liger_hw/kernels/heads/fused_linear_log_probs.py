@@ -9,14 +9,14 @@ Logits are rounded to the dtype of input and weight (autocast's under autocast) 
 bias, which is added in fp32; everything after is fp32, and so are the results. Every result but is_top1 is
 differentiable.
 
-Saved for backward: the inputs, one log-sum-exp a row (and the results, small), and logits, since each row's incoming
-gradients are not known in the forward. `kept_logits.py` says which logits are kept; backward computes the others again.
-None are kept where the weight has no gradient, with selected_token_ids, with accum_dtype, under torch.compile, and in a
-second backward (retain_graph): there backward computes all of them again, chunk by chunk (`linear_head.py`).
+Saved for backward: the inputs, one log-sum-exp a row (and the results, small), and some of the logits, since each row's
+incoming gradients are not known in the forward. `kept_logits.py` says which; backward computes the others again. With a
+weight without gradient, selected_token_ids, accum_dtype, torch.compile or a second backward (retain_graph), backward
+computes all of them again, chunk by chunk (`linear_head.py`).
 
 batch_invariant: every product of the forward has the same sizes and alignment, whatever the batch (`TILE` rows, filled
 up with zeros), and a row's statistics are read by one program from its whole row. So its results do not depend on the
-rows beside it, bit for bit, as far as the GEMM library computes equal rows of equal products alike.
+other rows, bit for bit, provided that in products of equal sizes the GEMM library computes equal rows alike.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fused_linear_log_probs_reference(
     input, weight, target, bias=None, *settings, accum_dtype=None, compact=False, batch_invariant=False, **named
 ):
     """The specification in plain torch: a linear layer, then log-probabilities in fp32 (fp64 for fp64)."""
-    if batch_invariant and input.numel() > input.shape[-1]:  # products of one row each are of one size
+    if batch_invariant and input.numel() > input.shape[-1]:  # one product a row: all have the same size
         rows = input.reshape(-1, input.shape[-1]).split(1)
         logits = torch.cat([F.linear(row, weight) for row in rows]).unflatten(0, input.shape[:-1])
     else:
@@ -158,7 +158,7 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
 
 
 def _row_coefficients(lse, dlogp, dselected, here):
-    """(gradient of each row's log-probability, factor of its softmax where that is another number, or None)
+    """(gradient of each row's log-probability, factor of its softmax, or None where it is the same number)
 
     here: whether this rank has the row's target; None where it has the whole vocabulary
     """
@@ -169,9 +169,8 @@ def _row_coefficients(lse, dlogp, dselected, here):
 
 
 def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, dentropy, entropy, lse, options):
-    """The gradient of the logits in the selected columns, [n, k] fp32: what the row kernel gave there, and their own.
-
-    An id that occurs twice gets the sum of both in each place, so that it does not matter which of them is stored.
+    """The gradient of the logits in the selected columns, [n, k] fp32: the row kernel's, plus the one from `selected`.
+    An id that occurs twice has the sum of both in both places, so that either may be stored.
     """
     same = (ids[:, None] == ids[None, :]).to(dselected.dtype)
     step = max(1, (1 << 24) // max(1, dselected.numel()))
@@ -303,20 +302,20 @@ linear_log_probs_keep_bwd = define(
 def _is_watched() -> bool:
     """Whether torch.compile traces, or a dispatch mode sees the operators.
 
-    Selective checkpointing may keep an operator's results, and not the memory that it wrote.
+    Selective checkpointing, a dispatch mode, may keep an operator's results but not the memory that it wrote.
     """
     return torch.compiler.is_compiling() or n_dispatch_modes() > 0
 
 
 def _are_batched(grads: list[torch.Tensor | None]) -> bool:
-    """Whether they are torch.func.vmap's or is_grads_batched's: torch batches no operator that writes its inputs."""
+    """Whether vmap or is_grads_batched batches them, which torch cannot do for operators that write their inputs."""
     return innermost_transform() is not None or any(is_batched(g) for g in grads if g is not None)
 
 
 class Ran(NamedTuple):
     """What a forward leaves for `backward_rows`.
 
-    results: (logp, entropy, top, lse, selected); plan: what of the logits is kept, None for nothing; memory: where
+    results: (logp, entropy, top, lse, selected); plan: which logits are kept, or None; memory: the kept logits
     """
 
     results: tuple[torch.Tensor, ...]
@@ -325,7 +324,7 @@ class Ran(NamedTuple):
 
 
 def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
-    """The forward of rows [n_rows, hidden], with logits kept where the weight's gradient is needed and it pays."""
+    """The forward of rows [n_rows, hidden], with logits kept for the weight's gradient if `plan_kept` says so."""
     plan = None
     if call.needs.dweight and ids is None and not call.wide and not _is_watched():
         plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
@@ -339,8 +338,8 @@ def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
 def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweight, dbias), None where not needed.
 
-    saved: (x, weight, target, bias, ids, lse, entropy, selected, *`Ran.memory`), on which everything is computed; of a
-    part of the vocabulary lse and entropy are still for the whole
+    saved: (x, weight, target, bias, ids, lse, entropy, selected, *`Ran.memory`); for a part of the vocabulary lse and
+    entropy are over the whole
     grads: (dlogp, dentropy, dselected, here), None where absent; here: whether this rank has the row's target
     """
     x, weight, target, bias, ids, lse, entropy, selected, *memory = saved
@@ -348,7 +347,7 @@ def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tu
     if plan is None or graph_is_kept() or _are_batched([dlogp, dentropy, dselected]):
         gradients = linear_log_probs_bwd(x, weight, target, bias, ids, lse, entropy, selected, *grads, call)
     else:
-        for written in memory:  # first, so that a second backward raises, should this one run out of memory
+        for written in memory:  # before the launch, so that after an out-of-memory error a second backward raises
             torch.autograd.graph.increment_version(written)
         kept = KeptLogits(*memory, plan.slab, plan.width)
         rest = lse, entropy, dlogp, dentropy, here, *kept
@@ -358,7 +357,7 @@ def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tu
 
 
 class FusedLinearLogProbsFunction(Function):
-    """Autograd for rows [n_rows, hidden]: saves the inputs and what is small; returns (logp, entropy, top, selected).
+    """Autograd for rows [n_rows, hidden]: saves the inputs and small results; returns (logp, entropy, top, selected).
 
     top: int64 [n_rows], the first column of the largest logit
     """
@@ -375,7 +374,7 @@ class FusedLinearLogProbsFunction(Function):
         absentees = [t for t, there in ((entropy, call.entropy), (selected, ctx.has_selected)) if not there]
         ctx.mark_non_differentiable(top, *absentees)
         ctx.set_materialize_grads(False)
-        if any(ctx.needs_input_grad):  # small; what backward reads is not what the caller may change in place
+        if any(ctx.needs_input_grad):  # small copies, since the caller may change them in place
             entropy = entropy.clone() if call.entropy else entropy
             selected = selected.clone() if ctx.has_selected else selected
         return logp, entropy, top, selected
@@ -464,7 +463,7 @@ WORKLOADS = {"llama3_8b": (8192, 4096, 128256), "mistral_7b": (8192, 4096, 32768
 def sample(sizes, dtype, device, generator, *, select=0, **options: Any) -> Sample:
     if select:
         ids = torch.randint(sizes[2], (select,), generator=generator, device=device)
-        options["selected_token_ids"] = torch.cat((ids, ids[:1]))  # one of them twice
+        options["selected_token_ids"] = torch.cat((ids, ids[:1]))  # the first id twice
     return sample_head(sizes, dtype, device, generator, passes=(3, 4), **options)
 
 

@@ -5,7 +5,7 @@ nll = -log p[y] of p = softmax(input @ weight^T / temperature)
 `liger_fused_linear_scaled_cross_entropy_tp` is the same over a vocabulary split between the ranks of a process group.
 Each rank holds the hidden states of all rows and its part of the head's weight, in the order of the ranks; parts may be
 unequal (losses/vocab_parts.py). The forward exchanges the parts' widths and two numbers a row (three with entropy);
-backward sums the hidden states' gradient. Logits are kept for it as by the head of a whole vocabulary (kept_logits.py).
+backward sums the hidden states' gradient. Logits are kept as in the head of a whole vocabulary (kept_logits.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
         lse = torch.logsumexp(lses, 0)
         nll = torch.where(local.valid, lse - scores.sum(0), float("nan")).masked_fill(~local.counted, 0.0)
         if return_entropy:
-            share = torch.exp(lses - lse)  # of the probability
+            share = torch.exp(lses - lse)  # the rank's share of the probability
             entropy = (lse - torch.where(share == 0, 0.0, share * means[0]).sum(0)).masked_fill(~local.counted, 0.0)
         ctx.save_for_backward(x, weight, local.mine, None, None, lse, entropy, selected, *memory)
         ctx.here, ctx.part, ctx.call = local.here, part, call

@@ -37,8 +37,8 @@ def reference_gradients(
     bias: torch.Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`HeadGradients.results` in plain torch. dlogits: the gradient of all logits, which is rounded to x's dtype first;
-    may be None where no gradient is needed.
+    """`HeadGradients.results` in plain torch. dlogits: the gradient of all logits, rounded here to x's dtype; None if
+    no gradient is needed.
     """
     dx, dweight, dbias = needs
     rounded = dlogits if dlogits is None else dlogits.to(x.dtype)

@@ -1,8 +1,8 @@
 """The targets' entries of a head's weight gradient, accumulated separately from its 16-bit running sum.
 
-A 16-bit weight gradient that is summed over chunks (`linear_head.py`) is rounded once a chunk. That costs most where
-one row of logits has one large entry, as cross entropies and log-probability losses have at the target: p - 1 is nearly
-exact, so one GEMM over all rows rounds once, and every further chunk adds an error of its own. Of every chunk therefore
+A 16-bit weight gradient that is summed over chunks (`linear_head.py`) is rounded once a chunk. That costs most where a
+row of dlogits has one large entry, as cross entropies and log-probability losses have at the target: p - 1 is nearly
+exact, so one GEMM over all rows would round it once, but each chunk rounds the sum again. Therefore in every chunk
 
 - a rare target's entry is moved out of dlogits into an fp32 vector [n_rows]. After the last chunk entry * x is added to
   the target's row of the gradient, summed in fp32 in the order of the rows and rounded once (the embedding's kernels);
@@ -11,10 +11,10 @@ exact, so one GEMM over all rows rounds once, and every further chunk adds an er
   over all rows nearly cancels the sum of the target's entries, and either alone, rounded, has an error as large as
   itself over their difference.
 
-A launch whose configuration fails is repeated alone, since a head that exchanges between ranks must not begin again.
+If a configuration fails, only that launch is repeated: a head that communicates between ranks must not run again.
 Nothing waits for the device, and no order of summation depends on timing. The sums of frequent targets take
-`most_frequent` x hidden fp32, and their columns of a chunk take as much memory as that many further vocabulary entries;
-`plan_chunks` counts both. benchmarks/rounding.py has the errors against one GEMM's.
+`most_frequent` x hidden fp32 numbers, and a chunk's copy of their columns takes as much as `most_frequent` more columns
+of logits; `plan_chunks` counts both. benchmarks/rounding.py has the errors against one GEMM's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FREQUENT = 16
 
 @triton.jit(do_not_specialize=["row_start", "n_rows"])
 def _head_target_kernel(D_ptr, Y_ptr, Taken_ptr, D_row_stride, row_start, n_rows, n_cols, BLOCK_SIZE: tl.constexpr):
-    """Moves D[row, Y[row_start + row]] to Taken[row_start + row] and leaves a zero. A Y outside has no entry."""
+    """Moves D[row, Y[row_start + row]] to Taken[row_start + row] and leaves a zero. Skips Y outside the columns."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = rows < n_rows
     y = tl.load(Y_ptr + row_start + rows, mask=mask, other=-1).to(tl.int64)
@@ -46,7 +46,7 @@ def _head_target_kernel(D_ptr, Y_ptr, Taken_ptr, D_row_stride, row_start, n_rows
 
 
 def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> Key:
-    """Bytes of an element: every head has the same work, one entry a row."""
+    """Only the bytes of an element: the work is one entry a row for every head."""
     return (itemsize,)
 
 
@@ -97,9 +97,9 @@ class TargetEntries:
             self.rare = self.rare.masked_fill(is_frequent[targets.clamp(0, vocab - 1).long()], -1)
 
     def extract(self, dlogits: torch.Tensor, x: torch.Tensor, start: int, add_product: Callable[..., None]) -> None:
-        """Take the entries out of the gradient of the logits of x, the rows `start`.. of the sweep.
+        """Take the targets' entries out of dlogits of x, which are the rows `start`.. of the sweep.
 
-        add_product(out, a, b, first): accumulates a @ b, as the caller does with what is left in dlogits
+        add_product(out, a, b, first): accumulates a @ b; the caller does it with the rest of dlogits
         """
         n_rows, vocab = dlogits.shape
         if self.plain:
@@ -117,7 +117,7 @@ class TargetEntries:
     def restore(
         self, dweight: torch.Tensor, x: torch.Tensor, order: torch.Tensor | None, scratch: torch.Tensor | None
     ) -> None:
-        """Complete the gradient. x [n, hidden] are all rows, of which the sweep took `order` (None: all); scratch: fp32
+        """Complete the gradient. x [n, hidden]: all rows; order: those that the sweep took, None for all; scratch: fp32
         memory that may be overwritten."""
         if self.frequent is not None:
             n = self.sums.numel()
@@ -149,9 +149,8 @@ def _take(dlogits: torch.Tensor, targets: torch.Tensor, entries: torch.Tensor, s
 
 
 def _frequent(ordered: torch.Tensor, vocab: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([slots] columns that occur FREQUENT times in the sorted targets, [slots] which slot's sum is whose).
-
-    Slots to spare repeat the first one's column (0 without any), and its sum.
+    """([slots] columns that occur FREQUENT times in the sorted targets, [slots] the slot that holds each one's sum).
+    Unused slots repeat the column and sum of the first one (column 0 if all are unused).
     """
     n = ordered.shape[0] - FREQUENT + 1
     first = ordered[:n]

@@ -6,13 +6,13 @@ either kept or computed again, which is a fourth GEMM beside the head's three. T
 - The slab, the first `hidden` rows. The weight's gradient [vocab, hidden] does not exist before backward, and the
   logits of `hidden` rows are of its size. They wait in its memory, cut into slices of the vocabulary. Each slice [slab,
   width] is contiguous; slice i lies where the gradient of slice i + 1 will be, and the last one in a buffer of its own,
-  the tail. Backward turns every slice into its gradient and sums dx. Then it writes dweight of slice 0, whose place
-  holds nothing; of slice 1 over the logits of slice 0, which are no longer needed; and so on.
+  the tail. Backward turns every slice into its gradient and sums dx. Then it writes dweight of slice 0, whose memory is
+  free; dweight of slice 1 over the logits of slice 0, which are no longer needed; and so on.
 - The rest, the rows after the slab: as many of them as memory allows are kept in a buffer of their own.
 
-The rest is one group of rows or two (`rest_groups`). A group that is kept whole is one chunk. For any other, backward
-takes one slice of the vocabulary after the other, and computes the logits that were not kept again in the tail's
-memory. So the weight's gradient is always rounded twice, or three times with more than 3 x hidden rows.
+The rest is one group of rows or two (`rest_groups`). A group of which all logits are kept is one chunk. For any other,
+backward goes through slices of the vocabulary, and computes the missing logits of each again in the tail's memory. So
+the weight's gradient is always rounded twice, or three times with more than 3 x hidden rows.
 
 With up to half as many rows as the hidden size there is no slab: all logits are in a buffer of their own, which is
 smaller.
@@ -47,20 +47,20 @@ from .linear_head import (
 )
 
 MAX_SLICES = 12
-"""Of a slab of `hidden` rows; a shorter slab has fewer."""
+"""Slices of a slab of `hidden` rows at most; a shorter slab has fewer."""
 SLICE_STEP = 128
-"""Columns. The width of a slice is a multiple of it."""
+"""The width of a slice is a multiple of this many columns."""
 MIN_SLICE_WIDTH = 2048
 SPARE = 9 / 8
 MAX_SLABS = 5
-"""Most rows, in slabs; with more rows too few logits would be kept, and chunks are better."""
+"""With more rows than this many slabs, too few logits would be kept, and chunks are better."""
 _FORWARD_ROWS = 4096
 """Chunk size for rows whose logits are not kept."""
 _IGNORED, _OUTSIDE = -1, -2
 
 
 class KeepPlan(NamedTuple):
-    """What of a head's logits is kept. Without a slab all rows are the rest, and kept.
+    """Which logits of a head are kept. Without a slab all rows are in the rest, and all are kept.
 
     slab: rows that wait in the weight gradient's memory
     width: columns of a slice (the last may have more)
@@ -82,8 +82,8 @@ class KeepPlan(NamedTuple):
 
 
 class KeptLogits(NamedTuple):
-    """waiting [vocab, hidden] the slab's slices but the last, or nothing without a slab; tail [elements] the last
-    slice; rest [kept rows, padded vocab]; slab and width as in `KeepPlan`."""
+    """waiting: [vocab, hidden], the slab's slices except the last, empty without a slab; tail: [elements], the last
+    slice; rest: [kept rows, padded vocab]; slab, width: as in `KeepPlan`."""
 
     waiting: torch.Tensor
     tail: torch.Tensor
@@ -93,7 +93,7 @@ class KeptLogits(NamedTuple):
 
 
 def plan_kept(n_rows: int, hidden: int, vocab: int, itemsize: int) -> KeepPlan | None:
-    """What is kept of a head's logits; None where chunks are better (`plan_chunks`)."""
+    """Which logits of a head are kept; None where chunks are better (`plan_chunks`)."""
     row, weight = padded(vocab) * itemsize, vocab * hidden * itemsize
     budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
     room = int(SPARE * weight) if budget is None else (budget << 20) - weight - n_rows * hidden * itemsize
@@ -187,8 +187,8 @@ def keeping_forward(
 ) -> None:
     """Fills `out` with the results of all rows, and `kept`.
 
-    The logits of the slab, and those that are not kept, are computed first: in the rest's memory, or in a buffer if
-    that is too small. The slab's are copied from there into their slices.
+    The logits of the slab, and those that are not kept, are computed first, in the rest's memory, or in a buffer where
+    it is too small. The slab's logits are then copied into their slices.
 
     tile: rows of every product (`linear_head.tile_logits`), 0: as many as fit
     options, bias, plain: as in `row_log_probs`
@@ -261,7 +261,7 @@ def keeping_backward(
 
     ignore_index = options.ignore_index
     outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
-    sliced_coef = dlogp if softmax_coef is None else softmax_coef  # for every slice; dlogp is for the target's slice
+    sliced_coef = dlogp if softmax_coef is None else softmax_coef  # of every slice; dlogp is only in the target's
     sliced_coef = sliced_coef.masked_fill(outside, float("nan"))
     sliced = options._replace(ignore_index=_IGNORED)
     rows = slice(0, slab)
@@ -337,8 +337,7 @@ def _select(results: LogProbs, which: slice) -> LogProbs:
 
 
 def _gradients(*args: Any, **options: Any) -> None:
-    """`row_log_prob_gradients` with a fallback of its own, since it overwrites logits.
-
-    Repeating the whole backward would read gradients as logits.
+    """`row_log_prob_gradients`, repeated alone where a configuration fails: it overwrites logits, so that repeating the
+    whole backward would read gradients as logits.
     """
     with_fallback(partial(row_log_prob_gradients, *args, **options))()

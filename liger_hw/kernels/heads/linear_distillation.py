@@ -49,14 +49,14 @@ class DistillationCall(NamedTuple):
     needs: Needs = Needs()
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether backward divides the gradients by the mean's denominator, which would underflow in fp16 before."""
+        """Whether backward divides by the mean's denominator, not the forward: fp16 gradients would underflow."""
         return dtype is torch.float16 and self.per_row != 0 and any(self.needs)
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
     """The specification in plain torch, of a soft loss alone.
 
-    teacher: hidden states, and no logits are rounded; or the probabilities, without teacher_weight
+    teacher: hidden states, and logits are not rounded; or, without teacher_weight, probabilities
     """
     if teacher_weight is None:
         logits = reference_logits(x, weight), teacher.detach()
@@ -69,10 +69,10 @@ def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, op
 def linear_distillation_operator(
     op: str, tunable: Tunable, scale: int = 1, prefer_large: bool = False, fp32_logits: bool = False
 ) -> Any:
-    """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, stats for a division in backward).
+    """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, the share if backward divides).
 
-    scale, prefer_large: see `plan_chunks`; the latter matters where a weight gradient is summed in its own dtype
-    fp32_logits: of two heads without biases, whose logits are not rounded to the heads' dtype
+    scale, prefer_large: see `plan_chunks`; prefer_large has no effect with an fp32 weight gradient fp32_logits: logits
+    are not rounded to the heads' dtype; for two heads without biases
     """
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class LinearDistillationFunction(Function):
 def linear_distillation(
     op: str, operator, x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int, accum_dtype
 ) -> torch.Tensor:
-    """Check the arguments of a public function that has a soft loss alone, and run it."""
+    """Check the arguments of a public function with only a soft loss, and run it."""
     if teacher_weight is None:
         check_tensors(op, student_input=x, student_weight=weight, target=teacher)
     x, weight, _ = checked_head(op, x, weight, names=STUDENT)

@@ -24,15 +24,15 @@ fp32.
 
 Memory. With LIGER_HW_LOSS_MEMORY_MIB set, a chunk has as many rows as fit beside the gradients. Unset, it has as many
 as fit 1 GiB together with the weight's gradient, or a third of that gradient's size where this is more. A chunk has at
-least MIN_ROWS rows, twice as many where every chunk reads and writes an fp32 weight gradient. It has at most MAX_ROWS,
-or as many as have logits no larger than the gradient of x, if these are more. Divergences (`prefer_large`) may have
+least MIN_ROWS rows, twice as many where every chunk reads and writes an fp32 weight gradient. It has at most MAX_ROWS
+rows, or more where its logits are still no larger than the gradient of x. Divergences (`prefer_large`) may have
 MAX_ROWS_DIVERGENCE rows, and with one head as much memory as the weight's gradient.
 
-Ignored rows (prompts, padding) can be left out of the products, whose size must be known on the host. Labels are there
-long before the logits: `CountedRows(labels)`, first in a step, counts them on the device and starts the copy of one
-number, which has arrived when the loss asks. Patched models do so by themselves; a training loop of your own passes it
-on, as `liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while a
-graph is captured nothing is counted, and every row is computed.
+Ignored rows (prompts, padding) can be left out of the products, whose size must be known on the host. The labels are
+known long before the logits: `CountedRows(labels)`, called first in a step, counts them on the device and starts to
+copy the count, which has arrived by the time the loss needs it. Patched models do so by themselves; your own training
+loop passes `liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while
+a graph is captured nothing is counted, and every row is computed.
 
 Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times the error of one
 GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. For a loss with targets a running sum
@@ -66,13 +66,13 @@ MAX_PLAIN_CHUNKS = 2
 MAX_CHUNKS = 4
 MAX_CHUNKS_WITH_TARGETS = 8
 MIN_SPLIT_VOCAB = 1024
-"""A vocabulary below this size is one product even if unaligned: too many rows' targets would be in the rest."""
+"""Smaller vocabularies are not split by `gemm_columns`: many rows would have their target in the rest (see `dx_of`)."""
 MIN_PART = 256
 """Rows of fp32 logits that are computed at a time, at least: a GEMM of fewer rows is bound by reading the weight."""
 _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
 MAX_SHARE = 31 / 32
-"""Share of rows that count above which none is left out: gathering rows and scattering their gradient has its price."""
+"""Ignored rows are left out only if at most this share remains, since gathering and scattering rows takes time."""
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def _misfit(x: torch.Tensor, weight: torch.Tensor, dims: int, names: tuple[str, 
 
 
 def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor) -> bool:
-    """Whether `accum_dtype` asks for an fp32 buffer that the weight's own dtype is not."""
+    """Whether the weight's gradient needs an fp32 buffer: accum_dtype is fp32, and the weight's dtype is narrower."""
     if accum_dtype not in (None, torch.float32, weight.dtype):
         check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
     return accum_dtype is torch.float32 and weight.dtype.itemsize < 4
@@ -136,9 +136,9 @@ def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor)
 class CountedRows:
     """The number of rows of `labels` (any shape) that are not ignore_index, on its way to the host.
 
-    labels: a tensor, or several of which the loss takes one: the largest of their counts.
-    The labels of the loss may be these, or these with some more rows ignored (shifted by one, say): what counts is that
-    no other row counts. A loss in which more rows count raises on the device.
+    labels: a tensor, or a tuple of tensors where it is not known yet which one the loss will take: their largest count.
+    The loss may ignore more rows than these labels do (labels shifted by one, say), but not fewer: a larger count in
+    the loss raises on the device.
     """
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
@@ -156,7 +156,7 @@ class CountedRows:
         self._arrived.record()
 
     def most(self) -> int | None:
-        """The count, waiting for its copy if it must; None where nothing was counted, or this is no moment to wait.
+        """The count, after waiting for its copy; None if nothing was counted, in torch.compile or in a graph capture.
 
         It waits for what was queued on the device before the copy, not for what was queued after it.
         """
@@ -193,10 +193,10 @@ def remaining_rows(
     if most is None or most > MAX_SHARE * target.shape[0]:
         return None
     ignored = target == ignore_index
-    order = torch.argsort(ignored.to(torch.uint8), stable=True)  # the rows that count first, each part in order
+    order = torch.argsort(ignored.to(torch.uint8), stable=True)  # rows that are not ignored come first, in order
     if compact is not True:
         fits = (target.shape[0] - ignored.sum()) <= most
-        private.assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
+        private.assert_async(fits, f"{op}: more rows count than the CountedRows in compact; count these labels")
     return order[:most]
 
 
@@ -260,7 +260,7 @@ def plan_chunks(
     if budget is None:
         share = gradient if prefer_large and heads == 1 else gradient // 3
         room = max((scale * DEFAULT_MIB << 20) - gradient - sums, 0 if wide else share)
-        # their logits are no larger than the gradient of x
+        # rows whose logits are no larger than the gradient of x
         free = n_rows * hidden // (vocab * scale * heads) if gradients else 0
         largest = scale * max(smallest, MAX_ROWS_DIVERGENCE if prefer_large else MAX_ROWS, free)
         rows = min(room // row_bytes, largest)
@@ -349,7 +349,7 @@ def _divided(n_rows: int, rows: int, step: int, even_above: int | None) -> tuple
     count = cdiv(n_steps, tall)
     if not _is_tall(tall, even_above) or count < 2:
         steps = [n_steps // count + (i < n_steps % count) for i in range(count)]
-    else:  # whole ones, then two that share what is left
+    else:  # chunks of `tall` steps, then two that share the rest
         left = n_steps - (count - 2) * tall
         half = _even_if_tall(cdiv(left, 2), even_above, 1)
         steps = [tall] * (count - 2) + [half, left - half]
@@ -374,7 +374,7 @@ def _even_if_tall(steps: int, even_above: int | None, change: int) -> int:
 def _at_most(
     most: int, n_rows: int, rows: int, row_bytes: int, weight: int, wide: bool, device: torch.device | None
 ) -> Chunks:
-    """Chunks of `rows` rows; where they are more than `most`, larger ones or a wide gradient of `weight` elements."""
+    """Chunks of `rows` rows; if those are more than `most`, larger chunks or a wide gradient of `weight` elements."""
     if len(divide(n_rows, rows, device)) > most:
         fewer = STEP * _even_if_tall(cdiv(cdiv(n_rows, STEP), most), _even_above(device), 1)
         rows, wide = _larger_or_wide(rows, fewer, row_bytes, weight)
@@ -407,9 +407,8 @@ class HeadGradients:
     dbias [vocab], accumulated in fp32 (fp64 for fp64).
 
     needs: which of x, weight and bias have a gradient
-    targets: [rows of the sweep], in its order: the columns whose entries are accumulated separately
-    (`head_targets.py`).
-        Any column gives the right sum; a column outside the vocabulary has no entry.
+    targets: [rows of the sweep], in its order: the column of each row that is accumulated separately
+    (`head_targets.py`). The sum is right for any column; a column outside the vocabulary is skipped.
     plain: accumulate the targets' entries with torch operations, without Triton kernels
     """
 
@@ -449,7 +448,7 @@ class HeadGradients:
             dweight_of(dlogits, x, self.dweight, start == 0)
 
     def add_dx(self, dlogits: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int) -> None:
-        """Only dx of what `add` does, with the same arguments."""
+        """`add` for dx alone, with the same arguments."""
         if isinstance(rows, slice):
             dx_of(dlogits, weight, self.dx[rows], True)
         else:
@@ -476,7 +475,7 @@ class HeadGradients:
 def scale_gradients(
     grads: Sequence[torch.Tensor], needs: Sequence[bool], grad_output: torch.Tensor, stats: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """A whole backward: `scale_gradient` of every gradient that a forward saved; None where not needed."""
+    """The backward of a fused loss: `scale_gradient` of each gradient that the forward saved, or None."""
     kept = graph_is_kept()
     nan = float("nan")  # inf times terms of both signs sums to nan, but inf times their saved sum would be inf
     grad_output = torch.nan_to_num(grad_output, nan=nan, posinf=nan, neginf=nan)
@@ -625,7 +624,7 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> No
     for columns in _columns_of(logits):
         if logits.dtype == x.dtype:
             torch.mm(x, weight[columns].t(), out=logits[:, columns])
-        else:  # transposed: it is the first factor that `add_product` may have to convert, a slice at a time
+        else:  # transposed, because `add_product` may convert its first factor, a slice at a time
             add_product(logits[:, columns].t(), weight[columns], x.t(), True)
 
 
@@ -637,7 +636,7 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
     """The first rows of logits [tile, vocab] = x @ weight^T, x [at most tile, hidden], by a product of tile rows.
 
     A GEMM library chooses its kernel, and with it the order of a row's sums, from the sizes and the alignment of a
-    product. Of this one both are always the same, so a row's logits do not depend on the rows beside it.
+    product. Here both are always the same, so a row's logits do not depend on the rows beside it.
     """
     rows = x.new_zeros((logits.shape[0], x.shape[1]))
     rows[: x.shape[0]] = x
@@ -647,7 +646,8 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
 def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: bool) -> None:
     """dx = dlogits @ weight if first, else dx += dlogits @ weight.
 
-    The unaligned rest comes first: its sum is rounded once more, and is small but for rows whose target is in it.
+    The unaligned rest comes first. Its product is rounded once more than the other; it is small, except in rows whose
+    target is in the rest.
     """
     for columns in _columns_of(dlogits):
         add_product(dx, dlogits[:, columns], weight[columns], first)
@@ -690,7 +690,7 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool
                 raise
             _fp32_result[kind] = False
     b = b.to(out.dtype)
-    for start in range(0, out.shape[0], _FP32_SLICE):  # the whole of `a` in fp32 would take twice the logits' memory
+    for start in range(0, out.shape[0], _FP32_SLICE):  # all of `a` in fp32 would take twice the logits' memory
         part = a[start : start + _FP32_SLICE].to(out.dtype)
         into = out[start : start + _FP32_SLICE]
         torch.mm(part, b, out=into) if first else into.addmm_(part, b)

@@ -6,9 +6,9 @@ Packing, four weights a byte: with K = 4 P, byte p of a column holds w[p], w[P +
 plus one, from its low bits to its high ones. A K that is no multiple of four is filled up with zero bits (which unpack
 to -1).
 
-The weights are unpacked to int8 and multiplied by the vendor's integer GEMM where torch has one, not by a kernel of
-ours: at training sizes the product is what costs, while for a handful of rows the 8-bit copy of the weights does (4
-bytes written and read for each packed one). No gradient, no tuning: so this is no op of the registry.
+The weights are unpacked to int8 and multiplied by the vendor's integer GEMM where torch has one, not by a Triton
+kernel. At training sizes the GEMM dominates; for a few rows the int8 copy of the weights does (4 bytes written and read
+for each packed byte). It has no gradient and nothing to tune, so it is not in the registry.
 
 Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is taken from transformers' BitNet
 integration
@@ -27,8 +27,7 @@ _EXACT = 1 << 15
 
 
 def pack_weights(intweights: torch.Tensor, bits: int = 2) -> torch.Tensor:
-    """[K, ...] integers in {-1, 0, 1, 2} -> [ceil(K / 4), ...] uint8. Raises `ValueError` for other widths than 2
-    bits."""
+    """[K, ...] integers in {-1, 0, 1, 2} -> [ceil(K / 4), ...] uint8. Raises `ValueError` unless bits is 2."""
     check(bits == 2, "pack_weights", f"bits must be 2, got {bits}")
     check(intweights.dim() > 0, "pack_weights", "intweights must have at least one dimension")
     rows = cdiv(intweights.shape[0], _PER_BYTE)
@@ -39,7 +38,7 @@ def pack_weights(intweights: torch.Tensor, bits: int = 2) -> torch.Tensor:
 
 
 def unpack_weights(packed: torch.Tensor, bits: int = 2) -> torch.Tensor:
-    """[P, ...] uint8 -> [4 P, ...] int32 in {-1, 0, 1, 2}. Raises `ValueError` for other widths than 2 bits."""
+    """[P, ...] uint8 -> [4 P, ...] int32 in {-1, 0, 1, 2}. Raises `ValueError` unless bits is 2."""
     check(bits == 2, "unpack_weights", f"bits must be 2, got {bits}")
     check(packed.dtype is torch.uint8, "unpack_weights", f"packed must be uint8, got {packed.dtype}")
     return _unpacked(packed).to(torch.int32)
@@ -71,7 +70,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _by_vendor(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The vendor's product, which wants more than 16 rows and multiples of 8: filled up with zeros, cut off again."""
+    """The vendor's GEMM, on operands padded with zeros: it needs more than 16 rows, and multiples of 8 elsewhere."""
     rows, columns = a.shape[0], weights.shape[1]
     k = 8 * cdiv(a.shape[1], 8)
     a = torch.nn.functional.pad(a, (0, k - a.shape[1], 0, max(0, 32 - rows)))

@@ -2,9 +2,9 @@
 
     y[t, c] = sum over i < taps of weight[c, taps - 1 - i] * x[t - i, c]
 
-x is zero before a sequence, and before the document that seq_idx [batch, tokens] says token t belongs to. A forward
-kernel reads each tile once from memory, and its earlier tokens again from the cache. A backward kernel walks over the
-tokens of BLOCK_R runs of BLOCK_L tokens at once, with the last four tokens of x and of the convolution's gradient in
+x is zero before the first token of the sequence, or of token t's document (seq_idx [batch, tokens]). A forward kernel
+reads each tile once from memory, and its earlier tokens again from the cache. A backward kernel walks over the tokens
+of BLOCK_R runs of BLOCK_L tokens at once, with the last four tokens of x and of the convolution's gradient in
 registers: each is read once, and the gradient of token t - 3 is complete when token t is known.
 """
 
@@ -49,7 +49,7 @@ def document(Idx_ptr, row, t, n_tokens):
 
 @triton.jit
 def within(x, index, other, Idx_ptr, BACK: tl.constexpr, TAPS: tl.constexpr):
-    """x where both tokens are of one document and the convolution has that tap, else zero; x may be inf there."""
+    """x where both tokens are of one document and the convolution has that tap, else zero, even for an infinite x."""
     if BACK >= TAPS:
         x = tl.zeros_like(x)
     elif Idx_ptr is not None:
@@ -65,7 +65,7 @@ def store_tap_sums(DW_ptr, cols, col_mask, dw, BACK: tl.constexpr, TAPS: tl.cons
 
 
 def conv_key(n_rows: int, width: int, itemsize: int) -> tuple[int, ...]:
-    """width: columns of a tile; rows only as few or many."""
+    """width: columns of a tile. From 4096 rows on, all numbers of rows have the same key."""
     return width, min((n_rows - 1).bit_length() if n_rows > 1 else 0, 13), itemsize
 
 

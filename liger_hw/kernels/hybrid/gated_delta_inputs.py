@@ -65,7 +65,7 @@ def gated_delta_inputs_reference(qkv, weight, b, a, A_log, dt_bias, n_k_heads, k
 
 @triton.jit
 def _head(head, n_k_heads, n_v_heads, k_dim, v_dim, BLOCK_D: tl.constexpr):
-    """(its first channel in qkv, its first in a row of q, k or v, that row's width, which channels there are)."""
+    """(first channel in qkv, first column in a row of q, k or v, width of that row, column mask) of a head."""
     is_v = head >= 2 * n_k_heads
     dim = tl.where(is_v, v_dim, k_dim)
     first = tl.where(is_v, 2 * n_k_heads * k_dim + (head - 2 * n_k_heads) * v_dim, head * k_dim)
@@ -75,7 +75,7 @@ def _head(head, n_k_heads, n_v_heads, k_dim, v_dim, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _of_head(head, n_k_heads, Q_ptr, K_ptr, V_ptr):
-    """The tensor among three that a head lies in."""
+    """The one of three tensors that a head is in."""
     return tl.where(head < n_k_heads, Q_ptr, tl.where(head < 2 * n_k_heads, K_ptr, V_ptr))
 
 
@@ -165,7 +165,7 @@ def _gated_delta_inputs_bwd_kernel(
     x1, x2, x3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     mask = (start < n_tokens)[:, None] & col_mask[None, :]
     dy_next = tl.load(DY_ptr + (row + start)[:, None] * width, mask=mask, other=0.0)
-    # what d begins with reaches no store; begun alike, Triton 3.6 and 3.7 fold d2 and d3 to what they begin with
+    # initial values that reach no store; were they equal, Triton 3.6 and 3.7 would take d2 and d3 for constants
     d1, d2, d3 = x1, x2, x3
     dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     dw1, dw2, dw3 = dw0, dw0, dw0
@@ -184,7 +184,7 @@ def _gated_delta_inputs_bwd_kernel(
             rstd = tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
             y *= rstd
             dy = rstd * (dy - y * tl.sum(dy * y, axis=1)[:, None])
-        # past the end, where eps=0 leaves a norm of 0, every dy is zero
+        # zero past the end, where dy is nan if eps=0
         d0 = tl.where((t < n_tokens)[:, None], dy * sigmoid * (1.0 + z * (1.0 - sigmoid)), 0.0)
         counted = tl.where(step < BLOCK_L, d0, 0.0)
         dw0, dw1, dw2, dw3 = dw0 + counted * x0, dw1 + counted * x1_, dw2 + counted * x2_, dw3 + counted * x3_
@@ -206,7 +206,7 @@ def _gated_delta_inputs_bwd_kernel(
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), right also where exp(x) is lost beside 1."""
+    """log(1 + exp(x)), accurate even where 1 + exp(x) rounds to 1."""
     e = tl.exp(-tl.abs(x))
     u = 1.0 + e
     log = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -364,14 +364,14 @@ def _misfit(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
     rest, n_v_heads = qkv.shape[-1] - 2 * heads.n_k_heads * heads.k_dim, A_log.shape[0]
     if n_v_heads < 1 or rest < 1 or rest % n_v_heads or rest > WIDEST * n_v_heads:
         return (
-            f"qkv must have 2 * n_k_heads * k_dim channels and for each of the {n_v_heads} heads of A_log as many more,"
+            f"qkv must have 2 * n_k_heads * k_dim channels and equally many for each of A_log's {n_v_heads} heads,"
             f" at most {WIDEST}, got {qkv.shape[-1]} with n_k_heads={heads.n_k_heads}, k_dim={heads.k_dim}"
         )
     return check_taps(weight)
 
 
 WIDEST = 512
-"""Dimensions of a head: one program has them all, for the norm."""
+"""Most dimensions of a head, which one program holds for the norm."""
 _TENSORS = "Tensor qkv, Tensor weight, Tensor b, Tensor a, Tensor A_log, Tensor dt_bias, Tensor? seq_idx"
 _SHAPES = (
     "qkv [batch, tokens, n]; weight [n, taps]; b, a [batch, tokens, heads]; A_log, dt_bias [heads]; "
@@ -417,8 +417,8 @@ def liger_gated_delta_inputs(
     qkv: [batch, n_tokens, channels], the projected queries and keys, of n_k_heads heads of k_dim each, and values, of
     as many heads as A_log has; weight: [channels, taps], a causal depthwise Conv1d's weight.squeeze(1), with at most
     four taps; b, a: [batch, n_tokens, n_v_heads]; A_log, dt_bias: [n_v_heads]. fp32, fp16 or bf16 (fp64 too on the
-    CPU). seq_idx: [batch, n_tokens], int64 or int32, the document of each token, whose convolution sees no other; None
-    is one document a row. eps: added to the sum of squares of q and k; 0 makes NaN of zeros, as padding is. Returns q,
+    CPU). seq_idx: [batch, n_tokens], int64 or int32, the document of each token, which bounds its convolution; None is
+    one document a row. eps: added to the sum of squares of q and k; with 0, zeros such as padding give NaN. Returns q,
     k [batch, n_tokens, n_k_heads, k_dim], v [batch, n_tokens, n_v_heads, v_dim] and beta in the dtypes of qkv and b,
     and g in fp32. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2412.06464
     """

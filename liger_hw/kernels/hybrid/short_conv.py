@@ -109,7 +109,7 @@ def _short_conv_bwd_kernel(
     u1, i1 = _product(BCX_ptr, Idx_ptr, row, first - 1, n_tokens, n_cols, cols)
     u2, i2 = _product(BCX_ptr, Idx_ptr, row, first - 2, n_tokens, n_cols, cols)
     u3, i3 = _product(BCX_ptr, Idx_ptr, row, first - 3, n_tokens, n_cols, cols)
-    # d1 to d3 start with values that reach no store, three different ones: Triton 3.6 and 3.7 would fold equal ones
+    # initial values that reach no store; were they equal, Triton 3.6 and 3.7 would take d2 and d3 for constants
     d1, d2, d3 = u1, u2, u3
     dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     dw1, dw2, dw3 = dw0, dw0, dw0
@@ -214,7 +214,7 @@ def liger_short_conv(bcx: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Ten
 
     bcx: [batch, n_tokens, 3 * n_cols]; weight: [n_cols, taps], a Conv1d's weight.squeeze(1), with at most four taps;
     fp32, fp16 or bf16 (fp64 too on the CPU). seq_idx: [batch, n_tokens], int64 or int32, the document of each token,
-    which sees no other; None is one document a row. Returns [batch, n_tokens, n_cols] in bcx's dtype. Raises
+    which bounds its convolution; None is one document a row. Returns [batch, n_tokens, n_cols] in bcx's dtype. Raises
     `ValueError` for shapes, dtypes or devices that do not fit.
     """
     return ShortConvFunction.apply(bcx, weight, seq_idx)
@@ -224,7 +224,7 @@ WORKLOADS = {"lfm2_1b": (1, 8192, 2048), "lfm2_8b_a1b": (4, 4096, 2048), "lfm2_3
 
 
 def documents(batch: int, n_tokens: int, device: torch.device) -> torch.Tensor:
-    """seq_idx of documents of five tokens."""
+    """seq_idx with documents of five tokens."""
     return (torch.arange(n_tokens, device=device, dtype=torch.int32) // 5).repeat(batch, 1)
 
 

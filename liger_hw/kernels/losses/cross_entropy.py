@@ -2,8 +2,8 @@
 
 For a row with logits s, target y, class weights w (1 if absent), smoothing e and lse = log(sum(exp(s))):
     loss = (1 - e) * w[y] * (lse - s[y]) + e / n_cols * sum_c w[c] * (lse - s[c])  +  lse_square_scale * lse^2
-A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss: unweighted, part of the loss,
-returned apart on request. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
+A softcap replaces s by softcap * tanh(s / softcap) first. The last term, the z-loss, is not weighted; on request it is
+returned separately too. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
     none  the loss of every row      sum  their sum
     mean  the sum divided by the sum of w[y] (torch's rule), the z-loss by the number of rows that count; 0 / 0 is nan
 Everything is computed in fp32, the loss rounded to the logits' dtype as torch does (fp32 under autocast).
@@ -11,8 +11,8 @@ Everything is computed in fp32, the loss rounded to the logits' dtype as torch d
 The forward reads a row twice at most: once to find lse by blocks, then in reverse order (the last blocks are still in
 cache) to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is all that is
 saved. Backward multiplies it by the incoming gradient, which the kernel reads on the device: if that is 1, the kernel
-returns at once. In fp16 backward also divides by the mean's denominator: in forward p / n_rows would underflow, as
-the gradient scaler's factor comes with the incoming gradient.
+returns at once. In fp16 backward also divides by the mean's denominator: in the forward p / n_rows would underflow,
+since the gradient scaler's factor is in the incoming gradient.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
 label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567; z-loss: PaLM, https://arxiv.org/abs/2204.02311
@@ -103,9 +103,9 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
 
 
 def reference_gradient(logits, target, weight, options: Options, row_grads=None) -> torch.Tensor:
-    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64: the formula the kernel has.
+    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64, by the kernel's formula.
 
-    Not by autograd: a fake runs this, and a GPU's backward is in a thread without the mode of fake tensors.
+    Not by autograd: fake tensors run this too, and autograd's thread for a GPU does not have the fake tensor mode.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     s, slope = logits.to(wide), 1.0
@@ -136,7 +136,7 @@ def reference_gradient(logits, target, weight, options: Options, row_grads=None)
 
 
 def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
-    """The results of `reference_losses` as an operator returns them: of its dtype, and `absent` where not returned."""
+    """The results of `reference_losses` as an operator returns them: in its dtype, `absent` for those not asked for."""
     loss, z_loss, hits, top = outputs
     nothing = absent(hits)
     extras = (t if returned else nothing.clone() for t, returned in zip((z_loss.to(dtype), hits, top), options.extra))
@@ -215,7 +215,7 @@ class CrossEntropyFunction(Function):
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None or not ctx.needs_input_grad[0]:
             return None, None, None, None
-        grad, stats = ctx.saved_tensors  # once: a checkpoint refuses to give them again
+        grad, stats = ctx.saved_tensors  # read once: under activation checkpointing a second read raises
         return scale_gradient(grad, grad_output, stats), None, None, None
 
 

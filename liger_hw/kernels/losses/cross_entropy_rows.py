@@ -42,7 +42,7 @@ class CrossEntropyOutput:
 class Options(NamedTuple):
     """The options of a cross entropy as its operators take them, under the names of `liger_cross_entropy`'s arguments.
 
-    `cross_entropy_options` makes them of what a user passes. softcap: 0.0 for none
+    `cross_entropy_options` makes them from public arguments. softcap: 0.0 for none
     """
 
     ignore_index: int = -100
@@ -66,7 +66,7 @@ class Options(NamedTuple):
         return self.return_token_accuracy or self.return_predicted_tokens
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
+        """Whether backward divides by the mean's denominator, not the forward: p / n_rows underflows in fp16."""
         return dtype is torch.float16 and self.reduction == MEAN
 
 
@@ -167,7 +167,7 @@ def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int)
 def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Tensor, ignore_index: int) -> None:
     """`check_targets` on the CPU or with LIGER_HW_CHECK_TARGETS=1, elsewhere an assertion on the device.
 
-    A tensor in a compiled graph has no values to look at, nor has a fake one, by which kernels are compiled ahead.
+    Nothing is checked inside torch.compile or for fake tensors (compiling ahead), which have no values.
     """
     if type(target) is not torch.Tensor or torch.compiler.is_compiling():
         return
@@ -189,7 +189,8 @@ def assert_on_device(holds: torch.Tensor, message: str) -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-# One number of a row is loaded or stored there, so that alignment changes no code: chunks begin anywhere.
+# Excluded from alignment specialisation: a program accesses one element of each, so that wider accesses gain nothing,
+# and chunks begin at any row.
 @triton.jit(
     do_not_specialize=["ignore_index"],
     do_not_specialize_on_alignment=["Y_ptr", "GO_ptr", "LOSS_ptr", "Z_ptr", "TOP_ptr"],
@@ -226,7 +227,7 @@ def _cross_entropy_fwd_kernel(
     STATS: the numbers of the call, see `_cross_entropy_stats_kernel`. VECTOR: as in rows/row.py; 0 where the padding
     between rows may be accessed, and DX has the stride of X.
     """
-    # what the first sweep asked to keep is let go by the second, which is the last to need it
+    # the first sweep keeps the row in cache for the second, which needs it last
     AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""
     ARGMAX: tl.constexpr = TOP_ptr is not None
     row = tl.program_id(0).to(tl.int64)
@@ -253,7 +254,7 @@ def _cross_entropy_fwd_kernel(
 
     # Read before the first sweep: its reductions are the barrier between this and another warp's gradient at y.
     inside = (y >= 0) & (y < n_cols)
-    y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
+    y_read = tl.where(inside, y, 0)  # an invalid target must not be used as an index; its row becomes nan
     s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
     if BIAS_ptr is not None:
         s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
@@ -327,7 +328,7 @@ def _cross_entropy_fwd_kernel(
 
 
 def loss_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """`rows_heuristic`, with tiles of 16384 columns for rows of more than 65536, which an H200 reads faster so."""
+    """`rows_heuristic`, with tiles of 16384 columns for rows of more than 65536, which is faster on an H200."""
     config = rows_heuristic(target, key)
     if key[0] <= 65536:
         return config
@@ -419,9 +420,9 @@ def _cross_entropy_stats_kernel(
     MEAN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program. STATS [8], the numbers of a call on the device: 0 and 1 the shares a mean gives to the loss, 1 / sum
-    of w[y], and to the z-loss, 1 / counted rows (1 each unless MEAN); 2 the sum of w; 3 1 / counted rows; 4 the share
-    of the loss again, 1 where no row counts; 5 to 7 the three options."""
+    """One program computes STATS [8], the numbers of a call. 0: the factor of the loss, for MEAN 1 / sum of w[y], else
+    1; 1: the factor of the z-loss, for MEAN 1 / counted rows, else 1; 2: the sum of w; 3: 1 / counted rows; 4: as 0,
+    but 1 where no row counts; 5 to 7: the three options."""
     counted = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
     outside = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
     weights = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -469,7 +470,7 @@ def _cross_entropy_sum_kernel(
     ignore_index,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program sums the rows' results, in a fixed order. Shares in STATS are infinite when no row counts: nan.
+    """One program sums the rows' results, in a fixed order. If no row counts, STATS' factors are inf and a mean nan.
 
     HIT: the share of the counted rows whose largest logit is the target.
     """

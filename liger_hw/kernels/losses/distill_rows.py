@@ -6,13 +6,14 @@ y = log_softmax(t / T):
            or 1 - cosine(s, t)
     hard = -log_softmax(s)[label], optional
     d soft / ds[c] = (g[c] - e^x[c] * sum(g)) / T with g = d soft / dx
-One launch sweeps a row two or three times: for the sums of exponentials, for the loss and sum(g), which JSD and TVD
-need both sums for (the other kinds find theirs in the first sweep), and for the gradient, which may overwrite the
-student's logits. Every sweep goes the opposite way of the one before: what was read last is in cache.
+One launch sweeps a row two or three times: for the sums of exponentials; with JSD and TVD for the loss and sum(g),
+which other kinds compute in the first sweep; and for the gradient, which may overwrite the student's logits. Each sweep
+runs in the opposite direction of the one before, since what was read last is in cache.
 
-The arithmetic takes longer than reading both rows. Hence exponentials and logarithms of base 2, one logarithm for JSD's
-mixture and none of a probability (a logit less its log-sum-exp), running maxima and sums for each lane, reduced at the
-row's end, and no masks but in a row's last tile. A lane is what a thread loads at once: GROUP neighbouring columns.
+The arithmetic takes longer than reading both rows. To save instructions, exponentials and logarithms have base 2; only
+JSD's mixture takes a logarithm, since a log-probability is a logit minus its log-sum-exp; each lane has a running
+maximum and sum, combined at the row's end; and only a row's last tile is masked. A lane is what a thread loads at once:
+GROUP neighbouring columns.
 
     for start, logits, teacher in sweep(chunks, x, weight, grads, second=(x2, weight2)):
         distill_rows(plan, logits, teacher, labels, share, options, out, dlogits=logits, row_start=start)
@@ -110,10 +111,10 @@ def distill_slopes(
 @triton.jit
 def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
     """A tile of a row in fp32, columns counted from the body's first (rows/row.py). MASKED: the row ends in it, and
-    columns beyond it are `outside`.
+    columns behind its end get the value `outside`.
 
-    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1. The
-    last of these may end behind the tensor, within its last 16 bytes; `outside` replaces what it reads there.
+    The load's mask ends at n_stored, or after a whole vector where VECTOR > 1, so that loads stay wide. The last vector
+    may end behind the tensor, within its last 16 bytes; `outside` replaces what is read there.
     """
     if MASKED:
         reached = cols < n_stored
@@ -134,7 +135,7 @@ def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl
 
 @triton.jit
 def raised(x, m):
-    """(running maximum of every lane after a tile x [lanes, group], its increase, x less the maximum)."""
+    """(running maximum of every lane after a tile x [lanes, group], its increase, x minus the maximum)."""
     higher = tl.maximum(m, tl.max(x, axis=1))
     return higher, higher - m, x - higher[:, None]
 
@@ -143,7 +144,7 @@ def raised(x, m):
 def _moved(moment, weights, by):
     """sum(w * (d + by)) from `moment` = sum(w * d) and `weights` = sum(w).
 
-    0 where the weights are, even for an infinite `by`.
+    0 where the weights are 0, even for an infinite `by`.
     """
     return moment + tl.where(weights == 0.0, 0.0, weights * by)
 
@@ -192,8 +193,8 @@ def scan_pair(
     """The first sweep: (maxima and sums of exponentials of s, the same of t, sums at temperature 1, terms) by lane.
 
     Every lane has its own maximum and sums: no thread waits for another until the row is read. The maximum begins at
-    the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan. The terms (of KL,
-    KL_LOG and RKL) are about the maxima. For KL, t are probabilities, and their sums stand for sums of exponentials.
+    the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan. The terms (of KL, KL_LOG
+    and RKL) are of logits minus the maxima. For KL, t are probabilities, and their sums stand for sums of exponentials.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LANES_T: tl.constexpr = KIND != 0
@@ -243,7 +244,7 @@ def scan_pair(
 def loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND: tl.constexpr):
     """(maximum and log2 of the sum of exponentials of s, the same of t, soft loss, dot) of a row, put together.
 
-    dot: what the sum of the slopes is, see `_distill_kernel`. JSD and TVD have both by `compare_pair`.
+    dot: the sum of the slopes, see `_distill_kernel`. For JSD and TVD, `compare_pair` computes loss and dot.
     """
     LN2: tl.constexpr = 0.6931471805599453
     m_s = tl.max(top_s)
@@ -318,7 +319,7 @@ def compare_pair(
                 q = tl.exp2(x)
                 one += tl.abs(q - p)
                 two += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-    known = 0.0 * (l_s + l_t)  # nan where a logit is: the maxima of jsd_of lose it
+    known = 0.0 * (l_s + l_t)  # nan where a logit is nan: the maxima in jsd_of would drop it
     if KIND == 3:
         dot = LN2 * (1.0 - beta) * tl.sum(two) + known
         soft = dot - LN2 * beta * tl.sum(one)
@@ -393,9 +394,9 @@ def _slope_tile(
     HARD: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The gradient of a tile's student logits, but for the hard loss's share at the label.
+    """The gradient of a tile's student logits, without the hard loss's term at the label.
 
-    Of a cosine, l_s, l_t and q_coef stand for 1 / |s|^2, 1 / (|s| |t|) and the cosine.
+    For a cosine, l_s, l_t and q_coef are 1 / |s|^2, 1 / (|s| |t|) and the cosine.
     """
     if KIND == 5:
         ds = soft_slope * (q_coef * s * l_s - t * l_t)
@@ -620,7 +621,7 @@ def distill_rows(
     n, n_cols = student.shape
     if not n:
         return
-    assert dlogits is None or dlogits.stride(0) == student.stride(0), "the buffers of one sweep have one row stride"
+    assert dlogits is None or dlogits.stride(0) == student.stride(0), "dlogits must have the row stride of student"
     hard = _NO_HARD
     if out.hard is not None or options.hard_weight:
         hard = _HARD_SHARED if options.temperature == 1.0 and options.kind != COSINE else _HARD_APART

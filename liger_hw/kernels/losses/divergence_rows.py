@@ -9,9 +9,9 @@ Every kind is a sum over the columns of a term f(x, y) whose derivative in x nee
     TVD      |x - y| / 2                         both probabilities                         sign(x - y) / 2, 0 at a tie
 
 A probability of zero (a log-probability of -inf) contributes nothing where its factor is zero, never nan.
-So the forward reads x and y once, writes the gradient with the mean's share in it, and a backward has nothing to do but
-multiply by the incoming gradient (cross_entropy_rows.py), which returns at once where that is 1. With reduction="none"
-the terms themselves are the result, and backward computes the derivative again. Everything is computed in fp32.
+So the forward reads x and y once and writes the gradient, divided as the mean is. Backward only multiplies it by the
+incoming gradient (loss_gradient.py), and returns at once where that is 1. With reduction="none" the terms themselves
+are the result, and backward computes the derivative again. Everything is computed in fp32.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def divergence_reference(x, y, labels, options: Divergence):
 def share_reference(
     x: torch.Tensor, labels: torch.Tensor | None, per_row: int, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What one row of x counts in a loss: 1 / (rows that count * per_row), zero where none does; per_row 0 gives 1."""
+    """The factor of each row in a loss: 1 / (counted rows * per_row), zero where no row counts; per_row 0 gives 1."""
     if not per_row:
         return torch.ones((), dtype=dtype, device=x.device)
     n_rows = x.new_ones(x.shape[0]).sum(dtype=dtype) if labels is None else (labels != ignore_index).sum()
@@ -119,7 +119,7 @@ def _per_row(options: Divergence, n_cols: int) -> int:
 
 @triton.jit
 def log2_of(x, FAST_LOG2: tl.constexpr):
-    """log2 of normal numbers; a denormal may count as zero."""
+    """log2 of normal numbers; a denormal may be taken for zero."""
     if FAST_LOG2:
         y = libdevice.fast_log2f(x)
     else:
@@ -268,7 +268,7 @@ def _divergence_kernel(
         )  # fmt: skip
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
-        n_right = tl.where((part == 0) & counts, n_cols - head, -VECTOR)  # no column lies below -VECTOR
+        n_right = tl.where((part == 0) & counts, n_cols - head, -VECTOR)  # -VECTOR masks all columns
         edge_total = _divergence_tile(
             X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, at, edge, n_right, tl.zeros([2 * VECTOR], dtype=tl.float32),
             slope, beta, eps, KIND, "", "", FAST_LOG2,
@@ -322,7 +322,7 @@ def _tunable(op: str) -> Tunable:
 
 
 def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: torch.device) -> torch.Tensor:
-    """[5] fp32 on the device: 1 / (rows that count * per_row), zero where none does; per_row 0 gives 1."""
+    """[5] fp32 on the device: 1 / (counted rows * per_row), zero where no row counts; per_row 0 gives 1."""
     share = torch.empty(5, dtype=torch.float32, device=device)
     if not per_row or labels is None:
         return share.fill_(1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row))
@@ -332,15 +332,15 @@ def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: to
 
 
 def _scales_in_backward(dtype: torch.dtype, options: Divergence) -> bool:
-    """Whether the gradient leaves the forward before the mean's division, which underflows in fp16."""
+    """Whether backward divides by the mean's denominator, not the forward, where the gradient underflows in fp16."""
     return dtype is torch.float16 and options.reduction in (MEAN, BATCHMEAN)
 
 
 def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool, terms=None, dx=None, go=None):
-    """Launch over contiguous-enough inputs; returns the partial sums, or None."""
+    """Launch on inputs with contiguous rows; returns the partial sums, or None."""
     n_rows, n_cols = x.shape
     plan = tunable.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
-    # few rows are shared by several programs each, so that the device is full
+    # with few rows several programs share each row, so that the device is full
     parts = min(cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"]), cdiv(8 * plan.target.multiprocessors, n_rows))
     partial = torch.empty(n_rows * parts, dtype=torch.float32, device=x.device) if sums else None
     args = (x, y, labels, share, go, partial, terms, dx, x.stride(0), y.stride(0), 0 if go is None else go.stride(0))
@@ -353,7 +353,7 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
 def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
     """(the `<op>.fwd` tunable, (forward, backward) operators) of an op; backward is for reduction="none".
 
-    forward(input, target, labels?, dtype, grad, Divergence) -> (loss, gradient or empty, what a later division needs)
+    forward(input, target, labels?, dtype, grad, Divergence) -> (loss, gradient or empty, backward's share or empty)
     """
     tunable = _tunable(op)
 
@@ -453,7 +453,7 @@ def output_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:
 
 
 def divergence(op: str, operators, input, target, labels, options: Divergence, promotes: bool = True) -> torch.Tensor:
-    """Check the arguments of a public function and run it. promotes: the target's dtype counts for the result's."""
+    """Check the arguments of a public function and run it. promotes: the result's dtype depends on target's too."""
     check_tensors(op, input=input, target=target)
     if input.dim() != 2 or not input.shape[1] or input.shape != target.shape:
         shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"

@@ -2,7 +2,7 @@
 
     ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
 Rows whose target is ignore_index have losses and gradient of exactly zero.
-Everything is computed in fp32, and so are the results, which are differentiable one by one.
+Everything is computed in fp32. Both results are fp32 and differentiable.
 Saved for backward: the logits and five fp32 numbers a row, so that backward reads each of them once. The
 arithmetic is the same as in distill_rows.py.
 

@@ -5,8 +5,8 @@ With student log-probabilities x, teacher log-probabilities y, and M = beta e^y 
     beta = 0      = sum of e^y (y - x), the forward KL(teacher || student)
     beta = 1      = sum of e^x (x - y), the reverse KL(student || teacher)
 The loss is the mean over the rows whose label is not ignore_index (all rows without labels); zero where none counts.
-Everything is computed in fp32 about max(x, y), so that small probabilities keep their share;
-the loss in the input's dtype (fp32 under autocast).
+Everything is computed in fp32 relative to max(x, y), so that small probabilities are not lost; the loss has the input's
+dtype (fp32 under autocast).
 Saved for backward: the gradient, which the forward writes in the same pass. The target has no gradient. See
 divergence_rows.py for the kernel.
 

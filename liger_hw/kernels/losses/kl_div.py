@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence of a target distribution from predicted log-probabilities, as torch.nn.KLDivLoss has it.
+"""Kullback-Leibler divergence of a target distribution from predicted log-probabilities, as in torch.nn.KLDivLoss.
 
     term = t (log max(t, eps) - x)          t a probability, 0 where t is 0
     term = e^t (t - x)                      with log_target: t a log-probability
@@ -44,7 +44,7 @@ def liger_kl_div(
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU). reduction: none, sum, mean or batchmean;
     size_average=False and reduce=False are torch's deprecated spellings of sum and none. log_target: whether the target
-    holds log-probabilities. eps: least value whose logarithm is taken of a target probability. Returns the loss, [] or
+    holds log-probabilities. eps: replaces smaller target probabilities inside the logarithm. Returns the loss, [] or
     [n_rows, n_cols], in the dtype that torch promotes the two to. The target gets no gradient.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """

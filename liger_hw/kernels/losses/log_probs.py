@@ -4,7 +4,7 @@ With s = softcap * tanh(logits / softcap) / temperature of a row, p = softmax(s)
     log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax logits == y)
 Rows whose target is ignore_index have results and a gradient of exactly zero.
 
-For a caller that has the logits already: `fused_linear_log_probs` never makes them.
+For a caller that has the logits already; `fused_linear_log_probs` computes the same from hidden states.
 
 Saved for backward: the logits, a log-sum-exp a row, and the entropy. One read of the logits forward, a read and a write
 backward, by the kernels of log_prob_rows.py.
@@ -148,7 +148,7 @@ def _misfit(dlogp, dentropy, logits, target, lse, saved_entropy, options) -> str
 
 
 def entropy_misfit(lse: torch.Tensor, saved_entropy: torch.Tensor, dentropy: torch.Tensor | None) -> str:
-    """What is wrong with the entropies [n_rows] that a forward saved, which only an entropy's gradient needs, or ""."""
+    """Why the saved entropies [n_rows], which only an entropy's gradient needs, do not fit, or ""."""
     if dentropy is not None and saved_entropy.shape != lse.shape:
         return f"saved_entropy must be {list(lse.shape)} for a gradient of the entropy, got {list(saved_entropy.shape)}"
     return ""
@@ -194,7 +194,7 @@ class LogProbsFunction(Function):
         ctx.options, ctx.has_entropy, ctx.inplace = options, return_entropy, inplace
         ctx.mark_non_differentiable(top, *(() if return_entropy else (entropy,)))
         ctx.set_materialize_grads(False)
-        # a row's entropy is small: what backward reads is not what the caller may change in place
+        # a copy, since the caller may change it in place; it is small
         return logp, entropy.clone() if return_entropy and any(ctx.needs_input_grad) else entropy, top
 
     @staticmethod
@@ -209,8 +209,7 @@ class LogProbsFunction(Function):
         if not ctx.inplace or graph_is_kept():
             return log_probs_bwd(*call), None, None, None, None, None
         log_probs_bwd_(*call)
-        # another graph that saved the logits must see the change; the dispatcher, which would count it, is not in the
-        # way
+        # for other graphs that saved the logits; the operator was called without the dispatcher, which would do this
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None, None, None
 
@@ -253,7 +252,7 @@ def liger_log_probs(
 def rows_and_targets(
     op: str, x: torch.Tensor, target: torch.Tensor, ignore_index: int, shift: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
-    """(x [..., width] as rows, their targets, the targets' shape); shift: those are the next tokens of `target`.
+    """(x [..., width] as rows, their targets, the targets' shape); shift: a row's target is the next token.
 
     Raises `TypeError` for an argument that is not a tensor, `ValueError` for shapes that do not fit.
     """

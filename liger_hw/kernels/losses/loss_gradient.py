@@ -30,8 +30,8 @@ def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
 
 @triton.jit
 def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """OUT = G * GO, over the denominator of the mean where the forward left that to backward. In place, where OUT is
-    None, a factor of 1 returns at once.
+    """OUT = G * GO, times STATS[4], 1 / denominator of the mean, where the forward did not divide. Without OUT it is in
+    place, and a factor of 1 returns at once.
 
     TAIL: n_elements is no multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
     """

@@ -49,9 +49,9 @@ def load_logits(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """A tile of logits plus bias in fp32. MASKED: the row ends in it, `outside` stands beyond n_cols.
+    """A tile of logits plus bias in fp32. MASKED: the row ends in it, and columns from n_cols on get `outside`.
 
-    n_stored: where accesses end; one at a multiple of 16 bytes keeps the last tile's accesses wide.
+    n_stored: the column where loads end; at a multiple of 16 bytes the last tile's loads stay wide.
     """
     if MASKED:
         x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
@@ -123,10 +123,10 @@ def _scan_tile(
     TOP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take a tile of logits into the statistics of its lanes, which run along its last dimension.
+    """The statistics of each lane after one more tile of logits [lanes, width] (or [width], of one lane).
 
     With s = softcap(x + bias) of a lane so far: m = max(s), d = sum(2^z), moment = sum(2^z * z) where z = scale * (s -
-    m), total = sum(w * s), top = max(rank(x)). MASKED: the tile ends past n_cols, where x is -inf.
+    m), total = sum(w * s), top = max(rank(x)). MASKED: the row ends in the tile; x is -inf behind it.
     """
     AXIS: tl.constexpr = len(x.shape) - 1
     s = x
@@ -142,9 +142,9 @@ def _scan_tile(
     if TOP:
         x = _rank(x)
         if not SOFTCAP:
-            s = x  # one maximum for both; infinity less itself is NaN again
+            s = x  # one maximum for both; a NaN that became inf is NaN again as inf - inf
     m_new = tl.maximum(m, tl.max(s, AXIS))
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of only -inf (masked classes) adds nothing
     z = (s - tl.expand_dims(base, AXIS)) * scale
     e = tl.exp2(z)
     d, moment = _about(m, base, d, moment, scale, ENTROPY)
@@ -158,7 +158,7 @@ def _scan_tile(
 
 @triton.jit
 def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
-    """(d, moment) about another maximum than m. 2^-256 is 0, so that -inf can stand as -256 in a product with it."""
+    """(d, moment) relative to `base` instead of m. -256 stands for -inf: 2^-256 is 0 too, but 0 * -inf is nan."""
     z = (m - base) * scale
     e = tl.exp2(z)
     if ENTROPY:
@@ -168,13 +168,13 @@ def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _rank(x):
-    """Where a logit stands in the search of the largest: a NaN at infinity, so that the first one is predicted."""
+    """A logit in the search for the largest: NaN is taken for infinity, so that the first NaN is predicted."""
     return tl.where(x == x, x, float("inf"))
 
 
 @triton.jit
 def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
-    """The first of `cols` [lanes, width] that holds top_row, read again in the lanes whose largest logit it is."""
+    """The first of `cols` [lanes, width] whose logit is top_row. Only lanes with that maximum are read again."""
     cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
     x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "", "")
     return tl.min(tl.min(tl.where(_rank(x) == top_row, cols, n_cols), 1), 0)
@@ -207,8 +207,8 @@ def scan_row(
     X_ptr: the body of the row, n_body columns wide, n_full whole tiles and a last one. BIAS and W begin at column 0.
 
     Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The lanes are
-    put together once a row. A lane remembers in which tile its largest logit came first, and only the lanes that hold
-    the row's largest one are read again for its column.
+    combined once a row. A lane remembers in which tile its largest logit came first, and only the lanes that hold the
+    row's largest one are read again for its column.
     """
     BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 16 // BYTES if BLOCK_SIZE * BYTES >= 16 else BLOCK_SIZE
@@ -363,7 +363,7 @@ def write_zeros(
 
 
 def rows_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """A row of up to 8192 columns in one tile, read once; a wider one in tiles of that, kept in cache for the second
+    """A row of up to 8192 columns in one tile, read once; a wider one in tiles of 8192, kept in cache for the second
     read.
 
     Wider tiles spill where a thread has few registers.

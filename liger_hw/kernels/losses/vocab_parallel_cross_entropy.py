@@ -73,7 +73,7 @@ def vocab_parallel_cross_entropy_reference(
 
 
 def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
-    """width: a number or a tensor; of one column there is nothing to smooth."""
+    """width: a number or a tensor; with one column any value gives the same loss."""
     if formula != "megatron":
         return smoothing
     return smoothing * width / ((width - 1).clamp_min(1) if isinstance(width, torch.Tensor) else max(width - 1, 1))
@@ -170,13 +170,13 @@ def liger_vocab_parallel_cross_entropy(
     label_smoothing_formula: `pytorch`, or `megatron`, which smooths by V / (V - 1) times as much; label_smoothing_mode:
     `global` over the whole vocabulary, `partition` over each rank's part.
 
-    vocab_parallel_logits: [..., n_cols], this rank's part; fp32, fp16 or bf16 (fp64 on the
-    CPU). target: [...] int64 or int32, indices of the whole vocabulary, the same on every rank. tp_group: a
-    ProcessGroup, or None for a whole vocabulary. Returns the loss of every token in fp32, the same on every rank (but
-    see the mode "partition"). Every rank must call it.
-    A target outside the vocabulary is masked, as Megatron does, whose programs weigh such rows with zero afterwards:
-    no logit is taken for it, so the loss is the log-sum-exp and the gradient the softmax, both finite. With
-    LIGER_HW_CHECK_TARGETS=1 it raises `IndexError`.
+    vocab_parallel_logits: [..., n_cols], this rank's part; fp32, fp16 or bf16 (fp64 on the CPU). target: [...] int64 or
+    int32, indices of the whole vocabulary, the same on every rank. tp_group: a ProcessGroup, or None for a whole
+    vocabulary. Returns the loss of every token in fp32, the same on every rank (but see the mode "partition"). Every
+    rank must call it.
+    A target outside the vocabulary has score 0, as in Megatron, whose programs then multiply such losses by zero: the
+    loss is the log-sum-exp and the gradient the softmax, both finite. With LIGER_HW_CHECK_TARGETS=1 it raises
+    `IndexError`.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     check_tensors(_NAME, vocab_parallel_logits=vocab_parallel_logits)

@@ -1,11 +1,11 @@
 """A vocabulary whose columns are shared out between the ranks of a process group, in the order of the ranks.
 
-The parts may be of any widths, also of unequal ones (50 | 46). The ranks exchange their widths in every call: a cache
-could hold the answer for one rank's part and lack it for another's, and those ranks would wait for each other. The
-exchange is one integer a rank, and the host does not wait for it: first column and number of all columns are tensors.
+The parts may have unequal widths (50 | 46). The ranks exchange their widths in every call: with a cache, a rank that
+finds its answer there would skip the exchange, while a rank that does not would wait for it. The exchange is one
+integer a rank, and the host does not wait for it: the first column and the vocabulary's size are tensors.
 
-What a loss needs of the other ranks are some numbers a row: log-sum-exp, the target's score, and sums. `gather_rows`
-sends them in one collective, and every rank combines them in the same order, so that all have the same bits.
+A loss needs a few numbers a row from the other ranks: log-sum-exp, the target's score, and sums. `gather_rows` sends
+them in one collective, and every rank combines them in the same order, so that all have the same bits.
 
 A rank computes its numbers by `row_log_probs` with `OwnTargets.mine`: where another rank has the target, logp belongs
 to column 0 and means nothing. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a coefficient of
@@ -29,7 +29,7 @@ all_gather_single = (
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 IGNORED = -1
-"""A row that does not count, among a rank's own targets, which are columns of its part."""
+"""Marks an ignored row in `OwnTargets.mine`."""
 
 
 class VocabPart(NamedTuple):
@@ -94,7 +94,7 @@ def own_targets(
     """What a rank sees of target [n_rows], indices of the whole vocabulary.
 
     A target out of range raises as `check_in_range` says; in a compiled graph its row's loss and gradient are nan.
-    masked: it is one that no rank has instead, as in Megatron; with LIGER_HW_CHECK_TARGETS=1 it raises all the same
+    masked: it is treated as a target that no rank has, as in Megatron; with LIGER_HW_CHECK_TARGETS=1 it raises even so
     """
     if target.is_floating_point():
         check(False, op, f"target must be int32 or int64, got {target.dtype}")

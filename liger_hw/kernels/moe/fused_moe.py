@@ -241,9 +241,9 @@ def liger_fused_moe(
         autocast, which casts all of them to its dtype
     gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
     down_proj: [E, H, I], or [E, I, H] if is_transposed
-    top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E) contributes nothing, as the
-        sentinels of expert parallelism want it; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises
-        `IndexError`. An expert may be named twice.
+    top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E), such as a sentinel of expert
+        parallelism, contributes nothing; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises `IndexError`. An
+        expert may be named twice.
     top_k_weights: [T, K] in any floating dtype
     activation: silu, gelu (exact), gelu_tanh, relu or relu2 (squared)
     gate_up_bias: [E, 2 I] (ungated [E, I]) or None; down_bias: [E, H] or None

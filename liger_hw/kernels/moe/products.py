@@ -8,9 +8,9 @@ torch's grouped product. The library takes no indices, so what is to be gathered
 where it is one launch without a synchronisation and takes the operands as they are (`_library_takes`); else the kernels
 compute the product with the plan's tiles.
 
-The kernels work on tiles whose place `routing.py` knows. Weights are addressed by strides: transposed ones need no
-copy. A tile's last rows may belong to the next expert, or lie past the end: they are computed from some row of this
-expert and never stored. So no row can put a NaN into another.
+The kernels work on tiles that `routing.py` locates. Weights are addressed by strides: transposed ones need no copy. A
+tile's last rows may belong to the next expert, or lie past the end: they are computed from some row of this expert and
+never stored. So no row can put a NaN into another.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _fused_moe_weights_kernel(
     """dW[expert] [n_p, n_q] = p^T @ q over the expert's rows, summed in fp32 and rounded once; zeros without rows.
 
     The largest experts come first, so that no large one starts last. A program of few steps computes TILES tiles in one
-    loop over the steps of all of them: the loads of the next tile are on their way while one is stored.
+    loop over the steps of all of them: the loads of the next tile are in flight while one is stored.
     """
     p_tiles = tl.cdiv(n_p, BLOCK_M)
     q_tiles = tl.cdiv(n_q, BLOCK_N * TILES)
@@ -249,7 +249,7 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 
 
 _LIBRARY_ROWS = {_fused_moe_rows_kernel: 6, _fused_moe_weights_kernel: 7}
-"""The library is chosen from more than 2^5 or 2^6 rows an expert (mean); below, moving weights is what takes time."""
+"""The library is chosen from more than 2^5 or 2^6 rows an expert (mean); below, reading the weights dominates."""
 _LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 768}
 """The fewest columns of a product for which the library is chosen. It copies gathered rows first, which the kernels
 need not, and wider products hide that copy. Gradients of weights gain more from the library, and so need fewer."""
@@ -309,7 +309,7 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
         configs = []
-        if backend(target.vendor).has_grouped_gemm(target):  # with the heuristic's tiles: its neighbour for the tuner
+        if backend(target.vendor).has_grouped_gemm(target):  # with the heuristic's tiles, so the tuner tries it
             chosen = heuristic(target, key)
             configs.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
         lowest = 32 if of_weights else min(64, 1 << key[3])
@@ -320,7 +320,7 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
             config = _tile(block_m, block_n, block_k, warps, stages, **tiles)
             accumulators = block_m * block_n // (warps * target.warp_size)
             shared = _shared(config, key[4])
-            is_deep = 4 * shared >= target.shared_memory  # enough loads on their way
+            is_deep = 4 * shared >= target.shared_memory  # enough loads in flight
             if block_m >= lowest and shared <= target.shared_memory and is_deep and 32 <= accumulators <= 128:
                 configs.append(config)
         return configs
@@ -365,7 +365,7 @@ def _library_takes(plan: Plan, *operands: torch.Tensor) -> bool:
     """Whether the plan's engine is the library and it computes this product in one launch.
 
     That is so for bf16 on a target that has such a kernel, with one dimension of stride 1 and every other size and
-    stride a multiple of 16 bytes. A CPU tensor may be of a pretended target.
+    stride a multiple of 16 bytes. A plan may be for a GPU that is not here, with CPU tensors.
     """
     if plan.config.blocks["ENGINE"] != LIBRARY or not backend(plan.target.vendor).has_grouped_gemm(plan.target):
         return False
@@ -373,8 +373,8 @@ def _library_takes(plan: Plan, *operands: torch.Tensor) -> bool:
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
-    """Whether rows or columns of t lie end to end, and everything but the number of a matrix's rows is a multiple of 8
-    elements."""
+    """Whether one of t's last two strides is 1, t begins at 16 bytes, and the other strides and the sizes (but for a
+    matrix's number of rows) are multiples of 8 elements."""
     by_row, by_col = t.stride()[-2:]
     outer, length = (by_row, t.shape[-1]) if by_col == 1 else (by_col, t.shape[-2])
     multiples = (outer, *t.stride()[:-2], *(t.shape[-2:] if t.dim() == 3 else t.shape[1:]))

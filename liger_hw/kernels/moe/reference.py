@@ -33,14 +33,14 @@ class Gate(NamedTuple):
     def checked(
         cls, op: str, activation="silu", alpha=1.0, limit=None, up_offset=0.0, has_gate=True, is_concatenated=True
     ) -> "Gate":
-        """The gate of a public function's options; raises `ValueError` or `TypeError` for what no gate has."""
+        """The gate of a public function's options; raises `ValueError` or `TypeError` if they are invalid."""
         check(activation in ACTIVATIONS, op, f"activation must be one of {ACTIVATIONS}, got {activation!r}")
         check_numbers(op, alpha=alpha, limit=1.0 if limit is None else limit, up_offset=up_offset)
-        if limit is not None and not limit > 0:  # torch.compile puts no symbol into a text
+        if limit is not None and not limit > 0:  # under torch.compile a symbol cannot be formatted
             check(False, op, f"limit must be positive, or None for no limit, got {limit}")
         check(alpha != 0, op, "alpha must not be 0, for which silu is g / 2")
-        check(alpha == 1 or activation == "silu", op, f"alpha is silu's, not {activation}'s")
-        check(has_gate or not up_offset, op, "up_offset is added to u, and without a gate there is no u")
+        check(alpha == 1 or activation == "silu", op, f"alpha is an option of silu, not of {activation}")
+        check(has_gate or not up_offset, op, "up_offset is added to u, which only a gate has; set it to 0")
         limit = 0.0 if limit is None else float(limit)
         return cls(activation, float(alpha), limit, float(up_offset), has_gate, is_concatenated)
 
@@ -127,5 +127,5 @@ def experts_reference(
 
 
 def _rounded(z: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """z with the values it has after rounding to `dtype`, in its dtype; the gradient passes unchanged."""
+    """z rounded to `dtype`, but still in its own dtype; the gradient passes unchanged."""
     return z if dtype is None else torch.where(z.isinf(), z, z + (z.to(dtype).to(z.dtype) - z).detach())

@@ -9,7 +9,7 @@ launches. Slots whose expert is outside [0, E) come last and have no expert.
     place    every slot to its row
 
 Grouped products over rows work on tiles of BLOCK_M rows of one expert. There are at most ceil(M / BLOCK_M) + E - 1 of
-them; how many there really are only the device knows, so the grid has that many and surplus programs leave.
+them. Only the device knows the actual number, so the grid has this many programs, and surplus ones return at once.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _fused_moe_offsets_kernel(
 ):
     """Offsets [n_experts + 1]: where each expert's rows begin; the last one is where they all end.
 
-    Largest [n_experts]: the experts, the one with most rows first. A program places BLOCK_T of them, the first one the
-    offsets too.
+    Largest [n_experts]: the experts, the one with most rows first. A program ranks BLOCK_T experts; the first one also
+    stores the offsets.
     """
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(Totals_ptr + experts)
@@ -161,9 +161,9 @@ def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, ite
 def _tunable(
     variant: str, kernel, blocks: dict[str, int], tile: int, per_thread: int, space: list[LaunchConfig]
 ) -> Tunable:
-    """A tunable of which no knob changes a result: they are integers.
+    """A tunable whose results are integers, which no option changes.
 
-    blocks: the heuristic's; tile: how many integers a program holds at a time; per_thread: how many of them a thread
+    blocks: the heuristic's; tile, per_thread: how many integers a program and a thread hold at a time
     """
     return Tunable(
         "fused_moe",
@@ -190,7 +190,7 @@ def _space(warps: tuple[int, ...], **blocks: tuple[int, ...]) -> list[LaunchConf
     return [LaunchConfig(dict(zip(blocks, sizes)), n_warps) for n_warps, *sizes in choices]
 
 
-# Few candidates each: all five take microseconds, where the products take milliseconds.
+# Few candidates each: all five take microseconds, while the products take milliseconds.
 COUNT = _tunable("count", _fused_moe_count_kernel, {}, _SLOTS, 2, _space((1, 2, 4, 8)))
 PREFIX = _tunable("prefix", _fused_moe_prefix_kernel, {"BLOCK_T": 64}, 64 * _COLS, 8, _space((4,), BLOCK_T=(32, 128)))
 OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, {"BLOCK_T": 16}, 16 * 256, 32, _space((8,), BLOCK_T=(16, 32)))

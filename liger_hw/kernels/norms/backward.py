@@ -65,7 +65,7 @@ def normalised(x, mean, rstd, CASTING: tl.constexpr):
 
 @triton.jit
 def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr, pad=0):
-    """Store the sums over the rows of a block: of `first` and, if BOTH, of `second`, `width` elements behind them."""
+    """Store a block's sums over its rows: of `first`, and if BOTH of `second`, `width` elements further on."""
     store_columns(Line_ptr, cols, tl.sum(first, axis=0), exist, pad)
     if BOTH:
         store_columns(Line_ptr + width, cols, tl.sum(second, axis=0), exist, pad)
@@ -73,8 +73,8 @@ def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.con
 
 @triton.jit
 def _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN: tl.constexpr):
-    """The last statistic of these rows, which lies behind n_rows others where the norm subtracts the mean: rstd of the
-    forward's, mean(m * h) of the means kernel's."""
+    """The last statistic of these rows: STATS is [2, n_rows] if the norm subtracts the mean, else [n_rows]. It is rstd
+    in the forward's statistics, mean(m * h) in the means kernel's."""
     return load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
 
 
@@ -115,7 +115,7 @@ def _store_column_sums(
     SUM_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """dw and, if HAS_BIAS, db of a few columns, from all rows, of which there are SUM_ROWS at most."""
+    """dw and, if HAS_BIAS, db of a few columns, summed over all rows, which are at most SUM_ROWS."""
     WIDE: tl.constexpr = 64 if BLOCK_SIZE >= 16384 else (32 if BLOCK_SIZE >= 8192 else 16)  # as `summed_columns`
     SUM_COLS: tl.constexpr = WIDE if SUM_ROWS * WIDE >= 1024 else 1024 // SUM_ROWS
     rows = tl.arange(0, SUM_ROWS).to(tl.int64)
@@ -167,8 +167,8 @@ def _norm_bwd_kernel(
     rows.
     DS_ptr: a gradient to add to dx, or None.
     Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where neither is needed.
-    SUM_ROWS: None where programs loop over their tiles. Else each has one, and no loop stands between its loads; with
-    the power of two that holds all rows in place of 0, the programs behind the last tile's store dw and db.
+    SUM_ROWS: None if programs loop over tiles. Else each program has one tile, without a loop. If not 0, it is a power
+    of two and at least n_rows, and additional programs store dw and db.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -189,7 +189,7 @@ def _norm_bwd_kernel(
     w = load_scale(W_ptr, cols, exist, offset, pad)
     w_2 = load_scale(W_ptr, cols_2, exist_2, offset, pad)
     if SUMS:
-        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
+        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed over rows at the end, not in each tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         if BLOCK_2:
             dw_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
@@ -208,7 +208,7 @@ def _norm_bwd_kernel(
         dy_2 = to_fp32(
             load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
         )
-        if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
+        if ONE_TILE:  # else ds is loaded after the row is summed, so that it takes no registers until then
             ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
             ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
         mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
@@ -281,7 +281,7 @@ def _norm_bwd_means_kernel(
 ):
     """mean(m * h) of one row, with SUBTRACT_MEAN mean(m) before it: the backward kernel then works on column tiles.
 
-    Scale_ptr: of a modulated norm, whose m has a factor 1 + scale and rows_per_mod rows a scale; else None.
+    Scale_ptr: None, or for a modulated norm, whose m has a factor 1 + scale, a row of scale for each rows_per_mod rows.
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -303,7 +303,7 @@ def _norm_bwd_means_kernel(
             total += m
             x = x - mean
         dot += m * x
-    second = n_rows if SUBTRACT_MEAN else 0  # where rstd and mean(m * h) are
+    second = n_rows if SUBTRACT_MEAN else 0  # offset of rstd and of mean(m * h)
     if SUBTRACT_MEAN:
         tl.store(MEANS_ptr + row, tl.sum(total, axis=0) / n_cols)
     tl.store(MEANS_ptr + second + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + second + row) / n_cols)
@@ -338,8 +338,7 @@ def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims
 
 
 WIDEST_TWO_GRADIENTS = 8192
-"""Columns that a program with two gradients in registers holds at most: half of what one with a single gradient
-does."""
+"""Most columns that a program holds with two parameters' gradients in registers: half as many as with one's."""
 
 
 def two_gradients_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
@@ -389,8 +388,8 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 
 
 MOST_ROWS_SUMMED = 128
-"""Rows whose parameter gradients one launch sums beside the rows' programs, at most: a tile a few columns wide holds
-them, and each multiprocessor has one row."""
+"""Up to this many rows, additional programs of the same launch sum the parameter gradients: a tile of all rows and a
+few columns fits in registers, and each multiprocessor has one row."""
 
 
 def summed_columns(rows: int, block: int = 0) -> int:
@@ -439,7 +438,7 @@ def norm_backward(
         n_tiles, col_tiles = count_tiles(n_rows, rows, vector), 1 if whole else cdiv(n_cols, block)
         means = None if whole else row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
         programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
-        # with many rows a loop of one turn costs nothing that counts
+        # with many rows a loop of one iteration costs next to nothing
         one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
         sum_rows, sum_programs = 0 if one_tile else None, 0
         if one_tile and parts and 1 < n_rows <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors):

@@ -51,8 +51,8 @@ def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, bet
 def _tanh_and_slope(x, FULL: tl.constexpr):
     """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from exp alone, as arithmetic would bound the kernel otherwise.
 
-    FULL: to a few units in fp32's last place. Else to 2e-6, far below half precision's rounding: there u is in [1, 2],
-    so that 1 / u is the square of rsqrt(u), half the instructions of a division. The sign is or-ed in.
+    FULL: accurate to a few units in fp32's last place. Else to 2e-6, far below half precision's rounding: 1 / u is the
+    square of rsqrt(u), with half the instructions of a division, for u in [1, 2]. The sign is or-ed in.
     """
     decay = tl.exp2(-2.885390082 * tl.abs(x))  # exp(-2 |x|)
     u = 1.0 + decay
@@ -143,7 +143,7 @@ def _dyt_bwd_kernel(
     alpha = tl.load(Alpha_ptr).to(tl.float32)
     gamma = 4.0 * load_columns(Gamma_ptr, positions, exist, pad).to(tl.float32)  # d is a quarter of the slope
     if Partial_ptr is not None:
-        dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed once at the end, not once a tile
+        dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed at the end, not in each tile
         dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
@@ -178,8 +178,8 @@ def _dyt_bwd_kernel(
 
 
 def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
-    """(columns, rows, divisor of a thread's elements) of a tile: fewer rows than `most` elements allow where programs
-    would be too few for the device. Column tiles make programs too."""
+    """(columns, rows, divisor of a thread's elements) of a tile of up to `most` elements, with fewer rows if there
+    would be too few programs for the device (all column tiles counted)."""
     block = min(key[0], 128)
     elements, enough = key[0] << key[1], 16 * target.multiprocessors
     if elements >= enough * 4096:
@@ -271,7 +271,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         return dx, params, dalpha
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    # one tile holds all rows where it can: one for each pad would need a launch that sums dgamma
+    # one tile for all rows if possible: a tile for each pad would need another launch to sum dgamma
     vector = 1 if n_rows <= blocks["ROWS"] else row_vector(x, dy, dx)
     n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], vector), cdiv(n_cols + vector - 1, blocks["BLOCK_SIZE"])
     programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
@@ -319,7 +319,7 @@ def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: t
 class LigerDyT(torch.nn.Module):
     """Dynamic tanh layer: y = gamma * tanh(alpha * x) + beta.
 
-    hidden_size: size of the last dimension; beta=False has no shift at all; init_alpha: the start of the one alpha.
+    hidden_size: size of the last dimension; beta=False: no shift; init_alpha: the initial alpha, a single number.
     """
 
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:

@@ -3,8 +3,8 @@
     norm first   y = h(x) * w * act(gate)          h(u) = u / sqrt(mean(u^2) + eps)
     gate first   y = h(x * act(gate)) * w
 
-Each row is normalised in groups of group_size columns on their own; w is not shared by groups. Statistics, sums and the
-gate are fp32.
+Each group of group_size columns of a row is normalised separately; w is [n_cols], not shared by groups. Statistics,
+sums and the gate are fp32.
 Saved for backward: x, gate, w, and rstd = 1 / sqrt(mean(u^2) + eps), one fp32 a group. Backward, with h and rstd as
 above and m the gradient of h:  du = rstd * (m - h * mean(m * h)), dw = sum over rows of dy * h (* act(gate)).
 
@@ -174,8 +174,8 @@ def _gated_rms_norm_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program p of a group takes its row tiles p, p + programs, ...; Partial_ptr [programs, groups * n_cols] gets its
-    share of dw."""
+    """Program p of a group takes its row tiles p, p + programs, ..., and stores its share of dw in Partial_ptr
+    [programs, groups * n_cols]."""
     wait_for_previous(DEPENDENT)
     group = tl.program_id(1)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
@@ -214,12 +214,11 @@ def _gated_rms_norm_bwd_kernel(
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-# A program holds whole groups, which are heads of attention or a share of a layer's width. The key's columns are a
-# group's.
+# A program holds whole groups (attention heads, or part of a layer's width). The key has a group's columns.
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """At least 2048 elements a program where there are rows enough."""
+    """At least 2048 elements a program if there are enough rows."""
     rows = rows_per_program(target, key[1], max(1, min(32, 2048 // key[0])))
     few = 1 << key[1] <= target.multiprocessors
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, few, key[0] * rows))

@@ -72,8 +72,8 @@ _TILE = 4096
 
 
 def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
-    """Values of a channel and channels of a group rounded up to powers of two, log2 bucket of the groups, itemsize,
-    and 1 where every channel begins as a power of two would, 0 where threads read single values."""
+    """Values of a channel and channels of a group, rounded up to powers of two; log2 bucket of the groups; itemsize;
+    and 1 where channels are aligned for wide loads, 0 where threads load single values."""
     sizes = next_power_of_2(spatial), next_power_of_2(num_channels // groups)
     return *sizes, (batch * groups - 1).bit_length(), itemsize, int(spatial % 16 == 0)
 
@@ -91,10 +91,9 @@ def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
 
 
 def _whole_group(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """Groups of 2048 to 4096 values, a program each, on programs enough that one loads while others sum.
-
-    Where channels are not aligned, a thread reads single values: twice the warps, and only while each group has a
-    multiprocessor of its own."""
+    """One program for each group of 2048 to 4096 values, several a multiprocessor, so that one loads while others sum.
+    Channels that are not aligned, whose values threads load one by one, take twice the warps, and only if there is a
+    multiprocessor for each group."""
     blocks, group = {"BLOCK_SIZE": key[0], "CHANNELS": key[1]}, key[0] * key[1]
     if not _TILE // 2 <= group <= _TILE or not key[4] and 1 << key[2] > target.multiprocessors:
         return None
@@ -103,9 +102,8 @@ def _whole_group(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
 
 
 def _cooperative(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """Up to 64 tiles of four warps in a group, on as many programs as the registers hold; `maxnreg` keeps them to that.
-
-    Of larger groups the exchange would cost more than a second sweep."""
+    """Up to 64 tiles of four warps a group, on as many programs as fit the registers, which `maxnreg` limits. For
+    larger groups the exchange would cost more than a second sweep."""
     tile = _TILE // 4 if not key[4] else (2 if key[0] >= _TILE else 1) * _TILE // key[3]
     if not (target.cooperative and _TILE < key[0] * key[1] <= 64 * tile):
         return None
@@ -115,12 +113,12 @@ def _cooperative(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
 
 
 def _two_sweeps(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """On as many programs as keep the groups they work on inside L2: tiles of 4096 values with two more in flight, 8192
-    in a forward with one program a multiprocessor.
+    """Tiles of 4096 values with two more in flight, or of 8192 with one program a multiprocessor, on so few programs
+    that the groups they work on stay in L2.
 
-    The backward sums each channel. It takes four channels at a time, on two programs at least, so that one loads while
-    the other sums; of more than four channels of four tiles and more it takes one at a time, as no tile is partly empty
-    then and sums are seldom. Short unaligned channels, which threads read value by value, go 1024 values at a time.
+    The backward sums each channel. It has at least two programs a multiprocessor, so that one loads while the other
+    sums, and tiles of four channels; of one channel, where a group has more than four and these are four tiles long: no
+    tile is partly empty then, and sums are rare. Short channels that are not aligned take tiles of 1024 values.
     """
     if not key[4] and key[0] < _TILE:
         blocks = _blocks(key, _TILE // 4)
@@ -153,7 +151,7 @@ def _valid(config: LaunchConfig, key: Key) -> str | None:
 
 
 def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
-    """`tensors`: how many of x's size the kernel reads."""
+    """tensors: how many tensors of x's size the kernel reads."""
     return Tunable(
         "group_norm",
         variant,
@@ -213,8 +211,8 @@ def _grid_of(plan, n_rows: int, channels: int, spatial: int) -> _Grid:
 
 
 def _launch(plan, grid: _Grid, tensors: tuple, sizes: tuple, flags: tuple, statistics: int, *last) -> None:
-    """One launch, or with several splits one that sums and one that applies, with `statistics` numbers a split between
-    them. sizes: n_rows, n_groups, channels, spatial; last: numbers behind them."""
+    """One launch, or with several splits two: one sums, and stores `statistics` numbers a split, and one applies them.
+    sizes: n_rows, n_groups, channels, spatial; last: arguments behind these."""
     kernel, cooperative_kernel = plan.tunable.kernels
     if grid.cooperative:
         programs, splits = grid.programs, grid.splits
@@ -266,7 +264,7 @@ def _bwd(dy, x, w, b, stats, num_groups, eps, needs_params):
 def _misfit(X, W, B, num_groups) -> str:
     if num_groups < 1 or X.shape[1] % num_groups:
         return f"num_channels={X.shape[1]} must be a multiple of num_groups={num_groups}"
-    return "a bias needs a weight; pass ones for a shift alone" if W is None and B is not None else ""
+    return "a bias needs a weight; for a shift alone pass a weight of ones" if W is None and B is not None else ""
 
 
 class GroupNormFunction(OperatorFunction):
@@ -316,7 +314,7 @@ class LigerGroupNorm(torch.nn.Module):
     """GroupNorm layer over [batch, num_channels, ...].
 
     num_groups must divide num_channels; init_fn: `ones` or `zeros` for the weight.
-    bias: there is one whether True or False, as in Liger, whose state dicts hold it; it starts at zero. None has none.
+    bias: True and False both have one, which starts at zero, as in Liger, whose state dicts contain it; None has none.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ def fwd_reference(x, w, b, eps):
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row, unless masks
-    and parts of vectors give a thread more to do. Many rows in two blocks, or of 16384 columns, are taken by a
-    persistent kernel, where W and B fit its registers beside a row."""
+    """rms_norm's, with two exceptions. Many rows of 4096 columns take half the warps, because warps wait for one
+    another twice a row, but not rows that begin anywhere. Many rows in two blocks, or of 16384 columns, take a
+    persistent kernel if W and B fit its registers beside a row."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
     if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
@@ -61,8 +61,8 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
-    """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows
-    in flight do not fit shared memory."""
+    """A persistent grid, with registers limited to a program's share; None where the compiler has no such limit, or the
+    rows in flight do not fit shared memory."""
     if not target.cooperative or ctas * (stages - 1) * most_columns(key[0]) * key[2] > target.shared_memory:
         return None
     registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}
@@ -70,7 +70,7 @@ def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) ->
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    """rms_norm's, and persistent kernels over rows whose W and B a program can keep."""
+    """rms_norm's, and persistent kernels that keep W and B in registers."""
     persistent = (
         _persistent(target, key, warps, stages, most // warps)
         for warps in (1, 2, 4, 8, 16)
@@ -91,7 +91,7 @@ def _bwd(dy, x, w, b, stats, eps, needs_params):
 
 
 def misfit(X, W, B, eps) -> str:
-    return "B needs W; pass ones as W for a shift alone" if W is None and B is not None else ""
+    return "B needs W; for a shift alone pass ones as W" if W is None and B is not None else ""
 
 
 class LayerNormFunction(OperatorFunction):
@@ -127,7 +127,7 @@ class LigerLayerNorm(torch.nn.Module):
     """LayerNorm layer: y = (x - mean) / sqrt(var + eps) * weight + bias.
 
     hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight.
-    bias: there is one whether True or False, as in Liger, whose state dicts hold it; it starts at zero. None has none.
+    bias: True and False both have one, which starts at zero, as in Liger, whose state dicts contain it; None has none.
     impl, mode, backend: Liger's choice among its implementations; kept as attributes, without effect.
     """
 

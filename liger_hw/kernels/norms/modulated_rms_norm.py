@@ -1,8 +1,8 @@
 """Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift.
 
-scale flattens to n_mods rows, each of which serves n_rows / n_mods consecutive rows of x. Statistics, products and sums
-are fp32. Casting modes are rms_norm's, and everything after the cast to x's dtype (llama) stays in fp32 until y is
-rounded, to the dtype rms_norm would give.
+scale is [n_mods, n_cols] when flattened; each row of it applies to n_rows / n_mods consecutive rows of x. Statistics,
+products and sums are fp32. Casting modes are rms_norm's, and everything after the cast to x's dtype (llama) stays in
+fp32 until y is rounded, to the dtype rms_norm would give.
 Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
 Backward, with g = (offset + w) * (1 + scale), m = dy * g and h = x * rstd:  dx = rstd * (m - h * mean(m * h)), and with
 q = sum of dy * h over the rows that share a modulation:  dscale = (offset + w) * q,  dshift = the same sum of dy,
@@ -56,7 +56,7 @@ def _fwd_reference(x, w, scale, shift, eps, offset, casting):
 
 
 _MOST_SUMMED_AT_ONCE = 512
-"""Most partial sums of a column that one program adds up: a tile of 512 rows and 16 columns fits its registers."""
+"""Most partial sums of a column that one program adds: a tile of 512 rows and 16 columns fits its registers."""
 _FEW_ELEMENTS = 2048
 """Up to this many elements a multiprocessor, reading rows twice costs less than a second launch that sums."""
 
@@ -233,9 +233,9 @@ def liger_modulated_rms_norm(
 ) -> torch.Tensor:
     """X / sqrt(mean(X^2) + eps) * (offset + W) * (1 + scale) + shift, over the last dimension.
 
-    X: [..., n_cols]; W: [n_cols] or None; scale: [..., n_cols] with a number of rows that divides X's, each serving as
-    many consecutive rows: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; shift: like scale, or None. fp32,
-    fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for
+    X: [..., n_cols]; W: [n_cols] or None; scale: [..., n_cols] with a number of rows that divides X's, each for equally
+    many consecutive rows of X: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; shift: like scale, or None.
+    fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for
     liger_rms_norm.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.

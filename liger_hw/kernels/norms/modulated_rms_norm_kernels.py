@@ -234,7 +234,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The same for all modulations at once, and dw: [modulations, chunks, columns], powers of two that hold them."""
+    """The same for all modulations, and dw; a tile is [modulations, chunks, columns], padded to powers of two."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mods = tl.arange(0, MODS).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
@@ -259,7 +259,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
 
 @triton.jit
 def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
-    """(offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
+    """(offset + W) * (1 + scale) of one modulation in fp32, without a factor that is absent; None if both are."""
     factor = load_scale(W_ptr, cols, exist, offset)
     scale = load_columns(mod_ptr, cols, exist)
     if scale is not None:
@@ -362,9 +362,9 @@ def _modulated_rms_norm_bwd_kernel(
     A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
     row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
     DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that are not needed are None.
-    SUM_MODS: None where programs loop over their tiles. Else each has one, and no loop stands between its loads. Where
-    it is not 0, the programs behind these store dscale, dshift and dw: SUM_MODS and SUM_ROWS are the powers of two that
-    hold the modulations and the rows of one.
+    SUM_MODS: None if programs loop over tiles. Else each program has one tile, without a loop. If it is not 0,
+    additional programs behind these store dscale, dshift and dw: SUM_MODS and SUM_ROWS are the number of modulations
+    and of rows of one, rounded up to powers of two.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -395,7 +395,7 @@ def _modulated_rms_norm_bwd_kernel(
     w = _load_factor(W_ptr, mod_ptr, cols, exist, offset)
     w_2 = _load_factor(W_ptr, mod_ptr, cols_2, exist_2, offset)
     if SUMS:
-        first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
+        first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed over rows at the end, not in each tile
         second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         if BLOCK_2:
             first_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
@@ -464,15 +464,15 @@ def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """For launches that do not hold rows."""
+    """For kernels that do not hold whole rows."""
     return row_key(n_rows, n_cols, itemsize)
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """Tiles of 4096 elements with two more in flight, four programs a multiprocessor.
 
-    A program keeps the modulation of its rows. Many rows of 1024 columns are best taken singly by as few threads as can
-    hold them.
+    A program keeps the modulation of its rows. Many rows of 1024 columns are fastest one at a time, by the fewest
+    threads that can hold one.
     """
     block = min(key[0], WIDEST_BLOCK)
     singly = block == 1024 and 1 << key[1] > 32 * target.multiprocessors
@@ -494,7 +494,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
             {"BLOCK_SIZE": block, "ROWS": rows} for rows in (1, 2, 4, 8, 16, 32) if rows * block <= max(block, 8192)
         ]
         how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16)}
-        in_flight = 3 * key[2] * most_columns(block) // block  # a row in two blocks has columns beside its tile's
+        in_flight = 3 * key[2] * most_columns(block) // block  # a row in two blocks has more columns than its first
         configs += tile_space(target, tiles, (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
     return configs
 

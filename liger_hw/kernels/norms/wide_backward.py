@@ -15,7 +15,7 @@ from ...runtime.triton_import import tl, triton
 from ..rows.blocks import load_scale
 
 NARROWEST_SHARED = 16384
-"""Columns from which a row is shared."""
+"""Columns from which a row with two gradients is shared; with one, from twice as many."""
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def norm_wide_bwd_kernel(
         dy = _load_part(DY_ptr, next_row, DY_row_stride, cols, mask)
         h = x.to(tl.float32)
         if SUBTRACT_MEAN:
-            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 where no column is, but dy is
+            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 outside the columns, but dy is
         h = h * tl.load(rstd_ptr + next_row, mask=valid, other=0.0)
         if Partial_ptr is not None:
             rounded = h
@@ -91,7 +91,7 @@ def norm_wide_bwd_kernel(
                 db += dy.to(tl.float32)
         m = _weighted(dy, W_ptr, cols, exist, offset)
         if SUBTRACT_MEAN:
-            total, dot = tl.split(tl.sum(tl.join(m, m * h), axis=0))  # one exchange between the warps
+            total, dot = tl.split(tl.sum(tl.join(m, m * h), axis=0))  # one reduction across warps for both
         else:
             dot = tl.sum(m * h, axis=0)
             total = dot
@@ -125,21 +125,16 @@ def norm_wide_bwd_kernel(
             tl.store(line_ptr + n_cols + cols, db, mask=exist)
 
 
-def _shared_row(target: Target, key: Key, tile_bytes: int, warps: int, ctas: int) -> LaunchConfig | None:
-    """Programs that take `tile_bytes` of a row each; None where rows are fewer than about four a group of programs."""
-    block = tile_bytes // key[2]
+def wide_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
+    """Tiles of 4096 bytes and two warps, as many programs as registers hold with `grads` rows of gradients in them.
+
+    None where rows are not shared: narrower ones, those that begin anywhere, and fewer than about four a group of
+    programs. One program holds 16384 columns with one gradient, 8192 with two.
+    """
+    if not target.cooperative or key[0] < NARROWEST_SHARED * (3 - grads) or key[3:]:
+        return None
+    block, warps, ctas = 4096 // key[2], 2, 2 * (5 - grads)
     programs, splits = ctas * target.multiprocessors, cdiv(key[0], block)
     if splits > min(programs, MAX_SPLITS) or (1 << key[1]) * splits < 4 * programs:
         return None
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, warps, 1, ctas, vendor=resident_options(target, warps, ctas))
-
-
-def wide_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
-    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them; of wider rows
-    twice as many programs of half the size. None where rows are not shared: narrower ones, and those that
-    begin anywhere."""
-    if not target.cooperative or key[0] < NARROWEST_SHARED or key[3:]:
-        return None
-    ctas = 5 - grads
-    config = _shared_row(target, key, 4096, 2, 2 * ctas) if key[0] >= 2 * NARROWEST_SHARED else None
-    return _shared_row(target, key, 8192, 4, ctas) if config is None else config

@@ -255,8 +255,8 @@ def _heuristic(
     """One load of `load_bytes` a thread and tensor, 1024 elements a program.
 
     Launches of at most `small_launch` elements a multiprocessor are short of threads: they take 8 bytes a thread and
-    `small_block` elements a program, the smallest 4 bytes. waves: 2 gives a thread two loads where that turns more than
-    one wave of resident threads into one.
+    `small_block` elements a program, the smallest 4 bytes. waves: with 2, a thread has two loads in launches of one to
+    two waves of resident threads.
     """
     elements = key[0] << key[1]
     if elements <= 128 * target.multiprocessors:
@@ -302,7 +302,7 @@ def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tu
 
 
 def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`x` and its elements from one row to the next; a contiguous copy when its rows are not evenly spaced."""
+    """(x, elements from one row to the next); x is copied if its rows are not evenly spaced."""
     if x.is_contiguous():
         return x, x.shape[-1]
     stride = span = None

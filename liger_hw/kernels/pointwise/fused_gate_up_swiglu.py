@@ -1,7 +1,7 @@
 """SwiGLU of a fused gate-up projection: c = silu(gate_multiplier * a) * b * down_multiplier with [a, b] = y.
 
 Both gradients go into one tensor like y. Rounding and formula are swiglu.py's.
-Saved for backward: y. Where no other code can see it, its gradient is written over it.
+Saved for backward: y. If the caller owns it, as an MLP does, its gradient is written over it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def liger_fused_gate_up_swiglu(
     """`liger_swiglu` of the two halves of y's last dimension: gate first, then up. One gradient tensor, like y.
 
     y: [..., 2 * n_cols] in fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
-    owned: the caller made y for this call and looks at it no more; backward may write the gradient over it.
+    owned: the caller made y for this call and does not use it again; backward may write the gradient over it.
     Raises `ValueError` for an odd last dimension or a dtype that does not fit.
     """
     check_numbers("liger_fused_gate_up_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)

@@ -4,7 +4,7 @@
 
 Arithmetic in fp32. gelu(a) is rounded to the input's dtype, as torch rounds it in
 `act_fn(gate) * up`; the product is rounded once, at the end.
-Saved for backward: a and b. Where no other code can see them, their gradients are written over them.
+Saved for backward: a and b. If the caller owns them, as an MLP does, their gradients are written over them.
 Backward:  db = dc * gelu(a),  da = dc * b * (P + a * P'),  with P' = 2 u' P (1 - P) or exp(-a^2 / 2) / sqrt(2 pi).
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", https://arxiv.org/abs/1606.08415;
@@ -51,8 +51,8 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh", *, 
     a (gate), b (up): [..., n_cols], of one shape and dtype: fp32, fp16 or bf16 (fp64 too on the CPU). Views with evenly
     spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
     approximate: `tanh` or `none` (exact), the names of torch.nn.functional.gelu.
-    owned: the caller made a and b for this call and looks at them no more; backward may write the gradients over them.
-    Raises `ValueError` for shapes, dtypes, devices or an approximation that do not fit.
+    owned: the caller made a and b for this call and does not use them again; backward may write the gradients over
+    them. Raises `ValueError` for shapes, dtypes, devices or an approximation that do not fit.
     """
     if approximate not in APPROXIMATIONS:
         check(False, "liger_geglu", f"approximate must be one of {', '.join(APPROXIMATIONS)}, got {approximate!r}")
@@ -67,9 +67,8 @@ _EXACT_NAMES = frozenset({"gelu", "gelu_python"})
 class LigerGEGLUMLP(torch.nn.Module):
     """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's GemmaMLP.
 
-    config: needs hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, is a gelu
-    by Hugging Face's name, tanh (`gelu_pytorch_tanh`, also where it has none) or exact (`gelu`); any other raises
-    `ValueError`. No bias.
+    config: needs hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, is
+    `gelu_pytorch_tanh` (tanh, the default) or `gelu` (exact); any other raises `ValueError`. No bias.
     """
 
     def __init__(self, config) -> None:

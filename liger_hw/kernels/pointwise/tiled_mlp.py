@@ -5,10 +5,10 @@ graph, and takes that tile's gradients. Peak memory is the input, the output and
 
 Gradients: a row's gradient of the input is what the MLP without tiles computes for that row. A weight's gradient is one
 sum over all tiles in fp32 (or the weight's wider dtype), rounded once. For linear layers the products themselves are
-added in fp32. Weights that are no plain parameters (DTensors, ZeRO-3's partitions, FSDP1's views) or have hooks
-(`register_hook`), which must see the sum alone, take torch's checkpoint a tile instead: the tile whose backward comes
-last hands autograd the sum of each linear layer, while an engine that gathers weights has them there. Sums of DTensors,
-of views, and of weights outside linear layers are autograd's then, rounded a tile.
+added in fp32. If weights are not plain parameters (DTensors, ZeRO-3's partitions, FSDP1's views) or have hooks
+(`register_hook`), which must see only the sum, each tile is a torch checkpoint instead. The last backward of a tile
+returns the sum of each linear layer, while an engine that gathers weights still has them gathered. DTensors, views and
+weights outside linear layers are then summed by autograd, which rounds in every tile.
 
 Source: ALST, https://arxiv.org/abs/2506.13996 (section 3.1).
 """
@@ -28,7 +28,7 @@ from ...runtime.operator import check, check_tensors, first_order
 from ..heads.linear_head import add_product
 
 TILE_ROWS = 8192
-"""Rows of a tile where the caller names no number of tiles: long enough for the matrix products' full speed."""
+"""Rows of a tile if the caller gives no number of tiles: enough for the full speed of matrix products."""
 
 Run = Callable[[Any, torch.Tensor], torch.Tensor]
 """An MLP as a function of (module, x [..., rows, hidden]) that treats every row alike."""
@@ -66,7 +66,7 @@ def apply_tiled_mlp(
 ) -> torch.Tensor:
     """fn(mlp_module, x), computed in `num_shards` tiles of the sequence, in forward and again in backward.
 
-    fn: takes (module, a tile of x) and returns as many rows; whatever else trains in it is mlp_module's parameters.
+    fn: takes (module, a tile of x) and returns as many rows; what trains in it are mlp_module's parameters.
     x: [..., seq, hidden]. num_shards: default ceil(seq / hidden), at most seq.
     compute_params: Liger's argument for DeepSpeed; not needed here, where the module's parameters are looked up.
     Random numbers that fn draws are drawn again in backward. Under torch.compile it is fn(mlp_module, x).
@@ -122,7 +122,7 @@ def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _are_plain(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all that trains in the module are whole parameters that belong to it, without hooks on gradients."""
+    """Whether all tensors of the module that need gradients are its whole parameters, without gradient hooks."""
     views = (t for part in module.modules() for t in vars(part).values() if isinstance(t, torch.Tensor))
     return not any(t.requires_grad for t in views) and all(
         type(p) is torch.nn.Parameter and not hasattr(p, "ds_id") and not p._backward_hooks for p in weights
@@ -130,10 +130,10 @@ def _are_plain(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> bool
 
 
 class _SavedInput(torch.autograd.Function):
-    """x itself; saves x for the node behind it.
+    """x itself, saved for `_TiledMLP`.
 
-    It is a separate node, so that a checkpoint around both, which stops computing once all that was saved is there
-    again, stops before the MLP.
+    It is a separate node, so that recomputation by a checkpoint around both, which ends when all saved tensors are
+    there again, ends before the MLP.
     """
 
     @staticmethod
@@ -148,7 +148,7 @@ class _SavedInput(torch.autograd.Function):
 
 
 class _TiledMLP(torch.autograd.Function):
-    """run(module, x) in tiles. `weights` are the module's, so that their gradients go the usual way."""
+    """run(module, x) in tiles. weights: the module's, passed so that autograd handles their gradients as usual."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Run, module: Any, count: int, *weights: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class _TiledMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple:
         (x,) = (ctx if ctx.saver is None else ctx.saver).saved_tensors
         weights = _trainable(ctx.module)
-        if any(weight._backward_hooks for weight in weights):  # autograd.grad would run them once a tile
+        if any(weight._backward_hooks for weight in weights):  # autograd.grad would run them for each tile
             raise RuntimeError("an MLP in tiles: register hooks on its parameters before the forward, not after it")
         if [(id(weight), weight._version) for weight in weights] != ctx.weights:
             raise RuntimeError("an MLP in tiles: parameters that train were changed or replaced since the forward")
@@ -210,14 +210,14 @@ def _check_leaves(y: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
 
 
 def _autocast(state: tuple) -> torch.autocast:
-    """The autocast state of the forward; without its cache, which must not keep a copy without a graph."""
+    """The forward's autocast state, without its cache, which must not keep a weight's copy that has no graph."""
     kind, dtype, enabled = state
     return torch.autocast(kind, dtype, enabled, cache_enabled=False)
 
 
 @contextlib.contextmanager
 def _random_again(state: tuple, kind: str) -> Iterator[None]:
-    """The random numbers of the forward, and afterwards the caller's as they were."""
+    """A block with the forward's random state; then the caller's is restored."""
     cpu, devices, states = state
     with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.set_rng_state(cpu)
@@ -232,7 +232,7 @@ def _random_again(state: tuple, kind: str) -> Iterator[None]:
 class _Sum:
     """A weight's gradient over all tiles, in fp32 or wider.
 
-    uses: calls of linear layers in forward, if the backward of the last one is to return the sum; left: of these
+    uses: the weight's calls in the forward, if the last backward is to return the sum; left: calls without backward yet
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ class _Sum:
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
 
     def _begin(self) -> None:
-        """Forget what an earlier backward left behind that was interrupted between tiles."""
+        """Discard the sum of an earlier backward, if it was interrupted between tiles."""
         if self.uses and self.backward != graph_task():
             self.backward, self.total, self.left = graph_task(), None, self.uses
 

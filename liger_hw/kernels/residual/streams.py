@@ -1,4 +1,4 @@
-"""Mixing of residual streams, the core of mhc_pre and mhc_post_res: every token has a small matrix of its own.
+"""Mixing of residual streams by one small matrix a token, the core of mhc_pre and mhc_post_res.
 
     y[o] = sum over i of h[o, i] * x[i]  (+ p[o] * f)
 
@@ -19,7 +19,7 @@ from ...runtime.triton_import import tl, triton
 
 @triton.jit
 def _coefficients(H_ptr, row, n_out, n_in, OUT: tl.constexpr, IN: tl.constexpr):
-    """(h [OUT, IN, 1], its offsets and which of them exist [OUT, IN]) of a token."""
+    """(h [OUT, IN, 1], its offsets and mask [OUT, IN]) of a token."""
     o, i = tl.arange(0, OUT)[:, None], tl.arange(0, IN)[None, :]
     mask = (o < n_out) & (i < n_in)
     h = tl.load(H_ptr + row * n_out * n_in + o * n_in + i, mask=mask, other=0.0).to(tl.float32)
@@ -28,7 +28,7 @@ def _coefficients(H_ptr, row, n_out, n_in, OUT: tl.constexpr, IN: tl.constexpr):
 
 @triton.jit
 def _streams(X_ptr, row, n_streams, n_cols, cols, STREAMS: tl.constexpr):
-    """(offsets, which of them exist) of a tile of all streams of a token, [STREAMS, BLOCK_SIZE]."""
+    """(pointers, mask) of a tile of all streams of a token, [STREAMS, BLOCK_SIZE]."""
     streams = tl.arange(0, STREAMS)[:, None]
     return X_ptr + (row * n_streams + streams) * n_cols + cols[None, :], (streams < n_streams) & (cols < n_cols)[
         None, :
@@ -121,7 +121,7 @@ def _fwd_heuristic(target, key):
 
 
 def _bwd_heuristic(target, key):
-    """A product of every two streams is summed in registers, 64 of a thread's."""
+    """The sums of dh, one for each pair of streams and each column of the tile, take 64 registers a thread."""
     block = max(16, min(key[0], 4096 // key[1] ** 2))
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block * key[1] ** 2, 64, 8), 2)
 

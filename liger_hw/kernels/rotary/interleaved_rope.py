@@ -46,10 +46,10 @@ def liger_interleaved_rope(
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
     cos, sin: [1 or B, T, width]. No gradients. position_ids: not read, as for `liger_rope`.
-    rotary_dim: how many of the D dimensions rotate (default: the width of cos). A width of rotary_dim is one angle an
-    element (as Cohere passes it), one of rotary_dim // 2 one angle a pair (GPT-J).
+    rotary_dim: how many of the D dimensions rotate (default: the width of cos). With width rotary_dim each element has
+    an angle (Cohere), with rotary_dim // 2 each pair has one (GPT-J).
     shared_halves: width is rotary_dim with two equal halves (GLM, Ernie, Helium, DeepSeek): pair i takes column i.
-    to_halves: the result has the pairs' first elements in its first half, as DeepSeek-V3 has it; gradients come back
+    to_halves: the result has the pairs' first elements in its first half, as in DeepSeek-V3; gradients come back
     interleaved.
     Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does.
     Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.

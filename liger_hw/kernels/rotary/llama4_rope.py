@@ -66,8 +66,7 @@ liger_llama4_text_rotary_pos_emb = liger_llama4_rope  # Liger's name, in Llama 4
 def liger_llama4_vision_rotary_pos_emb(
     query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`liger_llama4_rope` of the vision tower: freqs_ci [T, 1, half] (or anything of T * half numbers) is every
-    image's.
+    """`liger_llama4_rope` of the vision tower, with freqs_ci [T, 1, half] (or any shape of T * half) for every image.
 
     query, key: [B, T, heads, D]. freqs_ci may live on another device, as the model keeps it.
     """
@@ -81,7 +80,7 @@ WORKLOADS = {"llama4_scout": (4, 4096, 40, 8, 128), "llama4_vision": (16, 577, 1
 
 
 def sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) -> Sample:
-    """per_batch: angles of each sequence's own; partial: half the width turns."""
+    """per_batch: each sequence has its own angles; partial: half the width rotates."""
     batch, seq_len, _, _, head_dim = sizes
     half = max(1, head_dim // 4 if partial else head_dim // 2)
     shape = (batch if per_batch else 1, seq_len, half)

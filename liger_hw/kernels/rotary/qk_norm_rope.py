@@ -1,4 +1,4 @@
-"""QK normalisation and rotary embedding in one pass: y = rope(rms_norm(x)) for q and k, each head on its own.
+"""QK normalisation and rotary embedding in one pass: y = rope(rms_norm(x)) for each head of q and k.
 
     h = x / sqrt(mean(x^2) + eps) * (offset + w)        over the D dimensions of a head; w is q_weight or k_weight
     y[:r/2] = h[:r/2] * cos[:r/2] - h[r/2:r] * sin[:r/2]        r = rotary_dim
@@ -71,20 +71,20 @@ def _normed_and_turned(x, w, cos, sin, eps, offset, casting, rotary_dim, head_ax
 
 
 def _tokens(target: Target, key: registry.Key) -> int:
-    """As many as a warp covers with 16-byte loads, so that a thread holds the same columns of all its heads."""
+    """As many tokens as a warp covers with 16-byte loads, so that a thread has the same columns of all its heads."""
     _, _, width, tokens_bucket, itemsize = key
     lanes = max(1, next_power_of_2(width) // 2 * itemsize // 16)  # threads that load half a head
     return max(1, min(target.warp_size // lanes, 1 << tokens_bucket))
 
 
 def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Single warps, over 4 heads one by one where tokens are many."""
+    """One warp a program, for 4 heads one after the other if there are many tokens."""
     heads = 4 if 1 << key[3] >= target.multiprocessors else 1
     return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1, "HEADS": min(heads, key[0])}, 1)
 
 
 def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Single warps, one head at a time, with the loads of the next two under way."""
+    """One warp a program, one head at a time, with the loads of the next two in flight."""
     return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1}, 1, 3, 8)
 
 
@@ -139,7 +139,7 @@ DW = column_sum_tunable("qk_norm_rope", rotary.DIMS, lambda *sizes: 2 * sizes[-1
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 _BY_POSITION = 1 << 30
-"""`rotary.geometry_of`'s: always. A program has few heads, so that cos and sin are a large part of what it reads."""
+"""For `rotary.geometry_of`: any number of heads, since a program has few, and cos and sin are much of what it reads."""
 
 
 class _Grid(NamedTuple):
@@ -152,7 +152,7 @@ class _Grid(NamedTuple):
 
 
 def _grid(tunable, q, k, cos, layout) -> _Grid | None:
-    """None where there is no token."""
+    """None if there are no tokens."""
     rotary_dim, head_axis, *inside = layout
     layouts = q.shape, q.stride(), k.shape, k.stride(), cos.shape, cos.stride()
     geometry = rotary.geometry_of(*layouts, rotary_dim, head_axis, tuple(inside), _BY_POSITION)
@@ -295,8 +295,8 @@ def liger_qk_norm_rope(
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]; any strides. fp32, fp16 or
     bf16. q_weight, k_weight: [D], of one dtype. cos, sin, position_ids, rotary_dim, shared_halves: as `liger_rope`.
-    eps, offset, casting_mode (`llama` or `gemma`): as `liger_rms_norm`. The norm is over the whole head, whatever part
-    of it turns.
+    eps, offset, casting_mode (`llama` or `gemma`): as `liger_rms_norm`. The norm is over the whole head, even where
+    only a part of it rotates.
     Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit, and for angles that require a
     gradient.

@@ -2,9 +2,9 @@
 
 A program works on q or on k: the first n_q_programs on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens,
 whole heads, each as its rotary halves and the columns that pass through. Heads come first: where a program's threads
-cover its tokens, a thread holds all heads of one column, so that cos, sin, the weight and its gradient are its own and
-nothing passes through shared memory. The forward walks over the heads of its tokens, the backward over tiles, as many
-as a grid of resident programs leaves to each.
+cover its tokens, a thread holds all heads of one column, so that it needs no other thread's cos, sin, weight or weight
+gradient, and nothing passes through shared memory. The forward walks over the heads of its tokens, the backward over
+tiles, as many as a grid of resident programs leaves to each.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _pointer(is_k, Q_ptr, K_ptr):
 
 @triton.jit
 def _number(is_k, of_q, of_k):
-    """Arithmetic and no branch, because Triton may have made constants of the numbers."""
+    """of_k if is_k else of_q, without a branch: Triton may have specialised these numbers to constants."""
     return of_q + is_k.to(tl.int64) * (of_k - of_q)
 
 
@@ -131,8 +131,8 @@ def _qk_norm_rope_fwd_kernel(
 ):
     """HEADS heads of BLOCK_T tokens a program, BLOCK_H at a time; the next ones are loaded before these are stored.
 
-    What all heads of a token share is had once: its angles, with the weight taken into them, and the divisions that say
-    where it lies. A step then costs its loads, the norm, four products a pair and its stores.
+    What all heads of a token share is computed once: its angles, multiplied by the weight, and the divisions for its
+    offsets. A step then costs its loads, the norm, four products a pair and its stores.
     """
     is_k = tl.program_id(0) >= n_q_programs
     tile = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs

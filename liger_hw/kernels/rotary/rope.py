@@ -26,7 +26,7 @@ def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_di
 
 
 def rope_angles(cos, rotary_dim, shared_halves, whole=HALVES):
-    """(rotary_dim, how the angles lie); whole: how they lie where the halves of rotary_dim columns are not shared"""
+    """(rotary_dim, layout of the angles); whole: the layout where the halves of rotary_dim columns are not shared"""
     width = cos.shape[-1] if cos.dim() else 0
     rotary_dim = width if rotary_dim is None else rotary_dim
     return rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
@@ -68,7 +68,7 @@ def liger_rope(
 
 
 def check_rope(op: str, q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags) -> None:
-    """Raise for arguments that no operator is called with; it checks the shapes."""
+    """Check what the operator does not check itself, which is all but the shapes."""
     check_tensors(op, q=q, k=k, cos=cos, sin=sin)
     check_no_gradient(op, cos, sin)
     check_integers(op, unsqueeze_dim=unsqueeze_dim, **({} if rotary_dim is None else {"rotary_dim": rotary_dim}))

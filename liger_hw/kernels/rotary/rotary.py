@@ -35,7 +35,7 @@ SHARED, HALVES, PAIRS, COMPLEX = range(4)
 
 
 class Form(NamedTuple):
-    """How an op's pairs and angles lie, forward; see the top of this file."""
+    """The layouts of an op's pairs and angles, in the forward; see the top of this file."""
 
     pairs_in: bool = False
     pairs_out: bool = False
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 def turned(x, cos, sin, rotary_dim, head_axis, form, backward=False):
-    """One of q and k, turned, in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+    """q or k, rotated, in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     half = rotary_dim // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     if form.angles == COMPLEX:
@@ -132,14 +132,14 @@ def _small_launch(key: Key) -> bool:
 
 
 def _is_flat(key: Key) -> bool:
-    """Whether `_flat_rotary_kernel` serves a key: widths that are no power of two, and even, as pairs begin at even
-    ones."""
+    """Whether `_flat_rotary_kernel` serves a key: even widths (pairs begin at even columns) that are no power of
+    two."""
     return key[2] % 2 == 0 and key[2] & (key[2] - 1) != 0
 
 
 def _flat_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """1024 elements a program and 8 a thread; half of both where halves are whole 16-byte loads or elements are few,
-    256 where they are very few."""
+    """1024 elements a program and 8 a thread; half of both where halves are whole 16-byte loads or there are few
+    elements, 256 elements if there are very few."""
     heads, _, width, tokens_bucket, itemsize = key
     elements = heads * width << tokens_bucket
     if elements <= 256 * target.multiprocessors:
@@ -263,7 +263,7 @@ def alignment(strides: tuple[int, ...]) -> int:
 # -- launcher, operator and autograd ---------------------------------------------------------------------------------
 
 _MOST_BATCHES = 65535
-"""What a grid's second axis can hold."""
+"""The largest size of a grid's second axis."""
 
 
 class Rotary:

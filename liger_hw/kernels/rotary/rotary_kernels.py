@@ -85,7 +85,7 @@ def load_heads(
     LOAD_EVICT: tl.constexpr,
 ):
     """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., BLOCK_HALF] each, and the columns that pass
-    through (x1 again where all of a head turns), as they are stored."""
+    through (x1 again where all of a head rotates), in the stored dtype."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
         x = load(ptrs + both, mask & (both < 2 * HALF), LOAD_CACHE, LOAD_EVICT)
@@ -210,14 +210,14 @@ def _rotary_kernel(
     LOAD_EVICT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program. Every load stands before the first store, to
-    keep as many bytes in flight as there are.
+    """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program. All loads come before the first store, to
+    have the most bytes in flight.
 
-    K_ptr may be None. BATCH_ON_GRID: a program's tokens are of one batch, the grid's second axis, and n_tokens is that
-    batch's; else programs go over the tokens of all batches, at the price of a division. ANGLES_PER_HEAD: every head
-    loads the angles it needs. HEADS_FIRST: heads are the outermost dimension of a tile; where a program has enough
-    threads for its tokens, each thread then holds all heads of its columns, and their angles once. Else tokens are
-    outermost, as in memory. ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
+    K_ptr may be None. BATCH_ON_GRID: a program's tokens are of one batch, the grid's second axis, and n_tokens is its
+    number of tokens; else programs go over the tokens of all batches, at the price of a division. ANGLES_PER_HEAD:
+    every head loads the angles it needs. HEADS_FIRST: heads are the outermost dimension of a tile; where a program has
+    enough threads for its tokens, each thread then holds all heads of its columns, and their angles once. Else tokens
+    are outermost, as in memory. ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)

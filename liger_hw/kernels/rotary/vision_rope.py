@@ -66,7 +66,7 @@ def liger_vision_rope(
 
 
 def _misfit(q, k, cos, sin) -> str:
-    """What is wrong with the shapes and what was expected, or nothing; the operator sees a batch of one."""
+    """What is wrong with the shapes and what was expected, or ""; the operator is called with a batch of one."""
     if len(q) != 3 or len(k) != 3:
         return f"q and k must be [T, heads, D], got {tuple(q)} and {tuple(k)}"
     if cos != sin or len(cos) != 2 or cos[0] != q[0]:

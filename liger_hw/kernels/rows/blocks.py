@@ -8,7 +8,7 @@ Rows that begin anywhere are laid out as row.py says: position p of a row's bloc
 rows that are VECTOR apart, which have the same pad, so that its weights and the sums of its columns stay in place.
 
 The device functions take None for a second block that does not exist, or for a tensor that is not there, and return
-None for it. They return None alone, never within a tuple, and take no tuple: Triton before 3.7 and before 3.3 cannot.
+None for it. They never return None in a tuple, and take no tuples: these work from Triton 3.7 and 3.3 on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
         return True, 0
     # a second block of more than half the first would make the two as wide as the next power of two
     if rest <= block // 2 and _NARROWEST_FIRST <= block <= WIDEST_FIRST:
-        return True, max(16, next_power_of_2(rest))
+        return True, max(block // 8, next_power_of_2(rest))
     return False, 0
 
 
@@ -46,8 +46,8 @@ def most_columns(columns: int) -> int:
 
 
 def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key`. For a row in two blocks the key of its first block, and a last 1; where rows in one block begin
-    anywhere, a last 0."""
+    """`row_key` of the first block, with a last element where rows are in two blocks (1), or in one block and begin
+    anywhere (0)."""
     first = 1 << max(0, n_cols.bit_length() - 1)
     if row_blocks(n_cols, first)[1]:
         return (*row_key(n_rows, first, itemsize), 1)
@@ -106,8 +106,8 @@ def tile_rows(tile, ROWS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def first_columns(start, n_cols, BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr, pad=0, VECTOR: tl.constexpr = 1):
-    """(positions, which of them hold columns) of the first block. Before a second one all do, unless there is a pad: a
-    constant says so."""
+    """(positions, which of them hold columns) of the first block. With a second block and no pad all do, and the mask
+    is constant."""
     positions = start + tl.arange(0, BLOCK_SIZE)
     if BLOCK_2 and VECTOR == 1:
         exist = tl.full([BLOCK_SIZE], 1, tl.int1)
@@ -145,7 +145,7 @@ def tile_mask(row_mask, exist):
 
 @triton.jit
 def touched_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
-    """[rows, positions]: what `load_tile` reads besides, whole vectors. None where it reads by columns."""
+    """[rows, positions]: the whole vectors that `load_tile` reads, beyond the row's ends; None if VECTOR is 1."""
     mask = None
     if VECTOR > 1:
         if positions is not None:
@@ -155,7 +155,7 @@ def touched_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
 
 @triton.jit
 def whole_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
-    """[rows, positions]: what `store_tile` stores in vectors. None where the compiler sees them itself."""
+    """[rows, positions]: the whole vectors that `store_tile` stores at once; None if VECTOR is 1."""
     mask = None
     if VECTOR > 1:
         if positions is not None:
@@ -210,7 +210,7 @@ def store_at(ptrs, value, mask, whole):
 
 @triton.jit
 def load_columns(Ptr, positions, exist, pad=0):
-    """The columns at these positions of a vector, as a weight, in its own dtype."""
+    """The elements at these positions of a tensor [n_cols], such as a weight, in its own dtype."""
     w = None
     if Ptr is not None:
         if positions is not None:
@@ -220,7 +220,7 @@ def load_columns(Ptr, positions, exist, pad=0):
 
 @triton.jit
 def store_columns(Ptr, positions, value, exist, pad=0):
-    """Store the columns at these positions of a vector, in its dtype."""
+    """Store the elements at these positions of a tensor [n_cols], in its dtype."""
     tl.store(Ptr + (positions - pad), value.to(Ptr.dtype.element_ty), mask=exist)
 
 
@@ -264,7 +264,7 @@ def squared(x):
 
 @triton.jit
 def scalar_if_single(values):
-    """[rows] as it is; of a single row the scalar.
+    """`values` [rows], or a scalar for a single row.
 
     A scalar has no layout. As a tensor it would have the layout of one block, and Triton would move the whole other
     block through shared memory into it, several times a row, where the second is too narrow for 16 bytes a thread.
@@ -276,7 +276,7 @@ def scalar_if_single(values):
 
 @triton.jit
 def as_column(values):
-    """What `scalar_if_single` gives, to be used with tiles: [rows, 1] or a scalar."""
+    """The result of `scalar_if_single` for use with tiles: [rows, 1] or a scalar."""
     if values.type.is_block():
         values = values[:, None]
     return values
@@ -293,7 +293,7 @@ def row_sums(x, x_2):
 
 @triton.jit
 def row_sums_of_two(a, b):
-    """The sums of each row of a and of b, in one exchange between the warps."""
+    """The sums of each row of a and of b, in one reduction across warps."""
     sum_a, sum_b = tl.split(tl.sum(tl.join(a, b), axis=1))
     return scalar_if_single(sum_a), scalar_if_single(sum_b)
 

@@ -33,7 +33,7 @@ def column_sum_tunable(
 ) -> Tunable:
     """The `<op>.dw` tunable of an op whose backward leaves partial rows.
 
-    columns: how many columns those have at given problem sizes; by default as many as the last of `dims`.
+    columns: how many columns the partial rows have, from the problem sizes; by default the last of `dims`.
     """
 
     def key(*sizes_and_itemsize: int) -> Key:
@@ -69,14 +69,14 @@ def param_parts(needed: bool, w: torch.Tensor | None, b: torch.Tensor | None) ->
 
 
 def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
-    """One dtype for the gradients of both parameters, which come out of one sum; x's dtype without parameters."""
+    """The dtype in which both parameters' gradients are summed; x's dtype without parameters."""
     if w is None:
         return x.dtype
     return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
 def partial_sums(x: torch.Tensor, programs: int, n_cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Where `programs` programs leave a row of `n_cols` sums each: fp32, or already `dtype` when there is but one."""
+    """A buffer for `programs` rows of `n_cols` sums: fp32, or `dtype` for a single program, whose row is the result."""
     return x.new_empty((programs, n_cols), dtype=dtype if programs == 1 else torch.float32)
 
 

@@ -54,8 +54,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def begins_whole(t: torch.Tensor, vector: int) -> bool:
-    """Whether `t` begins at a multiple of 16 bytes, and of `vector` elements where these are more (of the wider of two
-    dtypes): then no vector leaves the unit of that many bytes that its first element lies in."""
+    """Whether `t` begins at a multiple of 16 bytes, or of `vector` elements if those are more (for the wider of two
+    dtypes). Then each vector stays within one unit of that size."""
     # a fake tensor (see autotune/compile_ahead.py) only has an offset into its storage
     address = t.data_ptr() if type(t) in _TENSORS else t.storage_offset() * t.itemsize
     return address % max(16, vector * t.itemsize) == 0
@@ -121,7 +121,7 @@ def in_touched_vector(positions, pad, n_cols, VECTOR: tl.constexpr):
 
 @triton.jit
 def in_whole_vector(positions, pad, n_cols, VECTOR: tl.constexpr):
-    """Which positions are in a vector of the row's columns alone."""
+    """Which positions are in a vector that holds only columns of the row."""
     vectors = positions // VECTOR * VECTOR
     return (vectors >= pad) & (vectors + VECTOR <= pad + n_cols)
 

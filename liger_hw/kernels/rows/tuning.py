@@ -1,7 +1,7 @@
 """How kernels over rows are configured: key dimensions, heuristics, candidates and checks that several ops share.
 
-A heuristic's constants count elements, which is what a thread, a program and a multiprocessor have to hold and to wait
-for, whatever the op. All are powers of two.
+A heuristic's constants are numbers of elements, which decide registers and loads in flight for any op. All are powers
+of two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDEST_BLOCK = 16384
 
 
 def row_sample(sizes: tuple[int, int], dtype: Any, args: tuple, moved: int = 5, **more: Any) -> Sample:
-    """A call of an op on rows, whose results are sums over columns and, of parameters, over rows. moved: how many times
+    """The Sample of an op on rows: results sum over columns, parameter gradients over rows. moved: how many times
     forward and backward move a tensor like x."""
     n_rows, n_cols = sizes
     grad_reduction = more.pop("grad_reduction", max(sizes))
@@ -41,8 +41,8 @@ def latency_warps(target: Target, elements: int, per_thread: int) -> int:
 
 
 def row_warps(target: Target, few: bool, elements: int) -> int:
-    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread; beyond 8 warps rather more loads
-    than more threads. few: whether rows are too few to fill the device, see `latency_warps`."""
+    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread; above 8 warps more loads instead
+    of more threads. few: whether rows are too few to fill the device, see `latency_warps`."""
     per_thread = 16 if elements < 8192 else 32
     if few:
         return latency_warps(target, elements, per_thread)
@@ -50,7 +50,7 @@ def row_warps(target: Target, few: bool, elements: int) -> int:
 
 
 def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_BLOCK) -> LaunchConfig:
-    """Whole rows, at least 2048 elements a program where there are rows enough; rows too wide to hold in column tiles.
+    """Whole rows, at least 2048 elements a program if there are enough rows; rows too wide to hold in column tiles.
 
     widest: columns that the kernel can hold in half precision, where it keeps the row narrow.
     """
@@ -62,7 +62,7 @@ def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_BLOCK) -> Launc
 
 
 def row_tiles(widths: Iterable[int]) -> list[dict[str, int]]:
-    """Tiles of these widths for `tile_space`: up to 32 rows, of more than one at most 8192 elements."""
+    """Tiles of these widths for `tile_space`: up to 32 rows; with more than one row at most 8192 elements."""
     return [
         {"BLOCK_SIZE": block, "ROWS": rows}
         for block in sorted(widths)
@@ -83,7 +83,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
 
     streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
     grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them,
-    rows of 2048 columns, and of 1024 in two blocks, are best taken singly with three more in flight. Rows of 4096
+    rows of 2048 columns, and of 1024 in two blocks, are fastest one at a time with three more in flight. Rows of 4096
     columns with two gradients are taken so too by one program a multiprocessor, if in two blocks or with masks; with
     one gradient, many of them are taken two at a time.
     """
@@ -105,9 +105,10 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas = 2, 1
     tile, most = block * rows, (most_columns(block) if grads else block) * rows
     room = 1 + target.shared_memory // (streams * most * key[2])
-    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile:
+    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile or grads and tile > 8192:
         room = 1
-    warps = target.warps(tile, 32 if rows > 3 or rows > 1 and tile > 4096 else 16, 16)
+    two_blocks = key[3:] == (1,)
+    warps = target.warps(tile, 32 if rows > 3 or tile > 4096 and (rows > 1 or two_blocks) else 16, 16)
     if 1 << key[1] <= target.multiprocessors:
         # a row in two blocks, or with masks and parts of vectors, has up to half as much again to hold
         warps = latency_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
@@ -139,9 +140,9 @@ def safe_whole_rows(target: Target, key: Key) -> LaunchConfig:
 
 
 def whole_rows_misfit(config: LaunchConfig, key: Key) -> str | None:
-    """Why a configuration cannot serve such a kernel, or None."""
+    """Why a configuration does not fit a kernel that holds whole rows, or None."""
     block = config.blocks["BLOCK_SIZE"]
-    return None if block >= key[0] else f"BLOCK_SIZE={block} holds no row of {key[0]} columns"
+    return None if block >= key[0] else f"BLOCK_SIZE={block} cannot hold a row of {key[0]} columns"
 
 
 def tile_rule(widest: int, per_thread: int, most_warps: int, hint: str = "none") -> Callable[..., LaunchConfig]:
@@ -158,13 +159,13 @@ def tile_rule(widest: int, per_thread: int, most_warps: int, hint: str = "none")
 
 
 def column_tiles(key: Key, narrowest: int, widest: int) -> list[dict[str, int]]:
-    """The tiles of such a kernel for `tile_space`: powers of two in this range, none wider than the row."""
+    """The tiles of a kernel with `tile_rule` for `tile_space`: powers of two in this range, none wider than the row."""
     sizes = {min(key[0], 1 << power) for power in range(narrowest.bit_length() - 1, widest.bit_length())}
     return [{"BLOCK_SIZE": size} for size in sorted(sizes)]
 
 
 def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
-    """Why a configuration cannot serve a kernel whose grid is a number of programs a multiprocessor, or None."""
+    """Why a configuration does not fit a persistent kernel, or None."""
     return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
 
 

@@ -1,9 +1,9 @@
 """Layers that stand for those of transformers, under its names for them.
 
 `kernels.kernelize` binds the `forward` of one of these classes to a module of transformers. So a layer has no state and
-no constructor, `self` is the module of transformers, and `type(self).forward` is the forward of that module's class. It
-runs wherever the kernel would not compute the same: for a dtype that kernels do not take, or for a width, an activation
-or a module of another form.
+no constructor, `self` is the module of transformers, and `type(self).forward` is the forward of that module's class. A
+layer calls that forward where the kernel would not compute the same: for an unsupported dtype, width, activation or
+form of the module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GELU = {"GELUTanh": "tanh", "GELUActivation": "none"}
 
 
 def _share_a_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether kernels take the dtype of x, which all others have."""
+    """Whether all tensors have the dtype of x, and kernels support it."""
     return x.dtype in _DTYPES and all(other is None or other.dtype == x.dtype for other in others)
 
 

@@ -1,21 +1,32 @@
-"""`liger-hw bench e2e` and `float8`: Hugging Face models trained from random weights, arm by arm, and compared.
+"""Hugging Face models trained from random weights, arm by arm: tokens/s, peak memory and loss curves of each.
 
-Tokens/s, peak memory and loss curves of each arm (`training.py`); with `rounds` the arms take turns.
+    python benchmarks/end_to_end.py --model llama3        what makes a row of README's table
+    python benchmarks/end_to_end.py --model llama3 --arms liger_hw,float8,torchao,torchao-compile,te
+    python benchmarks/end_to_end.py --hidden 64 --layers 1 --batch 1 --seq 64 --steps 2      on a CPU
+
+Every arm trains the same weights on the same text (`training.py`); with --rounds they take turns.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ..backends import with_index
-from ..text import StatusLine, first_line, table
-from .peers import Absent
-from .timing import Budget, OutOfBudget, Stats
-from .training import Run, Schedule, patched, read_text, release, to_tokens, train
+import torch
+from training import ARMS, MODELS, Run, Schedule, patched, read_text, release, to_tokens, train
+
+from liger_hw.backends import with_index
+from liger_hw.bench import report
+from liger_hw.bench.peers import Absent
+from liger_hw.bench.timing import Budget, OutOfBudget, Stats
+from liger_hw.cli import UsageError, arguments
+from liger_hw.text import StatusLine, first_line, fold, json_text, table
 
 FEWEST_STEPS = 3
 """Steps that a run makes whatever the budget says: with fewer there is nothing to take a median of."""
@@ -163,3 +174,59 @@ def as_text(results: dict[str, Any]) -> str:
         )
     failed = [f"{run['status']}  {run['arm']}: {run['note']}" for run in results["runs"] if run["status"] != "ok"]
     return "\n".join([_title(results), table(lines) if rows else "nothing was trained", *dict.fromkeys(failed)])
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="mistral", help=f"of {', '.join(MODELS)} (default mistral)")
+    add("--layers", type=arguments.positive, help="of the model's layers (default: as README's table has it)")
+    add("--batch", type=arguments.positive, default=2, help="sequences of a step (default 2)")
+    add("--seq", type=arguments.tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")
+    add("--steps", type=arguments.positive, default=20, help="steps of each arm (default 20)")
+    add("--rounds", type=arguments.positive, default=1, help="times every arm is trained, in turn (default 1)")
+    arms = f"of {', '.join(ARMS)} (default hf,liger,liger_hw)"
+    add("--arms", type=arguments.listed(str, "names"), default=["hf", "liger", "liger_hw"], help=arms)
+    add("--checkpointing", action="store_true", help="recompute activations in the backward")
+    add("--lora", action="store_true", help="train adapters of rank 16 on all linears (peft), and nothing else")
+    width = "smaller width, every size in proportion, for a quick try (default: the model's)"
+    add("--hidden", type=arguments.positive, help=width)
+    add("--text", metavar="FILE", help="training text (default: Python's own documentation)")
+    add("--device", help="torch device (default: the accelerator, else cpu)")
+    add("--dtype", type=arguments.dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
+    add("--json", metavar="FILE", help="write every figure after each arm; - prints them at the end")
+    spent = "start no new work after this long (default: no limit)"
+    add("--budget", type=arguments.seconds, metavar="SECONDS", help=spent)
+    options = parser.parse_args(words)
+    sizes = ("model", "batch", "seq", "steps", "rounds", "checkpointing", "dtype", "hidden", "text", "lora")
+    chosen = {name: getattr(options, name) for name in sizes} | {"arms": tuple(options.arms)}
+    shape = MODELS.get(options.model)  # Schedule refuses a model that is not there
+    try:
+        device = arguments.usable_device("end_to_end.py", options.device)
+        schedule = Schedule(**chosen, layers=options.layers or (shape.trained if shape else 1))
+        if device.type == "cpu" and not options.hidden:
+            small = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
+            raise ValueError(f"a model of this size is hopeless on a CPU; a small one: {small}")
+        facts = report.machine(device)
+
+        def keep(results: dict[str, Any]) -> None:
+            if options.json and options.json != "-":
+                report.save(options.json, {"machine": facts, **results})
+
+        results = measure(schedule, device, Budget(options.budget), keep, progress)
+    except (UsageError, ValueError) as error:
+        parser.error(str(error))
+    print(json_text({"machine": facts, **results}, indent=1) if options.json == "-" else as_text(results))
+    return 0
+
+
+def progress(text: str) -> None:
+    """A line to standard error."""
+    print(fold(text, " " * 8), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -2,7 +2,7 @@
 
 Every arm starts from the same weights (checked, see `Run.start`), sees the same windows of the same text in the same
 order and takes the same optimizer steps, so that two arms may differ only by what was patched in before the model was
-built, and by what its linears are. `liger-hw bench e2e` and `float8` and benchmarks/demo.py are made of this.
+built, and by what its linears are. `end_to_end.py`, `demo.py` and others train with this.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from ..autotune.clock import Clock
-from ..autotune.models import KNOWN, Model
-from ..transformers.float8_linears import float8
-from ..transformers.rebind import PREFIX
-from .peers import Absent
+from liger_hw.autotune.clock import Clock
+from liger_hw.autotune.models import KNOWN, Model
+from liger_hw.bench.peers import Absent
+from liger_hw.transformers.float8_linears import float8
+from liger_hw.transformers.rebind import PREFIX
 
 WARMUP_STEPS = 10
 """Steps of linear warm-up of the learning rate: a large model's loss spikes without it, which multiplies rounding."""
@@ -36,7 +36,7 @@ WARMUP_STEPS = 10
 class Shape(Model):
     """A published model. `family` is the word in `apply_liger_kernel_to_<family>`.
 
-    trained: layers that `liger-hw bench e2e` trains by default: what fits one device with AdamW at 2 x 4096 tokens
+    trained: layers that `end_to_end.py` trains by default: what fits one device with AdamW at 2 x 4096 tokens
     """
 
     family: str = ""
