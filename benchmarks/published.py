@@ -13,6 +13,7 @@ from liger_hw.bench.peers import OURS
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE, MANY, ALL_LOSSES = "ops-table-h200.json", "ops-many-h200.json.gz", "losses-h200.json"
+WIDTHS = "widths-h200.json.gz"
 SINCE = "ops-since-h200.json"
 """Some ops again, after TABLE."""
 

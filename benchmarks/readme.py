@@ -112,6 +112,26 @@ def shapes_table() -> str:
     return "\n".join(lines)
 
 
+def widths_table() -> str:
+    """A row an op over the widths of `sweep.py widths`."""
+    if not (published.RESULTS / published.WIDTHS).exists():
+        return published.not_yet("sweep.py widths")
+    rows = [row for row in report.load(published.RESULTS / published.WIDTHS)["rows"] if row["share"]]
+    best = published.against_best(rows)
+    lines = ["| op | widths | share: worst | p10 | median | under 88% | behind a peer by more than 1% | 3% |"]
+    lines.append("|---" * 8 + "|")
+    for op in dict.fromkeys(row["op"] for row in rows):
+        shares = sorted(row["share"] for row in rows if row["op"] == op and row["arm"] == "liger_hw")
+        speeds = [one["speed"] for one in best if one["op"] == op]
+        cells = [op, f"{len(shares)}"]
+        cells += [f"{x:.0%}" for x in (shares[0], shares[len(shares) // 10], statistics.median(shares))]
+        cells += [f"{sum(share < 0.88 for share in shares)}"]
+        cells += [f"{sum(speed < most for speed in speeds)}" for most in (0.99, 0.97)]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += published.drawn("share of the floor against the columns of a row", "widths.png")
+    return "\n".join(lines)
+
+
 def behind_table() -> str:
     if not (published.RESULTS / published.MANY).exists():
         return published.not_yet("tables.sh")
@@ -466,7 +486,7 @@ PAGES = {
         "first step": first_step_table,
     },
     "docs/benchmarks/host.md": {"host": host_table, "host limits": host_limits, "regret": regret_table},
-    "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table, "limits": limits_table},
+    "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table, "widths": widths_table, "limits": limits_table},
     "docs/activations.md": {"default": default_table, "activations": activations_table, "longest": longest_table},
     "docs/losses.md": losses_page.TABLES,
     "docs/moe.md": experts_page.TABLES,
@@ -498,6 +518,10 @@ def draw() -> None:
         rows = report.load(published.RESULTS / published.MANY)["rows"]
         size_plots.share_by_size(rows, ROOT / "docs" / "shapes-share.png")
         size_plots.speed_by_size(rows, ROOT / "docs" / "shapes-speed.png")
+    if (published.RESULTS / published.WIDTHS).exists():
+        size_plots.share_by_width(
+            report.load(published.RESULTS / published.WIDTHS)["rows"], ROOT / "docs" / "widths.png"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
