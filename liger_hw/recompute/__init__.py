@@ -1,6 +1,6 @@
 """Activation memory as a dial: what backward needs is kept, or computed again, by level.
 
-    with liger_hw.activations("cheap"):                    # whatever runs in it, with our ops
+    with liger_hw.activations("cheap"):                    # whatever runs in the block, with our ops
         loss = model(**batch).loss
     loss.backward()
 

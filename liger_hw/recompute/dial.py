@@ -1,12 +1,12 @@
-"""Gives the layers of a model their levels: every layer's forward runs in its own level's scope, or checkpointed.
+"""Sets the level of each layer of a model: the layer's forward then runs in that level's scope, or checkpointed.
 
 A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` the forward of the layers' class, and
 nothing else. With "fit" or a size the levels are planned at the first forward that trains, when batch, sequence length
 and dtype are known, and again when a larger batch comes.
 
-`put_default` is for a patch with the fused loss that names no levels: the last layer is at `cheap`. The peak of a step
-is at the loss, where the head's logits stand on top of all that was kept. A step on a small input waits for Python,
-which saved-tensor hooks make slower, and has little memory to save: there `last_at_cheap` keeps everything.
+`put_default` is for a patch with the fused loss that names no levels: it sets the last layer to `cheap`. A step's peak
+memory is at the loss, where the head's logits come on top of all that was kept. A step on a small input is bound by
+Python, which saved-tensor hooks slow down, and has little memory to save: `last_at_cheap` keeps everything there.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .planner import Prediction, of_module, usable
 log = logging.getLogger("liger_hw")
 _PART = "activations"
 _DEFAULT = "activations by default"
-"""The part of a default's functions: unlike levels that were named, they may stand beneath others."""
+"""The report's part for default levels, over which a user may set others, unlike over levels that were named."""
 _HOOKED = (
-    "keeps everything in layers whose modules have hooks, since they may write to what would be computed "
+    "keeps everything in layers whose modules have hooks, since these may write to what would be computed "
     "again (`output.data`); level full runs hooks again"
 )
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers, in order: what transformers would checkpoint, or the largest list of alike modules. Before a
-    larger list, as of a vision tower, goes one whose last layer knows that it is the last.
+    """The decoder layers, in order: what transformers would checkpoint, or the largest list of modules of one class. A
+    list whose last layer knows that it is the last comes before a larger one (a vision tower's).
 
     Raises `ValueError` where there are none.
     """
@@ -62,7 +62,7 @@ def _is_layer(module: torch.nn.Module) -> bool:
 
 
 def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
-    """A context in which activations are kept or recomputed as `setting` says; with a model, put onto its layers.
+    """A context in which activations are kept or recomputed as `setting` says; with a model, for each of its layers.
 
     setting: `keep`, `cheap`, `mlp`, `full`, `tiled` or `offload` (levels.py says what each recomputes). With a model
     also one level for each layer as a sequence, a mapping from layer index to level, `fit` (the fastest mix that fits
@@ -70,7 +70,7 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
     model: a live model with a list of layers. The levels hold from now until `revert()` or the end of the `with` block.
 
     Gradients are bit-identical to keeping everything. In the tiles of `tiled` and `offload` an MLP's weights have
-    gradients that are fp32 sums, rounded once. Raises `ValueError` for a setting that means nothing here.
+    gradients that are fp32 sums, rounded once. Raises `ValueError` for an invalid setting.
     """
     if model is not None:
         return Dial(model, setting)
@@ -88,8 +88,9 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says.
 
-    A layer that is recomputed fills no cache in training, as transformers has it, and is not recomputed for a cache in
-    `eval()`. Raises `ValueError` for a cache that has tokens in training, as prefix tuning's: they would be left out.
+    As in transformers, a recomputed layer fills no cache in training, and with a cache in `eval()` it is not
+    recomputed. Raises `ValueError` in training for a cache that has tokens, such as prefix tuning's: they would be left
+    out.
     """
     checkpointed_already = level in CHECKPOINTED and recipes.inside_foreign_hooks()
     caches = _caches(args, kwargs) if level in CHECKPOINTED else []
@@ -113,13 +114,13 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
             _say_nothing_saved(level, forward, returned)
         return returned
     if any(_has_tokens(cache, layer) for cache in caches):
-        words = f"level {level} computes a layer again, which cannot read a cache that has tokens (prefix tuning)"
+        words = f"level {level} computes layers again, without the tokens in their cache (prefix tuning)"
         raise ValueError(f"activations: {words}; name keep, cheap or mlp")
     if caches:
-        recipes.say_once("a layer that is recomputed cannot fill a cache: None is in its place, as transformers has it")
+        recipes.say_once("a layer that is recomputed cannot fill a cache: it gets None instead, as in transformers")
         args = tuple(None if _is_cache(arg) else arg for arg in args)
         kwargs = {name: None if name in _CACHES or _is_cache(arg) else arg for name, arg in kwargs.items()}
-    options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # of forward, of its recomputation
+    options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # forward's, recomputation's
     if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
         # transformers' own checkpoint inside this one would compute a layer thrice
         forward = functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
@@ -128,7 +129,7 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
 
 
 _CACHES = "cache", "past_key_values"
-"""Arguments of a layer: since transformers 5.24, and before. What is a cache by its methods may have any place."""
+"""A layer's arguments that are caches: since transformers 5.24, and before. Others are known by their methods."""
 
 
 def _caches(args: tuple, kwargs: dict) -> list[Any]:
@@ -142,7 +143,7 @@ def _is_cache(arg: Any) -> bool:
 
 
 def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:
-    """Whether a cache has tokens of this layer; False for recurrent ones, which do not count."""
+    """Whether a cache has tokens of this layer; False for recurrent caches, which do not count tokens."""
     try:
         if not cache.get_seq_length():
             return False
@@ -153,17 +154,17 @@ def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:
 
 
 def _kept_inputs(level: str, args: tuple) -> Any:
-    """A context in which a checkpoint's inputs are saved where the level has them."""
+    """A context that saves a checkpoint's inputs where the level says: on the device or the host."""
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
     return contextlib.nullcontext() if level != "offload" or device.type == "cpu" else host_memory(device).hooks()
 
 
 def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -> None:
-    """One warning for a layer that keeps for backward all that it would keep without its level."""
+    """One warning for a layer that keeps as much for backward as it would without its level."""
     first = returned[0] if isinstance(returned, tuple) else returned
     if not isinstance(first, torch.Tensor) or not first.requires_grad:  # frozen: autograd kept nothing either
         return
-    layer = getattr(forward, "func", forward)  # of a partial, its function
+    layer = getattr(forward, "func", forward)  # a partial's function
     name = getattr(layer, "__qualname__", type(layer).__name__).removesuffix(".forward").rpartition(".")[2]
     recipes.say_once(
         f"activations: level {level} saves no memory in {name}: nothing that its backward needs can be computed again. "
@@ -188,7 +189,7 @@ class Choice:
         if not recipes.supported() and setting in CHECKPOINTED:
             self.levels = (setting,) * count
         elif not recipes.supported() and {"cheap", "mlp"} & set(self.levels):
-            recipes.Scope(recipes.CHEAP)  # raises, saying why
+            recipes.Scope(recipes.CHEAP)  # raises with the reason
         self.prediction: Prediction | None = None
         self.planned_for: tuple[int, int] | None = None
 
@@ -236,7 +237,7 @@ class Dial:
         self.layers = layers_of(model)
         self._choice = Choice(setting, len(self.layers), getattr(model, "config", None))
         if self._choice.planning:
-            of_module(model, self._choice.config, 1, 1)  # raises for what cannot be planned, before a step
+            of_module(model, self._choice.config, 1, 1)  # raises now, not in a step, if it cannot be planned
         self._patches: list[Patch] = []
         with PATCH_LOCK:
             for index, layer in enumerate(self.layers):
@@ -275,7 +276,7 @@ class Dial:
         return self._choice.prediction
 
     def revert(self) -> bool:
-        """Put every layer's forward back; false while other code has replaced one. Twice does nothing more."""
+        """Put every layer's forward back; false while other code has replaced one. A second call does nothing."""
         with PATCH_LOCK:
             self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
         return not self._patches
@@ -293,8 +294,8 @@ class Dial:
 def class_patch(cls: type, setting: Any) -> Patch:
     """The one replacement that gives every layer of class `cls` its level, in existing models and in new ones.
 
-    A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`). One that does
-    not takes a named level as it is, and raises `ValueError` for a budget or levels by layer.
+    A layer's index and its model's config are read from its modules (`layer_idx`, `config`). Without them one level for
+    all layers works, and a budget or levels by layer raise `ValueError`.
     """
     original, switch = cls.forward, [True]
     _check_has_no_level(original, cls.__name__)
@@ -330,7 +331,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
 
 
 def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
-    """A layer's index and its model's config, as the modules that it consists of know them."""
+    """A layer's index and its model's config, from attributes of its modules."""
     parts = list(layer.modules())
     index = next((m.layer_idx for m in parts if isinstance(getattr(m, "layer_idx", None), int)), None)
     config = next((m.config for m in parts if hasattr(getattr(m, "config", None), "num_hidden_layers")), None)
@@ -338,7 +339,7 @@ def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
 
 
 def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bool]) -> Patch:
-    """The replacement of a layer class's forward by `forward`, under what its bases put around a subclass's.
+    """The replacement of a layer class's forward by `forward`, inside the wrappers that its base classes add.
 
     transformers' GradientCheckpointingLayer wraps every subclass's forward, and checkpoints only where the class has
     that very wrapper. It wraps FSDP2's class of a layer too, which outlives the patch: hence `switch`.
@@ -359,14 +360,14 @@ def _check_has_no_level(forward: Callable[..., Any], name: str) -> None:
 def put_on(
     report: PatchReport, setting: Any, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]
 ) -> None:
-    """What `activations=` of a patch function does: levels for a live model, or for the layer classes of samples."""
+    """The `activations=` of a patch function: levels for a live model, or for the layer classes of samples."""
     if model is not None:
         dial = Dial(model, setting)
         report.patches.append(dial)
         names = {type(layer).__name__ for layer in dial.layers}
     else:
         if not is_budget(setting) and (isinstance(setting, str) or not isinstance(setting, (Mapping, Sequence))):
-            level_of_each(setting, 1)  # what means nothing for any model raises here, not in its first step
+            level_of_each(setting, 1)  # an invalid setting raises now, not in the first step
         classes = {type(layers_of(sample)[0]) for sample in samples}
         for cls in classes:
             patch = class_patch(cls, setting)
@@ -382,8 +383,8 @@ def put_on(
 def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]) -> None:
     """Put the last layer of a live model, or of every model of the classes of samples, at `cheap`.
 
-    Nothing is done, and the report has no row, where there is no layer, where it has levels or another forward already,
-    where a class belongs to another family or its layers do not know which of them is last, and before torch 2.8.
+    Nothing is done, and the report has no row, without layers, if the layer has a level or another forward already, if
+    its class belongs to another family or its layers do not know which of them is last, and before torch 2.8.
     """
     if not recipes.supported():
         return

@@ -1,8 +1,8 @@
-"""What a training step of a model takes in seconds and bytes: as Hugging Face ships it, with Liger, and with liger_hw.
+"""Seconds and bytes of a model's training step: as Hugging Face ships it, with Liger, and with liger_hw.
 
-Memory and time of liger_hw are the planner's (`planner.py`), at a share of the device's rates that an H200 reaches.
-`ARMS` says what the other ways of training cost beside it; six models timed on one H200 gave those figures. A test
-holds the estimate to 10% of each of them, of two that were timed later, and of a whole model on several devices.
+Memory and time of liger_hw are the planner's (`planner.py`), at the share of the data sheet's rates that an H200
+reaches. `ARMS` has what other ways of training cost beyond that, fitted to six models on one H200. A test holds the
+estimate to 10% of each of them, of two models timed later, and of a whole model on several devices.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..autotune.models import Model
 
 GEMM_SHARE = GEMM_RATE / 989e12
-"""Of the data sheet's dense bf16 rate: what the products of a step reach on an H200."""
+"""Share of the data sheet's dense bf16 rate that the products of a step reach on an H200."""
 COPY_SHARE = BANDWIDTH / 4.8e12
-"""Of the data sheet's bandwidth: what a large copy reaches on an H200."""
+"""Share of the data sheet's bandwidth that a large copy reaches on an H200."""
 LORA_SHARE = 0.005
 """Share of the parameters that train under LoRA: about rank 16 on all linears of 8B parameters."""
 
@@ -28,10 +28,10 @@ LORA_SHARE = 0.005
 class Arm:
     """What one way of training costs.
 
-    small: bytes that norms, gates and rotary embeddings move, over what fused kernels must move
-    logit: bytes moved for each logit, beside those that the planner counts; chunk: for each element of the head's
-    weight in each of Liger's chunks; experts: time of a layer's experts over fused_moe's
-    kept_logit: bytes at the peak for each logit beside those that the planner counts
+    small: bytes that norms, gates and rotary embeddings move, divided by what fused kernels must move
+    logit: bytes moved for each logit, beyond what the planner counts; chunk: for each element of the head's weight in
+    each of Liger's chunks; experts: time of a layer's experts divided by fused_moe's
+    kept_logit: bytes at the peak for each logit, beyond what the planner counts
     fused_loss, level: as the planner takes them
     """
 
@@ -68,7 +68,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """One arm: tokens a second and bytes at the peak, each of one device."""
+    """One arm: tokens a second and peak bytes of one device."""
 
     arm: str
     tokens_per_second: float
@@ -115,12 +115,12 @@ def estimates(
 
 
 def trains_in_fp32(gpus: int, engine: str, lora: bool) -> bool:
-    """Whether parameters are in fp32 under bf16 autocast, as accelerate has what trains under FSDP2."""
+    """Whether parameters are in fp32 under bf16 autocast, as accelerate keeps trained parameters under FSDP2."""
     return gpus > 1 and engine == "fsdp2" and not lora
 
 
 def _chunks(planner: Planner) -> int:
-    """Into how many chunks of rows Liger's fused loss divides the logits: the rows of one are a power of two."""
+    """The number of chunks into which Liger's fused loss divides the logits; their rows are a power of two."""
     rows = -(-planner.tokens // -(-planner.model.vocab // planner.model.hidden))
     return -(-planner.tokens // (1 << (rows - 1).bit_length()))
 
@@ -128,7 +128,7 @@ def _chunks(planner: Planner) -> int:
 def _more_kept(planner: Planner) -> int:
     """Bytes that a layer of transformers keeps beside what fused kernels keep.
 
-    The gate's activation, and of each norm its input in fp32 and what it multiplies with the weight.
+    The gate's activation, and each norm's input in fp32 and its normalised input.
     """
     m, tokens = planner.model, planner.tokens
     normed = m.hidden * (4 if m.sandwich else 2) + ((m.heads + m.kv_heads) * m.head_dim if m.qk_norm else 0)

@@ -1,15 +1,15 @@
-"""What a user may ask for: the words, and what they mean for each layer.
+"""The settings that a user may give, and the level of each layer that follows.
 
-keep    nothing is recomputed: as torch has it
+keep    nothing is recomputed, as in torch
 cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py), in little time
 mlp     the gate and up projections are recomputed too
 full    the whole layer is recomputed from its input, as transformers' gradient checkpointing
 tiled   as full, and the MLP of a long sequence runs in tiles: its wide intermediates never exist for all tokens
 offload as tiled, and the layer's input waits in host memory
 
-Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, so what it would recompute is needed
-before anything is freed, and the peak is the same. Under `tiled` and `offload` the last layer is at `tiled`: its MLP is
-what would be largest, and its input is needed at once.
+Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, so it would recompute before anything is
+freed, and the peak would be the same. Under `tiled` and `offload` the last layer is at `tiled`: its whole MLP would be
+the largest part, and its input is needed at once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CHECKPOINTED = ("full", "tiled", "offload")
 LAST = {"mlp": "cheap", "full": "cheap", "offload": "tiled"}
 """Level of a whole model -> level of its last layer, where they differ."""
 DEFAULT: Levels = {-1: "cheap"}
-"""What a patch with the fused loss has where no levels are named."""
+"""The setting of a patch with the fused loss if the user names none."""
 FIT = "fit"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
 _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of "80GiB" or "80000MB"; None for anything else, as for more than any machine has."""
+    """Bytes of "80GiB" or "80000MB"; None for anything else, or for more than any machine has."""
     match = _SIZE.fullmatch(text.strip())
     size = float(match[1]) * _UNITS[match[2].lower()] if match else math.inf
     return int(size) if size < 2**63 else None
@@ -59,7 +59,7 @@ def check_level(level: Any) -> str:
 def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
     """The level of every layer: from one word, a sequence with one for each layer, or a mapping index -> level.
 
-    In a mapping a negative index counts from the end and what is not named is kept. Raises `ValueError`.
+    In a mapping a negative index counts from the end, and layers that are not named are at `keep`. Raises `ValueError`.
     """
     if isinstance(setting, str):
         return (setting,) * (layers - 1) + (LAST.get(check_level(setting), setting),)
@@ -67,7 +67,7 @@ def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
         levels = ["keep"] * layers
         for index, level in setting.items():
             if type(index) is not int or not -layers <= index < layers:
-                raise ValueError(f"activations: {index!r} is no layer of {layers}; use 0 to {layers - 1}")
+                raise ValueError(f"activations: {index!r} is not one of {layers} layers; use 0 to {layers - 1}")
             levels[index] = check_level(level)
         return tuple(levels)
     if isinstance(setting, Sequence):

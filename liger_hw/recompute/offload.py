@@ -4,8 +4,8 @@
         y = checkpoint(layer, x)              # x is copied to the host on a side stream while the layer computes
 
 Forward copies layer i's input while layer i computes, and keeps it on the device until layer i + 1 begins. Backward
-needs the last layer's first; whenever one is needed, the copy of the one before it starts. So at most two layers'
-inputs are on the device, and copies are hidden where a layer's computation takes longer than the copy of its input.
+needs the last layer's input first; when it needs layer i's, the copy of layer i - 1's starts. So at most two layers'
+inputs are on the device, and copies are hidden if a layer's computation takes longer than the copy of its input.
 
 torch's `save_on_cpu`, which transformers' `offload=True` uses, copies on the computing stream and allocates pinned
 memory for every tensor; docs/guides/long-context.md compares them.
@@ -26,7 +26,7 @@ from .. import env
 from . import recipes
 
 CHUNK = 64 << 20
-"""Bytes of one piece of pinned memory. torch rounds each allocation of it up to a power of two, which this is."""
+"""Bytes of one piece of pinned memory: a power of two, to which torch rounds such allocations up."""
 SMALLEST = 1 << 20
 """Tensors of fewer bytes stay on the device."""
 SHARE = 0.8
@@ -34,10 +34,10 @@ SHARE = 0.8
 
 
 class HostMemory:
-    """Pinned memory for tensors of one device, and the stream that copies. Memory is used again, step after step.
+    """Pinned memory for tensors of one device, and the stream that copies. Each step reuses the memory.
 
-    limit: bytes that may be pinned; pinned: bytes that are. A tensor that would need more stays on the device, and the
-    log has one warning.
+    limit: bytes that may be pinned; pinned: bytes that are. A tensor that would need more stays on the device, with one
+    warning.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
@@ -51,7 +51,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """While open, what autograd saves of this device is kept on the host."""
+        """A block in which tensors of this device that autograd saves are kept on the host."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -74,7 +74,7 @@ class HostMemory:
         return entry
 
     def _finish_leaving(self) -> None:
-        """Let the computing stream wait for the copy under way; then its tensor's memory can be used again."""
+        """Let the computing stream wait for the current copy, after which that tensor's memory can be used again."""
         if (latest := self._latest()) is not None:
             latest.left()
 
@@ -94,7 +94,7 @@ class HostMemory:
         return [self.free.pop() for _ in range(count)]
 
     def reserve(self, nbytes: int) -> None:
-        """Pin memory now that the first step would pin: some seconds for 100 GiB."""
+        """Pin the memory now, before the first step does: some seconds for 100 GiB."""
         for _ in range(nbytes // CHUNK):
             self.free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
             self.pinned += CHUNK
@@ -112,9 +112,9 @@ class HostMemory:
         return value
 
     def copy_back(self, chunks: list[torch.Tensor], like: "_OnHost") -> tuple[torch.Tensor, Any]:
-        """A tensor of the device that is being filled, and the end of its copy."""
+        """(a device tensor that is being copied to, event at the end of the copy)."""
         value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        self._stream.wait_stream(self._module.current_stream(self.device))  # its memory may be in use until then
+        self._stream.wait_stream(self._module.current_stream(self.device))  # earlier kernels may still use its memory
         with self._module.stream(self._stream):
             for chunk, part in zip(chunks, _parts(value)):
                 part.copy_(chunk[: part.numel()], non_blocking=True)
@@ -126,7 +126,7 @@ class HostMemory:
 
 
 class _OnHost:
-    """A tensor on the host. before: a weak reference to the one that was saved before it, and is needed after it."""
+    """A tensor on the host. before: a weak reference to the tensor saved before it, which backward needs next."""
 
     def __init__(
         self, memory: HostMemory, chunks: list[torch.Tensor], source: torch.Tensor, end: Any, before: Any
@@ -137,7 +137,7 @@ class _OnHost:
         self._coming: tuple[torch.Tensor, Any] | None = None
 
     def left(self) -> None:
-        """Let the computing stream wait for the end of the copy to the host. Raises where the tensor was changed."""
+        """Let the computing stream wait for the end of the copy to the host. Raises if the tensor was changed."""
         if self._leaving is None:
             return
         (source, version, end), self._leaving = self._leaving, None
@@ -162,10 +162,10 @@ class _OnHost:
         return value
 
     def __del__(self) -> None:
-        for copy in (self._leaving, self._coming):  # of a backward that did not come
+        for copy in (self._leaving, self._coming):  # if there was no backward
             if copy is not None:
                 self.memory.wait(copy[-1])
-        self.memory.free += self.chunks  # to be used again: copies to and from them are on one stream, in order
+        self.memory.free += self.chunks  # safe to reuse: copies to and from them are on one stream, in order
 
 
 def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -182,9 +182,9 @@ def host_memory(device: torch.device) -> HostMemory:
 def free_host_memory() -> int:
     """Bytes of host memory that this process could still use: what is available, within the container's limit.
 
-    Of several processes on one host, as torchrun starts them, each has an equal share.
+    Each process that torchrun started on this host has an equal share.
     """
-    free = []  # nothing where the system does not say
+    free = []  # empty if the system does not say
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
@@ -192,5 +192,5 @@ def free_host_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # without a limit memory.max says `max`
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free.append(limit - used + int(kinds.get("file", 0)))  # cached files make room
+        free.append(limit - used + int(kinds.get("file", 0)))  # cached files can be evicted
     return max(0, min(free, default=0)) // max(1, env.launcher_number("LOCAL_WORLD_SIZE", 1))

@@ -1,9 +1,9 @@
 """How many bytes and how much time a training step takes with each level in each layer, and the best mix that fits.
 
 Everything is counted from the model's shape: what each layer's backward needs, parameters, gradients, optimizer state,
-the loss head's chunks, and what is alive at the worst moment of the step. Time is counted in FLOPs and bytes moved,
-weighed by ratios that accelerators share roughly; seconds are an H200's.
-`Assumptions` says what is taken for granted. docs/activations.md compares predictions with measurements.
+the loss head's chunks, and the temporaries at the peak. Time is counted in FLOPs and bytes moved, weighted by ratios
+that are similar on all accelerators; seconds are an H200's.
+`Assumptions` lists what is assumed. docs/activations.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ FLOPS_PER_BYTE = GEMM_RATE / BANDWIDTH
 ATTENTION, ATTENTION_MASKED = (0.9, 0.8), (0.216, 0.238)
 """Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
 SHORT, LONG = (660, 1000), 1 << 16
-"""Flash attention's forward and backward take 1 + SHORT / seq times as long; beyond LONG tokens, forward takes a tenth
-longer per doubling: fewer keys and values hit the L2 cache."""
+"""Flash attention's forward and backward take 1 + SHORT / seq times as long. Beyond LONG tokens each doubling makes the
+forward 10% slower, because fewer keys and values hit the L2 cache."""
 FLOAT8 = 0.66
-"""Time of linears in FP8, with all quantisation, over that in bf16: of three models at 8192 tokens on an H200."""
+"""Time of linears in FP8, with all quantisation, relative to bf16: three models at 8192 tokens on an H200."""
 FP32_PRODUCTS = 2.3
-"""Time of adapters' fp32 products, without TF32, over moving the wide operand: of ranks 8 to 32 on an H200."""
+"""Time of adapters' fp32 products, without TF32, relative to moving the wide operand: ranks 8 to 32 on an H200."""
 TILE_OVERHEAD, PADDED = 258, 32
-"""To begin and end, a tile of experts' products takes the time of 258 more elements in its sums (3.3 us, and 0.82 us
+"""The start and end of a tile of experts' products take as long as 258 more elements of its sums (3.3 us, at 0.82 us
 for each 64, docs/moe.md). An expert's last tile, of 64 or 128 rows, is padded by 32 rows on average."""
 ADAM_RATE = 178e9
-"""Parameters a second that torch's fused AdamW updates at most: all of Llama-3-8B's, in bf16, in 45 ms on an H200."""
+"""Most parameters a second that torch's fused AdamW updates: Llama-3-8B's, in bf16, in 45 ms on an H200."""
 EAGER = (1.6, 0.82)
 """Time of eager attention's forward and backward over the time that the moved bytes would take."""
 EAGER_MARGIN = 0.02
 """Share of a budget left free if attention is eager: its temporaries are large, and differ between versions."""
 A_HOST_BYTE = 78
-"""Time to copy a byte to or from pinned host memory, at 55 GB/s, over the time to copy a byte on the device."""
+"""Time to copy a byte to or from pinned host memory, at 55 GB/s, relative to copying a byte on the device."""
 A_LINK_BYTE = 28
-"""The same of an exchange between devices over NVLink: 150 GB/s, with the copies around it."""
+"""The same for an exchange between devices over NVLink: 150 GB/s, with the copies around it."""
 TILE_ROWS = 8192
-"""As kernels/pointwise/tiled_mlp.py has them."""
+"""As in kernels/pointwise/tiled_mlp.py."""
 STEP = 1024
-"""Tokens between the lengths that `longest` considers."""
+"""`longest` tries lengths in steps of this many tokens."""
 WORKSPACE = 100 << 20
 """Matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
 ADAPTERS = ("fp32", "autocast", "model")
-"""In what LoRA adapters compute: fp32 beside a bf16 model, as PEFT loads them; fp32 under autocast, which copies each
-linear's input to fp32 and back; the model's dtype (`autocast_adapter_dtype=False`)."""
+"""The dtype in which LoRA adapters compute: fp32 beside a bf16 model, as PEFT loads them; fp32 under autocast, which
+copies each linear's input to fp32 and back; the model's dtype (`autocast_adapter_dtype=False`)."""
 COPYING = ADAPTERS[:2]
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
 """Optimizer state, in units of the trainable parameters' bytes."""
@@ -88,9 +88,9 @@ ENGINES = {
     "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=190e9),
     "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, projections=False),
 }
-"""FSDP2 as accelerate has it, with mixed precision, and DeepSpeed with its defaults.
+"""FSDP2 as accelerate configures it, with mixed precision, and DeepSpeed with its defaults.
 
-Links are fitted to two and four H200s, which differ little.
+Links are fitted to two and to four H200s, with similar results.
 """
 
 OTHER_PARAMETERS = 0.02
@@ -101,7 +101,7 @@ MOST_LAYERS = 1024
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a prediction takes for granted.
+    """What a prediction assumes.
 
     dtype_bytes, compute_bytes: itemsize of parameters, of activations; optimizer: a name in `STATE_BYTES`
     trainable: trained share of the parameters; below 1 means LoRA adapters on every linear layer
@@ -138,13 +138,13 @@ class Assumptions:
 
     @property
     def adapters_in(self) -> str:
-        """One of `ADAPTERS`, or nothing where all parameters train."""
+        """One of `ADAPTERS`, or "" if all parameters train."""
         alike = self.dtype_bytes > 2 or self.shards > 1
         return "" if self.trainable == 1 else "model" if alike else self.adapters
 
     @property
     def trained_bytes(self) -> int:
-        """Itemsize of what trains."""
+        """Itemsize of the trained parameters."""
         return 4 if self.adapters_in in COPYING else self.dtype_bytes
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class Layer:
 
     kept: bytes that are kept for its backward; transient: bytes besides these while its backward runs
     extra: time of what is recomputed; time: of forward and backward at `keep`; small: of forward's norms, gate and
-    rotary embeddings. All in FLOPs of a GEMM
+    rotary embeddings. All times are in FLOPs of a GEMM
     growing: bytes that grow with the sequence in a `tiled` or `offload` layer's backward
     """
 
@@ -185,7 +185,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with `levels`, when the optimizer's states exist: peak bytes, speed against keep, seconds on an H200.
+    """A step with `levels`, after the first one: peak bytes, speed relative to keep, seconds on an H200.
 
     host: bytes of pinned host memory
     """
@@ -202,7 +202,7 @@ class Prediction:
 
 
 class Planner:
-    """Predictions for one model, batch and sequence length. `model` is what autotune.models finds.
+    """Predictions for one model, batch and sequence length. model: from autotune.models.
 
     Layers with experts are alike and have no shared experts. Raises `ValueError` for more than `MOST_LAYERS`.
     """
@@ -295,9 +295,9 @@ class Planner:
             "full": gradients + keep - kept["full"],
             "tiled": self._tiled(without_mlp, unit, stream, growing, of_mlp // tokens),
         }
-        if m.experts:  # which do not run in tiles
+        if m.experts:  # experts do not run in tiles
             transient["tiled"] = transient["full"]
-        # this layer's input, and the next layer's that is on its way
+        # this layer's input, and the next one's, which is being copied
         transient["offload"] = transient["tiled"] + 2 * kept["full"]
         if self.attention == "eager":
             # or the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
@@ -310,7 +310,7 @@ class Planner:
         return Layer(kept, transient, *self._times(linear, q, kv), parameters, growing)
 
     def _experts(self, unit: int, train: bool) -> int:
-        """Bytes of the largest moment in the experts' backward: rows of their choices, and gradients if they train."""
+        """Peak bytes of the experts' backward: rows of the tokens' choices, and gradients if the experts train."""
         m, weights = self.model, self.mlp_parameters * self.assumptions.dtype_bytes * train
         moments = (
             3 * unit * self.wide,  # the gate's gradient in and out
@@ -320,7 +320,7 @@ class Planner:
         return max(moments)
 
     def _growing(self, of_attention: int, unit: int, stream: int) -> dict[str, int]:
-        """Bytes that grow with the sequence if the MLP runs in tiles, at the worst moment: attention's backward.
+        """Bytes that grow with the sequence if the MLP runs in tiles, at the peak: in attention's backward.
 
         of_attention: bytes kept for it, minus the layer's input
         """
@@ -349,7 +349,7 @@ class Planner:
 
     @property
     def attention(self) -> str:
-        """`eager`, `masked` or `flash`: what is assumed, or what transformers does with such a model."""
+        """`eager`, `masked` or `flash`: as assumed, or as transformers does for such a model."""
         windowed = 0 < self.model.window <= self.seq
         return self.assumptions.attention or ("eager" if self.model.softcap else "masked" if windowed else "flash")
 
@@ -437,7 +437,7 @@ class Planner:
         return extra, forward + backward, small
 
     def _attention_times(self, q: int) -> tuple[float, float]:
-        """Forward and backward of what is between the projections."""
+        """Forward and backward of attention between its projections."""
         padded = 1 << (self.model.head_dim - 1).bit_length()  # to which the kernels round a head
         products = 2 * self.tokens * self.seq * q * padded / self.model.head_dim  # causal: half of 4
         if self.attention != "eager":
@@ -482,7 +482,7 @@ class Planner:
         return self.model.layers * self.layer.parameters + self.head_parameters * (1 if self.model.tied else 2)
 
     def _peak(self, levels: tuple[str, ...], resident: float) -> float:
-        """The most that is alive at a time from the loss to the end of backward."""
+        """The peak bytes from the loss to the end of backward."""
         assumed, layer, m, engine = self.assumptions, self.layer, self.model, self.engine
         size = assumed.trained_bytes / (assumed.shards if engine.gradients else 1) * assumed.trainable
         size = 0 if assumed.in_backward or engine.kept else size
@@ -501,7 +501,7 @@ class Planner:
         most = alive + 2 * stream + self.head  # the last norm's input and output
         alive += head_grad
         for index, level in reversed([*enumerate(levels)]):
-            on_its_way = stream if level == "offload" and not index else 0  # nothing is fetched behind the first layer
+            on_its_way = stream if level == "offload" and not index else 0  # no layer's input comes after the first's
             most = max(most, alive + layer.transient[level] + gathered - on_its_way)
             alive += layer.parameters * size - layer.kept[level]
         return max(most, alive + last_grad)
@@ -530,7 +530,7 @@ class Planner:
         return (4 + 2 * assumed.trainable) * self.tokens * self.head_parameters + moved * assumed.flops_per_byte
 
     def step_time(self, levels: Sequence[str]) -> float:
-        """Time of a step with these levels, in FLOPs of a GEMM. All waits for the first copy from the host."""
+        """Time of a step with these levels, in FLOPs of a GEMM. The step waits for the first copy from the host."""
         first = ("offload" in levels) * self.layer.kept["full"] * A_HOST_BYTE * self.assumptions.flops_per_byte
         return sum(self.layer.time + self.layer.extra[level] for level in levels) + first + self._rest()
 
@@ -550,11 +550,11 @@ class Planner:
     def best(self, budget: int, host: float = math.inf) -> Prediction:
         """The fastest mix whose peak is at most `budget` bytes, with at most `host` bytes of host memory.
 
-        Raises `ValueError` when even the one that needs least needs more.
+        Raises `ValueError` if even the smallest mix needs more.
 
-        With eager attention, EAGER_MARGIN stays free if any mix fits then. Mixes of two levels suffice:
-        each step down the list costs more time per byte than the one before. The level that keeps less goes into the
-        first layers, whose backward comes last, when gradients fill the memory.
+        With eager attention, EAGER_MARGIN stays free if some mix still fits. Mixes of two levels suffice: each level
+        further down the list costs more time for each byte saved. The level that keeps less is for the first layers,
+        whose backward comes last, when gradients fill the memory.
         """
         count = self.model.layers
         has = {"mlp": self.projects_again, "tiled": not self.model.experts}  # else they are cheap and full
@@ -562,7 +562,7 @@ class Planner:
         pairs = [(low, high) for i, high in enumerate(levels) for low in levels[i + 1 :]]
         mixes = [(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)]
         mixes += [(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST]
-        # in one order, so that every rank chooses the same of mixes that are equally good
+        # in a fixed order, so that all ranks choose the same of equally good mixes
         predictions = [one for mix in dict.fromkeys(mixes) if (one := self.predict(mix)).host <= host]
         room = budget * (1 - EAGER_MARGIN) if self.attention == "eager" else budget
         least = min(predictions, key=lambda one: (one.peak, one.host))
@@ -602,7 +602,7 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
 
 
 def usable(device: "torch.device") -> int:
-    """Bytes of a device that a training step may be planned for: its memory less 4% for driver and fragmentation."""
+    """Bytes of a device for which a training step may be planned: its memory minus 4% for driver and fragmentation."""
     import torch
 
     if device.type == "cpu":
@@ -611,9 +611,10 @@ def usable(device: "torch.device") -> int:
 
 
 def check_parameters(planner: Planner, counts: Sequence[int], layers: int) -> None:
-    """Raise `ValueError` where a model has other parameters than layers of the planner's kind would have.
+    """Raise `ValueError` if a model has another number of parameters than the planner counts for its layers.
 
-    counts: parameters of the model, with adapters and without; layers: 0, or of how many layers alone they are
+    counts: the model's parameters with adapters and without, of the whole model (layers: 0) or of this many layers
+    alone
     """
     planned = layers * planner.layer.parameters or planner.parameters
     count = min(counts, key=lambda one: abs(one - planned))
@@ -627,7 +628,7 @@ def check_parameters(planner: Planner, counts: Sequence[int], layers: int) -> No
 
 
 def model_named(name: str) -> "Model":
-    """What autotune.models finds by a name. Raises `ValueError` for a model that is not of the planner's kind."""
+    """The model of a name, from autotune.models. Raises `ValueError` for one that the planner does not know."""
     from ..autotune import models
 
     model = models.find(name)
@@ -656,7 +657,7 @@ def of_module(
     parameters = list(source.parameters())
     engine, shards = _sharding(source, parameters)
     shape = models.as_built(models.from_config(config.to_dict(), type(source).__name__), source)
-    count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # of which ZeRO-3 leaves a part
+    count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # under ZeRO-3 a parameter is empty
     trained = sum(n for n, p in zip(count, parameters) if p.requires_grad) / max(1, sum(count))
     size = max(((n, p.element_size()) for n, p in zip(count, parameters) if p.element_size() > 1), default=(0, 2))[1]
     wider = any(p.requires_grad and p.element_size() > size for p in parameters)

@@ -1,18 +1,18 @@
 """Tensors that autograd does not keep because they can be computed again: recipes, and the hooks that use them.
 
 An op's forward states with `offer` how its output can be computed again from tensors that are saved anyway. While a
-`Scope` is open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe (whatever lies in the
-output's memory, as a view of it or what a module hook passes on in its place, and autocast's copy of it) is dropped and
-a `Handle` is saved in its place. In backward the recipe calls the same operator on the same inputs, under the same
-autocast state. So gradients are bit-identical to keeping it.
+`Scope` is open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe is dropped, and a
+`Handle` is saved in its place. (A recipe holds for everything in the output's memory, such as a view or what a module
+hook returns, and for autocast's copy of it.) In backward the recipe calls the same operator on the same inputs, under
+the same autocast state. So gradients are bit-identical to keeping it.
 
     x --rms_norm--> y --linear--> q        y's recipe: rms_norm(x, w). q, k and v each save a handle on it.
                       --linear--> k        The first that backward reaches computes y, the last one takes it.
                       --linear--> v
 
-Inputs of a recipe are packed like everything else, so recipes chain. What has no recipe is saved as torch would save
-it, with torch's check that it was not changed in place (which torch itself leaves out once hooks are used).
-This file knows torch alone: ops import it. levels.py and dial.py apply it to models.
+A recipe's inputs go through the same hooks, so recipes chain. Tensors without a recipe are saved as by torch, with its
+check that they were not changed in place (which torch itself skips when hooks are used). This file depends on torch
+alone: ops import it. levels.py and dial.py apply it to models.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ..private import allows_saved_tensor_hooks, hooks_on_every_module, hooks_on
 log = logging.getLogger("liger_hw")
 
 KEEP, CHEAP, MLP = 0, 1, 2
-"""What a scope may recompute: nothing, outputs of ops that offer a recipe, also the projections that feed a gate."""
+"""What a scope may recompute: nothing; outputs of ops that offer a recipe; these and the projections before a gate."""
 _MARK = "_liger_hw_recipe"
 _scopes_open = 0  # process-wide fast path: an op pays one comparison while no scope is open (`_no_scope_open`)
-_casts_seen = False  # process-wide too: no output was computed under autocast yet
+_casts_seen = False  # process-wide too: set once an output was computed under autocast
 _counting = fork_safe(threading.Lock())
 _logged: set[str] = set()
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.scope: Scope | None = None  # the innermost open one that does something
+        self.scope: Scope | None = None  # the innermost open one with an effect
         self.entered: list[tuple] = []
-        self.tiles: Callable[..., torch.Tensor] | None = None  # what runs a `tileable` forward in its place
+        self.tiles: Callable[..., torch.Tensor] | None = None  # runs `tileable` forwards instead, if set
 
 
 _local = _Local()
@@ -63,9 +63,9 @@ def offer(
 ) -> None:
     """Inside a Function's forward: `output` is `call(*args)` (item `index` of it), and cheap to compute again.
 
-    `call` must be deterministic and return new tensors. The tensors in `args` are ones that the Function saves. One
-    that it does not save is `unsaved`, and then the offer holds only where that one has a recipe itself: nothing is
-    kept for it. number: which of the Function's outputs this is.
+    `call` must be deterministic and return new tensors. The Function saves the tensors in `args`, except for one that
+    may be named `unsaved`: then the offer holds only if that tensor has a recipe itself, because it is not kept.
+    number: which of the Function's outputs this is.
     """
     global _casts_seen
     if _no_scope_open() or _level() == KEEP or not any(ctx.needs_input_grad) or output.is_meta:
@@ -80,7 +80,7 @@ def offer(
 
 
 def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
-    """As `offer` for a Function all of whose outputs are `call(*args)`: one computation serves every one of them."""
+    """`offer` for a Function whose outputs together are `call(*args)`: one computation gives all of them."""
     if _no_scope_open() or _level() == KEEP:
         return
     whole = Recipe(call, args, None, outputs[0])
@@ -91,8 +91,8 @@ def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., A
 def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`module(x)`, for the projections that feed a gated activation: level `mlp` computes them again in backward.
 
-    The module is recomputed only where that gives the same bits: linears (with their LoRA) without hooks or active
-    dropout. Any other is kept.
+    Recomputed only where that gives the same bits: for linears (with LoRA) without hooks or active dropout. Outputs of
+    other modules are kept.
     """
     y = module(x)
     if _no_scope_open() or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
@@ -111,8 +111,8 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _attach(recipe: Recipe, output: torch.Tensor) -> None:
-    """Let the output's memory know its recipe, which lives as long. Memory in which two outputs lie has none: what is
-    saved of it would not tell which."""
+    """Attach the recipe to the output's memory, so that it lives as long. Memory shared by two outputs has no recipe: a
+    saved tensor would not tell which of them it is."""
     marks = vars(output.untyped_storage())
     marks[_MARK] = None if _MARK in marks else recipe
 
@@ -122,12 +122,12 @@ def _no_scope_open() -> bool:
     return not _scopes_open
 
 
-# Run while torch.compile traces, and not traced: a guard would compile what runs in a scope and outside of one twice.
+# Called while torch.compile traces, not traced: a guard on it would compile code twice, inside and outside a scope.
 _no_scope_open._dynamo_marked_constant = True
 
 
 def recomputing() -> bool:
-    """Whether an open scope may recompute what is offered."""
+    """Whether an open scope may recompute offered outputs."""
     return _level() > 0
 
 
@@ -137,7 +137,7 @@ def is_free() -> bool:
 
 
 def _level() -> int:
-    """What this thread may recompute here and now."""
+    """What this thread may recompute now."""
     if torch.compiler.is_compiling() or _local.scope is None:
         return KEEP
     return _local.scope.may
@@ -164,7 +164,7 @@ def pack(t: torch.Tensor) -> Any:
 def _recipe_of(t: torch.Tensor) -> "Recipe | None":
     try:
         recipe = t.untyped_storage().__dict__.get(_MARK)
-    except NotImplementedError:  # sparse tensors and such have no memory of this kind
+    except NotImplementedError:  # e.g. sparse tensors, which have no such memory
         return None
     if recipe is None and _casts_seen:
         recipe = _recipe_of_cast(t if t._base is None else t._base)
@@ -172,7 +172,7 @@ def _recipe_of(t: torch.Tensor) -> "Recipe | None":
 
 
 def pack_kept(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The same for a tensor that is kept: (tensor, version)."""
+    """`pack` for a tensor that is kept: (tensor, version)."""
     if not t.is_leaf:
         t = t.detach()
     return t, t._version
@@ -192,13 +192,13 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
-    """The recipe of autocast's copy of an output: one for all copies, built from the output's."""
+    """The recipe of autocast's copy of an output, made from the output's recipe; one for all copies."""
     node = t.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
     source, number = node.next_functions[0]
     output = getattr(source, _MARK, {}).get(number, _nothing)()
-    parent = None if output is None else _recipe_of(output)  # none for an output that was written before the copy
+    parent = None if output is None else _recipe_of(output)  # None if the output was written to before the copy
     if parent is None or (t.shape, t.stride()) != parent.geometry[:2] or t.device != parent.device or t._version:
         return None
     recipe = parent.casts.get(t.dtype, _nothing)()
@@ -215,8 +215,8 @@ def _nothing() -> None:
 class Recipe:
     """How to compute one tensor again. Owned by that tensor's memory and by the handles saved in its place.
 
-    live: handles that exist; value: the tensor while computed and still awaited by `waiting` of them; epoch: counts
-    computations, so that a handle knows whether this one has served it
+    live: existing handles; value: the computed tensor while `waiting` of them still need it; epoch: counts
+    computations, so that a handle knows whether it was given this one's result
     """
 
     __slots__ = (
@@ -235,7 +235,7 @@ class Recipe:
         self.value = self.stream = None
 
     def gives(self, t: torch.Tensor) -> bool:
-        """Whether `t`, which lies in the output's memory, is as it was computed (not written since), and still can be.
+        """Whether `t`, in the output's memory, has not been written to since, and can still be computed again.
 
         It cannot where an input was written or freed since: where a norm is an FSDP unit, its weight is freed after the
         norm's forward and gathered again for the norm's backward, which is later than the next op needs the output.
@@ -243,14 +243,14 @@ class Recipe:
         return t.dtype is self.dtype and t._version == self.version and self.has_its_inputs()
 
     def has_its_inputs(self) -> bool:
-        """Whether all that the computation reads is as it was."""
+        """Whether all inputs of the computation are unchanged."""
         for arg in self.args:
             if type(arg) is _Input and not arg.is_there():
                 return False
         return True
 
     def give(self, handle: "Handle") -> torch.Tensor:
-        """The tensor a handle stands for."""
+        """The tensor that a handle stands for."""
         on_cpu = self.device.type == "cpu"
         stream = None if on_cpu else torch.get_device_module(self.device).current_stream(self.device)
         value = self.value
@@ -259,7 +259,7 @@ class Recipe:
             self.epoch += 1
             self.waiting = self.live
             self.value, self.stream = value, stream
-        elif stream != self.stream:  # nothing orders this stream after the one that computed it
+        elif stream != self.stream:  # this stream must wait for the one that computed it
             value = self._compute()
         if handle.epoch != self.epoch:
             handle.epoch = self.epoch
@@ -269,7 +269,7 @@ class Recipe:
         return value if handle.view is None else value.as_strided(*handle.view)
 
     def leave(self, handle: "Handle") -> None:
-        """A consumer is done, or its graph is gone."""
+        """A handle has its tensor, or its graph was freed."""
         self.live -= 1
         if self.value is not None and handle.epoch != self.epoch:
             self.waiting -= 1
@@ -284,7 +284,7 @@ class Recipe:
 
 
 class Handle:
-    """Stands for a tensor that has a recipe. `view`: its (size, stride, offset) where that is not the output's."""
+    """Stands for a tensor that has a recipe. view: its (size, stride, offset) if it differs from the output's."""
 
     __slots__ = ("recipe", "view", "epoch")
 
@@ -302,7 +302,7 @@ class Handle:
 
 
 class _Input:
-    """A tensor that a recipe needs, packed as the hooks pack, or a handle on another recipe."""
+    """An input of a recipe, packed as by the hooks, or a handle on another recipe."""
 
     __slots__ = ("packed", "count")
 
@@ -312,10 +312,10 @@ class _Input:
         self.packed = t if type(t) is Handle else pack(t) if recipe is None else Handle(recipe, t)
 
     def is_there(self) -> bool:
-        """Whether this is a tensor that has its memory, not written since, or a handle on a recipe that reads such."""
+        """Whether this is a tensor with memory, unchanged since, or a handle on a recipe with only such inputs."""
         if type(self.packed) is not tuple:
             return self.packed.recipe.has_its_inputs()
-        t, version = self.packed  # FSDP takes a weight's memory; ZeRO-3 its elements, but of a persistent one
+        t, version = self.packed  # FSDP frees a weight's memory; ZeRO-3 its elements, unless it is persistent
         has_memory = t.numel() == self.count and (self.count == 0 or t.untyped_storage().nbytes() > 0)
         return has_memory and t._version == version and getattr(t, "ds_persist", True)
 
@@ -360,7 +360,7 @@ def linear(autocast: tuple, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def call_module(autocast: tuple, module: torch.nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    """`module(x)`; its parameters are arguments so that a change of one in place is noticed."""
+    """`module(x)`; its parameters are passed so that in-place changes of them are noticed."""
     kind, dtype, enabled = autocast
     with torch.autocast(kind, dtype, enabled, cache_enabled=False):
         return module(x)
@@ -384,14 +384,14 @@ def _is_deterministic(module: torch.nn.Module) -> bool:
 
 
 _PACKAGES = ("torch", "torchao", "peft", "bitsandbytes", "liger_hw")
-"""Packages whose projections keep nothing of what they return."""
+"""Packages whose projections keep no reference to what they return."""
 _ENGINES = (*_PACKAGES, "transformers", "accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose hooks write to no tensor in a way that torch does not count."""
+"""Packages whose hooks do not write to tensors behind torch's version counter."""
 
 
 def hooks_may_write(layer: torch.nn.Module) -> bool:
-    """Whether hooks of a program run inside a layer. What they write to an output's `.data`, or to numpy's view of it,
-    torch does not count: computed again, the output would lack it."""
+    """Whether a program's hooks run inside a layer. torch does not count writes to an output's `.data` or numpy view,
+    and an output that is computed again would lack them."""
     parts = list(layer.children())  # not the layer itself, whose hooks run around its forward
     for part in parts:  # which grows
         if part._forward_hooks or part._forward_pre_hooks:
@@ -404,12 +404,12 @@ def hooks_may_write(layer: torch.nn.Module) -> bool:
 
 
 def owns_outputs(*projections: torch.nn.Module) -> bool:
-    """Whether no code but the caller's keeps what these modules return when it calls them.
+    """Whether only the caller has a reference to what these modules return.
 
     Then the backward of a gated activation may write over them, its inputs, which halves its memory (`owned=True`).
 
-    That is so of linear layers, plain, quantised or with adapters, without hooks or another forward. It is not so under
-    saved-tensor hooks of other programs, which may keep what is saved; checkpointing's do not.
+    True for linear layers, plain, quantised or with adapters, without hooks or a replaced forward. False under another
+    program's saved-tensor hooks, which may keep what is saved; checkpointing's do not.
     """
     if torch.compiler.is_compiling():
         return False
@@ -439,11 +439,11 @@ def _is_plain(module: Any) -> bool:
 
 
 class Scope:
-    """While open, what this thread's autograd saves is packed as `may` (KEEP, CHEAP or MLP) says.
+    """A block in which tensors that this thread's autograd saves are packed as `may` (KEEP, CHEAP or MLP) says.
 
-    Scopes nest, and one object may be entered again. A scope steps aside, for its whole length, where gradients are
-    off, under torch.compile, and inside other saved-tensor hooks (gradient checkpointing, offloading), which must see
-    every tensor of their region. `left_out` counts the tensors for which a handle was saved instead.
+    Scopes nest, and one object may be entered again. A scope has no effect, for its whole length, if gradients are off,
+    under torch.compile, and inside other saved-tensor hooks (gradient checkpointing, offloading), which must see every
+    tensor of their region. `left_out` counts the tensors for which a handle was saved instead.
     """
 
     __slots__ = ("may", "left_out")
@@ -507,19 +507,19 @@ def tileable(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[
 
 
 def run_tileable_by(tiles: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor] | None:
-    """Have this thread's `tileable` forwards run as `tiles(forward, module, x)`, or by themselves for None; returns
-    what ran them before."""
+    """Run this thread's `tileable` forwards as `tiles(forward, module, x)`, or unchanged for None; returns the previous
+    setting."""
     before, _local.tiles = _local.tiles, tiles
     return before
 
 
 def supported() -> bool:
-    """Whether this torch lets recipes be used."""
+    """Whether recipes work with this torch."""
     return hooks_on_top is not None
 
 
 def innermost_hooks() -> Any:
-    """This thread's innermost saved-tensor hooks; None where there are none, or this torch does not tell."""
+    """This thread's innermost saved-tensor hooks; None if there are none, or this torch cannot tell."""
     return hooks_on_top(True) if supported() else None
 
 
@@ -532,14 +532,14 @@ def inside_foreign_hooks() -> bool:
 
 
 def say_once(message: str, level: int = logging.INFO) -> None:
-    """One log line a process for a thing worth knowing once."""
+    """Log a line once in a process."""
     if message not in _logged:
         _logged.add(message)
         log.log(level, "liger_hw: %s", message)
 
 
 def note_compiling() -> None:
-    """Says, while torch.compile traces, that activations are the compiler's business there."""
+    """Log, while torch.compile traces, that the compiler decides about activations."""
     say_once("torch.compile decides itself what to keep for backward; activations= does nothing in compiled code")
 
 

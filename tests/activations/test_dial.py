@@ -123,7 +123,7 @@ def test_what_means_nothing_raises():
     for wrong, message in (
         ("chep", "unknown level 'chep'; there are keep, cheap, mlp, full, tiled, offload"),
         (["keep"], "1 levels for 4 layers"),
-        ({7: "mlp"}, "7 is no layer of 4"),
+        ({7: "mlp"}, "7 is not one of 4 layers"),
         (3, "activations takes keep"),
     ):
         with pytest.raises(ValueError, match=message):
