@@ -2,14 +2,14 @@
 
 Below the registry, which reads them at the first launch:
     tables, store      the text form of a table; the user cache and the shipped tables, read as one table of a device
-    lock, notes        a pinned job's configurations; misses and failures that processes note for later ones
+    lock, notes        a job's pinned configurations; misses and failures that processes note for later ones
 
 Above it, for `liger-hw autotune`, `compile` and `lock`:
     models, jobs       from a model, op or miss to what is tuned
     space              the legal configurations of a tunable, and which of them to try
-    compile, ttir      launches recorded and compiled for a GPU that is not here; what their first IR tells
+    compile, ttir      launches recorded and compiled for a GPU that is not here; what is read from their TTIR
     workers            the processes that compile and measure
-    fake, record       tensors without memory; an op's launches, on these or on the device
+    fake, record       tensors without memory; an op's launches, on fake tensors or on the device
     clock, measure     time on a device; a kernel's launches timed, after `check` compared their results
     tuner, static      the search by measuring; the choice by a model where there is no device
     compile_ahead      a model's kernels compiled beside its first forward, an op's of many beside its first call

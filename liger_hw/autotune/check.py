@@ -20,7 +20,7 @@ _ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch
 def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
     """Why two tensors are not the same up to rounding, or `""`. Works in chunks: no full-size copies.
 
-    An element that is NaN in both counts as equal: it belongs to a work buffer that neither wrote.
+    An element that is NaN in both counts as equal: it belongs to a work buffer that neither has written.
     """
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"{tuple(result.shape)} {result.dtype} instead of {tuple(expected.shape)} {expected.dtype}"

@@ -1,4 +1,4 @@
-"""Time on one device: by its events, which are read once the work is done; on a CPU by the wall clock."""
+"""Time on one device: by its events, on a CPU by the wall clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 MIB = 1 << 20
 Arm = tuple[Callable[[], Any], Callable[[], Any]]
-"""What is done before a call and is not timed, and the call."""
+"""(untimed preparation, timed call)"""
 
 
 def nothing() -> None:
@@ -29,14 +29,14 @@ class _WallEvent:
 
 
 class Clock:
-    """Takes times of what runs on a device.
+    """Times work on a device.
 
-    `with clock:` sends work to a side stream, where graphs can be captured; what is measured must be made inside.
+    `with clock:` sends work to a side stream, where graphs can be captured; create everything that is measured inside.
     module: torch's module of its type, None for a CPU; graph: that module's class of graphs, None where it has none
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        """module: stands in for torch's, for tests"""
+        """module: replaces torch's, for tests"""
         self.device = device
         self.module = module if device.type == "cpu" else torch.get_device_module(device)
         self.graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
@@ -76,7 +76,7 @@ class Clock:
         return _WallEvent() if self.module is None else self.module.Event(enable_timing=True)
 
     def mark(self) -> Any:
-        """A moment in the device's own time. Taking it does not wait for the device."""
+        """A recorded event: a moment in the device's time. Does not wait for the device."""
         event = self.event()
         event.record()
         return event
@@ -87,7 +87,7 @@ class Clock:
         return [start.elapsed_time(end) for start, end in pairs]
 
     def interleaved(self, arms: Sequence[Arm], rounds: int) -> list[list[float]]:
-        """Milliseconds of each arm's calls, `rounds` of them in turn; no arm always follows the same one."""
+        """Milliseconds of each arm's calls, `rounds` of each in turn, in rotating order."""
         events: list[list[tuple[Any, Any]]] = [[] for _ in arms]
         for turn in range(rounds):
             for place in range(len(arms)):

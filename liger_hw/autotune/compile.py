@@ -1,11 +1,12 @@
-"""Ahead-of-time compilation: what an op would launch on a GPU that is not here, compiled, with what each kernel takes.
+"""Ahead-of-time compilation of an op's launches for a GPU that is not here, with the resources of each kernel.
 
 `trace` runs an op forward and backward on fake tensors (no memory, no arithmetic) while the registry pretends to be the
 target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
 alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the
 stock Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
-instruction mix from the binary. An abort or a hang of the compiler is a finding. Where the Triton at hand has no
-compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form, and resources are estimated.
+instruction mix from the binary. An abort or a hang of the compiler is recorded as an error. If the installed Triton has
+no compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form, and resources are
+estimated.
 
     with CompilePool(2) as pool:
         for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), pool):
@@ -60,7 +61,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What became of a launch: `resources`, or the `error` of the compiler; `illegal` says why it must not run.
+    """The result of compiling a launch: `resources`, or the compiler's `error`; `illegal` says why it must not run.
 
     accesses: the loads and stores of its tensors; empty, and `unread` says why, where they cannot be read
     level: how far it was compiled: `binary`, or `ttir`, where `resources` are an estimate
@@ -130,7 +131,7 @@ class Case:
 
 
 def cases(op: registry.Op, depth: str, dtypes: Sequence[str] | None = None) -> Iterator[Case]:
-    """The cases of an op at a depth; `dtypes` replaces what the depth says.
+    """The cases of an op at a depth; dtypes: instead of the depth's.
 
     quick: the first workload in bf16. deep: that with every option set, and in fp32. full: every workload with every
     option set, in bf16 and fp32.
@@ -211,7 +212,7 @@ def trace(
 
 
 def _stand_in(parameter: Any, value: Any) -> Any:
-    """What stands for an argument: equal for values that Triton compiles alike."""
+    """The record of an argument: equal for values that Triton compiles alike."""
     if parameter.is_constexpr or value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int):
@@ -227,7 +228,7 @@ def _stand_in(parameter: Any, value: Any) -> Any:
 
 
 def _table_of(target: Target, shipped: bool, user: bool) -> registry.Table:
-    """What is stored for `target`: by the shipped tables, by the user, or both."""
+    """The stored configurations for `target`: shipped, the user's, or both."""
     from . import store
 
     table = store.read(target) if shipped or user else {}
@@ -283,7 +284,7 @@ def compiled(launch: Launch) -> dict[str, Any]:
 
 
 def build(target: Target, kernel: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """A recorded kernel as far as the Triton at hand compiles it: an object whose `asm` has the stages' results."""
+    """A recorded kernel, compiled as far as the installed Triton can: an object whose `asm` has the stages' results."""
     goal = backend(target.vendor).triton_target(target)
     if goal is None:
         return lower(kernel, args, options)
@@ -292,7 +293,7 @@ def build(target: Target, kernel: str, args: Sequence[Any], options: Mapping[str
 
 
 def lower(kernel: str, args: Sequence[Any], options: Mapping[str, Any], capability: int = 80) -> Any:
-    """What Triton's front half makes of a recorded kernel: an object whose `asm` has the TTIR alone.
+    """A recorded kernel lowered by Triton's front half: an object whose `asm` has only the TTIR.
 
     The front half is the same for every vendor: it specialises the kernel, checks types and shapes, inlines and
     simplifies. capability: the CUDA compute capability whose front end is asked.
@@ -334,7 +335,7 @@ def _kernel(name: str) -> Any:
 
 
 def _kept(kernel: str, args: Sequence[Any]) -> list[int]:
-    """The positions of the parameters that are still there after Triton specialised the kernel."""
+    """The positions of the parameters that remain after Triton specialised the kernel."""
     params = _kernel(kernel).params
     return [
         i
@@ -364,12 +365,12 @@ class _Pointer:
 
 
 _device_numbers: dict[str, int] = {}
-"""Triton keeps its kernels by device number: each target that is compiled for is a device of its own."""
+"""Target -> device number: Triton keeps kernels by device, so each target is compiled as another device."""
 
 
 @contextlib.contextmanager
 def driver_stub(target: Any, purpose: str = "") -> Iterator[Any]:
-    """Let Triton take a stub for its driver, whose device is `target`; afterwards it has the driver from before."""
+    """A block in which Triton's driver is a stub whose device is `target`."""
     from triton.runtime import driver
 
     number = _device_numbers.setdefault(f"{target}{purpose}", len(_device_numbers))

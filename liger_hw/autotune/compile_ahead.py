@@ -1,13 +1,13 @@
 """Parallel compilation of the kernels of a model's first step, or of an op's first call.
 
-Left alone, a first step compiles one kernel after the other, when each is first launched: with empty caches that takes
-seconds. So during the first training forward of a patched model every new call of an op is run on fake tensors before
-it is made, forward and backward: its launches are known then, with all their flags. Other threads compile these kernels
-while the step goes on. A launch whose kernel is being compiled waits for it.
+Without it, a first step compiles one kernel after the other, each at its first launch, which takes seconds with empty
+caches. So in the first training forward of a patched model, every new call of an op is first run on fake tensors,
+forward and backward, which gives its launches with all their flags. Other threads compile these kernels while the step
+goes on. A launch whose kernel is being compiled waits for it.
 
-Fake tensors have the shapes, strides and dtypes of the call's own, no memory, and nothing is computed on them. They are
-made by the thread that runs the model, which alone touches what is the model's. The other threads are given a kernel,
-dtypes, alignments and numbers. Off with LIGER_HW_COMPILE_AHEAD=0.
+Fake tensors have the shapes, strides and dtypes of the call's tensors and no memory; nothing is computed. The thread
+that runs the model makes them, and no other thread touches the model: the others get a kernel, dtypes, alignments and
+numbers. Off with LIGER_HW_COMPILE_AHEAD=0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .record import tensors_in
 
 log = logging.getLogger("liger_hw")
 seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Configurations of models whose first forward has begun, and Functions whose first call has, by id."""
+"""By id: configurations of models whose first forward has begun, and Functions whose first call has begun."""
 
 
 def is_wanted(device: torch.device) -> bool:
@@ -45,12 +45,12 @@ def is_wanted(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstForward | None"]:
-    """Compile ahead what ops launch inside, once for each model configuration of a process."""
+    """A block in which ops' kernels are compiled ahead, once for each model configuration of a process."""
     is_first = id(config) not in seen
     if is_first:
         try:
             seen[id(config)] = config
-        except TypeError:  # a configuration without weak references: nothing is compiled ahead for it
+        except TypeError:  # it allows no weak references: nothing is compiled ahead for it
             is_first = False
     if not is_first or _operator.before_apply is not None or not is_wanted(device):
         yield None
@@ -76,7 +76,7 @@ def before_first_call(function: Any, args: tuple) -> None:
 class FirstForward:
     """Notes the ops that one thread calls, and compiles their kernels in others.
 
-    compiling: what tells kernels apart -> the Future of the kernel
+    compiling: key of a kernel -> its Future
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class FirstForward:
         try:
             with observing(Foreseen(self._note_launch)):
                 run_on_fakes(function, args)
-        except Exception as error:  # a call that compiles its kernels itself is no failure
+        except Exception as error:  # not an error: the call then compiles its kernels itself
             log.debug("liger_hw: not foreseen: %s: %s", type(error).__name__, error)
         finally:
             _operator.before_apply = before
@@ -121,13 +121,13 @@ class FirstForward:
             with torch.get_device_module(self.device).device(self.device):
                 _launch.compile_only(plan, kernel, args, flags)
             future.set_result(None)
-        except BaseException as error:  # the launch meets the error again, and knows what to do with it
+        except BaseException as error:  # the launch will have the same error, and handles it
             plan.compiled.pop(likeness, None)
             future.set_exception(error)
 
 
 def _layout(value: Any) -> Any:
-    """Equal for arguments that differ in their tensors' values alone."""
+    """Equal for arguments that differ only in their tensors' values."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() % 16, value.requires_grad
     if isinstance(value, tuple):
@@ -142,13 +142,13 @@ def _layout(value: Any) -> Any:
 def run_on_fakes(function: Any, args: tuple) -> None:
     """Run an op's autograd Function, and its backward where it has one, on fake tensors of the arguments' layouts.
 
-    Random state, grad mode and hooks of saved tensors are the caller's again afterwards; nothing is computed.
+    The caller's random state, grad mode and saved-tensor hooks are restored afterwards; nothing is computed.
     """
     has_graph = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         for mode in (FakeTensors(), torch.autograd.set_multithreading_enabled(False)):
             stack.enter_context(mode)
-        # what checkpointing counts, or a level has again, are the tensors of the step alone
+        # so that checkpointing and levels see only the step's own tensors
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
         fakes = [_fake(value) for value in args]
         outputs = [t for t in tensors_in(function.apply(*fakes)) if t.requires_grad]
@@ -158,7 +158,7 @@ def run_on_fakes(function: Any, args: tuple) -> None:
 
 
 class _BeginsBackward(torch.autograd.Function):
-    """A scalar to call backward() on without a gradient argument, for which torch would import sympy (slow)."""
+    """A scalar for backward() without a gradient argument, which would make torch import sympy (slow)."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _fake(value: Any) -> Any:
-    """A tensor of the same layout that begins as far from a multiple of 16 bytes; also for those in a tuple."""
+    """A fake tensor of the same layout and alignment to 16 bytes; also for tensors in a tuple."""
     if isinstance(value, tuple):
         parts = tuple(map(_fake, value))
         return type(value)(*parts) if hasattr(value, "_fields") else parts
@@ -188,7 +188,7 @@ def _fake(value: Any) -> Any:
 
 
 def _load_driver(device: torch.device) -> None:
-    """What Triton needs to know of a device: with an empty cache it builds a C extension for that."""
+    """Load Triton's driver of a device: with an empty cache this builds a C extension."""
     from triton.compiler.compiler import make_backend
 
     with torch.get_device_module(device).device(device):
@@ -196,8 +196,8 @@ def _load_driver(device: torch.device) -> None:
 
 
 def _hash_triton() -> None:
-    """The hash of Triton's own files, which is part of every kernel's name in its cache. Triton keeps it once it has
-    it; threads that ask for it before would each read and hash hundreds of megabytes."""
+    """Compute the hash of Triton's own files, part of every kernel's name in its cache. Triton keeps it; several
+    threads that asked at once would each read and hash hundreds of megabytes."""
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # the latter up to Triton 3.4
         triton_key = getattr(importlib.import_module(module), "triton_key", None)
         if triton_key is not None:
@@ -226,7 +226,7 @@ def name_launchers_apart() -> None:
 
 
 def _threads() -> int:
-    """Compiling threads: as many as cores fall to this process, 24 at most. Most of them wait, for the front end or for
-    a compiler that is a process of its own."""
+    """Number of compiling threads: this process's share of the cores, at most 24. Most of them wait, for the front end
+    or for a compiler that is a separate process."""
     ranks = env.launcher_number("LOCAL_WORLD_SIZE", 1)
     return max(2, min(24, (os.cpu_count() or 2) // max(1, ranks)))

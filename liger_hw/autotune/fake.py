@@ -1,8 +1,8 @@
 """Fake tensors: shapes, strides, dtypes and a device, without memory and without values.
 
-Under `FakeTensors` liger_hw's operators run their launchers, and whatever torch computes is a `FakeTensor`, worked out
-on a meta tensor. torch has the like for its compiler, not public, and imports the whole compiler for it: seconds of a
-process's first call.
+Under `FakeTensors` liger_hw's operators run their launchers, and every result of torch is a `FakeTensor`, computed as a
+meta tensor. torch has private fake tensors for its compiler, but imports the whole compiler for them, which takes
+seconds at a process's first call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..runtime.operator import launchers
 
 
 class FakeTensor(torch.Tensor):
-    """meta: the tensor on torch's meta device that it stands for."""
+    """meta: a tensor on torch's meta device, with the same layout."""
 
     meta: torch.Tensor
 
@@ -48,7 +48,7 @@ class FakeTensors(TorchDispatchMode):
             with self:  # an operator may call another
                 return launcher(*args, **kwargs)
         if name.endswith("_") and not name.endswith("__") and torch.Tag.inplace_view not in func.tags:
-            return args[0]  # changed in place, and has no values
+            return args[0]  # an in-place operation: there are no values to change
         fakes: dict[int, torch.Tensor] = {}
         devices = []
 
@@ -74,5 +74,5 @@ class FakeTensors(TorchDispatchMode):
 
 
 def _is_channels_last(operands: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a convolution of these gives results with their channels last, which meta tensors do not."""
+    """Whether a convolution of these operands returns channels last, which meta tensors do not tell."""
     return any(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in operands)

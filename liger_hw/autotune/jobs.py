@@ -1,4 +1,4 @@
-"""What is to be tuned: from ops, models and shapes to jobs, each a tunable at one key and sizes that have it."""
+"""What to tune: from ops, models and shapes to jobs. A job is a tunable at one key, with problem sizes of that key."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ OUT_OF_BUDGET = "skipped: the budget is spent"
 
 @dataclass
 class Result:
-    """What became of a job. Times are microseconds.
+    """The result of a job. Times are microseconds.
 
     config: the winner, which is the heuristic when nothing beats it; floor_us: the time its bytes alone would take
-    evidence: what a choice without the device rests on (certificates, and why candidates were dropped)
+    evidence: for a choice without the device: certificates, and why candidates were dropped
     """
 
     job: Job
@@ -107,7 +107,7 @@ def shapes(
 ) -> list[tuple[str, Sizes]]:
     """(op, sizes) of the models at every batch and sequence length, and `more` sizes for ops that take as many.
 
-    Without models and sizes: each op's own workloads.
+    Without models and sizes: each op's workloads.
     """
     pairs: dict[tuple[str, Sizes], None] = {}
     for name in ops:
@@ -126,8 +126,8 @@ def shapes(
 def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> tuple[list[Job], list[str]]:
     """(jobs, what could not be planned) for (op, sizes) pairs.
 
-    Within an op, sizes near 8192 rows come first: the search at the others starts from their winners. A kernel that an
-    op shares with another op is tuned as that other op's, at sizes of it that have the key.
+    Within an op, sizes near 8192 rows come first: the search at the others starts from their winners. A kernel that
+    belongs to another op is tuned as that op's, at sizes of that op with the key.
     """
     best: dict[tuple[str, str, Key], Sizes] = {}
     shared: dict[tuple[str, str, Key], None] = {}
@@ -156,13 +156,13 @@ def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> t
 
 
 def at_key(op: str, variant: str, key: Key) -> Job | None:
-    """A job at sizes that have the key, by trial; None where there are none."""
+    """A job at sizes that have the key, found by trial; None if there are none."""
     guess = space.sizes_for(registry.get_op(op), registry.get_tunable(f"{op}.{variant}"), key)
     return None if guess is None else Job(op, variant, key, *guess)
 
 
 def from_misses(misses: Iterable[tuple[str, str, Key]], ops: Iterable[str]) -> tuple[list[Job], list[str]]:
-    """(jobs, what could not be planned) for recorded misses, which hold a key only: sizes are tried out."""
+    """(jobs, what could not be planned) for recorded misses, which have only a key: sizes are found by trial."""
     chosen, known = set(ops), registry.tunables()
     jobs, problems = [], []
     for op, variant, key in misses:

@@ -1,4 +1,4 @@
-"""Measuring candidates on a device: check, then time only the kernel that the tunable launches.
+"""Measuring candidates on a device: their results are checked, then only the tunable's kernel is timed.
 
 A `Bench` holds one op at one shape. It runs the op once, forward and backward, and keeps the operator calls. For a
 candidate its `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in
@@ -7,7 +7,7 @@ captures the kernel's launches alone into a graph. Launches rotate over copies o
 the L2 cache several times. Arguments that a kernel overwrites in place are restored before each replay, outside the
 clock.
 
-`LocalMeasurer` is what the tuner talks to, from its own process (workers.py).
+The tuner calls `LocalMeasurer`, in another process (workers.py).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
 MAX_COPIES = 48
 MOST_ARMS = 12
-"""Candidates that are kept prepared, more than are timed together: each keeps a graph and some tensors alive."""
+"""Candidates that stay prepared, at most; each keeps a graph and some tensors. More than are timed together."""
 REPLAY_US = 150.0
-"""A replay repeats short kernels up to about this long, so that starting a graph does not show."""
+"""A replay repeats short kernels up to about this long, so that the graph's launch is negligible."""
 CHECK_BYTES = 2 << 30
 """The reference is compared on at most about this many bytes (fewer rows at larger shapes)."""
 
@@ -81,7 +81,7 @@ class Bench:
         self.calls: list[Call] = seen.calls
 
     def stage(self, variant: str, key: Key) -> "Stage":
-        """What candidates of one tunable and key are measured with. Raises `Rejected` when it is not launched here."""
+        """The Stage for candidates of one tunable and key. Raises `Rejected` if the op does not launch it."""
         tunable = next(one for one in self.op.tunables if one.variant == variant)
         for call in self.calls:
             if any(_is(one, tunable, key) for one in call.launches):
@@ -124,7 +124,7 @@ class Stage:
                 one.before = {i: copy_of(one.args[i]) for i, role in of_kernel.items() if role == "inout"}
 
             outputs, launches = self._run(self.baseline, keep=keep_overwritten)
-        self.expected = [t.clone() for t in outputs]  # replays write into the launches' own tensors
+        self.expected = [t.clone() for t in outputs]  # copies, since replays overwrite the launches' tensors
         self.bytes = sum(_bytes(one.args, roles[one.name]) for one in launches if _is(one, tunable, key))
         footprint = max(1, sum(_bytes(one.args) for one in launches))
         self.copies = (
@@ -139,7 +139,7 @@ class Stage:
         self.restore_all()
 
     def _first_that_runs(self) -> LaunchConfig:
-        """The heuristic, or the safe configuration where the heuristic does not launch."""
+        """The heuristic, or the safe configuration if the heuristic fails to launch."""
         failed = []
         for config in (self.tunable.heuristic(self.target, self.key), self.tunable.safe(self.target, self.key)):
             try:
@@ -154,7 +154,7 @@ class Stage:
         """The kernels a candidate's time must include: the tunable's, and any other whose launch depends on it.
 
         A persistent backward's grid decides how many partial sums another kernel adds up; a narrow block may need a
-        second kernel. What the extremes of the space would launch tells them.
+        second kernel. They are found from what the extremes of the space would launch.
         """
         legal, _ = space.legal(self.tunable, self.target, self.key)
         launched = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
@@ -177,7 +177,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _installed(self, plan: Plan) -> Iterator[None]:
-        registry.invalidate()  # a plan that has launched before would not come by the recorder
+        registry.invalidate()  # a plan that has launched before would bypass the recorder
         try:
             with installed(plan):
                 yield
@@ -185,7 +185,7 @@ class Stage:
             registry.invalidate()
 
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
-        """Results of the operator under `config`, and the launches of it that are timed."""
+        """Results of the operator under `config`, and its launches that are timed."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
         with torch.no_grad(), self._installed(plan), observing(Recorder(keep), every_thread=True) as seen:
             try:
@@ -199,7 +199,7 @@ class Stage:
         return outputs, [one for one in launches if self.timed is None or one.name in self.timed]
 
     def restore_all(self) -> None:
-        """Give the arguments that kernels overwrite in place their first contents again."""
+        """Restore the arguments that kernels overwrite in place."""
         for tensors in self._sets:
             for (name, i), before in self._pristine.items():
                 tensors[name][i].copy_(before)
@@ -232,7 +232,7 @@ class Stage:
         return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
-        """The launches on set `number` of the shared tensors; one of another shape is copied for each set."""
+        """The launches on set `number` of the shared tensors; tensors of other shapes are copied for each set."""
         steps = []
         copies: dict[tuple, torch.Tensor] = {}
         for one in launches:
@@ -283,7 +283,7 @@ def _roles(one: Launch) -> dict[int, str]:
 
 
 def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
-    """Bytes of the tensors among the arguments, each memory once; with `roles`, those overwritten in place twice."""
+    """Bytes of the tensors among the arguments, each memory once; with `roles`, tensors overwritten in place twice."""
     sizes: dict[int, int] = {}
     for i in _tensor_indices(args) if roles is None else roles:
         size = args[i].numel() * args[i].element_size() * (2 if roles and roles[i] == "inout" else 1)
@@ -305,7 +305,7 @@ def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, to
 
 
 def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
-    """The baseline and, for each knob that decides a grid, a configuration with its least and one with its greatest."""
+    """The baseline and, for each option that decides a grid, the configurations with its smallest and largest value."""
     chosen = [baseline]
     knobs = [lambda c: c.ctas_per_mp, *(lambda c, name=name: c.blocks.get(name, 0) for name in baseline.blocks)]
     for knob in knobs:
@@ -319,7 +319,7 @@ class LocalMeasurer:
     def __init__(self, device: str) -> None:
         self.device = with_index(device)
         self.target = target_of(self.device)
-        registry.set_table(self.target, {})  # the baseline is the heuristic, whatever is stored
+        registry.set_table(self.target, {})  # so that the baseline is the heuristic
         self.clock = Clock(self.device)
         self.clock.__enter__()
         self._bench: Bench | None = None
@@ -329,7 +329,7 @@ class LocalMeasurer:
         self._arms: dict[LaunchConfig, Arm] = {}
 
     def facts(self) -> dict[str, Any]:
-        """What provenance says about this machine, and the bandwidth of a copy in GB/s."""
+        """This machine's facts for provenance, and the bandwidth of a copy in GB/s."""
         return {
             "target": self.target,
             "device": self.target.name,
@@ -341,7 +341,7 @@ class LocalMeasurer:
         }
 
     def open(self, job: Job, sizes: tuple[int, ...]) -> tuple[LaunchConfig, int]:
-        """Get ready for candidates of the job's tunable and key at these sizes; returns the baseline and its bytes.
+        """Prepare for candidates of the job's tunable and key at these sizes; returns the baseline and its bytes moved.
 
         Raises `Rejected`.
         """
@@ -356,7 +356,7 @@ class LocalMeasurer:
         return self._stage.baseline, self._stage.bytes
 
     def prepare(self, config: LaunchConfig) -> None:
-        """Check and capture a candidate, where it is not among the last `MOST_ARMS`. Raises `Rejected`."""
+        """Check and capture a candidate, unless it is among the last `MOST_ARMS`. Raises `Rejected`."""
         try:
             arm = self._arms.pop(config, None) or self._stage.prepare(config)
         except torch.OutOfMemoryError as error:

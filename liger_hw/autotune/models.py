@@ -1,4 +1,4 @@
-"""Problem sizes of a model: from a Hugging Face config to what its layers launch.
+"""Problem sizes of a model's launches, from its Hugging Face config.
 
 A model is a name from `KNOWN`, a path to a `config.json`, or any Hugging Face id that `transformers` can find (a local
 copy is enough; nothing is downloaded that transformers would not download itself).
@@ -17,12 +17,12 @@ from .. import files
 from ..text import first_line
 
 CONFIG_BYTES = 32 << 20
-"""The most that a config.json may have to be read."""
+"""A larger config.json is not read."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What decides the sizes of a decoder's kernels, and what its layers keep for backward.
+    """The facts that decide the sizes of a decoder's kernels and of what its layers keep for backward.
 
     qk_norm: q and k are normalised, each head by itself; joint_qk_norm: all heads of q, and all of k, as one row
     tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
@@ -93,7 +93,7 @@ _ACTIVATIONS = {
     "geglu": _GELU,
     "relu_squared": ("relu2", "relu_squared"),
 }
-"""Op of an MLP -> the activations, as configs name them, for which a model launches it."""
+"""Op of an MLP -> the activations, by their names in configs, for which a model launches it."""
 
 _HEADS_FIRST = ("exaone4", "gemma3", "hunyuan", "stablelm")
 _JOINT_QK_NORM = ("olmo2", "olmo3", "olmoe")
@@ -143,7 +143,7 @@ def find(name: str) -> Model:
 
 
 def known_id(name: str) -> str | None:
-    """The id in `KNOWN` of a model's id, with or without the owner, or its short name, hyphens or not."""
+    """The id in `KNOWN` for a model's id, with or without the owner, or its short name, with or without hyphens."""
     plain = name.lower().replace("-", "")
     for public, model in KNOWN.items():
         if plain in (one.lower().replace("-", "") for one in (public, public.split("/")[1], model.name)):
@@ -153,7 +153,7 @@ def known_id(name: str) -> str | None:
 
 def local(name: str) -> Path | None:
     """The config.json that a name means as a path; None for a Hugging Face id. Raises `ValueError` for no file."""
-    if not name.strip():  # as of a variable that is not set: as a path it would be this folder
+    if not name.strip():  # e.g. from an unset variable; as a path it would be this folder
         raise ValueError("the model's name is empty; '.' means the config.json here")
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
@@ -177,7 +177,7 @@ def on_meta(name: str) -> Any:
         from transformers import AutoModelForCausalLM
 
         config = published(name).get_text_config()
-    except Exception:  # transformers raises many kinds; what is wrong with the name, `find` has said
+    except Exception:  # transformers raises many kinds; `find` has reported a wrong name
         return None
     try:
         with torch.device("meta"):
@@ -201,8 +201,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def published(name: str) -> Any:
     """transformers' configuration of a path or a Hugging Face id, from the cache or the hub. Raises if neither has it.
 
-    transformers retries an unreachable hub for a long time; here one request decides. A configuration that is code of
-    the repository's own is not run.
+    transformers retries an unreachable hub for a long time; here one request decides. Code in a repository is not run.
     """
     from transformers import AutoConfig
 
@@ -218,7 +217,7 @@ def published(name: str) -> Any:
     if not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(constants.ENDPOINT, timeout=5.0)
-        except Exception as error:  # of whichever library the session is made with
+        except Exception as error:  # the kind depends on the session's library
             raise OSError(f"{constants.ENDPOINT} cannot be reached ({first_line(error)})") from None
     return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
@@ -226,7 +225,7 @@ def published(name: str) -> Any:
 def from_config(config: Mapping[str, Any], name: str) -> Model:
     """Facts from a Hugging Face config (a multimodal one's text part).
 
-    Raises `ValueError` that names a field which is missing, or no size.
+    Raises `ValueError` that names a field that is missing or not a valid size.
     """
     if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
         config, name = config["text_config"], f"{name}'s language model"
@@ -274,9 +273,9 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
 
 
 def as_built(model: Model, source: Any) -> Model:
-    """`model` with the norms that the layers of `source`, a live model or one layer, have, whatever the config says.
+    """`model` with the norms that the layers of `source` (a live model or one layer) really have.
 
-    Raises `ValueError` for norms that no layer of the planner's kind has.
+    Raises `ValueError` for norms that the planner does not know.
     """
     whole, norms, fused = hasattr(source, "get_input_embeddings"), Counter(), False
     for name, module in source.named_modules():

@@ -1,7 +1,7 @@
 """What a process notes for later ones in the user cache: configurations that failed, and keys without an entry.
 
-The registry calls `note_miss` and `note_failure`. What comes up while a graph is captured or torch.compile traces, and
-every miss, is written at exit.
+The registry calls `note_miss` and `note_failure`. Notes made while a graph is captured or torch.compile traces, and all
+misses, are written at exit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mute() -> None:
 
 
 def forget() -> None:
-    """Drop what is not written yet."""
+    """Drop notes that are not written yet."""
     _pending.clear()
 
 
@@ -44,8 +44,8 @@ def note_miss(plan: "Plan") -> None:
 def note_failure(plan: "Plan", reason: str, error: BaseException, at_once: bool) -> None:
     """Quarantine a configuration for later processes too; at_once: a file may be written now.
 
-    Not where the machine failed: a full disk, memory, or a cooperative launch refused for the share of the device that
-    this process has, which the next one need not have.
+    Not for failures of the machine: a full disk, memory, or a cooperative launch refused because of other processes on
+    the device, which a later process may not have.
     """
     if not (isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason):
         _note(plan, {"kind": "failed", "reason": reason, "date": store.today()})
@@ -69,5 +69,5 @@ def flush() -> None:
 
 @atexit.register
 def _exit() -> None:
-    with contextlib.suppress(Exception):  # an exit handler must not turn a finished run into a failed one
+    with contextlib.suppress(Exception):  # an error at exit must not fail a finished run
         flush()

@@ -1,4 +1,4 @@
-"""Seeing what an op does on the device: which operators it calls, which kernels those launch, with which arguments.
+"""Recording what an op does on the device: the operators it calls, the kernels they launch, and the arguments.
 
 The tuner runs an op once under `Recorder` and afterwards re-runs only the one operator that launches the kernel of
 interest, with the candidate's plan installed, and replays only that kernel's launches under the clock.
@@ -24,8 +24,8 @@ from .fake import FakeTensors
 
 @dataclass
 class Launch:
-    """One launch of a kernel, or call of a library's `Routine` in its place; of its tensor arguments, when asked for,
-    copies and (still poisoned, checksum) before it.
+    """One launch of a kernel, or call of a library's `Routine` in its place; on request with copies of its tensor
+    arguments and (still poisoned, checksum) of each before the launch.
     """
 
     plan: Plan
@@ -38,11 +38,11 @@ class Launch:
 
     @property
     def name(self) -> tuple[str, int]:
-        """What it is known by among an operator's launches: two products may be one kernel."""
+        """Its name among an operator's launches: two products may be one kernel."""
         return self.plan.tunable.name, id(self.kernel)
 
     def again(self, args: tuple[Any, ...]) -> None:
-        """Launch or call it once more, on these arguments."""
+        """Launch or call it again, on these arguments."""
         if isinstance(self.kernel, _launch.Routine):
             self.kernel.run(*args)
         else:
@@ -86,13 +86,13 @@ def foresee(
     table: Mapping[tuple[str, str, Key], list[registry.Entry]] = MappingProxyType({}),
 ) -> None:
     """Run one forward and backward of `op` on fake tensors as on `target`, and call `note(plan, kernel, grid, args,
-    flags)` in place of each launch. table: the stored configurations that answer there; without any, the heuristics.
+    flags)` in place of each launch. table: the stored configurations to use; without it, the heuristics.
     """
     entry = registry.get_op(op)
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target, dict(table)))
         stack.enter_context(observing(Foreseen(note)))
-        if not registry.interpreting():  # there CPU tensors are launched on, and losses look at their targets' values
+        if not registry.interpreting():  # the interpreter needs CPU tensors with values, such as targets
             stack.enter_context(FakeTensors())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
         outputs = [o for o in tensors_in(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
@@ -104,8 +104,8 @@ def foresee(
 class Recorder(Observer):
     """Notes operator calls and kernel launches, as `observing(Recorder(), every_thread=True)`.
 
-    keep: called with each launch before it happens; notes what it needs of the arguments. Only the first launch of each
-    tunable's kernel in an operator call is kept: the rest of a chunked loop repeats it.
+    keep: called with each launch before it happens; it notes what it needs of the arguments. Only the first launch of
+    each tunable's kernel in an operator call is kept: the rest of a chunked loop repeats it.
     repeatable: copy what operators overwrite, so that their calls can be run again.
     launching: False notes launches without running them: nothing is compiled and results are garbage.
     """
@@ -116,7 +116,7 @@ class Recorder(Observer):
         self._keep, self._repeatable, self._launching, self._call = keep, repeatable, launching, None
 
     def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        """Launches through Triton, which is the same for every candidate: so it stands outside of other observers."""
+        """Launches through Triton, as for every candidate; it is the outermost observer."""
         self._note(Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags)))
         if self._launching:
             _launch.launch_ordinary(plan, kernel, grid, args, flags)
@@ -146,7 +146,7 @@ class Recorder(Observer):
 
 @contextlib.contextmanager
 def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """(owner, name, value) of what an attribute is inside a `with` block."""
+    """Replace attributes, (owner, name, value) each, inside a `with` block."""
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
     for change in changes:
         setattr(*change)
@@ -161,7 +161,7 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def unasserted() -> contextlib.AbstractContextManager[None]:
-    """Leaves assertions on the device out: where nothing is launched they would read uninitialised memory."""
+    """Skips assertions on the device, which would read uninitialised memory where nothing is launched."""
     return _replaced((private, "assert_async", lambda *args: None))
 
 
@@ -183,12 +183,12 @@ def poisoned() -> contextlib.AbstractContextManager[None]:
 
 
 def mark(launch: Launch) -> None:
-    """Note of each tensor argument whether it is still poisoned, and a checksum of its bits."""
+    """Note for each tensor argument whether it is still poisoned, and a checksum of its bits."""
     launch.marks = {i: (is_poisoned(a), checksum(a)) for i, a in enumerate(launch.args) if isinstance(a, torch.Tensor)}
 
 
 def is_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is as `poisoned` made it, judged by its ends."""
+    """Whether a tensor is still as `poisoned` made it, judged by its first and last elements."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False
     ends = [tensor[(0,) * tensor.dim()], tensor[(-1,) * tensor.dim()]] if tensor.dim() else [tensor]
@@ -230,11 +230,11 @@ def installed(plan: Plan) -> Iterator[None]:
 def everywhere(plan: Plan) -> Iterator[None]:
     """Let launchers use `plan` whatever their key.
 
-    For a process of the tuner's own: two blocks about one tunable may not overlap. The order needs no lock: who asks
-    for a plan after the first line gets this one; who asked before records into a cache that the second line drops.
+    For the tuner's processes: two blocks for one tunable must not overlap. The order makes a lock unnecessary: after
+    the first line every plan is this one, and recordings of an earlier plan go into a cache that the second line drops.
     """
     plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
-    registry.drop_replays()  # made with the plan there was; what is recorded in here with this one is not kept
+    registry.drop_replays()  # made with the former plan; recordings made inside are not kept
     try:
         yield
     finally:
@@ -242,7 +242,7 @@ def everywhere(plan: Plan) -> Iterator[None]:
 
 
 class Rejected(Exception):
-    """A candidate that must not be timed; the message says why. From a worker it comes as a `WorkerError`."""
+    """A candidate that must not be timed; the message says why. A worker's is raised as a `WorkerError`."""
 
 
 class LaunchRefused(Exception):

@@ -33,13 +33,13 @@ def knobs(config: LaunchConfig) -> dict[str, Any]:
 
 
 def distance(a: LaunchConfig, b: LaunchConfig) -> int:
-    """Number of knobs that differ."""
+    """Number of options that differ."""
     one, other = knobs(a), knobs(b)
     return sum(one.get(name) != other.get(name) for name in {*one, *other})
 
 
 def neighbours(space: Iterable[LaunchConfig], config: LaunchConfig) -> list[LaunchConfig]:
-    """Configurations that differ from `config` in one knob."""
+    """Configurations that differ from `config` in one option."""
     return [other for other in space if distance(other, config) == 1]
 
 
@@ -75,8 +75,8 @@ def shortlist(
 def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> tuple[int, ...] | None:
     """Other problem sizes that have `key`; None without any.
 
-    Sizes from 1024 on become about 5/8, 3/4 or 7/8 of what they are, whichever first keeps the key, in multiples of 64.
-    Smaller ones (batches, heads, head widths) stay, since models agree on them.
+    Sizes from 1024 on are multiplied by about 5/8, 3/4 or 7/8, the first that keeps the key, in multiples of 64.
+    Smaller ones (batches, heads, head widths) stay, since they are the same in most models.
     """
     itemsize = _ITEMSIZES[dtype]
     other = tuple(sizes)
@@ -92,10 +92,10 @@ def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> t
 def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str] | None:
     """(problem sizes, dtype) that have this key, found by trial; None where none are found.
 
-    A recorded miss holds a key only. Rows stand in a key as log2 buckets and columns as they are, so each number of the
-    key is tried as itself and as a power of two, the largest sizes of a bucket first; and so are the op's workloads
-    with other row counts. Then the same with other columns: one less (unaligned rows), a quarter more (no power of
-    two), both, and half.
+    A recorded miss has only a key. A key has rows as log2 buckets and columns unchanged, so each number of the key is
+    tried as it is and as an exponent of two, the largest sizes of a bucket first; and so are the op's workloads with
+    other row counts. Then the same with other columns: one less (unaligned rows), a quarter more (no power of two),
+    both, and half.
     """
     numbers = {1, *key, *(1 << n for n in key if 0 <= n <= 24)}
     usable = sorted((n for n in numbers if n > 0), reverse=True)[:12]
@@ -115,7 +115,7 @@ def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str]
 
 
 def _key(tunable: Tunable, sizes: tuple[int, ...], itemsize: int) -> Key | None:
-    """The tunable's key at these sizes, None where it takes no such sizes."""
+    """The tunable's key at these sizes, None if it does not take such sizes."""
     try:
         return tunable.key(*sizes, itemsize)
     except (ValueError, ArithmeticError):

@@ -123,7 +123,7 @@ class StaticTuner:
         candidates = _Candidates(self, replace(job, sizes=tuple(sizes)), heuristic)
         try:
             candidates.add([heuristic, winner])
-        except ValueError:  # sizes that the op does not take, as channels that no longer divide
+        except ValueError:  # the op does not take these sizes
             return False
         return candidates.times.get(winner, math.inf) >= candidates.times.get(heuristic, math.inf)
 
@@ -162,7 +162,7 @@ class _Candidates:
         self.dropped: dict[LaunchConfig, str] = {}
 
     def add(self, configs: Iterable[LaunchConfig]) -> None:
-        """Compile and rank these too. What a candidate decides depends on all of them: all are judged again."""
+        """Compile and rank these too. All are judged again, since which launches one decides depends on all."""
         for config in configs:
             if config not in self.traced:
                 self.traced[config] = launches_of(self.job, self.tuner.target, config)
@@ -196,14 +196,14 @@ class _Candidates:
 
 
 def launches_of(job: Job, target: Target, config: LaunchConfig) -> list[Launch]:
-    """What the job's op launches under a configuration; of a chunked loop, each kernel and key once."""
+    """The launches of the job's op under a configuration; in a chunked loop, each kernel and key once."""
     dtype = getattr(torch, job.dtype)
     launches = aot.trace(job.op, job.sizes, dtype, target, configs={job.name: config}, shipped=False)
     return list({(one.tunable, one.kernel, one.key): one for one in reversed(launches)}.values())[::-1]
 
 
 def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
-    """Of each candidate's launches, the tunable's own and launches of other kernels that differ between candidates.
+    """Each candidate's launches of the tunable, and launches of other kernels that differ between candidates.
 
     The grid of a persistent backward, for example, decides how many partial sums another kernel adds up.
     """

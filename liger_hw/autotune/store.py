@@ -10,10 +10,9 @@ notes that a process left for later ones. The kind in a line's provenance says w
     failed                       a configuration that failed at launch
     missed                       a key for which no line answered, with what the heuristic chose
 
-Of two lines about the same thing the later one counts, and the end of a search takes the lines of its candidates away.
-A writer holds a lock in the same folder, reads the file and puts a whole one in its place: a reader sees the old file
-or the new one, and two writers lose nothing. A line that cannot be read is ignored with one warning, and
-is not in the file that the next writer puts there.
+Of two lines about the same thing the later one counts, and the end of a search removes the lines of its candidates. A
+writer holds a lock in the same folder, reads the file and replaces it as a whole: a reader sees the old file or the new
+one, and two writers lose nothing. A line that cannot be read is ignored with one warning, and the next write drops it.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 """
@@ -42,7 +41,7 @@ Table = dict[Name, list[Entry]]
 """Everything that is stored for one device: the lines of each name, the best first."""
 
 ANSWERS = ("measured", "static", "modelled")
-"""Kinds of lines that answer."""
+"""Kinds of lines that are configurations for launches."""
 ENDS = ("measured", "heuristic")
 """Kinds of lines that end a search."""
 CANDIDATES = ("timed", "refused")
@@ -55,7 +54,7 @@ KINDS = {
     "quarantine": ("failed",),
     "journal": ("heuristic", *CANDIDATES),
 }
-"""What `liger-hw cache clear` removes, by the name of its option."""
+"""Option of `liger-hw cache clear` -> the kinds of lines that it removes."""
 
 
 # -- folders and names -----------------------------------------------------------------------------------------------
@@ -73,7 +72,7 @@ def root() -> Path | None:
 
 
 def unwritable() -> str:
-    """Why nothing can be stored in the user cache, or "". It is tried, and nothing is left behind."""
+    """Why nothing can be stored in the user cache, or "". Tries to write, and leaves nothing behind."""
     base = root()
     if base is None:
         return "no home directory to keep the cache in; set LIGER_HW_CACHE_DIR to a folder"
@@ -91,7 +90,7 @@ def slug(name: str) -> str:
 
 
 def fingerprint(target: Target) -> str:
-    """Name of a kind of device: two devices share it only when a measurement on one holds on the other."""
+    """Name of a kind of device: two devices share it only if measurements on one are valid on the other."""
     return f"{target.vendor}-{target.arch}-{slug(target.name)}-{target.multiprocessors}mp"
 
 
@@ -118,7 +117,7 @@ def shipped_folder(vendor: str) -> Path:
 
 
 def header(target: Target) -> dict[str, Any]:
-    """What a table says about itself."""
+    """The header of a table."""
     return {
         "kind": "table",
         "vendor": target.vendor,
@@ -129,12 +128,12 @@ def header(target: Target) -> dict[str, Any]:
 
 
 def triton_version() -> str:
-    """Version of the Triton at hand, `""` without one."""
+    """Version of the installed Triton, or ""."""
     try:
         import triton
 
         return str(getattr(triton, "__version__", ""))
-    except Exception:  # a clobbered install fails in more ways than ImportError
+    except Exception:  # a broken install can raise more than ImportError
         return ""
 
 
@@ -149,7 +148,7 @@ def today() -> str:
 
 @cache
 def warn_once(message: str) -> None:
-    """One warning a process, and again after `registry.reload()`: a broken cache must not fill a log."""
+    """One warning a process, and again after `registry.reload()`: so that a broken cache does not fill the log."""
     log.warning("liger_hw: %s", printable(message))
 
 
@@ -210,7 +209,7 @@ def _merged(lines: Iterable[Line]) -> list[Line]:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """As `tables.load`, of one file of the user cache: the header as of a shipped table, the newest line first."""
+    """`tables.load` for a file of the user cache: with the header of a shipped table, and the newest line first."""
     about, lines, problems = tables.load(path)
     if (device := about.pop("device", None)) != path.stem:
         raise ValueError(f"made for {device!r}, found as {path.name}")
@@ -219,7 +218,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
 
 
 def lines_in(path: Path, problems: list[str], load: Callable = load) -> list[Line]:
-    """The lines of a file; what of it cannot be read is added to `problems`. load: `load` or `tables.load`"""
+    """The lines of a file; errors are added to `problems`. load: `load` or `tables.load`"""
     try:
         _, lines, wrong = load(path)
     except ValueError as error:
@@ -235,7 +234,7 @@ def lines_of(target: Target, problems: list[str] | None = None) -> list[Line]:
     problems = [] if problems is None else problems
     try:
         is_there = path is not None and bool(os.stat(path))
-    except OSError as error:  # without the right to look, the file counts as there, and reading it says why not
+    except OSError as error:  # without permission the file counts as there; reading it gives the error
         is_there = not isinstance(error, FileNotFoundError)
     return lines_in(path, problems) if is_there else []
 
@@ -278,12 +277,12 @@ def read(target: Target) -> Table:
 
 
 def answers(entries: Iterable[Entry]) -> list[Entry]:
-    """The lines among these that answer, the best first."""
+    """The configurations among these lines, the best first."""
     return [entry for entry in entries if entry.layer == "lock" or entry.kind in ANSWERS]
 
 
 def misses(target: Target) -> list[Name]:
-    """Every key that was missed on a device and still has no answer for that version of its kernel, sorted."""
+    """Every missed key of a device that still has no configuration for that version of its kernel, sorted."""
 
     def is_missed(entries: list[Entry]) -> bool:
         known = {entry.version for entry in answers(entries)}
@@ -315,7 +314,7 @@ def _shipped_files(target: Target) -> list[tuple[str, Path]]:
 
 
 def _same_family(arch: str, target: Target) -> bool:
-    """Never across warp sizes: the same numbers mean another number of threads there."""
+    """Never across warp sizes, where the same number of warps is another number of threads."""
     try:
         other = known_target(arch)
     except ValueError:

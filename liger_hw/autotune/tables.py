@@ -35,7 +35,7 @@ def to_record(name: Name, entry: Entry) -> dict[str, Any]:
 
 
 def from_record(record: Any, source: str) -> Line:
-    """One line from untrusted JSON data. Raises `ValueError` for what `to_record` does not give."""
+    """One line from untrusted JSON data. Raises `ValueError` unless it is like `to_record`'s."""
     try:
         op, variant, key, provenance = (record[name] for name in ("op", "variant", "key", "provenance"))
         version, config = record.get("version", 1), LaunchConfig.from_json(record["config"])

@@ -1,8 +1,8 @@
-"""What can be read from a kernel's TTIR, Triton's first form of it, before layouts and registers.
+"""What can be read from a kernel's TTIR, its first form in Triton, before layouts and registers.
 
 `accesses` finds which arguments a kernel loads and stores, in tiles of what size, inside a loop or not: `tt.load %p` of
-a tensor of pointers, whose base is followed back to an argument of the function. `estimate` counts what the kernel
-would take of a device that the Triton at hand has no compiler for.
+a tensor of pointers, whose base is followed back to an argument of the function. `estimate` counts a kernel's resources
+for devices for which the installed Triton has no compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPECIAL = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin",
 _FREE = {"constant", "splat", "broadcast", "expand_dims", "reshape", "make_range", "bitcast", "addptr"}
 _FREE |= {"store", "reduce", "return"}  # counted elsewhere
 _LARGE_FILE = 2
-"""The large register file: this many times the registers of a work-item, for as many times fewer work-items."""
+"""The large register mode: this many times the registers of a work-item, and as many times fewer work-items."""
 
 
 class Access(NamedTuple):
@@ -52,7 +52,7 @@ class Access(NamedTuple):
 
 @dataclass
 class _Region:
-    """What stands between braces; `other` is what the branch before an `else` accesses."""
+    """The accesses between braces; other: the accesses of the branch before an `else`."""
 
     loop: bool
     accesses: list[Access] = field(default_factory=list)
@@ -107,7 +107,7 @@ def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
 
 
 def _tile(line: str) -> int:
-    """Bytes that the tensor of pointers on this line points to."""
+    """Bytes of the tile that the tensor of pointers on this line points to."""
     shape, element = _POINTERS.findall(line)[-1]
     bits = _BITS.search(element)
     width = max(1, int(bits[1]) // 8) if bits and not element.startswith("f8") else 1
@@ -117,7 +117,7 @@ def _tile(line: str) -> int:
 def estimate(
     ttir: str, accesses: list[Access], target: Target, config: LaunchConfig, options: Mapping[str, Any]
 ) -> Resources:
-    """What a kernel would take of `target`, counted from its TTIR.
+    """A kernel's resources on `target`, estimated from its TTIR.
 
     Every operation on a tensor is spread over the threads. A reduction is one shuffle for each halving of the warp and
     two barriers between warps. Accesses are 16 bytes wide where a thread has that many. Registers hold the largest tile
@@ -125,12 +125,12 @@ def estimate(
     """
     threads = config.num_warps * target.warp_size
     once, looped = Counter(), Counter()
-    tiles = [0]  # elements a thread has of each load
+    tiles = [0]  # elements of each load in a thread
     for line, inside in _body(ttir):
         counts = looped if inside else once
         shape, operation = _SHAPE.search(line), _OPERATION.search(line)
         each = -(-math.prod(int(n) for n in shape[1].split("x")[:-1]) // threads) if shape else 1
-        if line.lstrip().startswith("})"):  # the end of a reduction, where its type stands
+        if line.lstrip().startswith("})"):  # the end of a reduction, with its type
             counts["other"] += each
             counts["shuffle"] += target.warp_size.bit_length() - 1
             counts["barrier"] += 2 * (config.num_warps > 1)

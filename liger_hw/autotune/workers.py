@@ -3,8 +3,8 @@
 A candidate may crash or hang the process that compiles or launches it, so neither happens in the caller's. A worker
 that crashes or does not answer in time is killed; the caller gets `WorkerDied` and goes on with another worker.
 
-Calls and answers are objects that cross a pipe between the two processes and nothing else. What a worker and its
-libraries print is kept for the message of its death. A worker ends with its parent.
+Calls and answers are objects sent through a pipe that only the two processes have. The output of a worker and its
+libraries is kept for the message of `WorkerDied`. A worker ends with its parent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START_SECONDS = 180.0
 
 
 class WorkerDied(Exception):
-    """The worker crashed or hung; the message says which."""
+    """The worker crashed or hung (the message says which)."""
 
 
 class WorkerError(Exception):
@@ -43,7 +43,7 @@ class Worker:
     """
 
     module = __name__
-    """Where the `main` is that the process runs."""
+    """The module whose `main` the process runs."""
 
     def __init__(self, kind: str, device: str = "", settings: Mapping[str, str] = MappingProxyType({})) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
@@ -95,7 +95,7 @@ class Worker:
     def _died(self, what: str) -> WorkerDied:
         self.kill()
         if what == "crashed":
-            self._listener.join(10.0)  # to the end of what it said, also on a machine that is busy
+            self._listener.join(10.0)  # until all its output is read, also on a busy machine
             code = self.process.returncode
             what += f" (signal {-code})" if code and code < 0 else ""
             last_words = b"".join([*self._said][-3:]).decode(errors="replace").strip()
@@ -113,7 +113,7 @@ class Worker:
 
 
 class RemoteMeasurer:
-    """`measure.LocalMeasurer`'s methods in a process of its own, which is started again after it died."""
+    """`measure.LocalMeasurer`'s methods in another process, which is restarted when it dies."""
 
     LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "verify": 180.0, "facts": 120.0}
     """Seconds a call may take."""
@@ -145,7 +145,7 @@ class RemoteMeasurer:
 class CompilePool:
     """Compiles in `workers` processes, in the order of the requests, and keeps every answer. A context manager.
 
-    seconds: after which a compilation counts as hung and its process is replaced; settings: as of a `Worker`
+    seconds: after these a compilation counts as hung and its process is replaced; settings: as for a `Worker`
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class CompilePool:
 
     def wait(self, name: Hashable) -> dict[str, Any]:
         """The answer to a submitted request, with the `seconds` it took: `{error}` where it killed its process,
-        `{unknown}` where nothing can be said."""
+        `{unknown}` if it cannot be compiled here."""
         return self._answers[name].get()
 
     def _answer(self, call: str, args: tuple) -> dict[str, Any]:
-        """Each thread has a worker of its own, which it alone calls."""
+        """Each thread calls its own worker."""
         began = time.monotonic()
         try:
             answer = self._worker().call(call, *args, seconds=self._seconds)
@@ -195,7 +195,7 @@ class CompilePool:
             return self._of_thread.worker
 
     def close(self) -> None:
-        """End the processes. A call that waits in one of them ends, and the requests behind it are not begun."""
+        """End the processes. Waiting calls end, and queued requests are dropped."""
         with self._lock:
             self._closed = True
         for worker in self._workers:
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def serve(make: Callable[[], Callable[[str, tuple], Any]], device: str = "") -> None:
-    """Answer the parent's calls until it ends. What `make` returns gets a call's name and arguments."""
+    """Answer the parent's calls until it ends. make: returns a function (name, arguments) -> answer."""
     pipe = Connection(int(sys.argv[3]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     from . import notes
@@ -248,7 +248,7 @@ def _measuring(device: str) -> Callable[[str, tuple], Any]:
 
 def _compiling() -> Callable[[str, tuple], Any]:
     """`compile`: one recorded launch (`compile.compiled`). `candidate`: all that an op launches under a configuration
-    of one tunable, so that Triton's cache on disk has it when the measuring worker asks."""
+    of one tunable, so that the measuring worker finds it in Triton's cache on disk."""
     import torch
 
     from . import compile as aot
@@ -277,7 +277,7 @@ def _compiling() -> Callable[[str, tuple], Any]:
 
 
 def _is_lost(device: str) -> bool:
-    """Whether the device answers nothing any more in this process, as after an illegal memory access."""
+    """Whether the device no longer works in this process, as after an illegal memory access."""
     if device in ("", "cpu"):
         return False
     try:

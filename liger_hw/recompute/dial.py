@@ -114,7 +114,7 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
             _say_nothing_saved(level, forward, returned)
         return returned
     if any(_has_tokens(cache, layer) for cache in caches):
-        words = f"level {level} computes layers again, without the tokens in their cache (prefix tuning)"
+        words = f"level {level} computes layers again and cannot read a cache that has tokens (prefix tuning)"
         raise ValueError(f"activations: {words}; name keep, cheap or mlp")
     if caches:
         recipes.say_once("a layer that is recomputed cannot fill a cache: it gets None instead, as in transformers")
