@@ -248,6 +248,8 @@ class Backend:
     """Compiled kernels may be launched without Triton's argument binder. True only where tested on hardware."""
     fast_log2 = False
     """`libdevice.fast_log2f` exists and is shorter than `tl.log2`."""
+    liger_generations: Mapping[str, str] = {}
+    """Architecture -> what Liger Kernel calls its generation, where that is not the architecture's name."""
     convolves_channels_last = False
     """torch convolves 16-bit tensors faster with their channels last in memory. True only where measured."""
     gemm_alignment = 1

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import re
 from contextlib import nullcontext
 from typing import Any, Callable
 
 import torch
 from packaging import version
 
-from ..backends import target_of
+from ..backends import backend, target_of
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 _MAX_BLOCK = 65536
@@ -43,35 +42,19 @@ def infer_comm_backend() -> str:
     return torch.distributed.get_default_backend_for_device(infer_device())
 
 
-GENERATIONS = {
-    **dict.fromkeys(("sm70", "sm75"), "volta_turing"),
-    **dict.fromkeys(("sm80", "sm86", "sm89"), "ampere_ada"),
-    "sm90": "hopper",
-    "sm100": "blackwell",
-    "sm103": "blackwell_ultra",
-    "sm120": "blackwell_consumer",
-    "gfx908": "cdna",
-    "gfx90a": "cdna2",
-    **dict.fromkeys(("gfx940", "gfx941", "gfx942"), "cdna3"),
-    **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102"), "rdna3"),
-    **dict.fromkeys(("acm", "bmg", "lnl"), "arc"),
-}
-"""`Target.arch` -> Liger's name of the generation."""
-
-
 @functools.lru_cache(maxsize=None)
 def infer_device_arch(device_id: int = 0) -> str:
     """Liger's name of a device's generation, as "hopper", "cdna3" or "pvc".
 
-    A device whose generation has no name gives its architecture: "sm_87", "gfx1201". Where none can be read, as of a
+    A device whose generation has no name gives its architecture, as "gfx1201". Where none can be read, as of a
     CPU, it is `infer_device()`.
     """
     kind = infer_device()
     try:
-        arch = target_of(torch.device(kind, device_id)).arch
+        target = target_of(torch.device(kind, device_id))
     except (RuntimeError, AssertionError, AttributeError, ValueError):  # a driver that does not start, no such backend
         return kind
-    return GENERATIONS.get(arch, re.sub("^sm", "sm_", arch))
+    return backend(target.vendor).liger_generations.get(target.arch, target.arch)
 
 
 def device_context(device: torch.device) -> Any:

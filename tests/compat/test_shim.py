@@ -217,18 +217,20 @@ assert utils.infer_device_arch() == "cpu"
 
 
 GENERATIONS = {
-    **{"sm75": "volta_turing", "sm89": "ampere_ada", "sm87": "sm_87", "sm90": "hopper", "sm103": "blackwell_ultra"},
-    **{"sm120": "blackwell_consumer", "gfx942": "cdna3", "gfx1100": "rdna3", "gfx1201": "gfx1201"},
-    **{"pvc": "pvc", "bmg": "arc", "cpu": "cpu"},
+    **{("cuda", "sm75"): "volta_turing", ("cuda", "sm89"): "ampere_ada", ("cuda", "sm87"): "sm_87"},
+    **{("cuda", "sm90"): "hopper", ("cuda", "sm103"): "blackwell_ultra", ("cuda", "sm120"): "blackwell_consumer"},
+    **{("rocm", "gfx942"): "cdna3", ("rocm", "gfx1100"): "rdna3", ("rocm", "gfx1201"): "gfx1201"},
+    **{("xpu", "pvc"): "pvc", ("xpu", "bmg"): "arc", ("cpu", "cpu"): "cpu"},
 }
-"""Architecture -> Liger's name of its generation."""
+"""(Vendor, architecture) -> Liger's name of its generation."""
 
 
 def test_generations_have_liger_s_names(monkeypatch):
     from liger_hw.compat import utils
 
-    for arch, generation in GENERATIONS.items():
-        monkeypatch.setattr(utils, "target_of", lambda device, arch=arch: SimpleNamespace(arch=arch))
+    for (vendor, arch), generation in GENERATIONS.items():
+        target = SimpleNamespace(vendor=vendor, arch=arch)
+        monkeypatch.setattr(utils, "target_of", lambda device, target=target: target)
         utils.infer_device_arch.cache_clear()
         assert utils.infer_device_arch() == generation
     utils.infer_device_arch.cache_clear()
