@@ -23,7 +23,8 @@ from .preference import Output
 
 
 class Labelled(NamedTuple):
-    """KTO's description. grouped: sign [batch], 1 good and -1 bad; counted tokens; log pi_ref or None; kl or None."""
+    """The description of KTO. grouped: sign [batch], 1 good, -1 bad; number of tokens; log pi_ref or None; kl or
+    None."""
 
     kind: str
     beta: float
@@ -39,7 +40,7 @@ class Labelled(NamedTuple):
         return (logps / counts, ratio / counts) if self.average else (logps, ratio)
 
     def _under(self, seen: Seen) -> torch.Tensor:
-        """How far each answer is on its wrong side: the loss is the sigmoid of it."""
+        """The argument of the sigmoid in each answer's loss."""
         sign, _, _, kl = seen.grouped
         _, ratio = self._logps(seen)
         return -self.beta * sign * (ratio if kl is None else ratio - kl)
@@ -100,7 +101,7 @@ class LigerFusedLinearKTOFunction(LossFunction):
             ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
             ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
         if kl is not None:
-            if not isinstance(kl, torch.Tensor):  # which may have a number for each sequence
+            if not isinstance(kl, torch.Tensor):  # a tensor may have a number for each sequence
                 check_floats(_NAME, kl=kl)
             kl = on_device(kl, wide, x.device)
             if kl.numel() not in (1, batch) or kl.dim() > 1:

@@ -1,8 +1,8 @@
 """`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device h200]`: what `registry.explain` says.
 
-And which of the kernels one forward and backward with default options launches, those included that the op shares with
-others (a loss's sums, the scaling of its gradients): its launchers are asked, where Triton is here. Works for a device
-that is not in this machine: name it (h200) or its architecture (sm90).
+If Triton is installed, also which kernels one forward and backward with default options launches, including kernels of
+other ops (a loss's sums, the scaling of its gradients). Works for a device that is not in this machine too: name it
+(h200) or its architecture (sm90).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _in_words(launched: list[dict[str, Any]]) -> str:
-    """`_rms_norm_fwd_kernel of 8192 programs`, of several launches of a kernel their number and the largest."""
+    """`_rms_norm_fwd_kernel of 8192 programs`; for several launches of a kernel their number and the largest grid."""
     grids: dict[str, list[int]] = {}
     for one in launched:
         grids.setdefault(one["kernel"], []).append(math.prod(one["grid"]))
@@ -72,7 +72,7 @@ def _in_words(launched: list[dict[str, Any]]) -> str:
 
 
 def _unasked(target: Any) -> str:
-    """Why its launchers cannot be asked, or ""."""
+    """Why it is not known which kernels are launched, or ""."""
     from .. import registry
     from ..runtime import triton_import as _triton
 
@@ -86,7 +86,7 @@ def _unasked(target: Any) -> str:
 
 
 def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list[tuple[Any, list | None]]:
-    """(explanation, launches) of the op's own kernels and of the others that one forward and backward launches."""
+    """(explanation, launches) of the op's kernels and of other ops' kernels that one forward and backward launches."""
     from .. import registry
 
     explanations = registry.explain(op.name, sizes, torch_dtype(dtype), target)
@@ -102,7 +102,7 @@ def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list
 
 def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[tuple, list[dict[str, Any]]] | None:
     """(tunable, key) -> kernel and grid of each of its launches, in one forward and backward with default options; None
-    where no launcher can be asked."""
+    if they are not known."""
     from ..autotune import compile as aot
 
     if _unasked(target):
@@ -112,7 +112,7 @@ def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[
         for launch in aot.trace(op.name, sizes, torch_dtype(dtype), target, user=True):
             one = {"kernel": launch.kernel.split(":")[1], "grid": list(launch.grid)}
             launches.setdefault((launch.tunable, launch.key), []).append(one)
-    except Exception as error:  # the op's own kernels are explained all the same
+    except Exception as error:  # the op's own kernels are still explained
         print(f"liger-hw: explain: what is launched is unknown: {printable(first_line(error))}", file=sys.stderr)
         return None
     return launches

@@ -1,10 +1,10 @@
-"""The name `liger_kernel` for code written for Liger Kernel 0.8.5, answered by liger_hw.
+"""The name `liger_kernel` for code written for Liger Kernel 0.8.5, with liger_hw behind it.
 
     PYTHONPATH=$(liger-hw shim) python train.py      # TrainingArguments(use_liger_kernel=True), TRL, Axolotl, ...
 
 Only the folder that `liger-hw shim` prints holds a `liger_kernel`; a normal install of liger_hw adds no such name. Its
 modules are made by the finder below as they are imported: each looks its names up in modules of liger_hw, so there is
-no second list of names to keep. A real liger-kernel is never shadowed in silence: see `refuse_to_shadow`.
+no second list of names to keep. A real liger-kernel is never hidden without an error: see `refuse_to_shadow`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "liger_kernel"
 _TRANSFORMERS = "liger_hw.transformers"
 _KERNELS = "liger_hw.kernels"
 VERSION = "0.8.5"
-"""The version of Liger Kernel whose modules and names these are; what `importlib.metadata` answers."""
+"""The version of Liger Kernel with these modules and names, also for `importlib.metadata`."""
 
 PATH = Path(__file__).parent / "path"
 """The folder for PYTHONPATH."""
@@ -86,7 +86,7 @@ _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "
 
 
 def use() -> str:
-    """`in use` where `import liger_kernel` gives this package, else `not in use` and why; it is imported to see."""
+    """`in use` if `import liger_kernel` gives this package, else `not in use` and why. Tries the import."""
     try:
         file = importlib.import_module(NAME).__file__
     except ImportError as error:
@@ -95,7 +95,7 @@ def use() -> str:
 
 
 def homes(name: str) -> tuple[str, ...] | None:
-    """Modules of liger_hw that stand behind `liger_kernel.<name>`; None when there is no such module."""
+    """Modules of liger_hw with the names of `liger_kernel.<name>`; None if there is no such module."""
     group, _, op = name.partition(".")
     home: str | None
     if name in MODULES:
@@ -152,7 +152,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if homes(name) is None:
             instead = replacement(name)
-            if instead:  # without a name, so that `from module import name` says this too
+            if instead:  # without `name=`, so that `from module import name` shows this message
                 raise ModuleNotFoundError(f"{fullname} is not in liger_hw's shim: {instead}")
             return None
         # every module is a package: `from module import name` asks for a module `name` where the attribute is missing
@@ -170,7 +170,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _answer(module: ModuleType, name: str) -> None:
-    """Let `liger_kernel.<name>` find its attributes in the modules that stand behind it."""
+    """Let `liger_kernel.<name>` find its attributes in the modules of `homes`."""
     behind = homes(name) or ()
 
     def __getattr__(attribute: str) -> Any:
@@ -180,7 +180,7 @@ def _answer(module: ModuleType, name: str) -> None:
             if value is not _ABSENT:
                 setattr(module, attribute, value)
                 return value
-            if homes(path) is not None:  # a module below that is not imported yet
+            if homes(path) is not None:  # a submodule that is not imported yet
                 return importlib.import_module(f"{NAME}.{path}")
         instead = replacement(path)
         raise AttributeError(
@@ -197,7 +197,7 @@ _ABSENT = object()
 
 
 def _kernel(module: str, name: str) -> MissingKernel | None:
-    """What stands for a Triton kernel of Liger's in `liger_kernel.<module>`; None where the name is no kernel's."""
+    """The stand-in for a Triton kernel of Liger's in `liger_kernel.<module>`; None for other names."""
     instead = replacement(f"{module}.{name}")
     if instead is None or not module.startswith("ops.") or not name.endswith("_kernel"):
         return None
@@ -211,14 +211,14 @@ def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
                 continue  # its __getattr__ looks in compat too
             value = getattr(module, attribute, _ABSENT)
             if isinstance(value, ModuleType) and value.__name__.startswith("liger_hw."):
-                continue  # a module of that name is the shim's own
+                continue  # the shim makes its own module of that name
             if value is not _ABSENT:
                 return value
     return _ABSENT
 
 
 def _searched(home: str) -> list[ModuleType]:
-    """The module; for the kernels' package, the module of every op."""
+    """The module; for the kernels package, the modules of all ops."""
     if home != _KERNELS:
         return [importlib.import_module(home)]
     from .. import registry
@@ -232,7 +232,7 @@ def _public(behind: tuple[str, ...]) -> list[str]:
 
 
 def take_the_name(module: ModuleType) -> None:
-    """Called by the `liger_kernel` package on the shim's path: make its modules importable, or refuse."""
+    """Called by the `liger_kernel` package on the shim's path: make its modules importable, or raise."""
     refuse_to_shadow()
     module.__version__ = VERSION
     module.__path__ = []  # every module below comes from the finder

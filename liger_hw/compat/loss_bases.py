@@ -1,7 +1,7 @@
-"""Behind `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes, for chunked losses of one's own.
+"""Behind `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes, for your own chunked losses.
 
-A subclass states its loss as a function of log-probabilities or of logits, and an autograd Function's `forward` and
-`backward`, which call the base's:
+A subclass defines its loss as a function of log-probabilities or of logits, and the `forward` and `backward` of an
+autograd Function, which call the base's:
 
     class HingeFunction(LigerFusedLinearPreferenceBase):
         @staticmethod
@@ -19,11 +19,11 @@ A subclass states its loss as a function of log-probabilities or of logits, and 
 
     loss, metrics = HingeFunction.apply(hidden_states, weight, labels)
 
-The batch is taken in Liger's chunks. The subclass's function is called once for each chunk and returns what the chunk
-adds to the loss, so it divides by sizes of the full tensors that it is given. torch's autograd gives the gradients of a
-chunk before the next one starts: in memory are the logits of one chunk, in the head's dtype and in fp32, in which
-everything after the product is computed. Of several chunks the gradients of weight and bias are summed in fp32.
-Numbers that the function returns beside the loss are added up over the chunks, vectors are concatenated.
+The batch is divided into Liger's chunks. The subclass's function is called once for each chunk and returns the chunk's
+share of the loss, so it divides by sizes of the full tensors, which it gets too. torch's autograd computes the
+gradients of a chunk before the next one starts, so only one chunk's logits are in memory, in the head's dtype and in
+fp32. Everything after the product is fp32. With several chunks, gradients of weight and bias are summed in fp32. Other
+numbers that the function returns are summed over the chunks, vectors are concatenated.
 
 `compiled` is accepted and changes nothing: the functions run as they are.
 """
@@ -44,18 +44,18 @@ from ..kernels.losses.loss_gradient import scale_gradient
 from ..runtime.operator import check, check_indices, first_order
 
 Chunk = list[slice]
-"""Which sequences or rows a chunk has; of pairs two slices, the chosen ones first."""
+"""The sequences or rows of a chunk; for pairs two slices, the chosen ones first."""
 
 
 def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
-    """0..n in `count` chunks of one size, as torch.chunk makes them; one slice for each offset that is added."""
+    """0..n in `count` chunks of one size, as in torch.chunk, with one slice for each of the added offsets."""
     size = max(1, -(-n // max(1, count)))
     starts = range(0, max(1, n), size)
     return [[slice(at + start, at + min(start + size, n)) for at in offsets] for start in starts]
 
 
 def _rows(t: Any, chunk: Chunk) -> Any:
-    """The rows of a tensor that a chunk has; None of None."""
+    """A chunk's rows of a tensor; None for None."""
     return t if t is None else t[chunk[0]] if len(chunk) == 1 else torch.cat([t[rows] for rows in chunk])
 
 
@@ -114,15 +114,15 @@ def _loss_and_gradients(leaves: tuple, chunk_loss: Callable[..., Any], chunk: Ch
 
 
 def _backward(bias_place: int, count: int) -> Any:
-    """The `backward` of a class: the saved gradients times the incoming one of the loss, and None for other arguments.
+    """The `backward` of a class: the saved gradients times the loss's incoming gradient, and None for other arguments.
 
-    bias_place: where the bias is among the arguments, of which input and weight are the first; count: of gradients
+    bias_place: index of the bias among the arguments (input and weight are first); count: number of gradients
     """
 
     @first_order
     def backward(ctx: Any, *grad_output: Any) -> tuple[torch.Tensor | None, ...]:
         loss_grad: Any = grad_output
-        while isinstance(loss_grad, (tuple, list)):  # a subclass passes it on as it is or in a tuple
+        while isinstance(loss_grad, (tuple, list)):  # a subclass passes it on unchanged or in a tuple
             loss_grad = loss_grad[0]
         gradients: list[torch.Tensor | None] = [None] * count
         for place, gradient in zip((0, 1, bias_place), ctx.saved_tensors):
@@ -158,10 +158,10 @@ def _reference_logps(cls: Any, ref: tuple, x: torch.Tensor, labels: torch.Tensor
 
 
 def _unstated(cls: str, name: str) -> Any:
-    """The loss of a class that leaves it to its subclasses."""
+    """The loss function of a base class, which raises: subclasses define it."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{cls}: a subclass states its loss as a static method `{name}`")
+        raise NotImplementedError(f"{cls}: a subclass defines its loss as a static method `{name}`")
 
     return staticmethod(refuse)
 
@@ -346,10 +346,10 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
 class LigerFusedLinearDistillationBase(_Base):
     """A student's head trained on a teacher's head and on true labels.
 
-    The loss is weight_hard_loss * hard + weight_soft_loss * soft, both over the number of rows that count. hard: the
-    cross entropy with the labels; soft: distillation_loss_fn(student_logits [rows of the chunk, vocab], teacher_logits,
-    target=labels, ignore_index=ignore_index, beta=beta, **loss_kwargs), a sum over rows, of logits over temperature.
-    A teacher's larger vocabulary is met with student logits of zero.
+    The loss is weight_hard_loss * hard + weight_soft_loss * soft, both divided by the number of rows that are not
+    ignored. hard: the cross entropy with the labels; soft: distillation_loss_fn(student_logits [rows of the chunk,
+    vocab], teacher_logits, target=labels, ignore_index=ignore_index, beta=beta, **loss_kwargs), a sum over rows, of
+    logits over temperature. If the teacher's vocabulary is larger, the student's missing logits are zero.
     """
 
     distillation_loss_fn = _unstated("LigerFusedLinearDistillationBase", "distillation_loss_fn")
@@ -542,10 +542,10 @@ class LigerFusedLinearPPOBase(_Base):
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
-        """What DAPO, CISPO and VESPO divide a process's sum over tokens by, at least 1.
+        """The divisor of a process's sum over tokens in DAPO, CISPO and VESPO, at least 1.
 
         It is the number of tokens of all processes over the number of processes. num_items_in_batch: that number of
-        tokens; without it the mask's are added up over the processes of torch.distributed.
+        tokens; without it the masks are summed over the processes of torch.distributed.
         """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if num_items_in_batch is not None:

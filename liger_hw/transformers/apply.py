@@ -37,13 +37,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    """What is said of a keyword that a function does not have: the nearest one that it has, else all."""
+    """The hint for an unknown keyword of a function: the nearest known one, else all."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
 
 
 def _suggests_keywords(function: _F) -> _F:
-    """The same function; the error about a keyword that it does not have names the nearest one."""
+    """Decorates a function so that its error about an unknown keyword names the nearest one."""
     known = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -73,16 +73,16 @@ def patch(
     fused_linear_cross_entropy: bool = True,
     activations: Levels | None = None,
 ) -> PatchReport:
-    """Run any model on liger_hw's kernels, wherever they compute what its own modules compute.
+    """Run any model on liger_hw's kernels, where they compute the same as its own modules.
 
     model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), which is patched alone; or a
     class of a transformers model, whose family's own classes are patched, for models made before or after this call
     (experts: after it)
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, short_conv: which parts may be patched. Each is
-    recognised by running it and the kernels' references on small random inputs. What agrees with no kernel keeps its
-    own code, and the report says why. short_conv: what comes before the scan of linear attention, LFM2's convolution
-    cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
-    logits while training with labels. These two need a transformers causal LM.
+    recognised by running it and the kernels' references on small random inputs. A part that agrees with no kernel keeps
+    its own code, and the report says why. short_conv: the part of linear attention before its scan, and LFM2's
+    convolution cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never
+    computes the logits while training with labels. These two need a transformers causal LM.
     activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
     liger_hw.activations. None: all, but of the last layer what is cheap to compute again where the loss is fused
 
@@ -153,7 +153,7 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
         if options["experts"] is None:
             options["experts"] = not mlps_asked_off
         options |= {name: True for name in spec.also} | {"short_conv": False} | options.pop("kwargs", {})
-        if options.get("fused_linear_cross_entropy", False) is None:  # where Liger has the plain loss by default
+        if options.get("fused_linear_cross_entropy", False) is None:  # Liger has the plain loss by default
             options["fused_linear_cross_entropy"] = not options["cross_entropy"]
         return _patch_family(spec, options.pop("model"), options.pop("activations"), options)
 
@@ -214,7 +214,7 @@ def _modeling_module(spec: FamilySpec) -> ModuleType:
 
 
 def _checked_model(spec: FamilySpec, model: Any) -> Any:
-    """The bare model to patch, or None for the classes. Raises `TypeError` for anything else, naming what to call."""
+    """The bare model to patch, or None for the classes. Raises `TypeError` for others, with what to call."""
     if model is None:
         return None
     bare = model if isinstance(model, type) else unwrapped(model)
@@ -239,7 +239,7 @@ def _checked_model(spec: FamilySpec, model: Any) -> Any:
 def unwrapped(model: Any) -> Any:
     """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` itself.
 
-    What FSDP1's wrappers know of its parameters is noted, since the model inside does not know it.
+    The parameters' shapes in FSDP1's wrappers are noted, since the model inside does not have them.
     """
     from transformers import PreTrainedModel
 
@@ -258,14 +258,14 @@ def unwrapped(model: Any) -> Any:
 
 
 class NoSample(Exception):
-    """The message says why no model of a class could be made."""
+    """No model of a class could be made; the message says why."""
 
 
 def sample(cls: type) -> Any:
     """A model of `cls` without weights (on the meta device), for a class patch to examine.
 
-    It is made from the default configuration, or from a tiny one where the default is not valid: a tiny one first
-    before transformers 5, where each of up to 512 experts in a layer is a module. Raises `NoSample`.
+    It is made from the default configuration, or from a tiny one if the default is not valid. Before transformers 5,
+    where each of up to 512 experts in a layer is a module, the tiny one is first. Raises `NoSample`.
     """
     from .tiny import tiny_config
 
@@ -328,6 +328,6 @@ def _applicable(function: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
-        name = getattr(function, "__name__", repr(function))  # a partial function has none
+        name = getattr(function, "__name__", repr(function))  # a partial function has no name
         log.info("liger_hw: %s has no keyword %s; left out", name, ", ".join(unknown))
     return {name: value for name, value in kwargs.items() if name not in unknown and name != "model"}

@@ -1,8 +1,8 @@
-"""Which implementation runs the experts of a model, as a configuration of transformers 5 names it.
+"""The implementation that runs a model's experts, which a configuration of transformers 5 names.
 
 A patch writes `Chosen` there, which equals the name `liger_hw`. Patched experts run the kernel while their
-configuration names it. A program that names another implementation after the patch, also the one that was there before,
-has changed the configuration, and gets what it names.
+configuration names it. If a program names another implementation after the patch, even the one from before, that one
+runs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from .marks import mark
 
 NAME = "liger_hw"
 CHOICE = "_experts_implementation_internal"
-"""Attribute of a configuration: what transformers' property `_experts_implementation` reads."""
+"""Attribute of a configuration: transformers' property `_experts_implementation` reads it."""
 SLOT = "_liger_hw_experts"
-"""Method that a patch gives experts whose forward transformers has replaced: what the name runs for them."""
+"""Method that a patch adds to experts whose forward transformers has replaced; it runs when `liger_hw` is chosen."""
 
 
 class Chosen(str):
     """`liger_hw` in a configuration whose model a patch has changed. instead: what the configuration named before.
 
-    A copy is the same object. Pickle stores `instead`, so what is loaded needs no liger_hw.
+    A copy is the same object. Pickle stores `instead`, so that loading does not need liger_hw.
     """
 
     instead: str | None
@@ -49,7 +49,7 @@ class Choice:
         setattr(self.config, CHOICE, self.chosen)
 
     def revert(self) -> bool:
-        """What a program has chosen since stays."""
+        """Restore the former name, unless a program has chosen another since."""
         if getattr(self.config, CHOICE) is self.chosen:
             setattr(self.config, CHOICE, self.chosen.instead)
         return True
@@ -63,7 +63,7 @@ def release(config: Any) -> None:
 
 
 def chosen_by_default(original: Callable) -> Callable:
-    """`get_correct_experts_implementation` of a family's models: `liger_hw` where the program names none."""
+    """`get_correct_experts_implementation` of a family's models: `liger_hw` if the program names none."""
 
     @functools.wraps(original)
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> str:

@@ -6,9 +6,9 @@ vocabulary, casts to fp32, slices and reshapes of the leading dimensions are rec
 Anything else computes them (`materialise`) by calling the head itself and replaying the recorded operations one by one,
 and carries on with plain tensors, exactly as without the patch.
 
-It is no tensor, so what takes tensors in C++ cannot take it. `torch.autograd.Function.apply` hands such objects on to
-`forward`, whose results would not lead back to them: there, reading the logits raises `GradientWouldBeLost`. In the
-outputs of the model an `OutputLogits` (output_logits.py) stands for it, which is a tensor.
+It is not a tensor, so C++ code cannot take it. `torch.autograd.Function.apply` passes such objects on to `forward`, but
+gives them no gradient: there, reading the logits raises `GradientWouldBeLost`. The outputs of the model have an
+`OutputLogits` (output_logits.py) instead, which is a tensor.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ..runtime.checks import autocast_dtype
 
 
 class GradientWouldBeLost(RuntimeError):
-    """Deferred logits are read where autograd does not see that they are: inside an autograd.Function's forward."""
+    """Deferred logits are read where autograd does not notice: inside an autograd.Function's forward."""
 
 
 class NotRecorded(Exception):
-    """An operation would have to compute logits that may only record it (`DeferredLogits._only_records`)."""
+    """An operation cannot be recorded, and these logits may not be computed (`DeferredLogits._only_records`)."""
 
 
 class Surroundings:
-    """What was in force when the head was called: grad mode, autocast and hooks on what autograd saves.
+    """Grad mode, autocast and saved-tensor hooks when the head was called.
 
-    The product is computed under these, whenever that is.
+    The logits are computed under these, even if that is later.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -49,10 +49,10 @@ class Surroundings:
         self.tracked = self.grad and (torch.compiler.is_compiling() or has_forward_gradients())
 
     def restored(self) -> contextlib.ExitStack:
-        """Context manager that brings them back where they have changed since.
+        """Context manager that restores what has changed since.
 
-        Hooks that have come since (a non-reentrant checkpoint's, around a loss say) do not see what the product saves:
-        it is computed once, and would be missing when they compute everything again.
+        Newer hooks (of a non-reentrant checkpoint around a loss, say) do not see what the product saves: it is computed
+        once, and would be missing when they recompute.
         """
         stack = contextlib.ExitStack()
         if torch.is_grad_enabled() != self.grad:
@@ -66,9 +66,8 @@ class Surroundings:
 
 
 def _state(t: torch.Tensor) -> tuple[torch.Tensor, int | None, int | None]:
-    """A tensor as it is now: itself, how often it was changed in place (None where torch does not count that, as of a
-    change of its `.data`), and where its memory begins, which assigning to its `.data` changes (None for what has no
-    memory of its own)."""
+    """A tensor's state: (itself, its version, None if torch does not count it; its address, which assigning to `.data`
+    changes, None without memory of its own)."""
     has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_functorch_wrapped(t)
     return t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None
 
@@ -94,14 +93,14 @@ class DeferredLogits:
     """`head(hidden)`, with the operations recorded since: `cap * tanh(y)`, or y when cap is None, of
     `y = scale * head(hidden) + added`.
 
-    hidden: [..., hidden_size], already sliced and reshaped as the logits were
+    hidden: [..., hidden_size], sliced and reshaped like the logits
     head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `cross_entropy(...)` the
     loss, `vocab_size` is the length of the last dimension where it is known without computing
     added: [vocab], which has no gradient, or None for zeros
-    head_input: what the head was called with, where that is a shard of `hidden`
+    head_input: the head's argument, if that is a shard of `hidden`
     parent, replay: the object this one was derived from and how, for computing it operation by operation
 
-    Public names are a tensor's; the fields that loss.py and output_logits.py read carry an underscore so as not to hide
+    Public names are a tensor's; fields that loss.py and output_logits.py read have an underscore, so as not to hide
     one.
     """
 
@@ -138,7 +137,7 @@ class DeferredLogits:
         of_hidden: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         **changed: Any,
     ) -> Any:
-        """What `replay` makes of these logits, deferred like them.
+        """The deferred result of `replay` on these logits.
 
         of_hidden: the same for the hidden states; changed: dtype, scale, cap and added of the result where they differ
         """
@@ -156,7 +155,7 @@ class DeferredLogits:
             replay=replay,
         )
         derived._is_detached = self._is_detached
-        if not self._is_detached:  # those that stand in outputs see to it themselves
+        if not self._is_detached:  # logits in outputs do this themselves
             self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
         return derived
 
@@ -170,13 +169,13 @@ class DeferredLogits:
     def materialise(self) -> torch.Tensor:
         """The logits as a plain tensor [..., vocab_size]; computed once.
 
-        Raises `GradientWouldBeLost` inside an autograd.Function's forward, `RuntimeError` when what they
-        would be computed from has changed since `leave`.
+        Raises `GradientWouldBeLost` inside an autograd.Function's forward, and `RuntimeError` if weights or hidden
+        states have changed since `leave`.
         """
         if self._only_records:
             raise NotRecorded
         self._check_gradient()
-        if self._surroundings.grad and torch.is_inference_mode_enabled():  # read here first, and in training later
+        if self._surroundings.grad and torch.is_inference_mode_enabled():  # read first here, later in training
             with torch.inference_mode(False):
                 return self.materialise()
         if self._logits is None:
@@ -184,7 +183,7 @@ class DeferredLogits:
                 self.check_unchanged()
                 if self._is_detached:
                     self._leaves = [t.detach() for t in self.computed_from()]
-                    for leaf in self._leaves:  # all: a program may have frozen a weight since
+                    for leaf in self._leaves:  # all of them, since a program may have frozen a weight meanwhile
                         leaf.requires_grad = self._surroundings.grad and not leaf.is_inference()
                     self._head.computed = True
                     with self._surroundings.restored():
@@ -196,8 +195,8 @@ class DeferredLogits:
                 if self._logits is None:
                     with self._surroundings.restored():
                         self._logits = self._replay(source)
-            # What was derived from this is computed before a program can change the logits in place: some of it shares
-            # their memory and some is a copy, as it would be had it been computed when it was derived.
+            # Compute derived logits before a program can change these in place. Some share this memory and others are #
+            # copies, as if each had been computed when it was derived.
             derived, self._derived = self._derived, []
             for reference in derived:
                 if (logits := reference()) is not None:
@@ -205,15 +204,15 @@ class DeferredLogits:
         return self._logits
 
     def leave(self) -> None:
-        """The forward ends, and from now on a program may change what the logits would be computed from."""
+        """Called when the forward ends; from then on a program may change weights and hidden states."""
         root = self._chain()[-1]
         if root._left_with is None:
             root._left_with = [_state(t) for t in self.computed_from()]
 
     def detached_twin(self) -> "DeferredLogits":
-        """The same logits, computed on their own, with a graph that begins at `leaves`.
+        """The same logits, computed separately, with a graph that begins at `leaves`.
 
-        What is done to either does not show in the other.
+        Changes of one do not affect the other.
         """
         *steps, root = self._chain()
         twin = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, head_input=root._head_input)
@@ -225,18 +224,18 @@ class DeferredLogits:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """Of a detached twin that is computed: what its graph begins at, in the order of `computed_from`."""
+        """Leaves of a computed twin's graph, in the order of `computed_from`."""
         return self._chain()[-1]._leaves
 
     def _chain(self) -> list["DeferredLogits"]:
-        """Itself, what it was derived from and so on."""
+        """These logits, their parent and so on."""
         chain = [self]
         while chain[-1]._parent is not None:
             chain.append(chain[-1]._parent)
         return chain
 
     def computed_from(self) -> list[torch.Tensor]:
-        """Of a head that is fused: the hidden states that it was called with, and its weights."""
+        """The hidden states of the call and the weights, for a fused head."""
         return [self._chain()[-1]._head_input, *self._head.weights()]
 
     def has_gradient(self) -> bool:
@@ -244,7 +243,7 @@ class DeferredLogits:
         return self._surroundings.grad and self._head.has_gradient(self._hidden)
 
     def check_unchanged(self) -> None:
-        """Refuse to be computed from weights or hidden states that have changed since `leave`."""
+        """Raise if weights or hidden states have changed since `leave`."""
         before = self._chain()[-1]._left_with
         if before is None:
             return
@@ -257,9 +256,9 @@ class DeferredLogits:
             )
 
     def _check_gradient(self) -> None:
-        """Refuse to be read where the result would be cut off from what the logits were computed from."""
+        """Raise where the result's gradient would not reach hidden states and weights."""
         if self._is_detached:
-            return  # the tensor that stands for them leads there
+            return  # the tensor that stands for them passes the gradient on
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or not self._surroundings.grad:
                 return
@@ -273,7 +272,7 @@ class DeferredLogits:
             )
 
     def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`torch.nn.functional.cross_entropy` of these logits, arguments as there, by our kernels where they apply."""
+        """`torch.nn.functional.cross_entropy` of these logits, by liger_hw's kernels if they apply."""
         self._check_gradient()
         target, options, is_known = loss_arguments(*args, **kwargs)
         if is_known and self.is_rows_for(target):
@@ -312,7 +311,7 @@ class DeferredLogits:
         return {"scale": self._scale * factor, "added": added}
 
     def add(self, other: Any, **kwargs: Any) -> Any:
-        """Recorded for a tensor without gradient of one number for each column, as BART's `final_logits_bias`."""
+        """Recorded for a tensor of one number a column without gradient, such as BART's `final_logits_bias`."""
         return self.materialise().add(_plain(other), **kwargs) if kwargs else self + other
 
     def __add__(self, other: Any) -> Any:
@@ -336,7 +335,7 @@ class DeferredLogits:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Recorded for fp32, the present dtype and the present device; anything else computes."""
+        """Recorded for fp32, the current dtype and the current device; anything else computes."""
         for target in (*args, *kwargs.values()):
             same_device = isinstance(target, (str, torch.device)) and torch.device(target) == self.device
             if not (same_device or target is torch.float32 or target is self.dtype or isinstance(target, bool)):
@@ -355,7 +354,7 @@ class DeferredLogits:
         return self._derive(lambda x: x.reshape(*sizes), lambda x: x.reshape(*sizes[:-1], x.shape[-1]))
 
     def view(self, *shape: Any) -> Any:
-        """As reshape; a dtype for a shape computes."""
+        """As reshape; with a dtype instead of a shape it computes."""
         if not all(isinstance(size, (int, tuple, list)) for size in shape):
             return self.materialise().view(*shape)
         return self.reshape(*shape)
@@ -462,8 +461,8 @@ def loss_arguments(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> tuple[Any, dict[str, Any], bool]:
-    """Of what `torch.nn.functional.cross_entropy` takes after the logits: the target, the options that our losses know,
-    and whether there are no others."""
+    """(target, the options that our losses have, whether there are no others) of the arguments of
+    `torch.nn.functional.cross_entropy` after the logits."""
     options = {
         "weight": weight,
         "ignore_index": ignore_index,

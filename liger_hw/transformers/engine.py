@@ -1,11 +1,11 @@
-"""The patch engine: finds what a model's parts compute (probing/) and puts the kernels in their place.
+"""The patch engine: finds what a model's parts compute (probing/) and replaces them by kernels.
 
 On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
-modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So models made
-before are patched too, except for their experts: a model's config chooses those when it is made. On one live model it
+modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So existing
+models are patched too, except for their experts, which a model's config chooses when it is made. On one live model it
 binds the same functions to that model's modules only, and its configuration names the experts.
-Nothing else changes: no function of torch, none that families share, no parameter, no class of a module. What is not
-recognised keeps its own code, and the report says why.
+Nothing else changes: no function of torch or shared by families, no parameter, no class of a module. Parts that are not
+recognised keep their own code, and the report says why.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
 _LOSSES = (_PLAIN_LOSS, _FUSED_LOSS)
 _EXPERTS, MLPS = "experts", ("swiglu", "geglu", "relu_squared")
-"""Keywords that mean MLPs: a family has one of them, which then covers whatever its MLPs compute."""
+"""Keywords for MLPs: a family has one of them, which covers its MLPs, whatever they compute."""
 _PARTS = {
     "fused_gate_up_swiglu": "swiglu",
     "fused_moe": _EXPERTS,
     "gated_rms_norm": "rms_norm",
     "gated_delta_inputs": "short_conv",
 }
-"""Kernel -> the keyword that it comes under, if that has another name."""
+"""Kernel -> its keyword, if that has another name."""
 
 
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
@@ -72,8 +72,8 @@ def _apply(
 ) -> PatchReport:
     """Patch, log the report once and return it; on an error everything done so far is undone.
 
-    activations: what backward keeps (see `liger_hw.activations`); None: `put_default` if the fused loss is put in
-    place. Raises `ValueError` for both losses at once, and for a second patch that asks for the other loss.
+    activations: what backward keeps (see `liger_hw.activations`); None: `put_default` if the patch has the fused loss.
+    Raises `ValueError` for both losses at once, and for a second patch that asks for the other loss.
     """
     report = patcher.report
     check_flags(report.family, **options)
@@ -104,7 +104,7 @@ def _apply(
 
 
 class _Patcher:
-    """One call of a patch function: what live models and classes have in common.
+    """One call of a patch function: the part common to live models and classes.
 
     Subclasses have `patch_rope`, `patch_modules` and `causal_lms`: for every causal LM, (model or class to patch, the
     model or a sample). why_no_loss: what the report says if there is no causal LM
@@ -114,7 +114,7 @@ class _Patcher:
         self.report, self.why_no_loss = report, why_no_loss
         self.recognised: dict[tuple, Match | Refused | None] = {}
         self.paths: dict[Any, str] = {}
-        """Of a live model's modules."""
+        """Module of a live model -> its path."""
 
     def patch(self, options: dict[str, bool]) -> None:
         parts = {part for part, on in options.items() if on}
@@ -161,7 +161,7 @@ class _Patcher:
             self.keep(part, "-", part, f"left alone: {self.why_no_loss}")
 
     def recognise(self, module: nn.Module, options: dict[str, bool]) -> Match | Refused | None:
-        """`probing.recognise`, once for all modules that cannot differ in what they compute.
+        """`probing.recognise`, once for all modules that must compute the same.
 
         Mixers, whose probe takes longest, are not run if their option is off.
         """
@@ -178,7 +178,7 @@ class _Patcher:
         return self.recognised[key]
 
     def keep(self, part: str, where: str, kernel: str, state: str, module: Any = None) -> None:
-        """Note a place that keeps its code; module: the live model's there, for its path."""
+        """Report a place that keeps its code; module: the live model's module, for its path."""
         self.report.rows.append(PatchRow(part, where, kernel, state, path=self.paths.get(module, "")))
 
     def change(self, part: str, where: str, kernel: str, patch: Patch, variant: str = "") -> None:
@@ -194,12 +194,12 @@ _REPLACED = "left alone: its forward was replaced by something else; patch the m
 
 
 def _is_foreign(owner: Any, forward: Callable) -> bool:
-    """Whether a live module's forward is no method of it, as when pipeline parallelism has put a function there."""
+    """Whether a live module's forward is not its method, such as a function set by pipeline parallelism."""
     return not isinstance(owner, type) and getattr(forward, "__self__", None) is not owner
 
 
 def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
-    """The part that a kernel belongs to among those on offer, or None if that part's option is absent or false."""
+    """The part in `options` to which a kernel belongs, or None if its option is absent or false."""
     part = _PARTS.get(kernel, kernel)
     if part not in options and part in MLPS:
         part = next((name for name in MLPS if name in options), part)
@@ -207,7 +207,7 @@ def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
 
 
 def _is_causal_lm(cls: type) -> bool:
-    """Whether models of a class answer with the logits of the next token, and take labels."""
+    """Whether models of a class return the logits of the next token, and take labels."""
     from transformers import PreTrainedModel
 
     if not issubclass(cls, PreTrainedModel) or "labels" not in inspect.signature(cls.forward).parameters:
@@ -221,7 +221,7 @@ _CAUSAL = re.compile(
 
 
 def _hashable(value: Any) -> Any:
-    """Guards as a key: their values, or their words if a tuple among them holds something that cannot be hashed."""
+    """Guards as a dictionary key: themselves, or their repr if a tuple in them cannot be hashed."""
     try:
         hash(value)
     except TypeError:
@@ -291,7 +291,7 @@ class _ModelPatcher(_Patcher):
         self.change(part, where, match.kernel, Patch(module, SLOT, types.MethodType(forward, module)), match.variant)
 
     def _choose(self, module: nn.Module) -> None:
-        """Have the configuration of experts name liger_hw, if it names another implementation."""
+        """Make the configuration of experts name liger_hw, if it names another implementation."""
         config = vars(module).get("config")
         if getattr(config, CHOICE, NAME) != NAME:
             choice = Choice(config)
@@ -299,9 +299,9 @@ class _ModelPatcher(_Patcher):
             self.report.patches.append(choice)
 
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
-        """The match's forward while the module is what it is now; if that changes, `original` runs."""
+        """The match's forward while the module is as it is now; if it changes, `original` runs."""
         guards = guards_of(module, original, match.used)
-        guards = tuple(guard for guard in guards if guard[1] not in match.used)  # probed with its own weights
+        guards = tuple(guard for guard in guards if guard[1] not in match.used)  # it was probed with its own weights
         if match.kernel == "fused_moe":
             guards = probing.experts.while_named(guards)
         key = (id(match), original, _hashable(guards))
@@ -360,7 +360,7 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
     while name not in getattr(scope, "__globals__", {}) and hasattr(scope, "__wrapped__"):
         scope = scope.__wrapped__
     private = private_name(name, match.variant)
-    if private not in scope.__globals__:  # harmless, shared by every patched instance, so never taken away
+    if private not in scope.__globals__:  # harmless, and shared by all patched instances, so never removed
         replacement = match.replacement
         module = sys.modules.get(scope.__globals__["__name__"])
         if module is not None:
@@ -445,8 +445,8 @@ class _ClassPatcher(_Patcher):
         self.change(part, where, match.kernel, Patch(cls, "forward", forward), " or ".join(filter(None, words)))
 
     def _choose_by_default(self) -> None:
-        """Have the configurations of later models name liger_hw, if the program names no implementation of experts.
-        An existing model's configuration names one, and does not say who has chosen it."""
+        """Make the configurations of later models name liger_hw, if the program names no implementation of experts. An
+        existing model's configuration names one, but not whether the program chose it."""
         slot = "get_correct_experts_implementation"
         for sample in self.samples:
             owners = [
@@ -458,9 +458,9 @@ class _ClassPatcher(_Patcher):
                 self.report.patches.append(patch)
 
     def _patch_new_models(self, options: dict[str, bool], borrowed: dict[tuple[str, type], Match]) -> None:
-        """Patch what the family takes from elsewhere (torch's LayerNorm, a CLIP tower, a Llama) in its new models.
+        """Patch classes from elsewhere (torch's LayerNorm, a CLIP tower, a Llama) in new models of the family.
 
-        Such classes belong to others too, so they stay; each model of the family is patched as it is finished.
+        These classes are shared, so they are not changed; each new model of the family is patched when it is complete.
         """
         parts = {part: on for part, on in options.items() if part not in _LOSSES}
 

@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="liger_hw")
 
 Every patch function registers the name and writes it into the configurations of the models that it patches (choice.py).
-So `model.set_experts_implementation(...)` after a patch is obeyed: patched experts run the kernel while their
-configuration names `liger_hw`, and whatever else it names is transformers' own.
+So `model.set_experts_implementation(...)` works after a patch: patched experts run the kernel while their configuration
+names `liger_hw`, and transformers' implementation if it names another.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .replacing import guarded, guards_of
 
 log = logging.getLogger("liger_hw")
 _DEFAULT = "grouped_mm"
-"""What runs where the op cannot, and no configuration says what else: transformers' own default."""
+"""What runs where the op cannot and no configuration names another implementation: transformers' default."""
 
 
 def register_experts() -> bool:
     """Make `experts_implementation="liger_hw"` known to transformers; whether this transformers has such a choice.
 
-    Doing it twice does nothing more. Raises `ImportError` when transformers is not installed.
+    A second call does nothing. Raises `ImportError` when transformers is not installed.
     """
     import transformers  # noqa: F401
 
@@ -53,11 +53,11 @@ def experts_forward(
 
     hidden_states: [tokens, hidden]; top_k_index, top_k_weights: [tokens, k], where an index of at least
     `self.num_experts` contributes nothing. Returns [tokens, hidden] in the dtype of hidden_states.
-    Other experts run as transformers' default has them, and the log says once why.
+    Other experts run by transformers' default, and the log says once why.
     """
     if SLOT in self.__dict__:
         return self.__dict__[SLOT](hidden_states, top_k_index, top_k_weights)
-    if type(getattr(self.config, CHOICE)) is Chosen:  # by a patch of other modules, or one that is reverted
+    if type(getattr(self.config, CHOICE)) is Chosen:  # from a patch of other modules, or a reverted one
         return as_before(self, hidden_states, top_k_index, top_k_weights)
     forward = _forwards.get(id(self)) or _recognised(self)
     return forward(self, hidden_states, top_k_index, top_k_weights)
@@ -78,7 +78,7 @@ def _recognised(module: torch.nn.Module) -> Callable:
     if isinstance(result, probing.Match):
         forward = guarded(result, guards_of(plain, of_class, result.used), default, [True])
     else:
-        why_invalid = result.reason if result else "they are no experts"
+        why_invalid = result.reason if result else "they are not experts"
         _log_once(f"liger_hw: {type(module).__name__} runs by {_DEFAULT}: {why_invalid}")
         forward = default
     _forwards[id(module)] = forward
@@ -87,10 +87,10 @@ def _recognised(module: torch.nn.Module) -> Callable:
 
 
 def _unparametrized(module: torch.nn.Module) -> torch.nn.Module:
-    """The module as it is when PEFT computes none of its parameters, as it does while its adapters run."""
+    """The module without PEFT's parametrizations, which compute its parameters while adapters run."""
     if not torch.nn.utils.parametrize.is_parametrized(module):
         return module
-    plain = object.__new__(type(module).__mro__[1])  # parametrize has given it a class of its own
+    plain = object.__new__(type(module).__mro__[1])  # the class from before parametrize
     originals = {name: parametrization.original for name, parametrization in module.parametrizations.items()}
     children = {name: child for name, child in module._modules.items() if name != "parametrizations"}
     plain.__dict__ = {**vars(module), "_parameters": {**module._parameters, **originals}, "_modules": children}
@@ -115,10 +115,10 @@ def as_before(
 
 
 def is_spread(module: torch.nn.Module, forward: Callable) -> bool:
-    """Whether transformers has spread a module's experts over ranks: `forward`, in its place, calls the class's own.
+    """Whether transformers has spread a module's experts over ranks, with a `forward` that calls the class's own.
 
-    Each rank has some of the experts, or a part of every one. Newer versions say the first of the module; of the
-    second, and before of both, the only sign is the function that made the forward.
+    Each rank has some of the experts, or a part of every one. Newer versions mark modules in the first case; in the
+    second, and in older versions in both, the only sign is the function that made the forward.
     """
     if getattr(module, "_is_expert_parallel", False):
         return True

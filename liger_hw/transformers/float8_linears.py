@@ -1,10 +1,10 @@
 """`liger_hw.float8(model)`: the linears of a live model multiply in FP8.
 
-Each one's class becomes `Float8Linear`, a subclass of `nn.Linear`: parameters, buffers, hooks and names stay the very
-objects, so that state_dict, optimizers, checkpointing and FSDP see no difference, and `undo` gives the class back. Only
-where `keep_frozen` asks for it, a linear whose weight does not train becomes a `KeptFloat8Linear`, which has its FP8
-alone; who reads `weight`, as a state_dict does, gets it in its dtype all the same. Linears of one parent share the FP8
-copy of an input that several of them take (q, k, v; gate, up).
+Each one's class becomes `Float8Linear`, a subclass of `nn.Linear`. Parameters, buffers, hooks and names stay the same
+objects, so that state_dict, optimizers, checkpointing and FSDP see no difference, and `undo` restores the class. With
+`keep_frozen`, a linear whose weight does not train becomes a `KeptFloat8Linear`, which stores only FP8; reading
+`weight`, as a state_dict does, still gives it in its dtype. Linears of one parent share the FP8 copy of an input that
+several of them take (q, k, v; gate, up).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ GATES = {"silu": swiglu_float8.GATE, "gelu_tanh": geglu_float8.TANH, "gelu": geg
 SMALLEST = 512
 """A linear with fewer inputs or outputs takes longer to quantise than its product saves."""
 _ROUTERS = {"router", "gate"}
-"""Parts of the paths of linears that choose experts: the choice is discrete, and no place for rounding."""
+"""Parts of the paths of linears that choose experts: rounding could change their discrete choice."""
 
 
 class SharedInput:
-    """The last input of some linears, and its FP8 while a backward keeps it. Neither is kept alive from here."""
+    """The last input of some linears, and its FP8 copy while a backward keeps it. Both are weak references."""
 
     def __init__(self) -> None:
         self.state: tuple | None = None
 
     def rows(self, x: torch.Tensor, settings: Settings) -> Float8Rows:
-        """x in FP8: what the linear before made of it, if it had this very tensor, unchanged since.
+        """x in FP8: the previous linear's copy, if that had the same tensor, unchanged since.
 
         Each linear takes a copy once. A tensor that comes to the same linear again is quantised again, since a write
-        through `x.data` leaves its version as it was. (Such a write between two linears of one forward is not seen. In
-        torch too it makes the first one's gradient wrong.) Tensors of `torch.inference_mode` have no version: they are
+        through `x.data` does not change its version. (Such a write between two linears of one forward is not noticed;
+        in torch too it makes the first one's gradient wrong.) Tensors of `torch.inference_mode` have no version and are
         quantised each time.
         """
         counts, taker = not x.is_inference(), id(settings)
@@ -72,8 +72,8 @@ class SharedInput:
 
 @dataclass
 class Settings:
-    """How one linear computes. shared: with whom it shares an input, or None; kept: the dtype of a weight before it was
-    kept in FP8, or None."""
+    """How one linear computes. shared: the SharedInput of linears with the same input, or None; kept: the former dtype
+    of a weight that is kept in FP8, or None."""
 
     recipe: Recipe
     shared: SharedInput | None = None
@@ -88,7 +88,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features]; returns [..., out_features]."""
-        undone = not isinstance(self, Float8Linear)  # a wrapper kept this method, and `undo` came since
+        undone = not isinstance(self, Float8Linear)  # a wrapper has kept this method after `undo`
         if undone or isinstance(input, torch.fx.Proxy):
             return nn.functional.linear(input, self.weight if undone else self._widened(), self.bias)
         settings, (weight, *state) = self.float8, self._operands()
@@ -105,7 +105,8 @@ class Float8Linear(nn.Linear):
         return linear(input, weight, self.bias, rows, settings.recipe, "float8", *state)
 
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
-        """This linear of act(a) * b, which is written in FP8 alone; None where a hook or another forward takes it."""
+        """This linear applied to act(a) * b, which is only written in FP8; None if a hook or another forward needs
+        it."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         if any(hooks) or "forward" in vars(self) or act not in GATES or not self.float8.recipe.rowwise or too_wide(a):
             return None
@@ -124,7 +125,7 @@ class Float8Linear(nn.Linear):
         return self.weight
 
     def give_back(self) -> None:
-        """Become the linear from before, but for the rounding of a weight that was kept in FP8."""
+        """Become the former linear again; a weight that was kept in FP8 stays rounded."""
         del self.float8
         self.__class__ = nn.Linear
 
@@ -140,8 +141,8 @@ _CAST = (
 
 
 class KeptWeight(torch.Tensor):
-    """What `weight` of a `KeptFloat8Linear` reads: its numbers in their dtype, for this one use. Writing to them raises
-    `ValueError`, since nothing would keep what is written."""
+    """The `weight` of a `KeptFloat8Linear` as it is read: a temporary tensor in its dtype. Writing to it raises
+    `ValueError`, since the written values would be lost."""
 
     _is_param = True  # for isinstance(weight, nn.Parameter)
 
@@ -181,7 +182,7 @@ class KeptFloat8Linear(Float8Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
             super().__setattr__(name, value)
-        elif getattr(value, "linear", None) is not self:  # PEFT's unload() writes back what it has read
+        elif getattr(value, "linear", None) is not self:  # PEFT's unload() writes back the weight that it has read
             raise ValueError(_KEPT_AS_IT_IS)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
@@ -199,7 +200,7 @@ class KeptFloat8Linear(Float8Linear):
         return super()._apply(fn, *args)
 
     def keep(self) -> None:
-        """Replace the weight of a linear that has just become one of this class; the wider one is freed."""
+        """Replace the weight of a linear that has just got this class; the wider weight is freed."""
         weight = self._parameters.pop("weight")
         rows = quantized(weight.detach(), E4M3, self.float8.recipe.rowwise)
         self.float8.kept = weight.dtype
@@ -254,7 +255,7 @@ class Float8Report:
     """What `float8` did. linears: path -> sizes of each linear in FP8; left_alone: path -> why it is not;
     unmatched: texts of `skip` that are in no linear's path.
 
-    `print(report)` lists all; `overflow` tells where numbers were not finite; `undo` takes it back.
+    `print(report)` lists all; `overflow` says where numbers were not finite; `undo` reverts it.
     """
 
     recipe: str
@@ -264,8 +265,8 @@ class Float8Report:
     _modules: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> int:
-        """Give every linear its class back; how many there were. Raises `ValueError` for one that was parametrised or
-        sharded by itself since, and for a weight kept in FP8 and sharded since."""
+        """Restore every linear's class; returns how many. Raises `ValueError` for a linear that was parametrised or
+        sharded by itself since, and for a weight that is kept in FP8 and was sharded since."""
         for path, module in zip(self.linears, self._modules):
             if isinstance(module, Float8Linear) and type(module) not in _CLASSES:
                 raise ValueError(
@@ -284,8 +285,8 @@ class Float8Report:
         """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the last forward
         and backward of each linear; empty where none had. Quantising finite numbers never overflows.
 
-        The scales show it, so that training does no extra work for it. The call waits for the device. It does not see
-        what torch.compile traced.
+        It is read from the scales, so that training does no extra work. The call waits for the device. Linears that
+        torch.compile traced are not included.
         """
         overflows = {}
         for path, module in zip(self.linears, self._modules):
@@ -313,7 +314,7 @@ def float8(
     smallest: int = SMALLEST,
     keep_frozen: bool = False,
 ) -> Float8Report:
-    """Let the linears of a live model multiply in FP8, forward and backward; before or after `patch`.
+    """Make the linears of a live model multiply in FP8, forward and backward; before or after `patch`.
 
     model: on a device that has FP8, or on the CPU, where FP8 is computed exactly and slowly
     recipe: `rowwise`, a scale for each row of each tensor, or `tensorwise`, one for each tensor
@@ -321,10 +322,10 @@ def float8(
     fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones, GPT-2's
     Conv1D), and linears with a replaced forward.
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
-    quantising in a step. `weight`, `state_dict` and `undo` give them in their dtype, but not what rounding took. A
-    weight that several modules share stays as it is, as does the first of a model, of which `model.dtype` is read.
-    Returns a `Float8Report`, whose `undo()` takes it back. Raises `ValueError` for another recipe, for a device without
-    FP8, for a model of which no linear fits, and for keep_frozen where all weights train.
+    quantising in a step. `weight`, `state_dict` and `undo` give them in their dtype, but rounded. A weight that several
+    modules share is not changed, nor is the first weight of a model, from which `model.dtype` is read. Returns a
+    `Float8Report`, whose `undo()` reverts it. Raises `ValueError` for another recipe, for a device without FP8, for a
+    model of which no linear fits, and for keep_frozen where all weights train.
     """
     if recipe not in tuple(RECIPES):
         reason = "; block scales are for sm100 and later and have no kernel here; use rowwise" * (recipe == "mxfp8")
@@ -348,7 +349,7 @@ def float8(
             float8_dtype(module.weight.device, E4M3)
         report.linears[path] = f"{module.in_features} -> {module.out_features}"
         report._modules.append(module)
-        parent = path.removesuffix(".base_layer").rpartition(".")[0]  # what LoRA wraps is one level deeper
+        parent = path.removesuffix(".base_layer").rpartition(".")[0]  # LoRA's base layers are one level deeper
         groups.setdefault((parent, module.in_features), []).append(module)
     paths = (*report.linears, *report.left_alone)
     report.unmatched = tuple(text for text in skip if not any(text in path for path in paths))
@@ -382,16 +383,16 @@ def float8(
 
 
 def _is_left_to_torch(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether an input is not multiplied in FP8: traced, nested or sparse, of a width that does not fit the weight's
-    or a dtype that is no input's (torch refuses both), in fp64, empty, or on the meta device."""
+    """Whether torch's own linear runs for an input: traced, nested or sparse, of a wrong width or dtype (which torch
+    refuses), in fp64, empty, or on the meta device."""
     if is_traced() or x.is_nested or x.layout is not torch.strided:
         return True
     return x.shape[-1:] != weight.shape[1:] or x.dtype not in KERNEL_DTYPES or not x.numel() or x.device.type == "meta"
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
-    """The loss heads, as transformers names them, of the model and of all that it wraps; with what is inside a head, as
-    PEFT's copy of it; and linears whose weight is an embedding's."""
+    """The loss heads, by transformers' names, of the model and of models inside it, with the modules in a head (such as
+    PEFT's copy of it); and linears whose weight is an embedding's."""
     modules = list(model.modules())
     embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
     heads = {module for module in modules if module._parameters.get("weight") in embeddings}
@@ -399,7 +400,7 @@ def _heads(model: nn.Module) -> set[nn.Module]:
         output = getattr(module, "get_output_embeddings", None)
         try:
             head = output() if callable(output) else None
-        except (AttributeError, NotImplementedError):  # a part of a model that has no head
+        except (AttributeError, NotImplementedError):  # a part without a head
             continue
         if isinstance(head, nn.Module):
             heads.update(head.modules())

@@ -43,13 +43,13 @@ def triton_grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple:
-    """The GRPO family's loss of logits [batch, length + 1, vocab], whose last position predicts nothing that is scored.
+    """The GRPO family's loss of logits [batch, length + 1, vocab], whose last position is not used.
 
     completion_ids: [batch, length]; advantages: [batch] or [batch, length]
     completion_mask: [batch, length], 1 where a token counts; None: all do
     old_logp, ref_logp: [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed with beta)
     max_completion_length: what dr_grpo divides by with reduce=True; None: length
-    inplace: backward writes the gradient over the logits, which are not to be used afterwards
+    inplace: backward writes the gradient over the logits, which must not be used afterwards
     The other options are LigerFusedLinearGRPOLoss's; chunked_loss/grpo_loss.py has the formulas.
 
     Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where

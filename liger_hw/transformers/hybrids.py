@@ -1,4 +1,4 @@
-"""Packages whose kernels a hybrid model runs its recurrence on. Without one, transformers computes in plain torch."""
+"""Packages with the kernels for a hybrid model's recurrence. Without one, transformers computes in plain torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PACKAGES = {
     "selective_scan_fn": ("mamba_ssm", "mamba-ssm"),
     "selective_state_update": ("mamba_ssm", "mamba-ssm"),
 }
-"""A function of transformers' modeling modules, which computes in plain torch without -> (package, distribution)."""
+"""Function of transformers' modeling modules that needs a package to be fast -> (package, distribution)."""
 
 
 def slow_recurrence(model: nn.Module) -> str:
-    """One line on the packages that this model's modules would call and cannot, or ""."""
+    """One line about packages that this model's modules would call but cannot, or ""."""
     modules = {type(module).__module__ for module in model.modules()}
     modeling = [sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models.")]
     patched = {CONV, DELTA} & patched_parts(model).keys()

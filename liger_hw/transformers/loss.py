@@ -4,9 +4,9 @@
 except that its output head is an `OutputHead`, whose result is a `DeferredLogits` (deferred.py). Nothing is written to
 the model, so this works in threads, under gradient checkpointing and inside `torch.compile(fullgraph=True)` alike.
 
-Whether and how the head's weight may be read is what `distributed/owners.py` answers: at any time, inside the head's
-own forward (FSDP, ZeRO-3, accelerate's placement), or this rank's slice of the vocabulary (tensor parallelism). Every
-other head (LoRA, quantised, offloaded, hooked) computes its logits itself, and one warning says why and what to do.
+`distributed/owners.py` decides how the head's weight may be read: at any time, only inside the head's own forward
+(FSDP, ZeRO-3, accelerate's placement), or as this rank's slice of the vocabulary (tensor parallelism). All other heads
+(LoRA, quantised, offloaded, hooked) compute their logits, and one warning says why and what to do.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _SLICED = (
 
 
 class ModelView:
-    """A module whose attribute `name` is `value`; every other attribute is the module's own, writes included.
+    """A module with the attribute `name` replaced by `value`; other attributes are read from and written to the module.
 
-    Called, it runs the module's own forward on itself, so a head inside a head (BERT's cls.predictions.decoder) is seen
-    through a view of a view.
+    A call runs the module's forward with the view as self; a head inside a head (BERT's cls.predictions.decoder) is a
+    view in a view.
     """
 
     def __new__(cls, module: nn.Module, name: str, value: Any) -> "ModelView":
@@ -106,16 +106,14 @@ class OutputHead:
     """Takes the place of a causal LM's output head during one forward. Calling it with hidden states defers the logits.
 
     module: the real head
-    fused: the loss consumes hidden states and weight; else it consumes logits, and only the loss is ours
+    fused: the loss takes hidden states and weight; else it takes logits, and only the loss is replaced
     wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
     `predicted_tokens`, the index of each row's largest logit; `results` has them after the loss
-    counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
-    products of a loss that has at most `rows` rows, the number of labels
-    stands_in: the code that takes the logits is not transformers', and gets a tensor, an `OutputLogits`, where the head
-    is fused and whole
+    counted: the number of labels that are not ignored, being copied to the host; ignored rows are then left out of the
+    products of a loss with at most `rows` rows, the number of labels stands_in: the code that takes the logits is not
+    transformers', and gets an `OutputLogits`, a tensor, if the head is fused and whole
     called, computed, loss_called: whether the head was called, whether its logits were computed, and whether a loss was
-    asked for that could have taken hidden states
-    loss_nodes: the places in the autograd graph of the losses that took hidden states
+    called that can take hidden states loss_nodes: the autograd nodes of the losses that took hidden states
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class OutputHead:
 
     @property
     def vocab_size(self) -> int | None:
-        """Length of the logits' last dimension, or None when only computing them tells."""
+        """Length of the logits' last dimension, or None if it is not known without computing them."""
         linear = self.module if self.access is None else self.access.linear
         if self.access is not None or type(linear) is nn.Linear:
             return head_width(linear)
@@ -166,8 +164,8 @@ class OutputHead:
         return self.access is None or (self.access.caller is None and self.access.mesh is None)
 
     def why_not_asked(self, model: str) -> str:
-        """After the forward of a model of that name: why no loss could take hidden states, or "" where one did, where
-        the logits are still deferred, or where the head itself has said why."""
+        """After the forward of the model of this name: why no loss took hidden states, or "" if one did, if the logits
+        are still deferred, or if the head has given the reason."""
         if not self.called:
             return f"{model} computes its logits elsewhere, in full, which is right but takes their memory"
         if self.loss_called or not self.computed or self.access is None:
@@ -184,13 +182,13 @@ class OutputHead:
         return any(p.requires_grad for p in self.module.parameters())
 
     def logits(self, hidden: torch.Tensor, surroundings: Surroundings) -> torch.Tensor:
-        """The real head's answer."""
+        """The real head's logits."""
         self.computed = True
         with surroundings.restored():
             return self.module(hidden)
 
     def weights(self) -> list[nn.Parameter]:
-        """Of a head that is fused: weight and bias of the linear layer that was in use when it was called."""
+        """Weight and bias of a fused head's linear layer, as in the call."""
         return [t for t in (self.access.linear.weight, self.access.linear.bias) if t is not None]
 
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -201,13 +199,13 @@ class OutputHead:
     def loss_of_computed(
         self, logits: DeferredLogits, computed: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """The same from `computed`, these logits' values."""
+        """`cross_entropy` from `computed`, these logits' values."""
         if self._is_left_to_torch(logits):
             return torch.nn.functional.cross_entropy(computed, target, **options)
         return self._loss_of(functional.liger_cross_entropy(computed, target, **self._more(), **options))
 
     def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
-        """The same from hidden states and weight, or None where it is not computed so."""
+        """`cross_entropy` from hidden states and weight, or None if it cannot be computed so."""
         self.loss_called = True
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
@@ -271,7 +269,7 @@ class OutputHead:
         loss = self._loss_of(result)
         if loss.requires_grad and not torch.compiler.is_compiling():
             self.loss_nodes.append(weakref.ref(loss.grad_fn))
-        if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
+        if autocast_dtype(hidden.device.type) is not None:  # there torch's cross_entropy is fp32 for any logits
             return loss
         return loss.to(logits.dtype)
 
@@ -284,7 +282,7 @@ class OutputHead:
 
 @torch.compiler.assume_constant_result
 def _note_compiled() -> None:
-    """Said while torch.compile traces, once."""
+    """Logged once, while torch.compile traces."""
     warn_once(
         "it is compiled while its weight is gathered by hooks; its logits are computed in full, which is right but "
         "takes their memory. To fuse it, compile the layers instead of the whole model"
@@ -303,7 +301,7 @@ def _warn(reason: str) -> None:
 
 
 def head_path(model: nn.Module) -> str:
-    """Dotted path of a causal LM's output head, or "" when it has none that is one module of its own."""
+    """Dotted path of a causal LM's output head, or "" if the head is not a module of its own."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -314,25 +312,24 @@ def head_path(model: nn.Module) -> str:
 
 
 def why_not_fused(model: nn.Module, head_at: str) -> str:
-    """Why the head of a live model computes its logits, or "" where the loss takes hidden states and weight."""
+    """Why the head of a live model computes its logits, or "" if the loss takes hidden states and weight."""
     access = find_access(_at(model, head_at))
     return access if isinstance(access, str) else ""
 
 
 def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: list[bool]) -> Callable:
-    """A forward for a causal LM class or instance, around its own.
+    """A forward for a causal LM class or instance, which wraps its own.
 
     original: the family's forward, taking the model first; head_at: dotted path of the output head
-    fused: hidden states go straight into the loss while training with labels, and logits are not computed; otherwise
-    they are computed as always and only the loss is ours
-    switch: the family's own forward runs once this is empty
+    fused: while training with labels the loss takes hidden states, and logits are not computed; otherwise they are
+    computed as usual and only the loss is replaced switch: when this is empty, the family's own forward runs
 
-    The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides; it
-    means nothing without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy`
-    and `outputs.predicted_tokens`, one a position, meaning nothing where the label is ignored; without them these
-    attributes are None); `shift_labels` alone gives a loss too. Logits that are skipped are computed if they are read
-    before backward; they are None inside torch.compile, in replicas of `nn.DataParallel`, and where the head's
-    weight is sharded, since one rank may read them alone.
+    The result takes three more keywords: `skip_logits` (True or False; None: while training with labels; no effect
+    without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy` and
+    `outputs.predicted_tokens`, one for each position, undefined at ignored labels; otherwise these attributes are
+    None). `shift_labels` alone gives a loss too. Skipped logits are computed if they are read before backward; they are
+    None inside torch.compile, in replicas of `nn.DataParallel`, and if the head's weight is sharded, since one rank
+    alone may read them.
     """
     functional.liger_cross_entropy, functional.liger_fused_linear_cross_entropy  # noqa: B018  loaded before a step
     signature = inspect.signature(original)
@@ -342,8 +339,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     undeferred: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def path_of_head(self) -> str:
-        """`head_at`, or where a model of a patched class has its head that holds another language model than the class
-        has by default; "" for none."""
+        """`head_at`, or the path of the head in a model of a patched class with another language model than the default
+        one; "" if there is no head."""
         try:
             _at(self, head_at)
         except AttributeError:
@@ -368,7 +365,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         if not head_is_at:
             return original(self, *args, **kwargs)
         module = _at(self, head_is_at)
-        if type(module) is OutputHead:  # called by the patched forward of a subclass or of a model around this one
+        if type(module) is OutputHead:  # the caller is the patched forward of a subclass or of an outer model
             return original(self, *args, **kwargs)
         if shifted_alone:
             labels = kwargs["labels"] = kwargs["shift_labels"]
@@ -386,8 +383,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             return original(self, *args, **kwargs)
         counted, rows, is_replica = None, labels.numel(), getattr(self, "_is_replica", False)
         known_loss = of_transformers and _loss_is_of_transformers(self)
-        if skip and known_loss:  # another loss may count what the labels ignore
-            # before the model runs, so that the copy to the host has arrived when the loss asks for it
+        if skip and known_loss:  # another loss may use rows that the labels ignore
+            # before the model runs, so that the count is on the host when the loss needs it
             shifted = kwargs.get("shift_labels")  # which some families' forward takes and does not use
             counted = CountedRows(labels if shifted is None else (labels, shifted))
         head = OutputHead(module, fused and skip, wants, counted, rows, not known_loss and not is_replica)
@@ -404,7 +401,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             if wants or not _is_of_deferred_logits(error):
                 raise
             reason = first_line(error)
-        outputs = original(self, *args, **kwargs)  # raises again what was not for want of real logits
+        outputs = original(self, *args, **kwargs)  # raises again if the error had another cause
         undeferred.add(self)
         _warn(
             f"its {type(self).__name__} does not run on deferred logits ({reason}); it ran again on logits that are "
@@ -417,14 +414,14 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
 
 
 def _is_of_deferred_logits(error: Exception) -> bool:
-    """Whether a forward may have raised for want of real logits. A function that torch.jit scripted says so in a
-    RuntimeError, which most often means something else: no memory, a failure of the device."""
+    """Whether a forward may have raised because its logits were deferred. A function scripted by torch.jit then raises
+    a RuntimeError, which usually has another cause, such as no memory or a failed device."""
     foreign = isinstance(error, RuntimeError) and not isinstance(error, (GradientWouldBeLost, NotImplementedError))
     return not foreign or DeferredLogits.__name__ in str(error)
 
 
 def _is_of_transformers(function: Any) -> bool:
-    """Whether a function, and each that `functools.wraps` put around it, is code of transformers."""
+    """Whether a function, and each function that it wraps (functools.wraps), is code of transformers."""
     while function is not None:
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
             return False
@@ -435,14 +432,14 @@ def _is_of_transformers(function: Any) -> bool:
 def _loss_is_of_transformers(model: nn.Module) -> bool:
     """Whether the loss function of a transformers model, if it calls one, is code of transformers.
 
-    A program may set another on the model, its class or in transformers' table of them.
+    A program may set another on the model, its class or in transformers' table of losses.
     """
     function = getattr(model, "loss_function", None)
     return function is None or _is_of_transformers(function)
 
 
 _ATTRIBUTES = ("token_accuracy", "predicted_tokens")
-"""What outputs have beside the family's attributes."""
+"""Attributes of outputs beside the family's own."""
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
 
 
@@ -462,11 +459,11 @@ def _with_keywords(signature: inspect.Signature, *names: str) -> inspect.Signatu
 def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
     """`outputs` of a forward, with the deferred logits in them computed unless they are to be skipped.
 
-    keep: skipped logits stay deferred, as `OutputLogits`, for whoever reads them; else they are None.
+    keep: skipped logits stay deferred, as `OutputLogits`, and can be read; else they are None.
     """
     head.counted = None  # it was for the loss of the forward
 
-    left: list[tuple[DeferredLogits, Any]] = []  # what is twice in the outputs stays one object
+    left: list[tuple[DeferredLogits, Any]] = []  # an object that is in the outputs twice stays one
 
     def settled(value: DeferredLogits) -> Any:
         if not skip or (keep and not value.is_deferred):
@@ -489,7 +486,7 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
 
 
 def _with_attributes(outputs: Any) -> Any:
-    """A `ModelOutput`, with the attributes that were not asked for as None; its items stay as they are."""
+    """A `ModelOutput` with None for the attributes that were not asked for; its items are unchanged."""
     if isinstance(outputs, dict) and hasattr(outputs, "__dict__"):
         for name in _ATTRIBUTES:
             if not hasattr(outputs, name):
@@ -499,9 +496,9 @@ def _with_attributes(outputs: Any) -> Any:
 
 def _replaced(value: Any, settled: Callable[[DeferredLogits], Any], is_output: bool = True) -> Any:
     """A model's outputs with their deferred logits replaced, also inside tuples, lists, dicts and dataclasses: a model
-    around a language model may hand on its outputs. What has no deferred logits is returned itself.
+    around a language model may hand on its outputs. Without deferred logits, value itself is returned.
 
-    is_output: whether it is the outputs themselves: of what is inside them only dataclasses are looked into
+    is_output: whether it is the outputs themselves; inside them only dataclasses are searched
     """
     if isinstance(value, DeferredLogits):
         return settled(value)

@@ -1,4 +1,4 @@
-"""How a function that a patch puts in place is told from all others."""
+"""Marks by which a function that a patch installed is recognised."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import weakref
 from typing import Any, Callable
 
 PATCH_MARK = "_liger_hw_part"
-"""Attribute of every function that a patch puts in place: (part, kernel). A wrapper made with functools.wraps has it
-too: what it wraps is patched."""
+"""Attribute of every function that a patch installs: (part, kernel). A functools.wraps wrapper of one has it too."""
 
 SWITCH = "_liger_hw_switch"
-"""Attribute of such a function: a list. Once it is empty, the function runs the original."""
+"""Attribute of such a function: a list. When it is empty, the function runs the original."""
 
 _ORIGINAL, _ITSELF = "_liger_hw_original", "_liger_hw_itself"
 _OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
 def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None = None) -> None:
-    """Note that a patch puts `function` in place.
+    """Mark `function` as installed by a patch.
 
     switch: a list that a revert empties, since other code may still hold `function`, which then runs the original
     """
@@ -32,7 +31,7 @@ def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None =
 def marked(
     function: Callable, part: str, kernel: str, original: Callable, switch: list[bool] | None = None
 ) -> Callable:
-    """`function` with the mark of a patch, under the names of `original`, which it stands for."""
+    """`function` with the mark of a patch, under the names of `original`, which it replaces."""
     function.__name__ = getattr(original, "__name__", function.__name__)
     function.__qualname__ = getattr(original, "__qualname__", function.__name__)
     function.__module__ = getattr(original, "__module__", function.__module__)
@@ -56,7 +55,7 @@ def is_our_method(value: Any) -> bool:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether a function, bound method, class or view is one that a patch put in place, and no wrapper around it."""
+    """Whether a patch installed this function, bound method, class or view; false for a wrapper around it."""
     function = getattr(value, "__func__", value)
     if isinstance(function, types.FunctionType):
         return function in _OURS

@@ -27,7 +27,7 @@ from .deferred import DeferredLogits, GradientWouldBeLost, NotRecorded, inside_a
 
 
 class OutputLogitsFunction(torch.autograd.Function):
-    """Makes the tensor that stands for the logits, and passes its gradient to what the logits are computed from."""
+    """Makes the tensor that stands for the logits, and passes its gradient on to hidden states and weights."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, *inputs: torch.Tensor | None) -> torch.Tensor:
@@ -35,7 +35,7 @@ class OutputLogitsFunction(torch.autograd.Function):
         ctx.logits = logits
         shape, dtype, device = logits.shape, logits.dtype, logits.device
         stand_in = torch.Tensor._make_wrapper_subclass(OutputLogits, shape, dtype=dtype, device=device)
-        refuses_data_ptr(stand_in)  # as FakeTensor: who asks for its memory must not get address 0
+        refuses_data_ptr(stand_in)  # like FakeTensor: asking for its address must raise, not return 0
         stand_in._logits = logits
         return stand_in
 
@@ -59,7 +59,7 @@ class _Passing(torch.autograd.Function):
 
     @staticmethod
     def forward(leads_to: torch.Tensor, value: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-        return value.detach()  # an object of its own, not the argument
+        return value.detach()  # a new object, not the argument
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class _Passing(torch.autograd.Function):
 def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) -> Any:
     """The tensor that stands for deferred logits outside the model's forward.
 
-    parent: what a recorded operation made them from; backward also reaches it, with a None gradient
+    parent: the operand of a recorded operation; backward also reaches it, with a None gradient
 
     If hidden states or weights are no plain tensors (DTensors), returns the deferred logits themselves; if the head is
     not fused, the computed logits.
@@ -183,7 +183,7 @@ class OutputLogits(torch.Tensor):
         return F.cross_entropy(self.materialise(), *args, **kwargs)
 
     def _chain(self) -> "list[OutputLogits]":
-        """Itself, those it was made from by a recorded operation, and so on."""
+        """These logits, their parent and so on."""
         return [self] if self._parent is None else [self, *self._parent._chain()]
 
     def _place(self) -> tuple[bool, bool]:
@@ -204,8 +204,7 @@ class OutputLogits(torch.Tensor):
                 node.register_prehook(_refuse_hooked)
 
     def _fused_losses(self) -> set[Any]:
-        """The places in the graph of losses, the model's own and a program's, whose gradient does not pass by these
-        logits."""
+        """The autograd nodes of losses, the model's and a program's, whose gradient bypasses these logits."""
         return {node for reference in self._losses if (node := reference()) is not None}
 
     def _is_changed(self) -> bool:
@@ -213,21 +212,21 @@ class OutputLogits(torch.Tensor):
         return self._plain is not None and self._plain.grad_fn is not self._plain_made_by
 
     def _shares_memory(self) -> bool:
-        """Whether logits that these were made from, or that were made from these, lie in their memory."""
+        """Whether logits from which these were derived, or that were derived from these, share their memory."""
         others = [*self._chain()[1:], *(reference() for reference in self._derived)]
         storages = [t._plain.untyped_storage()._cdata for t in others if t is not None and t._plain is not None]
         return self._plain.untyped_storage()._cdata in storages
 
     def _in_graph(self) -> torch.Tensor:
-        """The tensor that stands in the autograd graph for these logits. It is the plain tensor where that was changed
-        in place, and for a recorded operation's result, since that comes from the parent's plain tensor."""
+        """The tensor of these logits in the autograd graph: the plain tensor if it was changed in place, or if these
+        are a recorded operation's result, which is computed from the parent's plain tensor."""
         if self._plain is None or (self._parent is not None and not self._place()[1]):
             return self
         return self if self._parent is None and not self._is_changed() else self._plain
 
     @torch.compiler.disable
     def _recorded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """What a recorded operation makes of deferred logits; None if it is not recorded."""
+        """The result of an operation on deferred logits; None if it is not recorded."""
         if func in _CLONES:
             result, parent = self._logits, None
         else:
@@ -354,7 +353,7 @@ _KNOWN = {
     *_methods("is_floating_point", "is_complex", "is_inference"),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
-"""What is known of the logits without computing them."""
+"""Attributes that are known without computing the logits."""
 
 _GRAD = torch.Tensor.grad.__get__
 _WATCHING = _methods("register_hook", "retain_grad")
@@ -363,7 +362,7 @@ _OF_GRAPH = {
     *_getters("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"),
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
 }
-"""What concerns the place in the autograd graph: the stand-in's place, not the logits'."""
+"""Attributes that concern the place in the autograd graph: the stand-in's, not the logits'."""
 
 _CLONES = {torch.Tensor.clone, torch.clone}
 """Recorded only under no_grad, for DDP, whose Function clones every output."""
@@ -374,4 +373,4 @@ _RECORDED = {
     for owner, names in ((torch.Tensor, _METHODS + _METHODS_AND_FUNCTIONS), (torch, _METHODS_AND_FUNCTIONS))
     for name in names
 }
-"""torch's function -> the method of `DeferredLogits` that records it, and what that takes."""
+"""torch's function -> the method of `DeferredLogits` that records it, and its arguments."""

@@ -1,7 +1,7 @@
-"""Whether documents packed into one row see each other, tried on a tiny model of the same class and attention.
+"""Whether documents packed into one row see each other, tested on a tiny model of the same class and attention.
 
-Nothing that is trained is run: two batches that differ in the first document alone go through the tiny model, and the
-second document's logits must be the same. State space layers carry their state on whatever the positions say.
+The trained model is not run: two batches that differ only in the first document go through the tiny model, and the
+second document's logits must be the same. State space layers ignore positions and carry their state over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMS = ("position_ids", "position_ids of several rows", "cu_seq_lens")
 
 
 def packing_note(model: torch.nn.Module, of_class: bool = False) -> str:
-    """One line where `LEAKING` has a model and its attention, or where a CPU cannot tell; else nothing. Nothing is run.
+    """One line if `LEAKING` has a model and its attention, or if a CPU cannot tell, else "". Nothing is run.
 
     of_class: the model is a sample of its class, whose models may have any attention
     """
@@ -47,7 +47,7 @@ def packing_note(model: torch.nn.Module, of_class: bool = False) -> str:
 
 
 def packing_leaks(model: torch.nn.Module | type) -> dict[str, bool]:
-    """Each of `FORMS` -> whether a document's logits depend on the one packed before it; without forms that it refuses.
+    """Each of `FORMS` that the model takes -> whether a document's logits depend on the one packed before it.
 
     model: a causal LM of transformers, whose attention implementation and device are used, or its class: then sdpa
     where the class has it, else eager, on the CPU. Raises what the class raises where it cannot be built small.
@@ -79,7 +79,7 @@ def _leaks(model: torch.nn.Module, form: str) -> bool | None:
         try:
             with torch.no_grad():
                 output = model(input_ids=torch.cat((first, second), 1).to(device), **options)
-        except (TypeError, ValueError):  # as hybrids do with cu_seq_lens where their kernels are not installed
+        except (TypeError, ValueError):  # e.g. hybrids, for cu_seq_lens, if their kernels are not installed
             return None
         logits.append(output.logits[:, FIRST:].float())
     difference = (logits[0] - logits[1]).abs().max()

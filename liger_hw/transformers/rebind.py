@@ -2,8 +2,8 @@
 
 Attention forwards look their rotary function up by name in the modeling module, which every model of the family shares.
 For one instance, the forward is copied with that one name in its code changed to a private one (`private_name`), which
-is added to the modeling module. The copy keeps the module's own globals, so every other name stays live (a later patch
-of another name is seen), and it is an ordinary function to Dynamo.
+is added to the modeling module. The copy has the module's own globals, so later patches of other names take effect, and
+Dynamo sees an ordinary function.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PREFIX = "_liger_hw_"
 
 
 def private_name(name: str, variant: str) -> str:
-    """The global under which a module keeps the kernel that stands for its function `name`."""
+    """The global name of the kernel that replaces a module's function `name`."""
     return PREFIX + "".join(c if c.isalnum() else "_" for c in f"{variant} {name}".strip())
 
 
 class CannotRebind(Exception):
-    """The message says why."""
+    """A function cannot be copied; the message says why."""
 
 
 def rebind(function: Callable, name: str, private: str) -> Callable:
     """A copy of `function` that reads the global `private` where the original reads `name`.
 
     Decorators made with functools.wraps are copied around it. The caller defines the new global. Raises `CannotRebind`
-    when the function does not read `name`, or in a way that cannot be told apart from an attribute of the same name.
+    if the function does not read `name`, or if an attribute in its code has the same name.
     """
     if not isinstance(function, types.FunctionType):
         raise CannotRebind(f"{function!r} is not a Python function")

@@ -1,4 +1,4 @@
-"""Forwards that a patch puts in place: a kernel on a module's own weights, under guards (`guarded`).
+"""Forwards that a patch installs: a kernel on a module's own weights, under guards (`guarded`).
 
 probing/ runs one module and picks the replacement below that computes the same. A class patch then serves every
 instance of the class, and a module may change after it was patched, so the replacement checks its guards at every call
@@ -28,15 +28,15 @@ from .marks import original_of
 from .source import EVERYTHING, OF_CONFIG, reads
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""What kernels take; their references take float64 too."""
+"""Dtypes that kernels take; their references take float64 too."""
 
 
 def should_use_original(x: Any) -> bool:
     """Whether a patched part runs its own code for this input: where torch.jit or torch.fx traces or torch.func
     transforms, for dtypes that kernels do not take, and on the CPU.
 
-    On the CPU no kernel runs, and the references of kernels take longer. They run where kernels are interpreted,
-    activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
+    On the CPU no kernel runs, and references are slower than the module's own code. References do run there if kernels
+    are interpreted, activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
     """
     if is_traced() or isinstance(x, torch.fx.Proxy):
         return True
@@ -66,10 +66,10 @@ def runs_kernels(x: Any) -> bool:
 # -- guards: what another module, or the same one later, must have in common with the one that was run ----------------
 
 Guards = tuple[tuple[str, str, Any], ...]
-"""(kind, attribute, value): each says what an attribute of the module must be. `holds` has the kinds."""
+"""(kind, attribute, value) for each attribute of the module that must have a value. `holds` has the kinds."""
 
 INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
-"""Attributes by which accelerate's hooks, or anybody else, replace the forward of one module."""
+"""Attributes by which accelerate's hooks or other code replace the forward of one module."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
@@ -77,9 +77,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
 def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Guards:
-    """What another module of the class must have in common with `module` for `function` to compute the same on it.
+    """What another module of the class must share with `module`, so that `function` computes the same on it.
 
-    Every attribute that `function` reads counts, except those `used` by the kernel itself and the sizes of the weights.
+    All attributes that `function` reads, except those `used` by the kernel itself and the sizes of the weights.
     """
     names = reads(type(module), function)
     if EVERYTHING in names:
@@ -106,7 +106,7 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
     if config is not None and "config" in names:
         if EVERYTHING not in names:
             names = {name.removeprefix(OF_CONFIG) for name in names if name.startswith(OF_CONFIG)}
-        if "_experts_implementation" in names:  # a property, of an attribute of this name
+        if "_experts_implementation" in names:  # a property that reads this attribute
             names = names | {"_experts_implementation_internal"}
         for name in sorted(names & set(vars(config))):
             value = vars(config)[name]
@@ -127,9 +127,9 @@ def holds(module: nn.Module, guards: Guards) -> bool:
             agree = child is None if value is None else _has_state(child, value)
         elif kind == "dims":
             agree = _dims_now(module, name) in (value, _UNKNOWN)
-        elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it once more
+        elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it again
             agree = (module._parameters.get(name, module) is None) == value
-        elif kind == "method":  # the class's, which no function of the module's own hides
+        elif kind == "method":  # the class's method, not hidden by a function on the module
             agree = name not in module.__dict__ and stands_for(getattr(type(module), name, None), value)
         elif kind == "same":
             agree = getattr(module, name, None) == value
@@ -142,7 +142,7 @@ def holds(module: nn.Module, guards: Guards) -> bool:
 
 
 def stands_for(current: Any, function: Any) -> bool:
-    """Whether `current` is `function`, or what a patch put in its place."""
+    """Whether `current` is `function`, or a patch's replacement of it."""
     return current is function or original_of(current) is original_of(function)
 
 
@@ -169,7 +169,7 @@ def _value_guard(name: str, module: nn.Module, sizes: set[int]) -> Guards:
 
 
 class _Value:
-    """An attribute's value. Two are equal where both compute alike, so that guards can be compared and hashed."""
+    """An attribute's value. Values that compute the same are equal, so that guards can be compared and hashed."""
 
     def __init__(self, value: Any, owner: nn.Module) -> None:
         self.value, self.comparable = value, _comparable(value, owner)
@@ -182,7 +182,7 @@ class _Value:
 
 
 def _comparable(value: Any, owner: nn.Module) -> Any:
-    """What equals another value's where both compute alike.
+    """A key that is equal for values that compute the same.
 
     A partial function is compared by its parts, a method of `owner` by its function (each activation module has its
     own), anything else that is not plain by identity.
@@ -272,7 +272,8 @@ class Match:
     replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
     inputs: how many tensors `replacement` takes after the module
-    ready: asked (module, input) at every call, beside the guards, whether the match holds then; None if it always does
+    ready: asked (module, input) at every call, in addition to the guards, whether the match holds; None if it always
+    does
     takes: whether `replacement` accepts a call's further arguments {name: value}; None: it accepts no further ones
     """
 
@@ -288,7 +289,7 @@ class Match:
 def guarded(
     match: Match, guards: Guards, original: Callable, switch: list[bool], of_one_module: bool = False
 ) -> Callable:
-    """A method that computes `match.replacement` in `original`'s place, with its argument's name.
+    """A method that replaces `original` by `match.replacement`, with the same argument name.
 
     of_one_module: the method is bound to live modules whose class's forward is `original`. If the module's class, or
     its class's forward, is replaced later, that one runs.
@@ -316,7 +317,7 @@ def guarded(
 
         def forward(self, *args, **kwargs):
             options = {**kwargs, **dict(zip(by_place, args))}
-            fits = len(options) == len(args) + len(kwargs)  # not with too many arguments, nor one given twice
+            fits = len(options) == len(args) + len(kwargs)  # false for too many arguments, or one that is given twice
             inputs = [options.pop(name, None) for name in input_names]
             if not fits or any([t is None for t in inputs]) or not takes(options) or not applies(self, inputs[0]):
                 return instead(self, *args, **kwargs)
@@ -362,7 +363,7 @@ def if_class_unchanged(original: Callable, forward: Callable) -> Callable:
 def if_global_unchanged(module: Any, name: str, original: Callable, function: Callable) -> Callable:
     """A rotary function in a live model's copy of a forward, which the forward's module has under `name`.
 
-    It calls `function`, until a program puts another there than now, or than `original`: then that."""
+    It calls `function`, until a program replaces that global by something other than `original`: then that."""
     there = getattr(module, name)
 
     def current(*args, **kwargs):
@@ -376,8 +377,7 @@ def if_global_unchanged(module: Any, name: str, original: Callable, function: Ca
 # -- the last layer ----------------------------------------------------------------------------------------------------
 
 LEAST_BYTES = 16 << 20
-"""Bytes of a layer's input from which the default of `recompute/dial.py` is in force: 2048 tokens of width 4096 in
-bf16."""
+"""Least bytes of a layer's input for the default level of `recompute/dial.py`: 2048 tokens of width 4096 in bf16."""
 
 
 def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | None, switch: list[bool]) -> Callable:

@@ -1,9 +1,9 @@
-"""What the code of a forward says: what it reads of its module, and the branches that it may take.
+"""Reading a forward's source code: the attributes that it reads, and the branches that it may take.
 
-A module is recognised by runs on a few inputs. Its code may turn off the way on others: of another length, dtype or
-device. So every condition in its source, and in the functions that it calls, may ask only for attributes of the module,
-which guards compare (replacing.py), and for its mode, since the probes run both. `open_branch` names the first one that
-asks for more. Code without source is left alone.
+A module is recognised by runs on a few inputs. On other inputs (of another length, dtype or device) its code may take
+other branches. So conditions in its source, and in functions that it calls, may depend only on attributes of the
+module, which guards compare (replacing.py), and on its mode, since the probes run both modes. `open_branch` names the
+first condition that depends on more. Code without source is left alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .marks import original_of
 
 
 class NoSource(Exception):
-    """The message says of what."""
+    """The source of a function cannot be read; the message names it."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -39,14 +39,14 @@ def tree_of(code: types.CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef:
         tree = ast.parse(f"if True:\n{text}" if text[:1].isspace() else text)
         functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
         function = next(node for node in functions if node.name == code.co_name)
-    except (SyntaxError, ValueError, StopIteration):  # of a lambda, whose lines hold more than it
+    except (SyntaxError, ValueError, StopIteration):  # e.g. a lambda, whose lines have other code too
         raise NoSource(f"the source of {code.co_name} cannot be told from what is beside it") from None
     return ast.increment_lineno(function, code.co_firstlineno - function.lineno)
 
 
 @functools.lru_cache(maxsize=4096)
 def hands_itself_on(code: types.CodeType) -> bool:
-    """Whether a method uses self other than to look up an attribute on it; true where it has no source."""
+    """Whether a method uses self for more than attribute look-ups; true if it has no source."""
     me = code.co_varnames[0] if code.co_argcount else None
     try:
         tree = tree_of(code)
@@ -62,16 +62,16 @@ def hands_itself_on(code: types.CodeType) -> bool:
 # -- what a forward reads --------------------------------------------------------------------------------------------
 
 EVERYTHING = "*"
-"""Among what a function reads when it passes `self` on to something that may read any attribute."""
+"""In the result of `reads` if a function passes `self` on to something that may read any attribute."""
 OF_CONFIG = "config."
-"""Prefix of a name that a function may look up on a configuration."""
+"""Prefix of names that a function may look up on a configuration."""
 
 
 def reads(cls: type, function: Callable) -> frozenset[str]:
     """Names that `function`, the methods it names and the function it decorates may look up on self.
 
-    A name that it may look up on self's configuration is there with `config.` before it too.
-    `EVERYTHING` is among them when it passes self on to a function that may read anything.
+    Names that it may look up on self's configuration have `config.` before them. `EVERYTHING` is among the names if it
+    passes self on to a function that may read anything.
     """
     seen: set[str] = set()
     waiting: list[Any] = [function]
@@ -117,11 +117,11 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 
 
 class Facts(NamedTuple):
-    """What is known of the calls for which a kernel runs.
+    """What is known about the calls for which a kernel runs.
 
     present: arguments that are not None; absent: arguments that have their defaults
-    compared: attributes with which a loop over experts compares its numbers, such as how many there are
-    skipped: attributes whose code does not matter: stand-ins replace it; in_autocast: the probes run under autocast too
+    compared: attributes with which a loop over experts compares numbers, such as the number of experts skipped:
+    attributes whose code does not matter, since stand-ins replace it; in_autocast: probed under autocast too
     dims: numbers of dimensions that the probes' inputs have; dtypes: the probes run with every dtype of kernels
     """
 
@@ -138,7 +138,7 @@ _NOTHING = Facts()
 
 
 def open_branch(function: Callable, module: nn.Module | None = None, facts: Facts = _NOTHING) -> str:
-    """Why a function, a method of `module`, may compute something else on other inputs, or "" where it cannot."""
+    """Why a function, a method of `module`, may compute something else on other inputs, or "" if it cannot."""
     waiting: list[tuple[Any, Any, Facts]] = [(function, module, facts)]
     done: set[tuple[types.CodeType, int]] = set()
     while waiting:
@@ -163,14 +163,14 @@ def open_branch(function: Callable, module: nn.Module | None = None, facts: Fact
 
 _KNOWN_MODULES = {"torch", "liger_hw", *sys.stdlib_module_names}
 _KNOWN_FUNCTIONS = {
-    ("transformers.utils.generic", "maybe_autocast"): "enters torch's autocast, where it is on or is to be turned on",
-    ("transformers.models.llama4.modeling_llama4", "reshape_for_broadcast"): "asks for the number of dimensions alone",
+    ("transformers.utils.generic", "maybe_autocast"): "enters torch's autocast, if it is on or is to be turned on",
+    ("transformers.models.llama4.modeling_llama4", "reshape_for_broadcast"): "asks only for the number of dimensions",
 }
 """Functions with branches that change nothing where a kernel runs, and why."""
 _NO_BACKEND = "mps"
 """A kind of device on which no kernel of liger_hw runs, so that its modules always run their own forward there."""
 _DATA = (bool, int, float, complex, list, set, dict, torch.Tensor)
-"""Kinds of global variables whose value the probes saw, and which a program may change: no guard compares them."""
+"""Types of global variables that a program may change after probing, since no guard compares them."""
 _QUESTIONS = {isinstance, issubclass, hasattr, getattr, len, type, callable, bool, int, float, str}
 """Builtins whose answers follow from their arguments."""
 _AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype")
@@ -183,8 +183,8 @@ def _is_known(function: Any) -> bool:
 
 
 class _Reader(ast.NodeVisitor):
-    """Reads one function. `reason` is why it may take another branch; `called` has (function, owner) of what it names,
-    whether or not it calls it."""
+    """Reads one function. reason: why it may take another branch; called: (function, owner) of every function that it
+    names, called or not."""
 
     def __init__(self, function: Any, owner: Any, facts: Facts) -> None:
         self.function, self.owner, self.facts = function, owner, facts
@@ -215,7 +215,7 @@ class _Reader(ast.NodeVisitor):
         if decided is not None:
             ways = [ways[not decided]]
         elif not self._is_settled(node.test):
-            # a way that only raises is none
+            # branches that only raise do not count
             ways = [way for way in ways if not way or not all(isinstance(line, ast.Raise) for line in way)]
             if len(ways) > 1:
                 self._refuse(node.test)
@@ -248,7 +248,7 @@ class _Reader(ast.NodeVisitor):
     visit_While = visit_Try = visit_Match = _refuse
 
     def _decided(self, test: ast.expr) -> bool | None:
-        """What a condition answers wherever the guards hold; None where that is not known."""
+        """The value of a condition wherever the guards hold; None if it is not known."""
         if isinstance(test, ast.BoolOp):
             answers = [self._decided(value) for value in test.values]
             decisive = isinstance(test.op, ast.Or)
@@ -269,11 +269,11 @@ class _Reader(ast.NodeVisitor):
             return None
 
     def _value(self, expression: ast.expr) -> Any:
-        """What a settled expression is for this module. It looks up attributes, and asks builtins about them."""
+        """The value of a settled expression for this module: attributes, and builtins of them."""
         return eval(compile(ast.Expression(expression), self.code.co_filename, "eval"), {**self.names, **self.values})
 
     def _is_settled(self, node: ast.expr) -> bool:
-        """Whether an expression asks for attributes of the module, its mode, constants and classes alone."""
+        """Whether an expression depends only on attributes of the module, its mode, constants and classes."""
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, ast.Name):
@@ -293,7 +293,7 @@ class _Reader(ast.NodeVisitor):
                 if node.func.attr in _AUTOCAST and isinstance(self._named(node.func.value), types.ModuleType):
                     return self.facts.in_autocast
                 is_method = isinstance(node.func.value, ast.Name) and node.func.value.id == self.me
-                return not is_method and self._is_settled(node.func.value)  # of an attribute: of a string, say
+                return not is_method and self._is_settled(node.func.value)  # a method of an attribute, e.g. of a string
             return any(self._named(node.func) is question for question in _QUESTIONS)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             if self._compares_experts(node) or self._compares_dims(node) or _asks_for_no_backend(node):
@@ -303,8 +303,8 @@ class _Reader(ast.NodeVisitor):
         return isinstance(node, kinds) and all(map(self._is_settled, parts))
 
     def _compares_experts(self, node: ast.Compare) -> bool:
-        """Whether a condition compares a number with such an attribute, or asks whether a tensor is empty: where that
-        can be, the probes of experts have been there."""
+        """Whether a condition compares a number with an attribute of `compared`, or asks whether a tensor is empty. The
+        probes of experts cover both outcomes."""
         if not self.facts.compared:
             return False
         words, right = ast.unparse(node.left), node.comparators[0]
@@ -315,7 +315,7 @@ class _Reader(ast.NodeVisitor):
         return bool(attributes) and attributes <= self.facts.compared and not calls
 
     def _compares_dims(self, node: ast.Compare) -> bool:
-        """Whether a condition compares how many dimensions a tensor has with a number that the probes' inputs have."""
+        """Whether a condition compares a tensor's number of dimensions with one that the probes' inputs have."""
         right, left = node.comparators[0], ast.unparse(node.left)
         assigned = [
             ast.unparse(line.value)
@@ -368,7 +368,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _refuse_data(self, node: ast.expr, value: Any) -> None:
-        """Refuse a global variable; an attribute of the module in its place would be compared by a guard."""
+        """Refuse a global variable. An attribute of the module would be compared by a guard."""
         if isinstance(value, _DATA):
             words = (
                 f"it reads the global variable {ast.unparse(node)}, which a program may change; keep it on the module"
@@ -394,7 +394,7 @@ class _Reader(ast.NodeVisitor):
             self.called.append((call, value))
 
     def _named(self, node: ast.expr) -> Any:
-        """What a name, or an attribute of a Python module, stands for outside the function; None for nothing."""
+        """The value of a name, or of an attribute of a Python module, outside the function; None if it has none."""
         if isinstance(node, ast.Name):
             return None if self._is_local(node.id) else self.names.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -412,13 +412,13 @@ class _Reader(ast.NodeVisitor):
         return name in self.code.co_varnames or name in self.code.co_cellvars
 
     def _member(self, node: ast.Attribute) -> Any:
-        """What the module's class has by the name of an attribute that is looked up on it."""
+        """The class attribute of the module for an attribute that is looked up on it."""
         is_mine = isinstance(node.value, ast.Name) and node.value.id == self.me
         return inspect.getattr_static(type(self.owner), node.attr, None) if is_mine else None
 
 
 def _asks_for_mode(test: ast.expr) -> bool:
-    """Whether a condition names what both ways of are probed: the mode, autocast, and numbers of experts."""
+    """Whether a condition asks for the mode or for autocast, both outcomes of which are probed."""
     return any(isinstance(n, ast.Attribute) and n.attr in ("training", *_AUTOCAST) for n in ast.walk(test))
 
 

@@ -1,13 +1,13 @@
-"""Recognising a module by what it computes, found by running it: the heart of the patch engine.
+"""Recognising a module by what it computes when it is run: the heart of the patch engine.
 
 `recognise(module)` runs a copy of a norm, gated MLP or experts module on small random inputs, on the CPU, beside the
 kernels' references. It answers with the `Match` that agrees, a `Refused` that says why no kernel does, or None for a
 module of another kind. `rotary.recognise(function)` does the same for a rotary function.
 
 Weights are never read: a norm's copy gets random weights of the same shapes, and an MLP's projections are replaced by
-stand-ins that answer with random numbers. So a sharded, quantised, adapted or not yet loaded (meta) model is probed
-alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, also on large numbers, in bf16 the
-rounding, and the gradients.
+stand-ins that answer with random numbers. So sharded, quantised, adapted and not yet loaded (meta) models are probed in
+the same way, and a 7B model in a few milliseconds. The formula must agree in fp32, also on large numbers, the rounding
+in bf16, and the gradients.
 
 probe.py has how a copy is run; norms.py, mlps.py, experts.py, mixers.py and rotary.py have one kind each;
 ../replacing.py says when a match that was found on one module applies to another.
@@ -28,7 +28,7 @@ _KINDS = (norms, experts, mlps, mixers)
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:
-    """The kernel that computes what `module` does; `forward` is the function to probe, default its class's own."""
+    """The kernel that computes the same as `module`; forward: the function to probe, by default its class's."""
     forward = forward or type(module).forward
     if experts.is_list_of_modules(module):
         return Refused(experts.IN_A_LIST, experts.KERNEL)
@@ -45,9 +45,9 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
 
 
 def is_overlooked(module: Any) -> bool:
-    """Whether a module has the parts and the one input of a norm or of an MLP, and is not probed, for its name.
+    """Whether a module has the parts and the one input of a norm or an MLP, but is not probed because of its name.
 
-    A norm's are one or two vectors of one width and nothing else; an MLP's two or three linear layers and nothing else.
+    A norm has one or two vectors of one width and nothing else; an MLP two or three linear layers and nothing else.
     """
     if type(module).__module__.startswith("torch.") or any(kind.is_candidate(module) for kind in _KINDS):
         return False

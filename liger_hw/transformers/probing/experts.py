@@ -1,8 +1,7 @@
 """Experts whose weights are batched parameters: recognised by running a tiny copy of them beside `fused_moe`.
 
-The copy has the module's own attributes, and random weights of a few small experts in the layout that the real ones
-have. Its own loop over experts (the function that transformers calls `eager`) is what counts, with its gradients:
-flags such as `is_transposed` are not believed.
+The copy has the module's attributes, and random weights of a few small experts in the same layout. The results and
+gradients of its own loop over experts (which transformers calls `eager`) decide; flags such as `is_transposed` do not.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _GATE = "_apply_gate"
 _EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
 _HIDDEN, _INNER = 8, 12
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
-"""Experts implementations of transformers in whose place the op may come; another is the user's choice."""
+"""Experts implementations of transformers that the op may replace; another one is the user's choice."""
 _DENSE = (
     "its routing weights are [tokens, experts], as transformers 4 has them; fused_moe takes [tokens, k], one for each "
     "chosen expert"
@@ -59,7 +58,7 @@ _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
 
 
 class Formula(NamedTuple):
-    """Which experts `fused_moe` is to compute: the names of the module's parameters, and the op's options.
+    """How `fused_moe` computes a module's experts: the names of the module's parameters, and the op's options.
 
     up_bias, down_bias: empty for experts without biases
     """
@@ -70,7 +69,8 @@ class Formula(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     def weights(self, module: Any) -> tuple[torch.Tensor | None, ...]:
-        """(up, down, bias of up, bias of down) of a module as it is now; each is read once, as PEFT computes them."""
+        """(up, down, bias of up, bias of down) of a module as it is now; each is read once, since PEFT computes
+        them."""
         names = (self.up, _DOWN, self.up_bias, self.down_bias)
         return tuple(getattr(module, name) if name else None for name in names)
 
@@ -98,7 +98,7 @@ def replacement(formula: Formula) -> Callable[..., torch.Tensor]:
         out = liger_fused_moe(
             rows, up, down, top_k_index, top_k_weights, gate_up_bias=up_bias, down_bias=down_bias, **options
         )
-        return out.to(x.dtype)  # as transformers' own
+        return out.to(x.dtype)  # as in transformers
 
     return experts
 
@@ -119,12 +119,12 @@ def is_list_of_modules(module: nn.Module) -> bool:
 
 
 def is_named_so(module: nn.Module) -> bool:
-    """Whether a module is called experts, and takes tokens, experts and weights."""
+    """Whether a module is named experts, and takes tokens, experts and weights."""
     return type(module).__name__.endswith("Experts") and len(required_inputs(type(module).forward)) == 3
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
-    """The options of `fused_moe` with which it computes what `module` does."""
+    """The options with which `fused_moe` computes the same as `module`."""
     chosen = getattr(vars(module).get("config"), "_experts_implementation", None)
     if chosen not in _REPLACED:
         return Refused(f"experts_implementation={chosen!r} was asked for", KERNEL)
@@ -138,17 +138,17 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
 
 
 def while_named(guards: Guards) -> Guards:
-    """Guards under which the kernel runs while the configuration, where experts have one, names it."""
+    """Guards with which the kernel runs only while the configuration (if experts have one) names it."""
     return tuple((kind, name, NAME if name == CHOICE else value) for kind, name, value in guards)
 
 
 def has_own_gate(module: Any) -> bool:
-    """Whether this module alone has another gate than its class."""
+    """Whether this module has another gate than its class."""
     return _GATE in module.__dict__ and not is_our_method(module.__dict__[_GATE])
 
 
 def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
-    """Whether a module has the gate with which it was recognised; guards ask only for what its own loop calls."""
+    """Whether a module still has the gate with which it was recognised; guards cover only what its own loop calls."""
     gate = getattr(cls, _GATE, None)
 
     def ready(self: Any, x: torch.Tensor) -> bool:
@@ -158,7 +158,7 @@ def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
 
 
 def _formula(module: nn.Module, forward: Callable) -> Formula | str:
-    """The formula, or why no formula of the op is this module's."""
+    """The formula, or why the op has no formula for this module."""
     if lost := owners.forgotten(module):
         return f"FSDP1 holds its {lost[0]}: patch the model before it is wrapped, or pass the wrapper itself"
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
@@ -196,7 +196,7 @@ def _inputs(forward: Callable) -> list[str]:
 
 
 class _Layout(NamedTuple):
-    """How the weights lie. inner: the experts' width in the probe; sizes: size in the real module -> in the probe."""
+    """Layout of the weights. inner: the experts' width in the probe; sizes: size in the real module -> in the probe."""
 
     is_transposed: bool
     has_gate: bool
@@ -205,7 +205,7 @@ class _Layout(NamedTuple):
 
 
 def _layouts(up: tuple[int, ...], down: tuple[int, ...], is_double: bool) -> Iterator[_Layout]:
-    """The layouts that weights of these shapes may have; two where the sizes leave it open."""
+    """The possible layouts of weights of these shapes; two if the sizes are ambiguous."""
     if len(up) != 3 or len(down) != 3 or up[0] != down[0]:
         return
     for is_transposed in (False, True):
@@ -229,7 +229,7 @@ class _Probe:
         hidden, inner, source = _HIDDEN, layout.inner, generator()
         columns = 2 * inner if layout.has_gate else inner
         numbers = self._numbers()
-        # pre-activations below every limit, above the limits among its attributes, and above any written in its code
+        # pre-activations below all limits, above limits in its attributes, and above any limit in its code
         self.scales = 0.3, max([6.0, *numbers]), LARGE
 
         def weight(rows: int, n: int) -> torch.Tensor:
@@ -278,7 +278,7 @@ class _Probe:
         return any(isinstance(self._own(1.0, *routing), torch.Tensor) for routing in routings)
 
     def _has_gate_of(self, options: dict[str, Any]) -> bool:
-        """Whether the gate that transformers' implementations call, and its own loop does not, has the same formula."""
+        """Whether the gate that only transformers' implementations call, not its own loop, has the same formula."""
         apply_gate = getattr(type(self.module), _GATE, None)
         if apply_gate is None or not self.layout.has_gate:
             return True
@@ -288,7 +288,7 @@ class _Probe:
         return all(agrees(run(apply_gate, copied, scale * z), gate.apply(scale * z), 2e-5) for scale in self.scales)
 
     def _own(self, scale: float, *routing: torch.Tensor, training: bool = True) -> torch.Tensor | str:
-        """What a copy of the module gives for x * scale; routing: its other arguments, if not index and weights.
+        """The result of a copy of the module for x * scale; routing: its other arguments, if not index and weights.
 
         There is a token of x for each row of these.
         """
@@ -297,7 +297,7 @@ class _Probe:
             if type(value) is int and value in self.layout.sizes:
                 copied.__dict__[name] = self.layout.sizes[value]
         if "num_experts" in vars(copied):
-            copied.__dict__["num_experts"] = _EXPERTS  # expert parallelism has made it a rank's share
+            copied.__dict__["num_experts"] = _EXPERTS  # expert parallelism has set it to a rank's share
         routing = routing or (self.index, self.weights)
         return run(self.forward, copied, self.x[: len(routing[0])] * scale, *routing)
 
@@ -322,7 +322,7 @@ class _Probe:
                 yield {"activation": "silu", "alpha": alpha, **limited, "up_offset": 1.0, **half, **fixed}
 
     def _numbers(self) -> list[float]:
-        """Positive finite numbers among the attributes that its forward reads; sizes are none."""
+        """Positive finite numbers among the attributes that its forward reads, without sizes."""
         named = reads(type(self.module), self.forward)
         attributes = vars(self.module).items()
         values = [v for n, v in attributes if type(v) in (int, float) and (n in named or EVERYTHING in named)]

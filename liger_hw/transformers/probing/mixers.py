@@ -1,8 +1,8 @@
 """Token mixers of hybrids: gated delta nets (Qwen3-Next, Qwen3.5) up to their scan, and LFM2's short convolution.
 
-A mixer is recognised as any module is, by running a small copy beside what would replace it. Its forward calls the
-convolution and the scan by name in its module; the probe puts plain torch in their place, so that what is compared does
-not depend on the packages that are installed. The scan itself is never replaced.
+A mixer is recognised like any module, by running a small copy beside its replacement. Its forward calls the convolution
+and the scan by global names; the probe replaces them by plain torch, so that the comparison does not depend on the
+installed packages. A patch never replaces the scan itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DELTA, CONV = "gated_delta_inputs", "short_conv"
 _SCAN, _MASK = "torch_chunk_gated_delta_rule", "apply_mask_to_padding_states"
 _SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "conv_dim", "hidden_size")
 _HIDDEN, _HEADS, _K_DIM = 12, 2, 8
-"""Of the probe."""
+"""Sizes of the probe."""
 _WITH_OWN_CODE = frozenset({"cache", "cache_params", "past_key_values", "seq_idx", "cu_seq_lens_q", "cp_context"})
 """Arguments with which a mixer runs its own forward: generation with a cache, and documents packed into a row."""
 
@@ -45,7 +45,7 @@ def _conv(module: Any) -> Any:
 
 
 def _ready(self: Any, x: torch.Tensor) -> bool:
-    """Whether the convolution's weight can be read as it lies there: accelerate's hooks may have to fetch it first."""
+    """Whether the convolution's weight can be read directly; accelerate's hooks may have to load it first."""
     conv = _conv(self)
     return type(conv) is nn.Conv1d and conv.bias is None and "_hf_hook" not in conv.__dict__ and x.dim() == 3
 
@@ -93,7 +93,7 @@ def _conv_replacement(modeling: Any) -> Callable[..., torch.Tensor]:
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
-    """The op that computes what a mixer does before its scan, or all that a short convolution does."""
+    """The op for the part of a mixer before its scan, or for all of a short convolution."""
     kernel = DELTA if "A_log" in module._parameters else CONV
     function, conv = inspect.unwrap(forward), _conv(module)
     scope = getattr(function, "__globals__", {})
@@ -122,7 +122,7 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
 
 
 def _difference(module: nn.Module, kernel: str, theirs: Callable, ours: Callable) -> str:
-    """What two forwards of a small copy of a module differ in, or ""."""
+    """How two forwards of a small copy of a module differ, or ""."""
     source = generator()
     mask = torch.ones(2, 9)
     mask[1, 6:] = 0
@@ -130,7 +130,7 @@ def _difference(module: nn.Module, kernel: str, theirs: Callable, ours: Callable
     with torch.enable_grad():
         try:
             copied = _small(module, kernel, source)
-        except Exception as error:  # parts of other kinds than transformers' have
+        except Exception as error:  # its parts differ from transformers'
             return f"no small copy of it can be made ({first_line(error)})"
         x = normal(2, 9, _HIDDEN, source=source).requires_grad_()
         leaves = [x, *copied.parameters()]
@@ -148,7 +148,7 @@ def _difference(module: nn.Module, kernel: str, theirs: Callable, ours: Callable
 
 
 def _small(module: Any, kernel: str, source: torch.Generator) -> nn.Module:
-    """A copy of few and narrow heads, with random weights."""
+    """A copy with few and narrow heads and random weights."""
 
     def drawn(child: nn.Module) -> nn.Module:
         for name, parameter in list(child._parameters.items()):
@@ -188,7 +188,7 @@ def _small(module: Any, kernel: str, source: torch.Generator) -> nn.Module:
 
 
 def _conv_stand_in(x: torch.Tensor, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> torch.Tensor:
-    """What causal-conv1d computes of x [batch, channels, tokens]."""
+    """The result of causal-conv1d for x [batch, channels, tokens]."""
     y = nn.functional.pad(x, (weight.shape[-1] - 1, 0))
     y = nn.functional.conv1d(y, weight.unsqueeze(1), bias, groups=x.shape[1])
     return y if activation is None else getattr(nn.functional, activation)(y)
@@ -197,10 +197,10 @@ def _conv_stand_in(x: torch.Tensor, weight: Any, bias: Any = None, activation: A
 def _scan_stand_in(
     query: Any, key: Any, value: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool = False, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Takes what the scan takes, and depends on all of it."""
+    """Takes the scan's arguments, and depends on all of them."""
     if use_qk_l2norm_in_kernel:
         query, key = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (query, key))
     groups = value.shape[2] // query.shape[2]
     score = (query * key.cos() + key).sum(-1).repeat_interleave(groups, 2)
-    factors = beta, g / (1.0 - g), score  # of different directions, as the norm that follows takes no notice of length
+    factors = beta, g / (1.0 - g), score  # of different directions, since the norm after it ignores length
     return sum(factor[..., None] * value.roll(place, -1) for place, factor in enumerate(factors)), None

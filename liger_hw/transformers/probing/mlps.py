@@ -1,8 +1,8 @@
-"""MLPs: gated, or of squared ReLU, whatever their projections are.
+"""MLPs, gated or with squared ReLU, with projections of any kind.
 
-Projections are never looked into: a stand-in notes what it is called with and answers with random numbers, so sharded,
-quantised, adapted and not yet loaded (meta) projections are alike. They are called as before, in the family's own
-order, so that LoRA's dropout draws the same random numbers.
+Projections are not inspected: a stand-in notes its arguments and returns random numbers, so that sharded, quantised,
+adapted and not yet loaded (meta) projections make no difference. Patched MLPs call them in the family's own order, so
+that LoRA's dropout draws the same random numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
     if module._parameters:
         return Refused("its projections are its own parameters", "swiglu")
     if not projections or (has_others and len(projections) < 2):
-        return None  # a container of MLPs, or a head: its parts are looked at on their own
+        return None  # a container of MLPs, or a head: its parts are examined separately
     inputs = required_inputs(forward)
     if len(inputs) != 1:
         return Refused(f"it takes {' and '.join(inputs) or 'no input'}", "swiglu")
@@ -89,7 +89,7 @@ def _kind(module: nn.Module) -> str:
 
 
 class _Call(NamedTuple):
-    """One call of a projection: its name, its input, and what its stand-in answered."""
+    """One call of a projection: its name, its input, and its stand-in's result."""
 
     name: str
     input: torch.Tensor
@@ -97,7 +97,7 @@ class _Call(NamedTuple):
 
 
 class _StandIn:
-    """In a projection's place: notes what it is called with and answers with random numbers."""
+    """Replaces a projection: notes its arguments and returns random numbers."""
 
     def __init__(
         self, name: str, projection: nn.Module, calls: list[_Call], source: torch.Generator, case: "_Case"
@@ -127,9 +127,9 @@ def _out_features(module: nn.Module) -> int:
 
 
 class _Probe:
-    """Runs copies of one MLP and reads its formula from what its projections were called with.
+    """Runs copies of one MLP and reads its formula from the arguments of its projections.
 
-    multipliers: attributes taken for factors in the formula, and the value each has in the probe
+    multipliers: attributes that are factors of the formula, with their values in the probe
     """
 
     def __init__(self, module: nn.Module, forward: Callable, projections: dict[str, nn.Module]) -> None:
@@ -142,8 +142,8 @@ class _Probe:
         self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}), dtypes=True)
 
     def answer(self) -> Match | Refused:
-        """The match or the reason. First every float that the forward reads is set to a distinct value and tried as a
-        multiplier of the formula; if nothing matches so, none is."""
+        """The match or the reason. First every float that the forward reads has a distinct value and may be a
+        multiplier of the formula; if nothing matches, it is tried without multipliers."""
         self.multipliers = {name: 1.25 + 0.5 * i for i, name in enumerate(self.numbers)}
         result = self._answer() if self.multipliers else None
         if not isinstance(result, Match):
@@ -181,8 +181,7 @@ class _Probe:
             return run(self.forward, copied, x), x, calls
 
     def _elsewhere(self, formula: "_Formula") -> str:
-        """Where a formula that was found does not hold: in eval mode, another shape or dtype, of large numbers; "" for
-        nowhere."""
+        """The case in which the formula does not hold (eval mode, another shape or dtype, large numbers), or ""."""
         for case in _CASES:
             y, _, calls = self._run(case)
             if isinstance(y, str):
@@ -197,7 +196,7 @@ class _Probe:
         return ""
 
     def _cast(self, down: str) -> Cast:
-        """The dtypes of down's weight that its input is cast to."""
+        """The dtypes of down's weight to which its input is cast."""
         dtypes = set()
         for dtype in _WEIGHTS:
             case = _Case(dtype=torch.bfloat16 if dtype is torch.float32 else torch.float32, weight=dtype)
@@ -210,7 +209,8 @@ class _Probe:
     # -- how the activation is recognised -----------------------------------------------------------------------------
 
     def _formula(self, x: torch.Tensor, y: torch.Tensor, calls: list[_Call]) -> "tuple[Match, _Formula] | Refused":
-        """The match, from what the projections were called with: x, then what the last one, `down`, was given."""
+        """The match, from the arguments of the projections: x for the first ones, and the input of the last one,
+        `down`."""
         names = [call.name for call in calls]
         if sorted(names) != sorted(set(names)) or set(names) != set(self.projections):
             return Refused(f"it calls its projections as {', '.join(names) or 'nothing'}", "swiglu")
@@ -276,16 +276,16 @@ _ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
     "relu": nn.functional.relu,
 }
-"""Activations between two products that read and write each element once in torch too."""
+"""Activations without a gate, for which torch too reads and writes each element once."""
 
 
 _Expected = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""From the projections' answers by name, the input of the last projection."""
+"""Projections' results by name -> the input of the last projection."""
 
 
 class _Formula(NamedTuple):
-    """`expected` computes the input of projection `down` from the other projections' answers; the module's result is
-    `scale` times down's answer."""
+    """`expected` computes the input of projection `down` from the other projections' results; the module's result is
+    `scale` times down's result."""
 
     expected: _Expected
     down: str
@@ -293,8 +293,8 @@ class _Formula(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """One run: the shape of x without its width, its dtype, the mode, the dtype of the projections' weights, and how
-    much larger than usual their answers are."""
+    """One run: the shape of x without its width, its dtype, the mode, the dtype of the projections' weights, and a
+    factor of their results."""
 
     leading: tuple[int, ...] = BATCH
     dtype: torch.dtype = torch.float32
@@ -320,7 +320,7 @@ _CASES = tuple(
         (BATCH, torch.float16, 1.0),
     )
 )
-"""What must compute the same formula as the first run."""
+"""Cases that must have the same formula as the first run."""
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8)
 
 
@@ -338,7 +338,7 @@ class _Gated(NamedTuple):
 def _gated_activation(
     expected: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
 ) -> _Gated | None:
-    """The gated activation that gives `expected` for (gate, up) in fp32. Only silu's kernel takes a multiplier."""
+    """The gated activation with the result `expected` for (gate, up) in fp32. Only silu's kernel takes a multiplier."""
     kinds = [
         ("silu", name, functools.partial(swiglu_reference, gate_multiplier=value))
         for name, value in multipliers.items()

@@ -45,7 +45,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
-    """The norm kernel that computes `forward(module, x)`."""
+    """The norm kernel that computes the same as `forward(module, x)`."""
     kind = "layer_norm" if "layernorm" in type(module).__name__.lower() else "rms_norm"
     inputs = required_inputs(forward)
     named = [n for n, p in inspect.signature(forward).parameters.items() if p.kind is not p.VAR_KEYWORD][1:]
@@ -72,7 +72,7 @@ _NO_WEIGHT = "it has a gate and no weight"
 
 @dataclass(frozen=True)
 class _Variant:
-    """What the norm may be: a kernel, with the names of the module's weight and bias."""
+    """A norm kernel to try, with the names of the module's weight and bias."""
 
     kernel: str
     offset: float
@@ -123,7 +123,7 @@ class _Groups:
 
 @dataclass(frozen=True)
 class _GatedVariant:
-    """What a norm of (x, gate) may be."""
+    """A gated norm to try, of (x, gate)."""
 
     weight: str
     activation: str
@@ -152,13 +152,13 @@ class _GatedVariant:
 
 _LOW, _HIGH = torch.bfloat16, torch.float32
 _PROBE_EPS = 0.25
-"""Stands for the module's own epsilon: large beside the variance, so that a wrong one cannot agree."""
+"""Replaces the module's epsilon: large relative to the variance, so that a wrong epsilon cannot agree."""
 _SMALL = 2e-3
-"""The size of the inputs where epsilon is a number in the code, for the same reason."""
+"""Size of the inputs if epsilon is a number in the code, for the same reason."""
 _MISMATCHES = 0.02
 """Share of low-precision results that may differ by one rounding: the references' sums run in another order."""
 _WIDTH = 64
-"""Of the probe's input, where the module has no weight and names no width."""
+"""Width of the probe's input, if the module has neither a weight nor an attribute for it."""
 _OTHER_BATCHES = ((1, 1), (1, 67), (5,))
 """Further leading dimensions of inputs, for which a norm must agree too."""
 
@@ -180,7 +180,7 @@ class _Probe:
         self.training = True
 
     def answer(self, kind: str) -> Match | Refused:
-        """The first epsilon and variant that agree in fp32, where their rounding and gradients agree too."""
+        """The first epsilon and variant that agree in fp32, if their rounding and gradients agree too."""
         epsilons = self._epsilons()
         reason = "" if epsilons else "it has no epsilon of its own; make it with one (eps=1e-6)"
         for eps in epsilons:
@@ -194,11 +194,11 @@ class _Probe:
         return Refused(reason or "it computes neither an RMSNorm nor a LayerNorm", kind)
 
     def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the norm takes beside x."""
+        """The norm's arguments after x."""
         return ()
 
     def _epsilons(self) -> list[str | float]:
-        """What may be the epsilon: attributes that the forward reads, and small numbers written in its code."""
+        """Candidates for epsilon: attributes that the forward reads, and small numbers in its code."""
         names = reads(type(self.module), self.forward)
         floats = [name for name, value in vars(self.module).items() if type(value) is float]
         attributes = [name for name in floats if name in names or EVERYTHING in names]
@@ -241,8 +241,7 @@ class _Probe:
         return variant.match(eps, mode, one_dtype=not mixed, outside_autocast=outside)
 
     def _elsewhere(self, eps: str | float, variant: _Variant, mode: str) -> str:
-        """Where a variant that agrees so far does not: in other shapes, of large numbers, in eval mode, in fp16; "" for
-        nowhere."""
+        """The case in which a variant does not agree (other shapes, large numbers, eval mode, fp16), or ""."""
         first = self.x
         cases = [(x, 1.0, "") for x in (first, *self.others)]
         cases.append((first, LARGE if isinstance(eps, str) else LARGE / _SMALL, f" of about {LARGE:g}"))
@@ -265,7 +264,7 @@ class _Probe:
     ) -> bool:
         """Whether results of inputs in `x_dtype`, with weights in `w_dtype`, differ by one rounding in a few places."""
         expected = self._original(eps, x_dtype, w_dtype)
-        if isinstance(expected, str):  # torch's own norms refuse mixed dtypes, and then so may ours
+        if isinstance(expected, str):  # torch's norms refuse mixed dtypes, so the kernel may too
             return w_dtype is not x_dtype
         result = self._reference(variant, eps, mode, x_dtype, w_dtype)
         if isinstance(result, str) or result.dtype != expected.dtype or result.shape != expected.shape:
@@ -316,7 +315,7 @@ class _Probe:
 
 
 class _GatedProbe(_Probe):
-    """The same of a norm that takes a gate; without one, the module's own forward runs."""
+    """`_Probe` for a norm that takes a gate; for calls without a gate, the module's own forward runs."""
 
     facts = _Probe.facts._replace(present=frozenset({"gate"}))
 

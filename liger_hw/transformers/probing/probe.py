@@ -25,7 +25,7 @@ from ..replacing import (
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
 LARGE = 1e4
-"""About the size of numbers that meet every limit there may be in a module's code."""
+"""Size of numbers that exceed any limit (a clamp, say) in a module's code."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Refused:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No change of random state, no autocast, no gradient, no default device for what runs inside; tensors that are
-    numbers, and that autograd may use, whatever the caller patches under: inference mode, or torch's fake tensors.
-    Its saved tensors are hidden from other hooks: checkpointing counts what is saved in a forward, of which the first
-    call of experts by their name may be a part."""
+    """A block without change of random state, autocast, gradients and default device, with real tensors that autograd
+    can use even if the caller is in inference mode or in torch's fake tensor mode. Its saved tensors are hidden from
+    other hooks: checkpointing counts what a forward saves, and experts may be probed inside one, at their first
+    call."""
     with contextlib.ExitStack() as stack:
         if n_dispatch_modes():
             from torch.utils._python_dispatch import _disable_current_modes
@@ -63,7 +63,7 @@ def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def autocast() -> Iterator[None]:
-    """Autocast to bf16, of the CPU and as code sees it that asks without naming a device, which means CUDA's."""
+    """Autocast to bf16 on the CPU, and as seen by code that asks without a device, which means CUDA's."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         torch.set_autocast_enabled("cuda", True)
@@ -84,12 +84,12 @@ def generator() -> torch.Generator:
 
 
 def normal(*shape: int, source: torch.Generator) -> torch.Tensor:
-    """Normal numbers in fp32, whatever the default dtype: from_pretrained(dtype=...) makes models under another."""
+    """Normal numbers in fp32, also under another default dtype, as set while from_pretrained(dtype=...) runs."""
     return torch.randn(*shape, generator=source, dtype=torch.float32)
 
 
 def random(*shape: int, source: torch.Generator) -> torch.Tensor:
-    """Normal numbers with a mean and a spread unlike 0 and 1, so that neither is mistaken for absent."""
+    """Normal numbers whose mean is not 0 and whose spread is not 1, so that a missing shift or scale shows."""
     return normal(*shape, source=source) * 1.7 + 0.3
 
 
@@ -108,7 +108,7 @@ def probe_copy(
 ) -> nn.Module:
     """A module of the same class and attributes, with other parameters, in training or eval mode and without hooks.
 
-    children: what to use in place of its children; those that are not named are copied likewise.
+    children: replacements of its children; children that are not named are copied in the same way.
     """
     copied = object.__new__(type(module))
     nn.Module.__init__(copied)
@@ -133,14 +133,14 @@ _CONTAINERS = (list, dict, set, collections.deque)
 
 
 def run(function: Callable, *args: Any) -> torch.Tensor | str:
-    """function(*args), of which the first may be a module; or why it cannot be probed.
+    """function(*args), where args[0] may be a module; or why it cannot be probed.
 
-    A forward that leaves something on its module (a counter, its last activations) does more than any kernel.
+    A forward that changes its module (a counter, its last activations) does more than any kernel.
     """
     before = _attributes(args[0])
     try:
         result = function(*args)
-    except Exception as error:  # whatever a foreign forward raises means: not recognised
+    except Exception as error:  # any error of another program's forward means: not recognised
         return f"it cannot be run alone ({first_line(error)})"
     after = _attributes(args[0])
     changed = next((name for name in after if not _is_same(before.get(name), after[name])), None)
@@ -150,7 +150,7 @@ def run(function: Callable, *args: Any) -> torch.Tensor | str:
 
 
 def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
-    """Name -> what a module, or one of its children, has by it, with how often tensors were changed in place."""
+    """Attribute of a module or of one of its children -> its values, with the versions of tensors."""
     states: dict[str, tuple[Any, ...]] = {}
     parts = {"": module, **module._modules} if isinstance(module, nn.Module) else {}
     for part, each in parts.items():

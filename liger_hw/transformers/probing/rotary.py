@@ -37,7 +37,7 @@ def functions_called(forward: Callable) -> dict[str, Callable]:
 
 
 def plain_function(value: Any) -> types.FunctionType | None:
-    """`value` when it is a function, or the function that the kernels package has made a module of.
+    """`value` if it is a function, or the function in a module that the kernels package made of it.
 
     With that package installed, the rotary functions of transformers 5 are such modules. None for anything else, and
     for a module whose forward kernels has replaced.
@@ -52,7 +52,7 @@ def plain_function(value: Any) -> types.FunctionType | None:
 
 
 class _Kernel(NamedTuple):
-    """A kernel that a rotary function may be.
+    """A kernel that may compute the same as a rotary function.
 
     make: maker of the replacement; options: keywords of the reference beside the probe's inputs
     """
@@ -65,7 +65,8 @@ class _Kernel(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Rotary functions of the same arguments: which, the inputs to try them with, and the kernels that may be them."""
+    """Rotary functions with the same arguments: a test for them, inputs to try, and kernels that may compute the
+    same."""
 
     takes: Callable[[list[str]], bool]
     inputs: list[dict[str, Any]]
@@ -73,7 +74,7 @@ class _Form(NamedTuple):
 
 
 def recognise(function: Callable) -> Match | Refused:
-    """The rotary kernel that computes `function`."""
+    """The rotary kernel that computes the same as `function`."""
     parameters = inspect.signature(function).parameters
     names = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
     if "k" in parameters and parameters["k"].default is not inspect.Parameter.empty:
@@ -101,7 +102,7 @@ def _outcome(function: Callable, arguments: dict[str, Any], options: dict[str, A
     named = {name: value for name, value in arguments.items() if name == "unsqueeze_dim"}
     try:
         return tuple(function(*positional, **named, **options))
-    except Exception:  # a width or layout it was not written for
+    except Exception:  # it does not support this width or layout
         return None
 
 
@@ -116,13 +117,13 @@ _QK = ["q", "k", "cos", "sin"]
 
 
 def _heads(source: torch.Generator, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q of 4 heads and k of 2, which stand on `axis` of 4."""
+    """q with 4 heads and k with 2; heads are dimension `axis` of 4."""
     shapes = [(2, heads, _TOKENS, _WIDTH) if axis == 1 else (2, _TOKENS, heads, _WIDTH) for heads in (4, 2)]
     return tuple(normal(*shape, source=source) for shape in shapes)
 
 
 def _angles(source: torch.Generator, *shape: int, equal: bool = False) -> tuple[torch.Tensor, ...]:
-    """Random numbers in the place of cos and sin; equal: of two equal halves."""
+    """Random numbers for cos and sin; equal: with two equal halves."""
     tables = tuple(normal(*shape, source=source) for _ in range(2))
     return tuple(torch.cat((t[..., : shape[-1] // 2],) * 2, -1) for t in tables) if equal else tables
 
@@ -135,7 +136,7 @@ def _q_and_k_form() -> _Form:
             names[:4] == _QK and names[-1] == "unsqueeze_dim" and not set(names[4:]) - {"position_ids", "unsqueeze_dim"}
         )
 
-    cases = []  # a function that does not take cos and sin of one of these widths says so by raising
+    cases = []  # a function raises for widths of cos and sin that it does not support
     for width, equal in ((_WIDTH, False), (_WIDTH, True), (_WIDTH // 2, False), (_WIDTH // 4, True)):
         for axis in (1, 2):
             source = generator()
