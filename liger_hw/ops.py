@@ -164,8 +164,8 @@ class Plan:
 
     layer, config, provenance, source: the registry's answer and where it came from
     constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration,
-    STAGES, LOAD_CACHE and LOAD_EVICT (the memory hint), FAST_LOG2, and DEPENDENT (launched with programmatic dependent
-    launch)
+    STAGES, LOAD_HINT (the memory hint), LOAD_EVICT (the hint where it is an eviction policy, which stores take too),
+    FAST_LOG2, and DEPENDENT (launched with programmatic dependent launch)
     options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
     programs: programs of a persistent grid, 0 when the configuration is not persistent
     compiled: specialisation -> compiled kernel (see `runtime/launch.py`), or None where Triton's own launcher is used
@@ -188,7 +188,7 @@ class Plan:
         self.constexprs = {
             **config.blocks,
             "STAGES": config.num_stages,
-            "LOAD_CACHE": cache,
+            "LOAD_HINT": cache or evict,
             "LOAD_EVICT": evict,
             "FAST_LOG2": vendor.fast_log2 and not interpreted,
             "DEPENDENT": bool(dependent),

@@ -179,6 +179,7 @@ def test_a_load_hint_is_never_a_cache_modifier_and_an_eviction_policy(vendor):
     for hint in HINTS:
         cache, evict = backend(vendor).load_hint(hint)
         assert not (cache and evict), "PTXAS refuses both on one load"
+        assert cache in ("", ".ca", ".cg"), "load_with_hint takes any other hint for an eviction policy"
     assert backend(vendor).load_hint("none") == ("", "")
 
 

@@ -55,8 +55,7 @@ def _row_map_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Tiles of whole rows; y is contiguous."""
@@ -70,8 +69,8 @@ def _row_map_bwd_kernel(
         pad = row_pad(rows * n_cols, VECTOR)
         dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
         dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
-        y = load_row(Y_ptr + dense, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
-        dy = load_row(dy_ptrs, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        y = load_row(Y_ptr + dense, exist, pad, n_cols, 0.0, VECTOR, LOAD_HINT)
+        dy = load_row(dy_ptrs, exist, pad, n_cols, 0.0, VECTOR, LOAD_HINT)
         if SPARSE:
             inside = y > 0.0
             total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)

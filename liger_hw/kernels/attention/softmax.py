@@ -81,8 +81,7 @@ def _softmax_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Tiles of whole rows. A NARROW row is kept in its 16-bit dtype across both reductions and its exponentials are
@@ -96,7 +95,7 @@ def _softmax_fwd_kernel(
         exist = rows < n_rows
         pad = row_pad(rows * n_cols, VECTOR)
         x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
-        x = load_row(x_ptrs, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT)
+        x = load_row(x_ptrs, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_HINT)
         top = tl.max(x.to(tl.float32), axis=1)[:, None]
         if NARROW and x.dtype != tl.float32:
             x, top = _below_2_30(x, top)

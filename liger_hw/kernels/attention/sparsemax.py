@@ -72,8 +72,7 @@ def _sparsemax_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Tiles of whole rows, which stay in registers through all of Newton's steps."""
@@ -87,7 +86,7 @@ def _sparsemax_fwd_kernel(
         tau = tl.full([ROWS, 1], -1.0, dtype=tl.float32)
         count = tl.full([ROWS, 1], float("inf"), dtype=tl.float32)
         shrinking = tl.program_id(0) >= 0  # true
-        z = load_row(x_ptrs, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
+        z = load_row(x_ptrs, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_HINT).to(tl.float32)
         z = tl.where(exist, z - _finite(tl.reduce(z, 1, _larger)[:, None]), 0.0)  # rows past the end: something finite
         while shrinking:
             inside = z > tau

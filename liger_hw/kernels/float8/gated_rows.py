@@ -37,8 +37,7 @@ def _gated_rows_kernel(
     ROUND_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """ROWS whole rows a program."""
@@ -47,8 +46,8 @@ def _gated_rows_kernel(
     row_mask = rows < n_rows
     cols = tl.arange(0, BLOCK_SIZE)
     mask = tile_mask(row_mask, cols < n_cols)
-    a = load_tile(A_ptr, rows, A_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-    b = load_tile(B_ptr, rows, B_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+    a = load_tile(A_ptr, rows, A_row_stride, cols, mask, LOAD_HINT)
+    b = load_tile(B_ptr, rows, B_row_stride, cols, mask, LOAD_HINT)
     value, _ = activation(a.to(tl.float32), KIND)
     c = (value.to(a.dtype) * b).to(a.dtype)
     store_float8_rows(Q_ptr, S_ptr, c, rows, row_mask, cols, Q_row_stride, LARGEST, ROUND_FIRST)

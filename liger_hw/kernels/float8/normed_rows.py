@@ -46,8 +46,7 @@ def _normed_rows_kernel(
     ROUND_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """ROWS whole rows a program. R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr,
@@ -58,9 +57,9 @@ def _normed_rows_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     exist = cols < n_cols
     mask = tile_mask(row_mask, exist)
-    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT)
     if R_ptr is not None:
-        r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_HINT)
         x = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
         store_tile(S_ptr, rows, n_cols, cols, x, mask)
     w = load_scale(W_ptr, cols, exist, offset)

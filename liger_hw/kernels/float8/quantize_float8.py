@@ -76,8 +76,7 @@ def _float8_rows_kernel(
     WHOLE_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program. SCALE_ptr: [1], the scale of all rows; or None, and each row's own goes to S_ptr.
@@ -90,7 +89,7 @@ def _float8_rows_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
         mask = tile_mask(row_mask, cols < n_cols)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT)
     if SCALE_ptr is not None:
         scale = tl.load(SCALE_ptr).to(tl.int32, bitcast=True)
         inverse = inverse_scale(scale)
@@ -101,7 +100,7 @@ def _float8_rows_kernel(
             most = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.int32)
             for start in range(0, n_cols, BLOCK_SIZE):
                 mask = tile_mask(row_mask, start + cols < n_cols)
-                x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "", "")
+                x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "")
                 most = tl.maximum(most, magnitude_bits(x))
             largest = tl.max(most, axis=1)
         scale = scale_bits(largest, LARGEST)
@@ -114,7 +113,7 @@ def _float8_rows_kernel(
         else:
             for start in range(0, Q_row_stride, BLOCK_SIZE):
                 mask = tile_mask(row_mask, start + cols < n_cols)
-                x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "", "")
+                x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "")
                 q = to_float8(x.to(tl.float32) * inverse, Q_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
                 store_tile(Q_ptr, rows, Q_row_stride, start + cols, q, tile_mask(row_mask, start + cols < Q_row_stride))
 
@@ -133,8 +132,7 @@ def _float8_transposed_kernel(
     FACTOR_OF_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One tile of ROWS rows and BLOCK_SIZE columns a program. FACTOR_ptr: [n_rows] or [1], or None to copy FP8."""
@@ -144,7 +142,7 @@ def _float8_transposed_kernel(
     rows = pid // tiles * ROWS + tl.arange(0, ROWS)
     cols = pid % tiles * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     row_mask = rows < n_rows
-    x = load_tile(X_ptr, rows, X_row_stride, cols, tile_mask(row_mask, cols < n_cols), LOAD_CACHE, LOAD_EVICT)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, tile_mask(row_mask, cols < n_cols), LOAD_HINT)
     if FACTOR_ptr is not None:
         if FACTOR_OF_ROW:
             factor = tl.load(FACTOR_ptr + rows, mask=row_mask, other=0.0)[:, None]

@@ -219,8 +219,7 @@ def _cross_entropy_fwd_kernel(
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """One program a row. DX may be X: a row is read and written by its own program only, each element read first.
 
@@ -228,7 +227,7 @@ def _cross_entropy_fwd_kernel(
     between rows may be accessed, and DX has the stride of X.
     """
     # the first sweep keeps the row in cache for the second, which needs it last
-    AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""
+    AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_HINT == "evict_last" else ""
     ARGMAX: tl.constexpr = TOP_ptr is not None
     row = tl.program_id(0).to(tl.int64)
     head = row_head(row * X_row_stride, VECTOR)
@@ -265,7 +264,7 @@ def _cross_entropy_fwd_kernel(
 
     lse, _, weighted, argmax, x_tail, x_edge = scan_row(
         X_ptr, BIAS_ptr, W_ptr, head, n_body, n_full, n_cols, n_stored, softcap, 1.0,
-        SOFTCAP, SMOOTHING, False, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+        SOFTCAP, SMOOTHING, False, ARGMAX, BLOCK_SIZE, STAGES, LOAD_HINT, VECTOR,
     )  # fmt: skip
 
     share = tl.load(STATS_ptr)

@@ -22,6 +22,7 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Sample, Target, Tunable, normal, row_key, tile_space
+from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -185,14 +186,13 @@ def _divergence_tile(
     beta,
     eps,
     KIND: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
     """`total` plus the terms of the columns below n_cols. Stores terms and gradient that have a pointer."""
     mask = cols < n_cols
-    x = tl.load(X_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    y = tl.load(Y_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    x = load_with_hint(X_ptr + cols, LOAD_HINT, mask=mask, other=0.0)
+    y = load_with_hint(Y_ptr + cols, LOAD_HINT, mask=mask, other=0.0)
     f, g = divergence_of(x.to(tl.float32), y.to(tl.float32), beta, eps, KIND, FAST_LOG2)
     total += tl.where(mask, f, 0.0)
     if TERM_ptr is not None:
@@ -232,8 +232,7 @@ def _divergence_kernel(
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
     """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
@@ -264,14 +263,14 @@ def _divergence_kernel(
         cols = start + tl.arange(0, BLOCK_SIZE)
         total = _divergence_tile(
             X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, at, cols, n_body, total, slope, beta, eps,
-            KIND, LOAD_CACHE, LOAD_EVICT, FAST_LOG2,
+            KIND, LOAD_HINT, FAST_LOG2,
         )  # fmt: skip
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
         n_right = tl.where((part == 0) & counts, n_cols - head, -VECTOR)  # -VECTOR masks all columns
         edge_total = _divergence_tile(
             X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, at, edge, n_right, tl.zeros([2 * VECTOR], dtype=tl.float32),
-            slope, beta, eps, KIND, "", "", FAST_LOG2,
+            slope, beta, eps, KIND, "", FAST_LOG2,
         )  # fmt: skip
     if SUM_ptr is not None:
         place = SUM_ptr + row * tl.num_programs(1) + part

@@ -62,8 +62,7 @@ def _log_prob_rows_kernel(
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """One program a row of a chunk that begins at row `row_start` of the targets and results.
 
@@ -102,7 +101,7 @@ def _log_prob_rows_kernel(
     TOP: tl.constexpr = TOP_ptr is not None
     lse, entropy, total, top, _, _ = scan_row(
         X_ptr, BIAS_ptr, None, head, n_body, n_full, n_cols, n_stored, softcap, inv_temperature,
-        SOFTCAP, SUM, ENTROPY, TOP, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+        SOFTCAP, SUM, ENTROPY, TOP, BLOCK_SIZE, STAGES, LOAD_HINT, VECTOR,
     )  # fmt: skip
     logp = tl.where(inside, s_y - lse, float("nan"))
     tl.store(LOGP_ptr + row, tl.where(ignored, 0.0, logp))
@@ -140,7 +139,6 @@ def _log_prob_gradient_kernel(
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
     """One program a row. DX may be X: every element is read and written by the same thread."""

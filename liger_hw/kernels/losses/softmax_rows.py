@@ -15,6 +15,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", htt
 from __future__ import annotations
 
 from ...registry import Key, LaunchConfig, Target, tile_space
+from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import INTERPRET, libdevice, tl, triton
 from ..rows.row import edge_columns
 from ..rows.tuning import column_tiles, tile_rule
@@ -46,8 +47,7 @@ def load_logits(
     n_stored,
     outside,
     MASKED: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """A tile of logits plus bias in fp32. MASKED: the row ends in it, and columns from n_cols on get `outside`.
 
@@ -59,7 +59,7 @@ def load_logits(
             x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         x = tl.where(cols < n_cols, x, outside)
     else:
-        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        x = load_with_hint(X_ptr + cols, LOAD_HINT).to(tl.float32)
         if BIAS_ptr is not None:
             x += tl.load(BIAS_ptr + cols).to(tl.float32)
     return x
@@ -72,7 +72,7 @@ def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
         BIAS_ptr += head
     n_right = n_cols - head
     edge = edge_columns(head, n_body, n_cols, VECTOR)
-    return load_logits(X_ptr, BIAS_ptr, edge, n_right, n_right, float("-inf"), True, "", "")
+    return load_logits(X_ptr, BIAS_ptr, edge, n_right, n_right, float("-inf"), True, "")
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def _rank(x):
 def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
     """The first of `cols` [lanes, width] whose logit is top_row. Only lanes with that maximum are read again."""
     cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
-    x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "", "")
+    x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "")
     return tl.min(tl.min(tl.where(_rank(x) == top_row, cols, n_cols), 1), 0)
 
 
@@ -198,8 +198,7 @@ def scan_row(
     TOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """The first sweep: (lse, entropy, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
@@ -231,14 +230,14 @@ def scan_row(
     for i in tl.range(0, n_full, num_stages=STAGES):
         cols = i * BLOCK_SIZE + lane_cols
         top_before = top
-        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
+        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_HINT)
         m, d, moment, total, top = _scan_tile(
             x, cols, n_body, W_ptr, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, False
         )
         top_tile = tl.where(top > top_before, i, top_tile)
     cols = n_full * BLOCK_SIZE + lane_cols
     top_before = top
-    x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, float("-inf"), True, "", "")
+    x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, float("-inf"), True, "")
     m, d, moment, total, top = _scan_tile(
         x, cols, n_body, W_ptr, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, True
     )
@@ -312,7 +311,7 @@ def write_gradient(
             W_ptr += head
     tail_cols = n_full * BLOCK_SIZE + block_cols
     if x_tail is None:
-        x_tail = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
+        x_tail = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "")
     g = _gradient_tile(
         x_tail, tail_cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
         smoothing_term, b, entropy,
@@ -328,7 +327,7 @@ def write_gradient(
         tl.store(DX_ptr + edge, g_edge.to(dx_type), mask=edge < n_right)
     for done in tl.range(0, n_full, num_stages=STAGES):
         cols = (n_full - 1 - done) * BLOCK_SIZE + block_cols
-        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, "", EVICT)
+        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, EVICT)
         g = _gradient_tile(
             x, cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
             smoothing_term, b, entropy,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...registry import Key, LaunchConfig, Target, next_power_of_2, tile_space
+from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
@@ -26,8 +27,7 @@ def _fused_moe_combine_kernel(
     n_cols,
     TOP_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """Out[token] = the sum of weight * (Y[row] + Bias[expert]) over the token's slots, in their order.
 
@@ -41,7 +41,7 @@ def _fused_moe_combine_kernel(
         slot = token * TOP_K + choice
         row = tl.load(Row_ptr + slot).to(tl.int64)
         ptrs = Y_ptr + row * n_cols + cols
-        y = tl.load(ptrs, mask=mask & (row >= 0), other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        y = load_with_hint(ptrs, LOAD_HINT, mask=mask & (row >= 0), other=0.0)
         y = y.to(tl.float32)
         if Bias_ptr is not None:
             expert = tl.load(Index_ptr + slot).to(tl.int64)

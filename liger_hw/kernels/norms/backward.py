@@ -123,8 +123,8 @@ def _store_column_sums(
     cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
     exist = cols < n_cols
     mask = tile_mask(row_mask, exist)
-    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "")
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, ""))
     mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
     rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
     _, _, dw = _products(x, dy, None, mean, rstd, CASTING)
@@ -156,8 +156,7 @@ def _norm_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c. With BLOCK_2 there is one column
@@ -202,15 +201,13 @@ def _norm_bwd_kernel(
         mask_2 = tile_mask(row_mask, exist_2)
         touched = touched_mask(row_mask, cols, pad, n_cols, VECTOR)
         touched_2 = touched_mask(row_mask, cols_2, pad, n_cols, VECTOR)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
-        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR))
-        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
-        dy_2 = to_fp32(
-            load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
-        )
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_HINT, touched, VECTOR))
+        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
+        dy_2 = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR))
         if ONE_TILE:  # else ds is loaded after the row is summed, so that it takes no registers until then
-            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
-            ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
+            ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
         mean = load_row_values(STATS_ptr, rows, row_mask) if SUBTRACT_MEAN else None
         rstd = _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
         m, h, dy_h = _products(x, dy, w, mean, rstd, CASTING)
@@ -243,13 +240,13 @@ def _norm_bwd_kernel(
                 dot = row_sums(m * h, mh_2)
             dot = as_column(dot / n_cols)
         if not ONE_TILE:
-            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
+            ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
         whole = whole_mask(row_mask, cols, pad, n_cols, VECTOR)
         dx = _input_gradient(m, h, shift, dot, rstd, ds)
         store_tile(DX_ptr, rows, n_cols, cols, dx, mask, whole, VECTOR)
         if BLOCK_2:
             if not ONE_TILE:
-                ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+                ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
             whole_2 = whole_mask(row_mask, cols_2, pad, n_cols, VECTOR)
             dx_2 = _input_gradient(m_2, h_2, shift, dot, rstd, ds_2)
             store_tile(DX_ptr, rows, n_cols, cols_2, dx_2, mask_2, whole_2, VECTOR)

@@ -84,8 +84,7 @@ def _dyt_fwd_kernel(
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (r, c) computes row tile r of column tile c."""
@@ -97,7 +96,7 @@ def _dyt_fwd_kernel(
     positions, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0, pad, VECTOR)
     mask = tile_mask(row_mask, exist)
     touched = touched_mask(row_mask, positions, pad, n_cols, VECTOR)
-    x = load_tile(X_ptr, rows, X_row_stride, positions, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR).to(tl.float32)
+    x = load_tile(X_ptr, rows, X_row_stride, positions, mask, LOAD_HINT, touched, VECTOR).to(tl.float32)
     gamma = load_columns(Gamma_ptr, positions, exist, pad).to(tl.float32)
     t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x, X_ptr.dtype.element_ty == tl.float32)
     y = gamma[None, :] * t
@@ -126,8 +125,7 @@ def _dyt_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
@@ -152,8 +150,8 @@ def _dyt_bwd_kernel(
         row_mask = rows < n_rows
         mask = tile_mask(row_mask, exist)
         touched = touched_mask(row_mask, positions, pad, n_cols, VECTOR)
-        x = to_fp32(load_tile(X_ptr, rows, X_row_stride, positions, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR))
-        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, positions, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR))
+        x = to_fp32(load_tile(X_ptr, rows, X_row_stride, positions, mask, LOAD_HINT, touched, VECTOR))
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, positions, mask, LOAD_HINT, touched, VECTOR))
         t, slope = _tanh_and_slope(alpha * x, X_ptr.dtype.element_ty == tl.float32)
         d = dy * slope
         if Partial_ptr is not None:

@@ -127,8 +127,8 @@ def _norm_by_tiles(
     for start in range(0, n_cols, BLOCK_SIZE):
         cols = start + positions
         mask = tile_mask(row_mask, cols < n_cols)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-        x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", ""))
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "")
+        x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, ""))
         if S_ptr is not None:
             store_tile(S_ptr, rows, n_cols, cols, x, mask)
         if SUBTRACT_MEAN:
@@ -149,8 +149,8 @@ def _norm_by_tiles(
         cols = (tiles - 1 - tile) * BLOCK_SIZE + positions
         exist = cols < n_cols
         mask = tile_mask(row_mask, exist)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-        h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", "")).to(tl.float32)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "")
+        h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "")).to(tl.float32)
         if SUBTRACT_MEAN:
             h = h - as_column(mean)
         w = load_columns(W_ptr, cols, exist)
@@ -184,8 +184,7 @@ def _norm_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program, VECTOR rows apart, in one block of columns or two (BLOCK_2); wider rows in tiles.
@@ -223,14 +222,14 @@ def _norm_fwd_kernel(
             mask_2 = tile_mask(row_mask, exist_2)
             touched = touched_mask(row_mask, cols, pad, n_cols, VECTOR)
             touched_2 = touched_mask(row_mask, cols_2, pad, n_cols, VECTOR)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
-            r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT, touched, VECTOR)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
+            r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
             x = _add_residual(x, r)
             if not (LOOP or LATE):
                 w = load_columns(W_ptr, cols, exist, pad)
                 b = load_columns(B_ptr, cols, exist, pad)
-            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
-            r_2 = load_tile(R_ptr, rows, R_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT, touched_2, VECTOR)
+            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
+            r_2 = load_tile(R_ptr, rows, R_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
             x_2 = _add_residual(x_2, r_2)
             if not LOOP:
                 w_2 = load_columns(W_ptr, cols_2, exist_2, pad)

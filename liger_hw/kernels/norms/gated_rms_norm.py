@@ -21,6 +21,7 @@ import torch
 from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
+from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import (
     OperatorFunction,
     cdiv,
@@ -91,10 +92,10 @@ def _gate_and_slope(g, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _load(P_ptr, rows, row_stride, at, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+def _load(P_ptr, rows, row_stride, at, mask, LOAD_HINT: tl.constexpr):
     """A tile of rows in fp32, zero outside `mask`."""
     pointers = P_ptr + rows * row_stride + at
-    tile = tl.load(pointers, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    tile = load_with_hint(pointers, LOAD_HINT, mask=mask, other=0.0)
     return tile.to(tl.float32)
 
 
@@ -116,8 +117,7 @@ def _gated_rms_norm_fwd_kernel(
     NORM_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """ROWS rows of one group a program; axis 1 of the grid are the groups, of n_cols columns each."""
@@ -127,8 +127,8 @@ def _gated_rms_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     mask = (rows < n_rows) & (cols < n_cols)
     at = group * n_cols + cols
-    x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
-    g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
+    x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_HINT)
+    g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_HINT)
     w = tl.load(W_ptr + at, mask=cols < n_cols, other=0.0)
     factor, _ = _gate_and_slope(g, SIGMOID)
     u = x
@@ -170,8 +170,7 @@ def _gated_rms_norm_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program p of a group takes its row tiles p, p + programs, ..., and stores its share of dw in Partial_ptr
@@ -185,9 +184,9 @@ def _gated_rms_norm_bwd_kernel(
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < n_cols)
-        dy = _load(DY_ptr, rows, DY_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
-        x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
-        g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
+        dy = _load(DY_ptr, rows, DY_row_stride, at, mask, LOAD_HINT)
+        x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_HINT)
+        g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_HINT)
         rstd = tl.load(RSTD_ptr + group * n_rows.to(tl.int64) + rows, mask=rows < n_rows, other=0.0)
         factor, slope = _gate_and_slope(g, SIGMOID)
         u = x

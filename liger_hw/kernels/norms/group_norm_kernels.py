@@ -9,6 +9,7 @@ holds one tile of a group, so that everything is read once; the programs of a gr
 from __future__ import annotations
 
 from ...runtime.cooperative import collect, publish
+from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
 
@@ -122,8 +123,7 @@ def _group_norm_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """Program (p, s) takes split s of the groups p, p + programs, ...: SUM computes statistics, APPLY writes y.
 
@@ -144,7 +144,7 @@ def _group_norm_fwd_kernel(
         if WHOLE_GROUP or SUM:
             _, in_group, channel_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
             x_ptrs = X_ptr + start + offsets
-            x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            x = load_with_hint(x_ptrs, LOAD_HINT, mask=mask, other=0.0)
             x = x.to(tl.float32)
         if WHOLE_GROUP:
             mean = _sum(x) / values

@@ -41,7 +41,7 @@ from .backward import means_tunable, normalised, store_partial_sums, two_gradien
 @triton.jit
 def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
     """(offset + W) * (1 + scale) in fp32, [mods, columns]; None for columns that are None."""
-    gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
+    gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, ""))
     if gain is not None:
         gain = 1.0 + gain
         w = load_scale(W_ptr, cols, exist, offset)
@@ -85,8 +85,7 @@ def _modulated_rms_norm_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one block or two (BLOCK_2).
@@ -110,10 +109,10 @@ def _modulated_rms_norm_fwd_kernel(
     if KEEP == 1:
         mods = group + tl.zeros([1], dtype=tl.int64)
         gain = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
-        shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :], "", ""))
+        shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :], ""))
         mod_mask_2 = tile_mask(tl.full([1], 1, tl.int1), exist_2)
         gain_2 = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols_2, exist_2, mod_mask_2, offset)
-        shift_2 = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols_2, mod_mask_2, "", ""))
+        shift_2 = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols_2, mod_mask_2, ""))
     for tile in tl.range(first, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
@@ -122,22 +121,22 @@ def _modulated_rms_norm_fwd_kernel(
         if WHOLE_ROW:
             mask = tile_mask(row_mask, exist)
             mask_2 = tile_mask(row_mask, exist_2)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT)
+            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_HINT)
             if KEEP == 2:
                 gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, "", ""))
+                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, ""))
                 gain_2 = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset)
-                shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, "", ""))
+                shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, ""))
             rstd = tl.rsqrt(row_sums(squared(x), squared(x_2)) / n_cols + eps)
             if KEEP == 0:
                 gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, "", ""))
+                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, ""))
             store_tile(Y_ptr, rows, n_cols, cols, _modulated(x, rstd, gain, shift, CASTING), mask)
             if BLOCK_2:
                 if KEEP == 0:
                     gain_2 = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset)
-                    shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, "", ""))
+                    shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, ""))
                 y = _modulated(x_2, rstd, gain_2, shift_2, CASTING)
                 store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2)
         else:
@@ -145,15 +144,15 @@ def _modulated_rms_norm_fwd_kernel(
             squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for start in range(0, n_cols, BLOCK_SIZE):
                 mask = tile_mask(row_mask, start + positions < n_cols)
-                squares += squared(load_tile(X_ptr, rows, X_row_stride, start + positions, mask, "", ""))
+                squares += squared(load_tile(X_ptr, rows, X_row_stride, start + positions, mask, ""))
             rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
             for back in range(tiles):  # backwards: what was read last is nearest
                 at = (tiles - 1 - back) * BLOCK_SIZE + positions
                 mask = tile_mask(row_mask, at < n_cols)
-                x = load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
+                x = load_tile(X_ptr, rows, X_row_stride, at, mask, "")
                 gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, at, at < n_cols, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, at, mask, "", ""))
+                shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, at, mask, ""))
                 store_tile(Y_ptr, rows, n_cols, at, _modulated(x, rstd, gain, shift, CASTING), mask)
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
@@ -249,7 +248,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     if DShift_ptr is not None:
         shift = tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
     mask = is_mod[:, None] & exist[None, :]
-    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
     w = load_scale(W_ptr, cols, exist, offset)
     _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
@@ -318,7 +317,7 @@ def _store_sums_of_rows(
     dy = dy.to(tl.float32)
     rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
     mask = is_mod[:, None] & exist[None, :]
-    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
     w = load_scale(W_ptr, cols, exist, offset)
     _, rounded = normalised(x, None, rstd, CASTING)
     q, shift = tl.sum(dy * rounded, axis=1), tl.sum(dy, axis=1)
@@ -353,8 +352,7 @@ def _modulated_rms_norm_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
@@ -407,16 +405,16 @@ def _modulated_rms_norm_bwd_kernel(
         rows = group * rows_per_group + in_group
         mask = tile_mask(row_mask, exist)
         mask_2 = tile_mask(row_mask, exist_2)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
-        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
-        dy_2 = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT))
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT)
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_HINT))
+        x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_HINT)
+        dy_2 = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols_2, mask_2, LOAD_HINT))
         rstd = load_row_values(RSTD_ptr, rows, row_mask)
         h, rounded = normalised(x, None, rstd, CASTING)
         m = dy if w is None else dy * w[None, :]
         share = dy * rounded
         if PER_ROW:
-            scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_HINT)
             dscale_ptr = None if SUM_MODS else DScale_ptr
             dshift_ptr = None if SUM_MODS else DShift_ptr
             share, m = _modulate_by_row(scale, share, rounded, dy, m, dscale_ptr, dshift_ptr, rows, n_cols, cols, mask)
@@ -430,7 +428,7 @@ def _modulated_rms_norm_bwd_kernel(
             m_2 = dy_2 if w_2 is None else dy_2 * w_2[None, :]
             share = dy_2 * rounded
             if PER_ROW:
-                scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols_2, mask_2, LOAD_CACHE, LOAD_EVICT)
+                scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols_2, mask_2, LOAD_HINT)
                 share, m_2 = _modulate_by_row(
                     scale, share, rounded, dy_2, m_2, dscale_ptr, dshift_ptr, rows, n_cols, cols_2, mask_2
                 )

@@ -18,6 +18,7 @@ import torch
 from ... import registry
 from ...registry import Sample, normal, row_key
 from ...runtime.dependent_launch import wait_for_previous
+from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -73,8 +74,7 @@ def _poly_norm_fwd_kernel(
     WHOLE_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
@@ -92,7 +92,7 @@ def _poly_norm_fwd_kernel(
         shift = tl.load(B_ptr).to(tl.float32)
     if WHOLE_ROW:
         mask = row_mask & (cols < n_cols)
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        x = load_with_hint(x_ptrs, LOAD_HINT, mask=mask, other=0.0).to(tl.float32)
         square = x * x
         fourth = square * square
         sum1, sum2, sum3 = _row_sum(square), _row_sum(fourth), _row_sum(fourth * square)
@@ -151,8 +151,7 @@ def _poly_norm_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache.
@@ -181,8 +180,8 @@ def _poly_norm_bwd_kernel(
         rstd3 = tl.load(RSTD_ptr + 2 * n_rows + rows, mask=row_mask, other=0.0)
         if WHOLE_ROW:
             mask = row_mask & (cols < n_cols)
-            x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            x = load_with_hint(x_ptrs, LOAD_HINT, mask=mask, other=0.0)
+            dy = load_with_hint(dy_ptrs, LOAD_HINT, mask=mask, other=0.0)
             x, dy = x.to(tl.float32), dy.to(tl.float32)
             first = dy * x
             second = first * x

@@ -17,6 +17,7 @@ import torch
 
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import cdiv, define, empty_like, launch
 from ...runtime.triton_import import tl, triton
 
@@ -78,12 +79,11 @@ def _fwd_tile(
     KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_SCALED: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
-    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    a = load_with_hint(a_ptrs, LOAD_HINT, mask=mask)
     if IS_GATED:
-        b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        b = load_with_hint(b_ptrs, LOAD_HINT, mask=mask)
     gate = a.to(tl.float32)
     if IS_SCALED:
         gate = (gate * gate_multiplier).to(a.dtype).to(tl.float32)
@@ -115,8 +115,7 @@ def _activation_fwd_kernel(
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) where b_offset, B_ptr and the multipliers are None.
@@ -137,9 +136,9 @@ def _activation_fwd_kernel(
     by, down = gate_multiplier, down_multiplier
     unmasked = whole if SPLIT else False
     if unmasked:
-        _fwd_tile(a, b, c, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+        _fwd_tile(a, b, c, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
     else:
-        _fwd_tile(a, b, c, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+        _fwd_tile(a, b, c, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
 
 
 @triton.jit
@@ -155,13 +154,12 @@ def _bwd_tile(
     KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_SCALED: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     if IS_GATED:
-        a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dc = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        a = load_with_hint(a_ptrs, LOAD_HINT, mask=mask)
+        b = load_with_hint(b_ptrs, LOAD_HINT, mask=mask)
+        dc = load_with_hint(dc_ptrs, LOAD_HINT, mask=mask)
         gate, d = a.to(tl.float32), dc.to(tl.float32)
         if IS_SCALED:
             gate, d = (gate * gate_multiplier).to(a.dtype).to(tl.float32), d * down_multiplier
@@ -176,8 +174,8 @@ def _bwd_tile(
         tl.store(da_ptrs, da.to(a.dtype), mask=mask)
         tl.store(db_ptrs, db, mask=mask)
     else:
-        d = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        x = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        d = load_with_hint(dc_ptrs, LOAD_HINT, mask=mask).to(tl.float32)
+        x = load_with_hint(a_ptrs, LOAD_HINT, mask=mask).to(tl.float32)
         is_inactive = x <= 0.0
         _, slope = activation(x, KIND)
         dx = slope * d
@@ -208,8 +206,7 @@ def _activation_bwd_kernel(
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """da and db; arguments as in the forward kernel. D_row_stride: of DA and DB, None for n_cols."""
@@ -232,9 +229,9 @@ def _activation_bwd_kernel(
     by, down = gate_multiplier, down_multiplier
     unmasked = whole if SPLIT else False
     if unmasked:
-        _bwd_tile(dc, a, b, da, db, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+        _bwd_tile(dc, a, b, da, db, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
     else:
-        _bwd_tile(dc, a, b, da, db, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+        _bwd_tile(dc, a, b, da, db, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------

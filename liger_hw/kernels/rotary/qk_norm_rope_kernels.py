@@ -126,8 +126,7 @@ def _qk_norm_rope_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEADS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """HEADS heads of BLOCK_T tokens a program, BLOCK_H at a time; the next ones are loaded before these are stored.
 
@@ -160,7 +159,7 @@ def _qk_norm_rope_fwd_kernel(
     batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
     ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
     out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
-    x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT)
+    x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
     w1, w2, w3 = _load_weight(
         _pointer(is_k, WQ_ptr, WK_ptr), offset, HALF, PASS_THROUGH, BLOCK_T, BLOCK_HALF, BLOCK_PASS
     )
@@ -174,7 +173,7 @@ def _qk_norm_rope_fwd_kernel(
         heads += BLOCK_H
         ptrs += step
         coming = token_mask & (heads < last)[:, None, None]
-        n1, n2, n3 = load_heads(ptrs, coming, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT)
+        n1, n2, n3 = load_heads(ptrs, coming, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
         _, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, PASS_THROUGH)
         y1, y2 = rotate(_rounded(h1, x1, CASTING), _rounded(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
         store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HALF, PASS_THROUGH, False)
@@ -232,8 +231,7 @@ def _qk_norm_rope_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """OutQ, OutK: the gradients of q and k. DW_ptr: fp32 rows [dwq, dwk], or None where they are not wanted.
 
@@ -275,11 +273,9 @@ def _qk_norm_rope_bwd_kernel(
         mask = token_mask & (heads < n_heads)[:, None, None]
         batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
         ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
-        x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT)
+        x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
         ptrs = DY_ptr + row_offsets(batch, token, heads, dy_batch, dy_head, dy_token, ALIGN)
-        dy1, dy2, dy3 = load_heads(
-            ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_CACHE, LOAD_EVICT
-        )
+        dy1, dy2, dy3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
         angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
         cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
         rstd, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, PASS_THROUGH)

@@ -7,6 +7,7 @@ tuple. Hence the long argument lists here and in qk_norm_rope_kernels.py.
 from __future__ import annotations
 
 from ...runtime.dependent_launch import wait_for_previous
+from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
 
 # -- helpers of tiles [heads, tokens, columns] or [tokens, heads, columns] -------------------------------------------
@@ -68,11 +69,6 @@ def row_offsets(
 
 
 @triton.jit
-def load(ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
-    return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-
-
-@triton.jit
 def load_heads(
     ptrs,
     mask,
@@ -81,23 +77,22 @@ def load_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_PASS: tl.constexpr,
     IS_PAIRS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
 ):
     """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., BLOCK_HALF] each, and the columns that pass
     through (x1 again where all of a head rotates), in the stored dtype."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
-        x = load(ptrs + both, mask & (both < 2 * HALF), LOAD_CACHE, LOAD_EVICT)
+        x = load_with_hint(ptrs + both, LOAD_HINT, mask=mask & (both < 2 * HALF), other=0.0)
         x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], BLOCK_HALF, 2]))
     else:
         cols = tl.arange(0, BLOCK_HALF)[None, None, :]
-        x1 = load(ptrs + cols, mask & (cols < HALF), LOAD_CACHE, LOAD_EVICT)
-        x2 = load(ptrs + cols + HALF, mask & (cols < HALF), LOAD_CACHE, LOAD_EVICT)
+        x1 = load_with_hint(ptrs + cols, LOAD_HINT, mask=mask & (cols < HALF), other=0.0)
+        x2 = load_with_hint(ptrs + cols + HALF, LOAD_HINT, mask=mask & (cols < HALF), other=0.0)
     x3 = x1
     if PASS_THROUGH:
         passing = tl.arange(0, BLOCK_PASS)[None, None, :]
-        x3 = load(ptrs + passing + 2 * HALF, mask & (passing < PASS_THROUGH), LOAD_CACHE, LOAD_EVICT)
+        x3 = load_with_hint(ptrs + passing + 2 * HALF, LOAD_HINT, mask=mask & (passing < PASS_THROUGH), other=0.0)
     return x1, x2, x3
 
 
@@ -206,8 +201,7 @@ def _rotary_kernel(
     BACKWARD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program. All loads come before the first store, to
@@ -235,14 +229,10 @@ def _rotary_kernel(
     k_mask = token_mask & of_heads(k_heads < n_k_heads, HEADS_FIRST)
 
     rows = row_offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN, HEADS_FIRST)
-    q1, q2, q3 = load_heads(
-        Q_ptr + rows, q_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_CACHE, LOAD_EVICT
-    )
+    q1, q2, q3 = load_heads(Q_ptr + rows, q_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_HINT)
     if K_ptr is not None:
         rows = row_offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN, HEADS_FIRST)
-        k1, k2, k3 = load_heads(
-            K_ptr + rows, k_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_CACHE, LOAD_EVICT
-        )
+        k1, k2, k3 = load_heads(K_ptr + rows, k_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_HINT)
 
     angles = of_tokens(tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN), HEADS_FIRST)
     if SECTION_1:
@@ -285,14 +275,12 @@ def _partner(column, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load_partners(
-    ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr
-):
+def _load_partners(ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT: tl.constexpr):
     """(x, the partner of each element of x), or (x, x) for IS_PAIRS, where x holds both elements of a pair."""
-    x = load(ptrs, mask, CACHE, EVICT)
+    x = load_with_hint(ptrs, LOAD_HINT, mask=mask, other=0.0)
     y = x
     if not IS_PAIRS:
-        y = load(ptrs + _partner(column, HALF), mask & (column < 2 * HALF), CACHE, EVICT)
+        y = load_with_hint(ptrs + _partner(column, HALF), LOAD_HINT, mask=mask & (column < 2 * HALF), other=0.0)
     return x, y
 
 
@@ -346,8 +334,7 @@ def _flat_rotary_kernel(
     SHARED_HALVES: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`_rotary_kernel` for head widths that are no power of two, where a tile of whole heads leaves many columns idle.
@@ -380,12 +367,12 @@ def _flat_rotary_kernel(
         batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
 
     q_ptrs = Q_ptr + _element_offsets(batch, token, head, column, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN)
-    q, q_partner = _load_partners(q_ptrs, column, q_mask, HALF, IS_PAIRS, LOAD_CACHE, LOAD_EVICT)
+    q, q_partner = _load_partners(q_ptrs, column, q_mask, HALF, IS_PAIRS, LOAD_HINT)
     if K_ptr is not None:
         k_ptrs = K_ptr + _element_offsets(
             batch, token, head, column, K_batch_stride, K_head_stride, K_token_stride, ALIGN
         )
-        k, k_partner = _load_partners(k_ptrs, column, k_mask, HALF, IS_PAIRS, LOAD_CACHE, LOAD_EVICT)
+        k, k_partner = _load_partners(k_ptrs, column, k_mask, HALF, IS_PAIRS, LOAD_HINT)
 
     angles = _element_offsets(batch, token, head, column, cos_batch_stride, 0, cos_token_stride, ALIGN)
     inside = mask & turned

@@ -18,6 +18,7 @@ import math
 import torch
 
 from ...registry import Key, next_power_of_2, row_key
+from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
 from .row import align_down, holds_column, in_touched_vector, in_whole_vector, row_vector
 
@@ -173,8 +174,7 @@ def load_tile(
     stride,
     positions,
     mask,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
     touched=None,
     VECTOR: tl.constexpr = 1,
 ):
@@ -184,7 +184,7 @@ def load_tile(
         if positions is not None:
             ptrs = Ptr + align_down(rows[:, None] * stride, VECTOR) + positions[None, :]
             read = mask if touched is None else touched
-            x = tl.load(ptrs, mask=read, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            x = load_with_hint(ptrs, LOAD_HINT, mask=read, other=0.0)
             if touched is not None:
                 x = tl.where(mask, x, 0.0).to(x.dtype)
     return x

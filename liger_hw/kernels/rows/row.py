@@ -17,7 +17,7 @@ body in vectors and the edges by element. For rows [ROWS, 1] in a kernel:
 
     pad = row_pad(rows * stride, VECTOR)
     ptrs = X_ptr + align_down(rows * stride, VECTOR) + tl.arange(0, BLOCK_SIZE)[None, :]
-    x = load_row(ptrs, rows < n_rows, pad, n_cols, 0.0, VECTOR, "", "")
+    x = load_row(ptrs, rows < n_rows, pad, n_cols, 0.0, VECTOR, "")
 
 **A row of many tiles** is read from the body's first column on, in tiles whose masks end with the body, and its edges
 are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so the head
@@ -48,6 +48,7 @@ import math
 import torch
 
 from ...runtime.checks import rows_of
+from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -138,19 +139,17 @@ def _row_mask(rows_exist, pad, n_cols, WIDTH: tl.constexpr, VECTOR: tl.constexpr
 
 
 @triton.jit
-def load_row(
-    ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr
-):
+def load_row(ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, LOAD_HINT: tl.constexpr):
     """The rows at `ptrs` [rows, positions], `other` where a position holds no column or its row does not exist.
 
     rows_exist, pad: [rows, 1].
     """
     mask = _row_mask(rows_exist, pad, n_cols, ptrs.shape[1], VECTOR)
     if VECTOR == 1:
-        x = tl.load(ptrs, mask=mask, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        x = load_with_hint(ptrs, LOAD_HINT, mask=mask, other=other)
     else:
         touched = rows_exist & in_touched_vector(tl.arange(0, ptrs.shape[1])[None, :], pad, n_cols, VECTOR)
-        x = tl.load(ptrs, mask=touched, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        x = load_with_hint(ptrs, LOAD_HINT, mask=touched, other=other)
         x = tl.where(mask, x, other).to(x.dtype)
     return x
 
