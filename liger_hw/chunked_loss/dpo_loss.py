@@ -145,7 +145,7 @@ class LigerFusedLinearDPOFunction(LossFunction):
 
 
 def dpo_pairs(loss_type: str, use_ref_model: bool, *numbers: float, **named: float) -> Pairs:
-    """`checked_pairs` of a loss type. Raises `ValueError` for one that cannot be computed with these numbers."""
+    """`checked_pairs` for a loss type. Raises `ValueError` for numbers with which it cannot be computed."""
     check_flags(_NAME, use_ref_model=use_ref_model)
     pairs = checked_pairs(_NAME, f"dpo_{loss_type}", *numbers, **named)
     smoothing = pairs.label_smoothing

@@ -1,4 +1,4 @@
-"""GRPO and its relatives: the loss of token log-probabilities, which `triton_grpo_loss` takes too, on a linear head.
+"""GRPO and its relatives on a linear head; the loss of token log-probabilities here is also `triton_grpo_loss`'s.
 
 With A the advantage, w = exp(log pi - log pi_old) of a token (or, with sequence-level importance sampling, exp of its
 mean over the sequence), and a token's loss
@@ -9,8 +9,8 @@ mean over the sequence), and a token's loss
     vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W - lambda W),
                                        W of the sequence
 
-times vllm_is_ratio (vespo has it in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi (times w
-with use_bias_correction_kl). Summed over tokens that count, divided by
+times vllm_is_ratio (which vespo has in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi
+(times w with use_bias_correction_kl). The sum over tokens whose mask is not 0 is divided by
 
     grpo, sapo           tokens of the sequence, times sequences
     bnpo                 tokens
@@ -102,8 +102,8 @@ def _either(condition: torch.Tensor, one: float, other: float, like: torch.Tenso
 class Policy(NamedTuple):
     """The GRPO family's description. kind: the loss type.
 
-    grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share: what one token's loss counts, zero
-    where it does not; log pi_old, log pi_ref, vllm_is_ratio: None where absent.
+    grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share: factor of each token's loss, zero for
+    masked tokens; log pi_old, log pi_ref, vllm_is_ratio: None if absent.
     """
 
     kind: str
@@ -162,7 +162,7 @@ class Policy(NamedTuple):
         return losses, kl, was_clipped
 
     def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
-        """By hand what autograd makes of the loss, by way of log w where the ratio is what logp acts through."""
+        """The loss's derivative, written out; through log w where the loss depends on logp by the ratio."""
         advantages, share, old, ref, vllm = seen.grouped
         logp, mask = seen.logp, share != 0
         log_ratio = logp - (logp if old is None else old)
@@ -219,7 +219,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def token_shares(
     op: str, mask: torch.Tensor, kind: str, max_completion_length: int | None, num_items, dtype
 ) -> torch.Tensor:
-    """What one token's loss counts [batch, length]: 1 over the loss type's denominator, zero where mask is."""
+    """Factor of each token's loss [batch, length]: 1 / the loss type's denominator, zero where the mask is."""
     counted = mask.to(dtype)
     batch = mask.shape[0]
     if kind in ("grpo", "sapo"):
@@ -249,8 +249,7 @@ def make_policy(
 ) -> Policy:
     """The Policy of public options; numbers: the other fields of Policy.
 
-    Raises `TypeError` for a number of another type and `ValueError` for one that makes no sense, or an unknown loss
-    type.
+    Raises `TypeError` for a number of another type, `ValueError` for an invalid one or an unknown loss type.
     """
     numbers["delta"] = math.inf if delta is None else delta
     check_floats(op, temperature=temperature, **numbers)
@@ -279,8 +278,8 @@ def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_r
     """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, without
     gradients.
 
-    x_like: a tensor of the call's device and dtype. Entries of old_logps and ref_logps that do not count may be
-    anything.
+    x_like: a tensor of the call's device and dtype. Entries of old_logps and ref_logps may be anything where the mask
+    is 0.
     """
     wide = torch.promote_types(x_like.dtype, torch.float32)
     shape = tuple(mask.shape)
@@ -393,7 +392,7 @@ class LigerFusedLinearGRPOFunction(LossFunction):
         mask, *tensors = policy_tensors(_NAME, x, attention_mask, *of_tokens, loss_type)
         share = token_shares(_NAME, mask, loss_type, max_completion_length, num_items_in_batch, tensors[0].dtype)
         extras = [tensors[0], share, *tensors[1:]]
-        alone = importance_sampling_level == "token" and loss_type != "vespo"  # each token's slope is its own matter
+        alone = importance_sampling_level == "token" and loss_type != "vespo"  # slopes depend on one token
         if alone:
             extras = [None if t is None else t.expand(mask.shape).reshape(-1, 1) for t in extras]
         group = TOKEN if alone else SEQUENCE
@@ -404,7 +403,7 @@ class LigerFusedLinearGRPOFunction(LossFunction):
 
 
 def checked_policy(use_ref_model: bool, **options: Any) -> Policy:
-    """The Policy of the options; raises where they make no sense."""
+    """The Policy of the options; raises if they are invalid."""
     check_flags(_NAME, use_ref_model=use_ref_model)
     return make_policy(_NAME, **options)
 
@@ -440,7 +439,7 @@ class LigerFusedLinearGRPOLoss(LossModule):
     vespo_lambda_neg: float = 2.0
 
     def check(self) -> None:
-        """Whether the loss type goes with sequence-level sampling is asked at the call, as in Liger."""
+        """As in Liger, the combination of loss type and sequence-level sampling is checked at the call."""
         options = self.options()
         if options["importance_sampling_level"] == "sequence":
             options["importance_sampling_level"] = "token"
@@ -464,8 +463,8 @@ class LigerFusedLinearGRPOLoss(LossModule):
     ) -> Output:
         """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; selected_token_ids, attention_mask,
         ref_per_token_logps, old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; bias:
-        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head in place of its log-probabilities
-        (with both, these are taken, with a warning);
+        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head instead of its log-probabilities (with
+        both, the log-probabilities are used, with a warning);
         vllm_is_ratio: [batch], [batch, 1] or [batch, length]; num_items_in_batch: dapo's, cispo's and vespo's
         denominator.
 

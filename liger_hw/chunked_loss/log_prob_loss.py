@@ -5,14 +5,14 @@ A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities that the hea
     d loss / d logits[t] = c[t] * ([token = target[t]] - softmax(logits[t])),   c[t] = d loss / d logp[t]
 
 and c[t] depends on the tokens of t's *group* only. A group is the pair of sequences of a preference loss, one sequence
-(KTO, sequence-level importance sampling), or the token alone (GRPO). A chunk of whole groups is done while its logits
-exist. One GEMM gives the logits, a row kernel reads their log-probabilities, a few torch operations on [groups, tokens]
-tensors give c, a second row kernel turns the logits into their gradient in place, and two GEMMs take it in: three GEMMs
-a token, as the loss on whole logits would cost.
+(KTO, sequence-level importance sampling), or the token alone (GRPO). A chunk of whole groups needs its logits only
+once. One GEMM gives the logits, a row kernel reads their log-probabilities, a few torch operations on [groups, tokens]
+tensors give c, a second row kernel turns the logits into their gradient in place, and two GEMMs use it: three GEMMs a
+token, as for the loss on all logits.
 
-A group too large for the memory budget is done in chunks of tokens. A first sweep finds every log-probability, then c
-follows, and a second sweep computes the logits again: four GEMMs a token, and no more memory than any other batch of
-that many tokens.
+A group that is too large for the memory budget is divided into chunks of tokens. A first sweep computes every
+log-probability, from which c follows, and a second sweep computes the logits again: four GEMMs a token, and no more
+memory than another batch of that many tokens.
 
 The forward computes the gradients (of the tensors that require one); backward multiplies them by the incoming gradient.
 Nothing waits for the device. The row kernels are in `kernels/losses/log_prob_rows.py`, the sweep in
@@ -35,17 +35,16 @@ from ..registry import next_power_of_2
 from ..runtime.operator import Function, define, first_order
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
-"""What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""
+"""A group is a token, a sequence, or a pair: sequence i of the batch's first half and sequence i of its second half."""
 
 
 class Seen(NamedTuple):
-    """What a loss is given, for some groups or for all, in the order of the groups.
+    """The input of a loss, for some groups or for all, in the order of the groups.
 
     logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs); zero where the target is ignored. second are
         for the second target, None without one.
     logit_sum: the sum of each token's logits, for metrics
-    grouped: the call's own tensors [groups, ...]
-    shared: its tensors that do not belong to a group
+    grouped: the call's further tensors [groups, ...] shared: further tensors that do not belong to a group
     n_groups, vocab: of the whole call
     """
 
@@ -86,10 +85,9 @@ LOSSES: dict[str, Any] = {}
 """Name -> the class of a loss. Each has
 
 slopes(seen): the loss's derivatives by these groups' logp and second (None without one), of their shape
-results(seen): (loss, *metrics) of all groups
-sums_logits: whether these need logit_sum
+results(seen): (loss, *metrics) of all groups sums_logits: whether results needs logit_sum
 
-Derivatives are written out: autograd is not there where an operator runs in a compiled graph."""
+Derivatives are written out, because an operator in a compiled graph has no autograd."""
 
 
 def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -104,7 +102,7 @@ class _Rows:
         self.bias, self.spec = bias, spec
         self.target, self.second, self.other = target, None, None
         n_rows, ignored = target.shape[0], spec.ignore_index
-        if second is not None:  # the row kernels know one target: the first, or the second where the first is ignored
+        if second is not None:  # the row kernels take one target: the first, or the second where the first is ignored
             self.first_counts = target != ignored
             self.target = torch.where(self.first_counts, target, second)
             self.other = (second != ignored) & (second != self.target)
@@ -116,7 +114,7 @@ class _Rows:
         self._options, self._plain = LogProbOptions(ignored, spec.temperature), plain
 
     def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
-        """`read` of every chunk. No reference to the logits is left: another sweep's buffer may take their memory."""
+        """`read` of every chunk. Keeps no reference to the logits: another sweep may use their memory."""
         for start, logits, _ in swept:
             self.read(logits, start)
 
@@ -140,7 +138,7 @@ class _Rows:
         rows = slice(start, start + logits.shape[0])
         how = {"bias": self.bias, "row_start": start, "plain": self._plain}
         row_log_prob_gradients(logits, self.target, self.out, self.coef, self._options, **how)
-        if second_coef is not None:  # coef holds both; a second target that is another token takes its part of it
+        if second_coef is not None:  # coef is for both targets; a second target that is another token gets its part
             first = self.target[rows].masked_fill(~self.other[rows], 0).long()
             coef = self.coef[rows]
             self._put(logits, rows, first, coef - second_coef - coef * self.out.logp[rows].exp())
@@ -163,7 +161,7 @@ class _Groups(NamedTuple):
     n_grouped: int
 
     def seen(self, rows: _Rows, first: int, last: int) -> Seen:
-        """What the loss is given about the groups first..last."""
+        """The loss's input for the groups first..last."""
 
         def part(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t[first * self.width : last * self.width].view(last - first, self.width)
@@ -246,7 +244,7 @@ chunked_loss = define(
 
 
 class ChunkedLossFunction(Function):
-    """Autograd for every loss of this folder but the distillations: saves the finished gradients."""
+    """Autograd for every loss of this folder except distillation: saves the finished gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, *extras):

@@ -10,7 +10,7 @@ r likewise,
 Only pair_loss differs. A token's slope is known once its pair's log-probabilities are: groups are pairs (see
 log_prob_loss.py).
 
-    CPO    -log sigmoid(beta (c - r)); label_smoothing takes that share of the pairs to be labelled the wrong way round
+    CPO    -log sigmoid(beta (c - r)); label_smoothing is the share of pairs assumed to be labelled the wrong way round
     SimPO  -log sigmoid(beta (c - r) - gamma), l a mean: the chosen answer must be ahead by a margin; smoothed as CPO
     ORPO   -beta log sigmoid(log(odds(c) / odds(r))), l a mean, odds(l) = exp(l) / (1 - exp(l)); alpha is 1
 
@@ -34,12 +34,12 @@ from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 PAIR_LOSSES: dict[str, PairLoss] = {}
-"""Kind -> pair_loss(c, r, numbers) -> (loss, its slope by c, its slope by r), each [pairs]. Each loss's file adds its
-own."""
+"""Kind -> pair_loss(c, r, numbers) -> (loss, its slope by c, its slope by r), each [pairs]. Each file adds its
+losses."""
 PAIR_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, ...]]] = {}
-"""Kind -> the metrics it reports beyond those every kind does."""
+"""Kind -> the metrics that only this kind reports."""
 AVERAGED = {"dpo_ipo"}
-"""Kinds whose c and r are means over tokens although the reported log-probabilities may be sums."""
+"""Kinds whose c and r are means over tokens even if the reported log-probabilities are sums."""
 
 
 class Pairs(NamedTuple):
@@ -117,9 +117,9 @@ def checked_pairs(
     average_log_prob: bool = False,
     **extra: float,
 ) -> Pairs:
-    """The description of a loss. extra: at most one number more, by its public name.
+    """The description of a loss. extra: at most one further number, by its public name.
 
-    Raises `TypeError` or `ValueError` for an option of another kind. Modules call this when they are made.
+    Raises `TypeError` or `ValueError` for an invalid option. Modules call this when constructed.
     """
     check_ignore_index(name, ignore_index)
     check_floats(name, beta=beta, alpha=alpha, label_smoothing=label_smoothing, **extra)
@@ -135,7 +135,7 @@ def _halves(t: torch.Tensor) -> torch.Tensor:
 
 
 def by_margin(loss: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A pair loss that depends on c - r alone, from its slope by c."""
+    """A pair loss that depends only on c - r, from its slope by c."""
     return loss, slope, -slope
 
 
@@ -164,7 +164,7 @@ def preference_loss(
         check(False, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")
     counted = target != ignore_index
     half = batch // 2
-    # a float, so that averages divide by it: 0 / 0 is nan, as torch's mean over nothing is
+    # a float, so that averages can divide by it: 0 / 0 is nan, as in torch's mean of no elements
     wide = torch.promote_types(x.dtype, torch.float32)
     counts = counted.sum(-1).view(2, half).t().to(wide)
     ref_sums = None
@@ -198,7 +198,7 @@ class ReferenceFreeLoss(LossModule):
 
 
 def _smoothed_margin(chosen, rejected, numbers):
-    """-log sigmoid of the margin, less SimPO's gamma."""
+    """-log sigmoid of (the margin minus SimPO's gamma)."""
     margin, e = numbers.beta * (chosen - rejected) - numbers.extra, numbers.label_smoothing
     loss = -(1 - e) * F.logsigmoid(margin) - e * F.logsigmoid(-margin)
     return by_margin(loss, numbers.beta * (e * torch.sigmoid(margin) - (1 - e) * torch.sigmoid(-margin)))
@@ -311,7 +311,7 @@ class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
 
 
 def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log of the ratio of the odds, exp(l) - 1 of both [2, pairs]): both at once, in half the launches."""
+    """(log of the ratio of the odds, exp(l) - 1 of both [2, pairs]), computed together, in half the launches."""
     both = torch.stack((chosen, rejected))
     less = torch.expm1(both)  # log(1 - exp(l)) by expm1: l is near 0 where the model is sure
     log_odds = both - torch.log(-less)

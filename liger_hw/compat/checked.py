@@ -1,11 +1,11 @@
-"""Cross entropies under Liger Kernel's names, which differ from liger_hw's own in two things.
+"""Cross entropies under Liger Kernel's names, with two differences from liger_hw's own.
 
-Of given logits, a target out of bounds raises before the launch. liger_hw's own `liger_cross_entropy` leaves that to an
-assertion on the device, which does not wait for the device but ends the process' use of it. A program written for Liger
-may catch what Liger raises, and go on. Liger Kernel's fused heads and its loss over a split vocabulary look at no
-target, nor do they here.
+For given logits, a target out of bounds raises before the launch. liger_hw's own `liger_cross_entropy` leaves that to
+an assertion on the device, which needs no wait but makes the device unusable for the process. A program written for
+Liger may catch Liger's error and go on. Liger Kernel's fused heads and its loss over a split vocabulary do not check
+targets, and neither do these.
 
-The mean over no rows, where every target is ignored, is zero. liger_hw's own is nan, as torch's.
+If every target is ignored, the mean is zero. liger_hw's own is nan, as in torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _check(logits: Any, target: Any, ignore_index: Any) -> None:
 
 
 def _zero_of_no_rows(result: Any, target: torch.Tensor, ignore_index: int) -> Any:
-    """What a cross entropy returned, with a loss of zero where every target is ignored."""
+    """A cross entropy's result, with a loss of zero if every target is ignored."""
     output = result if isinstance(result, CrossEntropyOutput) else CrossEntropyOutput(result)
     if output.loss.dim() or type(output.loss) is not torch.Tensor or type(target) is not torch.Tensor:
         return result
@@ -57,7 +57,7 @@ def liger_cross_entropy(
     *options: Any,
     **named: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    deferred = getattr(type(input), "cross_entropy", None)  # of a patched model, where this takes torch's place
+    deferred = getattr(type(input), "cross_entropy", None)  # a patched model's, where this function replaces torch's
     if deferred is not None:
         return deferred(input, target, weight, size_average, ignore_index, *options, **named)
     _check(input, target, ignore_index)
@@ -81,7 +81,7 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerCrossEntropyLoss(_Loss):
-    """`liger_hw.transformers.LigerCrossEntropyLoss` over the function above."""
+    """`liger_hw.transformers.LigerCrossEntropyLoss` by the function above."""
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         _check(_input, target, self.ignore_index)
@@ -89,7 +89,7 @@ class LigerCrossEntropyLoss(_Loss):
 
 
 class LigerFusedLinearCrossEntropyLoss(_LinearLoss):
-    """`liger_hw.transformers.LigerFusedLinearCrossEntropyLoss`, as the function above."""
+    """`liger_hw.transformers.LigerFusedLinearCrossEntropyLoss`, by the function above."""
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None

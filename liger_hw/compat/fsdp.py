@@ -8,8 +8,8 @@ from typing import Any, Callable
 class _FSDPForwardRedirection:
     """`redirect(wrapper, method, *args)`: `method(*args)`, run inside the forward of an FSDP root.
 
-    The root gathers its parameters around its own forward alone; a method that calls a part of the model, as its
-    `lm_head`, would meet shards elsewhere. Raises `TypeError` for anything but a FullyShardedDataParallel.
+    The root gathers its parameters only around its own forward; outside it, a method that calls a part of the model,
+    such as its `lm_head`, would get shards. Raises `TypeError` for anything but a FullyShardedDataParallel.
     """
 
     def __call__(self, wrapper_module: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +21,8 @@ class _FSDPForwardRedirection:
 
 
 def redirected(wrapper: Any, inner: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`method(*args, **kwargs)` in the place of the forward of `inner`, the module that `wrapper` wraps, or itself."""
+    """`method(*args, **kwargs)` in place of the forward of `inner`, the module inside `wrapper`, or `wrapper`
+    itself."""
     original = inner.__dict__.get("forward")
 
     def restore() -> None:

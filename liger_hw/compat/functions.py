@@ -1,11 +1,10 @@
 """Behind `liger_kernel.ops`: Liger Kernel's autograd functions, which are liger_hw's functions here.
 
-Each has the one thing that code written for Liger does with it, `apply`, with Liger's arguments in Liger's order. It
-goes through the public function, which checks its arguments: an op's own autograd class does not, and a kernel would
-read past the end of a weight that is too short. Under torch.compile that holds too, since no class here is an
-autograd.Function, of which torch traces `forward` and passes `apply` over.
-Arguments that choose among Liger's implementations (`*_impl`, `*_mode`), or say where a gradient may be written, change
-nothing here.
+Each has only what code written for Liger calls, `apply`, with Liger's arguments in Liger's order. It calls the public
+function, which checks its arguments; an op's own autograd class does not, and a kernel would read past the end of a
+weight that is too short. The checks also run under torch.compile, since no class here is an autograd.Function, for
+which torch would trace `forward` and skip `apply`.
+Arguments that choose among Liger's implementations (`*_impl`, `*_mode`) or allow in-place gradients have no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .functional import cross_entropy, fused_linear_cross_entropy, kl_div
 
 
 def _applied(function: Callable[..., Any], *unused: int) -> Any:
-    """A class whose `apply` is this function. unused: positions of Liger's arguments that change nothing here."""
+    """A class whose `apply` is this function. unused: positions of Liger's arguments without effect here."""
 
     def apply(*args: Any) -> Any:
         return function(*(arg for place, arg in enumerate(args) if place not in unused))

@@ -22,8 +22,8 @@ def fused_selective_log_softmax(
 ) -> torch.Tensor:
     """log softmax(logits / temperature) of each next token: fp32 [batch, length], without gradient.
 
-    logits: [batch, length + 1, vocab], whose last position is not read; input_ids, mask: [batch, at least length], of
-    which the last `length` count. Tokens whose mask is 0 get 0.
+    logits: [batch, length + 1, vocab], whose last position is not read; input_ids, mask: [batch, at least length]; the
+    last `length` are used. Tokens whose mask is 0 get 0.
     """
     length = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - length :]
@@ -40,7 +40,7 @@ def _reduce_grpo_loss(
     max_completion_length: int | None,
     num_items_in_batch: torch.Tensor | int | float | None = None,
 ) -> torch.Tensor:
-    """The mean of losses [batch, length] that the loss type defines, over tokens whose mask is not 0.
+    """The loss type's mean of losses [batch, length], over tokens whose mask is not 0.
 
     max_completion_length: dr_grpo's; None: the width of the losses.
     """

@@ -1,7 +1,6 @@
 """Behind `liger_kernel.set_impl`, `ops.backends.registry` and the like: a choice among implementations of an op.
 
-There is one implementation here, in Triton. A choice is kept, so that a program reads back what it set, and has no
-effect.
+There is one implementation here, in Triton. A choice has no effect, but a program can read it back.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _chosen: list[str | None] = [None]
 
 
 def set_impl(name: str | None) -> None:
-    """Keep a name for `get_impl`; None forgets it."""
+    """Store a name for `get_impl`; None removes it."""
     _chosen[0] = name
 
 

@@ -1,6 +1,6 @@
 """`liger_kernel.transformers.model.loss_utils`: a causal LM's loss from its hidden states, for hand-written forwards.
 
-Models that liger_hw patches need none of it (transformers/loss.py).
+Models that liger_hw patches do not need it (transformers/loss.py).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def fixed_fused_linear_cross_entropy(
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple:
-    """(loss, z_loss, token_accuracy, predicted_tokens) of what a cross entropy returned; None for what it did not."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) from a cross entropy's result, with None for missing ones."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     values = result if isinstance(result, tuple) else (result,)

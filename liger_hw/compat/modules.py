@@ -1,4 +1,4 @@
-"""Layers that Liger Kernel names once a model family and that are one layer here with other defaults.
+"""Layers that Liger Kernel has once for each model family, and that are one layer with other defaults here.
 
 liger_hw patches a family's own modules and needs none of these; code written for Liger constructs them by name.
 """
@@ -71,7 +71,7 @@ LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLPForMuseGlimmer = LigerSwiGLUMLP
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    """A gated MLP of HunYuan; layer_idx and is_shared_mlp are taken and mean nothing to it."""
+    """A gated MLP of HunYuan; layer_idx and is_shared_mlp are accepted without effect."""
 
     def __init__(self, config, layer_idx=None, is_shared_mlp=False) -> None:
         super().__init__(config)
@@ -124,7 +124,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
 LigerMLP = LigerSwiGLUMLP
 LigerFalconH1MLP = LigerFalconH1SwiGLUMLP
-"""Both keep what backward needs as the layers they are here do; see liger_hw.activations for keeping less."""
+"""Both save the same tensors for backward as the layers here; see liger_hw.activations for saving less."""
 
 
 def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin) -> tuple:

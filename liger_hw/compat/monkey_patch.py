@@ -1,7 +1,7 @@
 """Behind `liger_kernel.transformers.monkey_patch`, after the patch functions: the transformers that they run on, and
 the helpers by which programs patch single modules of models of their own.
 
-The helpers ask nothing: a module computes Liger's layer from then on. `liger_hw.patch(model)` compares first.
+The helpers do not compare: the module computes Liger's layer from then on. `liger_hw.patch(model)` compares first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _patch_geglu_module(module: torch.nn.Module) -> None:
 
 
 def _become(module: Any, liger_class: type[torch.nn.Module], default_eps: float, **options: Any) -> None:
-    """Give one norm, and the copies that PEFT's modules_to_save made of it, the forward of a class of Liger's."""
+    """Give one norm, and its copies in PEFT's modules_to_save, the forward of a class of Liger's."""
     wrapped = type(module).__name__ == "ModulesToSaveWrapper"
     for norm in [module.original_module, *module.modules_to_save.values()] if wrapped else [module]:
         values = {

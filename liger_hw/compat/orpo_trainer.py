@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.transformers.trainer`: TRL's ORPO trainer without logits. TRL is imported for it alone."""
+"""Behind `liger_kernel.transformers.trainer`: TRL's ORPO trainer without logits. Only this class imports TRL."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _METRICS = (
     *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss"),
     *("rewards/chosen", "rewards/rejected", "log_odds_ratio", "log_odds_chosen"),
 )
-"""Names of what the loss returns beside itself, in its order."""
+"""Names of the loss's metrics, in its order."""
 
 
 class _FusedORPO:
-    """What `LigerORPOTrainer` has before TRL's class: the loss from hidden states and the head's weight."""
+    """The base class of `LigerORPOTrainer` before TRL's: the loss from hidden states and the head's weight."""
 
     def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, tuple]:
-        """(loss, what `LigerFusedLinearORPOLoss` returns beside it) of a batch of TRL's.
+        """(loss, metrics of `LigerFusedLinearORPOLoss`) of a batch of TRL's.
 
-        The model runs inside the forward of whatever wraps it (DDP, FSDP, DeepSpeed). Raises `ValueError` for an
+        The model runs inside the forward of its wrapper (DDP, FSDP, DeepSpeed). Raises `ValueError` for an
         encoder-decoder, for logits that are more than a linear layer of hidden states, and for a router's loss.
         """
         if self.is_encoder_decoder:
@@ -67,8 +67,8 @@ class _FusedORPO:
 
 
 def _head_and_hidden(causal: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[nn.Linear, torch.Tensor]:
-    """The output head of a causal LM and what its forward, run once, gives to it. Raises `ValueError` where the logits
-    are not the head's product: the forward runs on logits that are not computed and record what is done to them."""
+    """(output head of a causal LM, its input in one run of the forward). Raises `ValueError` if the logits are more
+    than the head's product: the forward runs on deferred logits, which record operations on them."""
     head = causal.get_output_embeddings()
     if type(head) is nn.Linear:
         view = viewed_with(causal, head_path(causal), OutputHead(head, fused=False))

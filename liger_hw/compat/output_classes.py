@@ -1,7 +1,7 @@
-"""Behind `liger_kernel.transformers.model.output_classes`: outputs of a causal LM with two fields more.
+"""Behind `liger_kernel.transformers.model.output_classes`: outputs of a causal LM with two more fields.
 
 `Liger<X>CausalLMOutputWithPast` is `<X>CausalLMOutputWithPast` of transformers, with `token_accuracy` and
-`predicted_tokens`, which are None unless given. Classes of families that this transformers does not have are not here.
+`predicted_tokens`, which are None unless given. Classes of families that this transformers does not have are missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to use in the place of modules and names of Liger Kernel that are not here."""
+"""What to use instead of modules and names of Liger Kernel that are not here."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ REPLACED = {
     ),
     r"env_report(\..*)?": "run `liger-hw doctor`",
 }
-"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use in their place.
+"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use instead.
 
 Importing one raises, except for a Triton kernel (`*_kernel`), which raises when it is used.
 """
 
 
 def replacement(name: str) -> str | None:
-    """What stands in for a module or name of liger_kernel that is not here, or None where there is no advice."""
+    """What to use instead of a module or name of liger_kernel that is not here, or None without advice."""
     return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
 
 
 class MissingKernel:
-    """Stands for a Triton kernel of Liger Kernel's; every use raises `NotImplementedError` with what to call instead.
+    """A stand-in for a Triton kernel of Liger Kernel; every use raises `NotImplementedError` with what to call instead.
 
-    It can be imported, since a program often imports one beside what it needs. liger_hw's kernels have other arguments,
-    so none answers to such a name.
+    It can be imported, since programs often import kernels that they do not use. liger_hw's kernels have other
+    arguments, so none has such a name.
 
-    name: as `liger_kernel.ops.cross_entropy.liger_cross_entropy_kernel`; instead: the words of what to use
+    name: such as `liger_kernel.ops.cross_entropy.liger_cross_entropy_kernel`; instead: what to use
     """
 
     def __init__(self, name: str, instead: str) -> None:

@@ -1,6 +1,6 @@
-"""Behind `liger_kernel.ops.fused_moe.compute_routing_metadata`: which rows of a grouped product are whose.
+"""Behind `liger_kernel.ops.fused_moe.compute_routing_metadata`: which rows of a grouped product belong to which expert.
 
-The experts of liger_hw do not use it (kernels/moe/routing.py finds the same without a synchronisation).
+The experts of liger_hw do not use it (kernels/moe/routing.py does the same without a synchronisation).
 """
 
 from __future__ import annotations

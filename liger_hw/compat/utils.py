@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.utils` and `liger_kernel.ops.utils`: what code with kernels of its own asks of Liger Kernel."""
+"""Behind `liger_kernel.utils` and `liger_kernel.ops.utils`: helpers for code with its own kernels."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def infer_comm_backend() -> str:
 def infer_device_arch(device_id: int = 0) -> str:
     """Liger's name of a device's generation, as "hopper", "cdna3" or "pvc".
 
-    A device whose generation has no name gives its architecture, as "gfx1201". Where none can be read, as of a
-    CPU, it is `infer_device()`.
+    For a generation without a name it is the architecture, such as "gfx1201"; if none can be read, as for a CPU,
+    `infer_device()`.
     """
     kind = infer_device()
     try:
@@ -64,7 +64,7 @@ def device_context(device: torch.device) -> Any:
 
 
 def ensure_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates an autograd Function's forward or backward: tensors among its arguments come contiguous."""
+    """Decorates an autograd Function's forward or backward: it gets its tensor arguments contiguous."""
 
     def dense(value: Any) -> Any:
         return value.contiguous() if isinstance(value, torch.Tensor) else value
@@ -103,10 +103,10 @@ def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("amp_custom_fwd", "amp_custom_bwd"):  # which ask for the device: not when this module is imported
+    if name in ("amp_custom_fwd", "amp_custom_bwd"):  # they ask for the device, so not when this module is imported
         return get_amp_custom_fwd_bwd()[name == "amp_custom_bwd"]
     if name != "torch_to_triton_dtype":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import triton.language as tl  # of this module, that alone needs Triton
+    import triton.language as tl  # only this attribute needs Triton
 
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -1,8 +1,7 @@
-"""What a patch did, and how to take it back.
+"""What a patch did, and how to undo it.
 
-A patch replaces attributes of classes, modules or one live model's modules (`Patch`). Everything it puts in place
-is marked (marks.py). A `PatchReport` lists the places and reverts them; `revert(model)` cleans a model that no report
-knows.
+A patch replaces attributes of classes, modules or one live model's modules (`Patch`). Everything it installs is marked
+(marks.py). A `PatchReport` lists the places and reverts them; `revert(model)` restores a model without a report.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ PATCHED = "patched"
 ALREADY = "already patched"
 
 SLOTS = ("forward", choice.SLOT)
-"""Methods of a module that a patch may replace or add: its forward, and what runs experts whose forward transformers
+"""Methods of a module that a patch may replace or add: its forward, and the one for experts whose forward transformers
 has replaced."""
 
 PATCH_LOCK = fork_safe(threading.RLock())
-"""Held while anything is patched or reverted, so that calls in several threads follow one another."""
+"""Held while anything is patched or reverted, so that calls in several threads do not overlap."""
 
 
 def patched_parts(model: Any) -> dict[str, int]:
@@ -54,10 +53,10 @@ def forward_slot(owner: Any) -> str:
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One place: `part` is the keyword of the public function, `kernel` the op, `state` what happened there.
+    """One place: `part` is the keyword of the public function, `kernel` the op, `state` the outcome.
 
     variant: which of the kernel's variants the module computes, in words
-    path: of a part of a live model, the module's name in it (`model.layers.0.mlp`)
+    path: for a part of a live model, the module's name in it (`model.layers.0.mlp`)
     """
 
     part: str
@@ -69,7 +68,7 @@ class PatchRow:
 
     @property
     def left_alone(self) -> bool:
-        """Whether a part keeps the code it has."""
+        """Whether a part keeps its own code."""
         return self.state.startswith("left alone")
 
 
@@ -89,9 +88,9 @@ class Patch:
             _keep_copies_apart(self.owner)
 
     def revert(self) -> bool:
-        """Restore the very object that was there; false, with a warning, while another object replaces ours.
+        """Restore the original object; false, with a warning, if another object has replaced the patch's.
 
-        Our function may live on in hooks of instances or under another wrapper: it then runs the original forward.
+        The patch's function may still be in instances' hooks or in a wrapper: it then runs the original forward.
         """
         restored = self._restore()
         if not restored or isinstance(self.owner, type):
@@ -109,10 +108,10 @@ class Patch:
             else:
                 setattr(self.owner, self.name, self.original)
             return True
-        if attributes.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
+        if attributes.get("_old_forward") is self.replacement:  # accelerate's hook has moved it there since
             self.owner._old_forward = types.MethodType(type(self.owner).forward, self.owner)
             return True
-        if "_old_forward" in attributes and not is_ours(attributes["_old_forward"]):  # ours was taken out of the hook's
+        if "_old_forward" in attributes and not is_ours(attributes["_old_forward"]):  # the hook has another
             return True
         if is_ours(current) or is_ours(attributes.get("_old_forward")) or current is not self.original:
             owner = getattr(self.owner, "__qualname__", None) or getattr(self.owner, "__name__", None)
@@ -128,19 +127,19 @@ _HELPERS = ("_replicate_for_data_parallel", "__getstate__")
 
 
 def _keep_copies_apart(module: torch.nn.Module) -> None:
-    """Let each copy of a module whose methods were replaced run on its own weights; `_release_copies` undoes it.
+    """Make copies of a module with replaced methods run on their own weights; `_release_copies` undoes it.
 
     A replaced method lies in the module's dictionary, bound to that module. `copy.deepcopy` binds it to the copy.
-    Replicas of `nn.DataParallel` and `copy.copy` take the dictionary as it is, so what they hold would run on the
-    original: replicas get methods of their own, a shallow copy and a pickle go back to their class's. Both ask the
-    module itself, which is given the two methods that answer.
+    Replicas of `nn.DataParallel` and `copy.copy` take the dictionary unchanged, so their methods would run on the
+    original: replicas get their own methods, shallow copies and pickles go back to their class's. Both call methods of
+    the module for this, which are added here.
     """
     module.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replica, module)
     module.__dict__["__getstate__"] = types.MethodType(_state, module)
 
 
 def _release_copies(module: torch.nn.Module) -> None:
-    """Take back what `_keep_copies_apart` did, if it did."""
+    """Undo `_keep_copies_apart`."""
     for name in _HELPERS:
         module.__dict__.pop(name, None)
 
@@ -154,7 +153,7 @@ def _replica(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _state(module: torch.nn.Module) -> Any:
-    """What copies and pickles of `module` are made from."""
+    """The state from which copies and pickles of `module` are made."""
     its_own = getattr(type(module), "__getstate__", None)  # every class has one since Python 3.11
     state = module.__dict__ if its_own is None else its_own(module)
     if not isinstance(state, dict) or sys._getframe(1).f_code is copy.deepcopy.__code__:
@@ -166,11 +165,11 @@ def _state(module: torch.nn.Module) -> Any:
 
 
 def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
-    """Take every kernel out of a live model or a class of models; returns how many places were restored.
+    """Remove every kernel from a live model or a class of models; returns how many places were restored.
 
-    model: a live model, whichever call patched it, also a deep or an unpickled copy, which no report knows; its classes
-    stay patched. Or a class of transformers (`revert(LlamaForCausalLM)`): every call that patched the classes of its
-    family is taken back, also one whose report is lost. A warning says so where a live model's classes are patched.
+    model: a live model, patched by any call, or a deep or unpickled copy of one; its classes stay patched, with a
+    warning. Or a class of transformers (`revert(LlamaForCausalLM)`): every call that patched the classes of its family
+    is undone, even if its report is lost.
     """
     if isinstance(model, type):
         return _revert_classes(model)
@@ -202,11 +201,11 @@ def _revert_model(model: torch.nn.Module) -> int:
 
 
 _class_reports: list["PatchReport"] = []
-"""What is patched on classes now, oldest call first: for `revert(cls)`, which has no report."""
+"""Reports of current patches of classes, oldest first, for `revert(cls)`."""
 
 
 def _patched_class(model: torch.nn.Module) -> type | None:
-    """A class to `revert` where classes of a model are patched: its own class, else a part's."""
+    """A patched class of a model, for `revert`: its own class, else one of a part."""
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     with PATCH_LOCK:
         for cls in classes:
@@ -241,7 +240,7 @@ class NewModels:
         def post_init(model: Any) -> None:
             original(model)
             with PATCH_LOCK:
-                if model not in self.models:  # a subclass of a patched class comes here twice
+                if model not in self.models:  # called twice for a subclass of a patched class
                     self.models.add(model)
                     prepare(model)
 
@@ -264,13 +263,13 @@ class NewModels:
 class PatchReport:
     """What `apply_liger_kernel_to_<family>` did: rows for reading, `revert()` for undoing; `str(report)` is a table.
 
-    As a context manager it reverts at the end: `with apply_liger_kernel_to_mistral(): ...`. A report takes back only
-    what its own call changed: after a second, idempotent call the first report still undoes everything.
+    As a context manager it reverts at the end: `with apply_liger_kernel_to_mistral(): ...`. A report undoes only its
+    own call: after a second call, which changes nothing, the first report still undoes all.
 
-    module: of a patch of classes, the module of transformers that defines them
-    logits: of a live model, how many its head computes for a token
-    unnamed: of a live model, classes of modules that were not looked at for their names (`probing.is_overlooked`)
-    packing: one line where packed documents would see each other, or where that is not known (`packing.packing_note`)
+    module: for a patch of classes, the module of transformers that defines them logits: for a live model, how many its
+    head computes for a token unnamed: for a live model, classes of modules that were not examined because of their
+    names (`probing.is_overlooked`) packing: one line if packed documents see each other, or if that is not known
+    (`packing.packing_note`)
     """
 
     family: str
@@ -295,14 +294,14 @@ class PatchReport:
         self.rows.append(row)
 
     def remember(self) -> None:
-        """Let `revert(cls)` find a patch of classes whose report its caller does not keep."""
+        """Let `revert(cls)` find a patch of classes whose report the caller dropped."""
         if self.module and self.patches:
             _class_reports.append(self)
 
     def revert(self) -> None:
-        """Put back every original, newest first. Doing it twice does nothing more.
+        """Restore every original, newest first. A second call does nothing.
 
-        A place that other code has changed since is left as it is, with a warning, and tried again by the next call.
+        A place that other code has changed since is not changed, with a warning, and the next call tries again.
         """
         with PATCH_LOCK:
             applied = bool(self.patches)
@@ -355,14 +354,14 @@ class PatchReport:
         return f"{text}; {f'left alone: {left}' if left else 'nothing that was recognised is left alone'}."
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """A header, and one row for each group of places that differ in their path alone."""
+        """A header, and one row for each group of places that differ only in their path."""
         sources = {kernel: config_source(kernel) for kernel in {row.kernel for row in self.rows}}
         groups = Counter((r.part, r.where, r.kernel, r.state, r.variant) for r in self.rows)
         paths = {(r.part, r.where, r.kernel, r.state, r.variant): r.path for r in reversed(self.rows)}  # the first
         cells = [("part", "where", "kernel", "state", "configuration")]
         for group, n in groups.items():
             part, where, kernel, state, variant = group
-            if state == PATCHED and variant.startswith("logits computed"):  # of such a head the loss alone is ours
+            if state == PATCHED and variant.startswith("logits computed"):  # only the loss of such a head is replaced
                 state = "logits kept"
             source = sources[kernel] if state in (PATCHED, ALREADY, "logits kept") else "-"
             words = f"{kernel} ({variant})" if variant else kernel
@@ -373,7 +372,7 @@ class PatchReport:
         return cells
 
     def _others(self) -> list[str]:
-        """Lines on packing, on modules that were not looked at, and on ops launched that no row names."""
+        """Lines about packing, modules that were not examined, and launched ops that are in no row."""
         lines = [self.packing] if self.packing else []
         if self.unnamed:
             classes = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.unnamed).items())
@@ -385,7 +384,7 @@ class PatchReport:
 
 
 def config_source(kernel: str) -> str:
-    """Where the launch configurations of an op have come from so far in this process, per variant."""
+    """Layers of an op's launch configurations so far in this process, by variant."""
     layers_of: dict[str, set[str]] = {}
     for plan in registry.plans():
         if plan.tunable.op == kernel:

@@ -1,8 +1,8 @@
 """Tiny models of any family, made from its configuration class: random weights, a few layers, narrow, in fp32.
 
-`tiny_config` gives the sizes that every family shares small values, by the names that families give them, and leaves
-everything else (activations, norms, multipliers, layer patterns) as the family's defaults have it; `_OWN` states what
-a few families need beside.
+`tiny_config` sets the sizes that all families have to small values, under the families' names for them, and keeps the
+family's defaults for the rest (activations, norms, multipliers, layer patterns). `_OWN` has further values that a few
+families need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SIZES = (
     (True, "is_decoder"),
     (False, "use_cache"),
 )
-"""A value, and the names of what families call it."""
+"""(value, the families' names for it)"""
 _VALUES = {name: value for value, names in _SIZES for name in names.split()}
 _TAKES_CONFIGS = int(version("transformers").split(".")[0]) >= 5
 """Before 5, some composite configurations take their parts as dictionaries only."""
@@ -54,14 +54,14 @@ _DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "dropout_prob", "layerd
 
 
 def tiny_config(config_class: type, **chosen: Any) -> Any:
-    """A small configuration of the class. `chosen` goes before this module's sizes, nested by sub-configuration.
+    """A small configuration of the class. chosen: values that replace this module's, nested by sub-configuration.
 
     Raises whatever the class raises for sizes that do not fit it.
     """
     chosen_here = {**_OWN.get(config_class.__name__, {}), **chosen}
     try:
         default = config_class()
-    except Exception:  # a class that cannot be made without its sizes is made with them
+    except Exception:  # a class without valid defaults is made with the sizes
         default = None
     known = _field_names(config_class, default)
     values = {name: value for name, value in _VALUES.items() if name in known}

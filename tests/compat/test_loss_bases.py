@@ -412,7 +412,7 @@ def test_what_cannot_be_raises():
     for base in loss_bases.__all__:
         name = next(n for n in vars(getattr(loss_bases, base)) if n.endswith("_loss_fn"))
         with pytest.raises(
-            NotImplementedError, match=f"{base}: a subclass states its loss as a static method `{name}`"
+            NotImplementedError, match=f"{base}: a subclass defines its loss as a static method `{name}`"
         ):
             getattr(getattr(loss_bases, base), name)(1, beta=2)
 
