@@ -8,8 +8,11 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parametrize
 
+import liger_hw
 from liger_hw.transformers import loss as loss_module
+from liger_hw.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -69,6 +72,31 @@ def test_the_head_in_modules_to_save_is_trained_by_the_fused_loss(family, batch,
     assert head.modules_to_save["default"].weight.grad.any() and head.original_module.weight.grad is None
     with wrapped.disable_adapter(), reference.disable_adapter():
         torch.testing.assert_close(wrapped(**batch).loss, reference(**batch).loss, rtol=1e-4, atol=1e-6)
+
+
+class _Counted(torch.nn.Module):
+    """Counts how often the weight of its name is computed."""
+
+    def __init__(self, name, computed):
+        super().__init__()
+        self.name, self.computed = name, computed
+
+    def forward(self, weight):
+        self.computed.append(self.name)
+        return weight
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3", "Nemotron", "Qwen3Moe", "T5Gemma"])
+def test_patching_computes_no_weight_that_a_parametrization_makes(name):
+    """Spectral norm in training mode takes a step of its iteration at each computation."""
+    kind = "ForConditionalGeneration" if name == "T5Gemma" else "ForCausalLM"
+    model, computed = tiny_model(getattr(pytest.importorskip("transformers"), name + kind)), []
+    for path, module in list(model.named_modules()):
+        for parameter in [n for n, p in module._parameters.items() if p is not None]:
+            parametrize.register_parametrization(module, parameter, _Counted(f"{path}.{parameter}", computed))
+    computed.clear()
+    report = liger_hw.patch(model)
+    assert len(report.patched) > 4 and not computed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -104,7 +104,7 @@ class _StandIn:
     ) -> None:
         self.name, self.projection, self.calls = name, projection, calls
         self.answer = random(*case.leading, _out_features(projection), source=source) * case.scale
-        if isinstance(getattr(projection, "weight", None), torch.Tensor):
+        if _has_weight(projection):
             self.weight = torch.empty(0, dtype=case.weight or case.dtype)
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -116,6 +116,13 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.projection, name)
+
+
+def _has_weight(module: nn.Module) -> bool:
+    """Whether its `weight` is a tensor. It is not read: a parametrization would compute it, and ZeRO-3 gather it."""
+    if module._parameters.get("weight") is not None or module._buffers.get("weight") is not None:
+        return True
+    return isinstance(inspect.getattr_static(module, "weight", None), (torch.Tensor, property))
 
 
 def _out_features(module: nn.Module) -> int:
