@@ -235,8 +235,19 @@ class DeferredLogits:
         return chain
 
     def computed_from(self) -> list[torch.Tensor]:
-        """The hidden states of the call and the weights, for a fused head."""
-        return [self._chain()[-1]._head_input, *self._head.weights()]
+        """The hidden states of the call and the weights, for a fused head.
+
+        Of a detached twin the weights as the forward left them, whatever the head has by now: a program may have called
+        the model with others (`torch.func.functional_call`).
+        """
+        root = self._chain()[-1]
+        if root._is_detached and root._left_with is not None:
+            return [t for t, *_ in root._left_with]
+        return [root._head_input, *self._head.weights()]
+
+    def has_same_weights(self) -> bool:
+        """Whether the head has the weights that these logits are computed from."""
+        return [id(t) for t in self.computed_from()[1:]] == [id(t) for t in self._head.weights()]
 
     def has_gradient(self) -> bool:
         """Whether the logits, once computed, require a gradient."""

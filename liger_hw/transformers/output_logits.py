@@ -167,6 +167,7 @@ class OutputLogits(torch.Tensor):
         needed = None if made_by is None else made_by.needs_input_grad[1:-1]
         # PEFT's `disable_adapter` freezes heads for a while: a fused loss would omit their gradients
         is_as_made = needed in (None, tuple(t.requires_grad for t in self._logits.computed_from()))
+        is_as_made = is_as_made and self._logits.has_same_weights()
         head, is_known = self._logits._head, is_known and self._logits.is_rows_for(target)
         if is_known and self.is_deferred and is_as_made and not is_watched:
             needs_grad, _ = self._place()

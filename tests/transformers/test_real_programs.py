@@ -70,9 +70,6 @@ def test_a_whole_model_in_a_checkpoint_keeps_the_gradient_of_its_logits(mistral,
 
 CHANGES = {
     "optimizer": lambda model, outputs: [p.mul_(1.1) for p in model.parameters()],
-    "head's weight": lambda model, outputs: setattr(
-        model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight * 2)
-    ),
     "head's data": lambda model, outputs: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
     "hidden states": lambda model, outputs: outputs.hidden_states[-1].zero_(),
 }
@@ -92,6 +89,41 @@ def test_logits_read_after_what_they_are_computed_from_has_changed(mistral, batc
     with pytest.raises(RuntimeError, match="have changed since; read outputs.logits before that.*skip_logits=False"):
         outputs.logits.argmax(-1)
     torch.testing.assert_close(read.logits + 0, expected)
+
+
+def _weight(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+
+
+def _bias(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(model.lm_head.out_features))
+
+
+def _head(model):
+    model.lm_head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+
+
+@pytest.mark.parametrize("called_with_others", [False, True])
+@pytest.mark.parametrize("change", [_weight, _bias, _head])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_the_weights_that_the_model_was_called_with(
+    mistral, batch, change, tied, called_with_others
+):
+    def results(model):
+        weights = {name: p.detach().mul(1.1).requires_grad_() for name, p in model.named_parameters()}
+        if called_with_others:
+            outputs = torch.func.functional_call(model, weights, kwargs=batch)
+        else:
+            weights, outputs = dict(model.named_parameters()), model(**batch)
+        change(model)
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        loss = outputs.loss + torch.nn.functional.cross_entropy(logits, labels) + logits.square().mean()
+        return [loss.detach(), *torch.autograd.grad(loss, list(weights.values()))]
+
+    model, reference = (mistral.model(num_hidden_layers=1, tie_word_embeddings=tied) for _ in range(2))
+    mistral.apply(model=model)
+    for ours, theirs in zip(results(model), results(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-6)
 
 
 # -- models around models, odd forwards ------------------------------------------------------------------------------
