@@ -3,8 +3,8 @@
     digest = liger_hw.distributed.sync()      # after init_process_group, before the first step
 
 Two ranks whose caches differ would launch differently tuned kernels: another order of summation, another speed.
-`sync` gives every rank rank 0's tables, then compares a digest of all that decides a launch. A patched causal LM calls
-it by itself before its first training step among several ranks (`at_first_step`).
+`sync` compares what else decides a launch and gives every rank rank 0's tables. A patched causal LM calls it by itself
+before its first training step among several ranks (`at_first_step`).
 
 Ranks exchange JSON through the store of `init_process_group`. So `sync` adds no collective to the training's, waits for
 no GPU, and can name a rank that does not answer.
@@ -56,10 +56,13 @@ def sync(group: Any = None, device: torch.device | str | None = None, seconds: f
 def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, more: dict[str, Any]) -> str:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     first = ranks[0] == dist.get_rank()
-    seconds = seconds or env.get("LIGER_HW_SYNC_SECONDS") or 300.0
+    store = _store()
+    if store is None:
+        raise RuntimeError("liger_hw.distributed.sync: this process group has no store (MPI): pin with a lock file")
 
     def tell() -> dict[str, Any]:
         target = find_target()
+        facts = {name: fact for name, fact in facts_of(target).items() if name not in ("failed", "configurations")}
         failed = [
             [name, list(key), config, why]
             for (arch, name, key, config), why in registry.quarantined(target).items()
@@ -70,45 +73,30 @@ def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, 
             for name, entries in (registry.table(target).items() if first else ())
             for entry in answers(entries)
         ]
-        return {"table": table, "failed": failed}
+        return {"facts": facts | more, "table": table, "failed": failed}
 
-    facts: dict[str, Any] = {}
-
-    def apply() -> dict[str, Any]:
-        target = find_target()
-        source = f"rank {ranks[0]} of {len(ranks)}"
-        table: registry.Table = {}
-        for layer, record in everyone[0]["table"]:
-            name, entry = tables.from_record(record, source)
-            table.setdefault(name, []).append(replace(entry, layer=layer))
-        for tunable, key, config, why in (one for rank in everyone for one in rank["failed"]):
-            about = {"kind": "failed", "reason": why}
-            entry = Entry(LaunchConfig.from_json(json.loads(config)), about, registry.get_tunable(tunable).version)
-            table.setdefault((*tunable.split("."), tuple(key)), []).append(entry)
-        registry.set_table(target, table)
-        facts.update(facts_of(target))
-        return {**facts, "configurations": _hash(facts["configurations"]), **more}
-
-    store = _store()
-    if store is None:
-        raise RuntimeError("liger_hw.distributed.sync: this process group has no store (MPI): pin with a lock file")
-    where = _turn(store, ranks)
-    everyone = _exchange(store, f"{where}/tables", tell, ranks, seconds)
-    reports = _exchange(store, f"{where}/facts", apply, ranks, seconds)
-    wrong = [
-        f"rank {number}: {difference}"
-        for number, report in zip(ranks, reports)
-        if (difference := _difference(reports[0], report))
-    ]
+    everyone = _exchange(store, _turn(store, ranks), tell, ranks, seconds or env.get("LIGER_HW_SYNC_SECONDS") or 300.0)
+    differences = (_difference(everyone[0]["facts"], rank["facts"]) for rank in everyone)
+    wrong = [f"rank {number}: {difference}" for number, difference in zip(ranks, differences) if difference]
     if wrong:
         raise RuntimeError(
-            f"liger_hw.distributed.sync: {len(wrong)} of {len(reports)} ranks would launch other kernels than rank "
+            f"liger_hw.distributed.sync: {len(wrong)} of {len(ranks)} ranks would launch other kernels than rank "
             f"{ranks[0]}. {'; '.join(wrong[:4])}. Run the same liger_hw and environment on the same devices, "
             "or pin with LIGER_HW_LOCK_FILE"
         )
-    agreed = _hash(facts)
+    source = f"rank {ranks[0]} of {len(ranks)}"
+    table: registry.Table = {}
+    for layer, record in everyone[0]["table"]:
+        name, entry = tables.from_record(record, source)
+        table.setdefault(name, []).append(replace(entry, layer=layer))
+    for tunable, key, config, why in (one for rank in everyone for one in rank["failed"]):
+        about = {"kind": "failed", "reason": why}
+        entry = Entry(LaunchConfig.from_json(json.loads(config)), about, registry.get_tunable(tunable).version)
+        table.setdefault((*tunable.split("."), tuple(key)), []).append(entry)
+    registry.set_table(find_target(), table)
+    agreed = digest(find_target())
     if first:
-        log.info("liger_hw: %d ranks agree on kernel configurations, digest %s", len(reports), agreed)
+        log.info("liger_hw: %d ranks agree on kernel configurations, digest %s", len(ranks), agreed)
     return agreed
 
 
@@ -157,7 +145,7 @@ def facts_of(target: Target) -> dict[str, Any]:
         if answers(entries)
     ]
     return {
-        "target": {k: v for k, v in json.loads(json.dumps(target.to_json())).items() if k != "name"},
+        "target": {k: v for k, v in target.to_json().items() if k != "name"},
         "deterministic": registry.is_deterministic(),
         "kernels": _hash(kernels),
         "overrides": [[scope, config.to_text()] for scope, config in registry.overrides()],
