@@ -41,7 +41,7 @@ def one(arm: str, name: str, size: str, device: str) -> dict[str, float]:
     from liger_hw import registry
     from liger_hw.bench import floors, ops, peers
     from liger_hw.bench.inputs import Work
-    from liger_hw.bench.timing import Meter
+    from liger_hw.bench.timing import Chain, Meter
 
     op = sweep.chunked_losses.OPS.get(name) or registry.get_op(name)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -52,7 +52,7 @@ def one(arm: str, name: str, size: str, device: str) -> dict[str, float]:
     # a gradient that is given, as here, is one for which torch imports sympy: seconds that are no op's
     torch.autograd.grad(warm @ warm, warm, torch.ones_like(warm))
     for products in floors.PRODUCTS[name](*case.sizes) if name in floors.PRODUCTS else ():
-        Meter(device).chain(products, case.dtype).burst(1)
+        Chain(Meter(device), products, case.dtype).burst(1)
     synchronize()
     began = time.perf_counter()
     work.function = peers.arm(arm, case.op)

@@ -1,4 +1,4 @@
-"""What `liger-hw bench float8` does not show of training in FP8: its operators, where a step goes, whether the loss is
+"""What `end_to_end.py` does not show of training in FP8: its operators, where a step goes, whether the loss is
 the same.
 
     python benchmarks/float8.py --ops --out ops.json              each operator against a copy of as many bytes

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
 from typing import Any, Sequence
 
-from liger_hw.bench import report
 from liger_hw.bench.peers import OURS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +20,12 @@ SINCE = "ops-since-h200.json"
 DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
+def load(name: str) -> dict[str, Any]:
+    """What is in a file of results/."""
+    data = (RESULTS / name).read_bytes()
+    return json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
+
+
 def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str, Any]]:
     """(op, sizes, arm) -> the newest row of it, of the files `since` or `last` where they have one, else of the other
     of TABLE and ALL_LOSSES; `mark`: of that one, or of `since`."""
@@ -27,7 +33,7 @@ def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str,
     for name in (ALL_LOSSES if last == TABLE else TABLE, last, *([since] if since else [])):
         if not (RESULTS / name).exists():
             continue
-        for row in report.load(RESULTS / name)["rows"]:
+        for row in load(name)["rows"]:
             if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
                 place = row["op"], size(row), row["arm"]
                 rows[place] = {

@@ -26,8 +26,6 @@ import losses_page
 import published
 import size_plots
 
-from liger_hw.bench import report
-
 ARMS = {"liger_hw": "liger_hw", "liger": "Liger 0.8.5", "compile": "torch.compile", "quack": "quack 0.6.5"}
 SHOWN = {
     "rms_norm": ("16384x4096", "8192x8192", "65536x128", "16384x1024", "2048x65536"),
@@ -91,7 +89,7 @@ def shapes_table() -> str:
     """A row an op over the shapes of `sweep.py many`."""
     if not (published.RESULTS / published.MANY).exists():
         return published.not_yet("tables.sh")
-    best = published.against_best(report.load(published.RESULTS / published.MANY)["rows"])
+    best = published.against_best(published.load(published.MANY)["rows"])
     lines = ["| op | shapes | speed: worst | p10 | median | behind by more than 1% | 5% | share of floor over 64 MiB |"]
     lines.append("|---" * 8 + "|")
     for op in dict.fromkeys(one["op"] for one in best):
@@ -116,7 +114,7 @@ def widths_table() -> str:
     """A row an op over the widths of `sweep.py widths`."""
     if not (published.RESULTS / published.WIDTHS).exists():
         return published.not_yet("sweep.py widths")
-    rows = [row for row in report.load(published.RESULTS / published.WIDTHS)["rows"] if row["share"]]
+    rows = [row for row in published.load(published.WIDTHS)["rows"] if row["share"]]
     best = published.against_best(rows)
     lines = ["| op | widths | share: worst | p10 | median | under 88% | behind a peer by more than 1% | 3% |"]
     lines.append("|---" * 8 + "|")
@@ -135,7 +133,7 @@ def widths_table() -> str:
 def behind_table() -> str:
     if not (published.RESULTS / published.MANY).exists():
         return published.not_yet("tables.sh")
-    best = published.against_best(report.load(published.RESULTS / published.MANY)["rows"])
+    best = published.against_best(published.load(published.MANY)["rows"])
     lines = ["| op | sizes | liger_hw, us | best peer, us | | speed | timed at |", "|---" * 7 + "|"]
     for one in sorted((one for one in best if one["speed"] < 0.99), key=lambda one: one["speed"]):
         times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f}"
@@ -510,18 +508,16 @@ def draw() -> None:
     if (published.RESULTS / published.TABLE).exists():
         rows = [
             row
-            for row in report.load(published.RESULTS / published.TABLE)["rows"]
+            for row in published.load(published.TABLE)["rows"]
             if row["share"] and row["arm"] in (*ARMS, "torch", "cce")
         ]
         size_plots.bars(rows, ROOT / "docs" / "ops.png")
     if (published.RESULTS / published.MANY).exists():
-        rows = report.load(published.RESULTS / published.MANY)["rows"]
+        rows = published.load(published.MANY)["rows"]
         size_plots.share_by_size(rows, ROOT / "docs" / "shapes-share.png")
         size_plots.speed_by_size(rows, ROOT / "docs" / "shapes-speed.png")
     if (published.RESULTS / published.WIDTHS).exists():
-        size_plots.share_by_width(
-            report.load(published.RESULTS / published.WIDTHS)["rows"], ROOT / "docs" / "widths.png"
-        )
+        size_plots.share_by_width(published.load(published.WIDTHS)["rows"], ROOT / "docs" / "widths.png")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -57,7 +57,7 @@ def read(target: Target) -> dict[tables.Name, Entry]:
 
 def write(target: Target, entries: dict[tables.Name, Entry]) -> None:
     """A table without entries says that the heuristic stays everywhere."""
-    files.write_text(table_of(target), tables.render(store.header(target), entries))
+    files.write_text(table_of(target), tables.render(store.header(target), entries.items()))
 
 
 def read_judged() -> dict[str, dict[str, dict[str, Any]]]:

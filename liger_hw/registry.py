@@ -355,21 +355,14 @@ def quarantined(target: Target | None = None) -> dict[Mark, str]:
     with _lock:
         if target is None:
             return dict(_failed)
-        earlier = {}
+        earlier, known = {}, tunables()
         for (op, variant, key), entries in table(target).items():
+            name = f"{op}.{variant}"
             for entry in entries:
-                if entry.kind == "failed" and _version(op, variant) == entry.version:
-                    mark = target.arch, f"{op}.{variant}", key, entry.config.to_text()
+                if entry.kind == "failed" and name in known and known[name].version == entry.version:
+                    mark = target.arch, name, key, entry.config.to_text()
                     earlier[mark] = str(entry.provenance.get("reason"))
         return {**earlier, **_failed}
-
-
-def _version(op: str, variant: str) -> int | None:
-    """The version of a kernel; None for a kernel that no longer exists."""
-    try:
-        return get_tunable(f"{op}.{variant}").version
-    except ValueError:
-        return None
 
 
 def release(marks: Iterable[Mark]) -> None:

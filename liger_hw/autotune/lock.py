@@ -93,7 +93,7 @@ def pinned(chosen: Candidate | Plan) -> Entry:
 def write(path: str | Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
     """Write a lock file; returns its digest. Raises `OSError`."""
     mark = digest(table)
-    files.write_text(path, tables.render({"kind": "lock", "digest": mark, **about}, table))
+    files.write_text(path, tables.render({"kind": "lock", "digest": mark, **about}, table.items()))
     return mark
 
 

@@ -184,7 +184,7 @@ def remove(path: Path, kinds: Collection[str]) -> int:
 
 
 def _write(path: Path, about: dict[str, Any], lines: list[Line]) -> None:
-    files.replace_file(path, tables.render_lines({**about, "device": path.stem}, lines).encode(), 0o644)
+    files.replace_file(path, tables.render({**about, "device": path.stem}, lines).encode(), 0o644)
 
 
 def _merged(lines: Iterable[Line]) -> list[Line]:
@@ -291,9 +291,6 @@ def misses(target: Target) -> list[Name]:
     return sorted(name for name, entries in read(target).items() if is_missed(entries))
 
 
-_ORDER = ("shipped-device", "shipped-arch", "shipped-family")
-
-
 def _shipped_files(target: Target) -> list[tuple[str, Path]]:
     """The shipped tables a target may use: its own, its architecture's, then others of its family and warp size."""
     folder = shipped_folder(target.vendor)
@@ -301,16 +298,10 @@ def _shipped_files(target: Target) -> list[tuple[str, Path]]:
         stems = sorted(path.stem for path in folder.glob("*.json"))
     except OSError:
         return []
-    exact = f"{target.arch}-{slug(target.name)}"
-    usable = []
-    for stem in stems:
-        if stem == exact:
-            usable.append(("shipped-device", folder / f"{stem}.json"))
-        elif stem == target.arch:
-            usable.append(("shipped-arch", folder / f"{stem}.json"))
-        elif _same_family(stem.split("-", 1)[0], target):
-            usable.append(("shipped-family", folder / f"{stem}.json"))
-    return sorted(usable, key=lambda item: (_ORDER.index(item[0]), item[1].name))
+    layers = {f"{target.arch}-{slug(target.name)}": "shipped-device", target.arch: "shipped-arch"}
+    family = [stem for stem in stems if stem not in layers and _same_family(stem.split("-", 1)[0], target)]
+    layers |= dict.fromkeys(family, "shipped-family")
+    return [(layer, folder / f"{stem}.json") for stem, layer in layers.items() if stem in stems]
 
 
 def _same_family(arch: str, target: Target) -> bool:

@@ -47,13 +47,8 @@ def from_record(record: Any, source: str) -> Line:
     return (op, variant, tuple(key)), Entry(config, provenance, version, source)
 
 
-def render(header: Mapping[str, Any], table: Mapping[Name, Entry]) -> str:
-    """Canonical text: equal tables give equal bytes."""
-    return render_lines(header, table.items())
-
-
-def render_lines(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
-    """`render` for lines with repeated names."""
+def render(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
+    """Canonical text: equal tables give equal bytes. Several lines may have one name."""
     texts = sorted((name, json.dumps(to_record(name, entry), sort_keys=True)) for name, entry in lines)
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
     text = ",\n".join(text for _, text in texts)

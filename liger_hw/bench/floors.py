@@ -8,7 +8,7 @@ from typing import Callable
 
 from .cases import Case, make_inputs, with_few_rows
 from .inputs import Inputs, tensors_in
-from .timing import Meter, Product
+from .timing import Chain, Meter, Product
 
 
 def floor_words(vocab: int) -> int:
@@ -56,7 +56,7 @@ def floors_of(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tup
     Products are called a few times only: `ops.bench` measures them in turn with the arms.
     """
     if case.op.name in PRODUCTS:
-        chains = (meter.chain(products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))
+        chains = (Chain(meter, products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))
         forward, both = (chain.cost_ms() for chain in chains)
         return {"fwd": forward, "full": both, "bwd": both - forward}, "gemm"
     few = with_few_rows(case, 1)

@@ -25,9 +25,8 @@ from .accuracy import Accuracy
 from .cases import Case, cases, make_inputs, with_few_rows  # noqa: F401  callers take all four from here
 from .floors import PRODUCTS, floors_of
 from .inputs import Inputs, Work, sample_sets
-from .timing import Budget, Meter, OutOfBudget, Runner, Stats, interleave
+from .timing import Budget, Chain, Meter, OutOfBudget, Runner, Stats, interleave
 
-MODES = ("fwd", "bwd", "full")
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
 """Seconds until an arm must have compiled, warmed up and been checked in a case; the second where it is only timed."""
 SETTLE_MS = 150.0
@@ -183,7 +182,7 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
     runners: dict[tuple[str, str], Runner] = {}
     if case.op.name in PRODUCTS:
         chains = dict(zip(("fwd", "full"), PRODUCTS[case.op.name](*case.sizes)))
-        runners = {("floor", mode): meter.chain(chains[mode], case.dtype) for mode in needed}
+        runners = {("floor", mode): Chain(meter, chains[mode], case.dtype) for mode in needed}
     runners |= {(arm.name, mode): arm.runners[mode] for arm in arms for mode in arm.runners}
     settle_ms = SETTLE_MS if case.op.name in PRODUCTS else 0.0
     times, errors = interleave(runners, repeats, burst_ms=10.0 if case.quick else 30.0, settle_ms=settle_ms)

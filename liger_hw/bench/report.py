@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import platform
 import shutil
@@ -76,12 +75,6 @@ def save(path: str | os.PathLike, document: dict[str, Any]) -> None:
         return
     data = (text + "\n").encode()
     files.write_bytes(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
-
-
-def load(path: str | os.PathLike) -> dict[str, Any]:
-    """What `save` wrote."""
-    data = Path(path).read_bytes()
-    return json.loads(gzip.decompress(data) if Path(path).suffix == ".gz" else data)
 
 
 def _rounded(value: Any) -> Any:

@@ -264,10 +264,6 @@ class Meter(Clock):
         work.restore()
         return kept / MIB
 
-    def chain(self, products: Sequence[Product], dtype: torch.dtype) -> Chain:
-        """An op's matrix products, one after the other, as an arm to be timed beside the op."""
-        return Chain(self, products, dtype)
-
 
 # -- the arms of a comparison ----------------------------------------------------------------------------------------
 

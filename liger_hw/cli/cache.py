@@ -102,9 +102,8 @@ def _stale(name: tuple, entry: Any) -> str:
     """Why an entry never answers, or ""."""
     from .. import registry
 
-    try:
-        tunable = registry.get_tunable(f"{name[0]}.{name[1]}")
-    except ValueError:
+    tunable = registry.tunables().get(f"{name[0]}.{name[1]}")
+    if tunable is None:
         return "unknown kernel"
     if entry.version == tunable.version:
         return ""
@@ -213,7 +212,7 @@ def _export(arguments: argparse.Namespace) -> int:
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
         table = {**{name: entry for name, entry in kept if not _stale(name, entry)}, **table}
-    text = tables.render(header, table)
+    text = tables.render(header, table.items())
     if not arguments.output:
         print(text, end="")
         return 0

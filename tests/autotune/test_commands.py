@@ -108,7 +108,7 @@ def test_verify_lists_what_is_broken_or_old(cache, capsys, monkeypatch, tmp_path
     fwd, shipped = tunable(), tmp_path / "cuda" / "sm90.json"
     monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / vendor)  # what ships may be out of date
     shipped.parent.mkdir()
-    shipped.write_text(tables.render(store.header(H200), {NAME: entry(fwd.safe(H200, KEY), fwd)}))
+    shipped.write_text(tables.render(store.header(H200), [(NAME, entry(fwd.safe(H200, KEY), fwd))]))
     assert "0 problems" in run(capsys, "cache", "verify")
     cache.with_name("torn.json").write_text("{")
     old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured", "triton": "2.0.0"}, 99)
@@ -184,7 +184,7 @@ def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
         ("_quarantine", "fwd", KEY): entry(fwd.safe(H200, KEY), fwd),
         ("rms_norm", "fwd", (1, 1, 1)): store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, 99),
     }
-    path.write_text(tables.render(store.header(H200), wrong))
+    path.write_text(tables.render(store.header(H200), wrong.items()))
     said = run(capsys, *words, "--yes", code=1)
     assert said.count("left out: ") == 3 and "0 of 3" in said and "unknown kernel" in said and "stale" in said
     assert cache.read_text() == stored

@@ -57,7 +57,7 @@ def put(layer: str, config, monkeypatch, tmp_path: Path) -> None:
         ]
         folder = tmp_path / "shipped"
         folder.mkdir(exist_ok=True)
-        (folder / f"{stem}.json").write_text(tables.render(store.header(H200), {NAME: made}))
+        (folder / f"{stem}.json").write_text(tables.render(store.header(H200), [(NAME, made)]))
         monkeypatch.setattr(store, "shipped_folder", lambda vendor: folder)
     elif layer == "explicit":
         monkeypatch.setenv("LIGER_HW_CONFIG_RMS_NORM__FWD", config.to_text())

@@ -133,7 +133,7 @@ def test_another_triton_minor_is_demoted_below_shipped(clean_registry, monkeypat
 def ship(monkeypatch, tmp_path: Path, stem: str, table, target=H200) -> Path:
     folder = tmp_path / "shipped" / target.vendor
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(tables.render(store.header(target), table))
+    (folder / f"{stem}.json").write_text(tables.render(store.header(target), table.items()))
     monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "shipped" / vendor)
     registry.reload()
     return folder / f"{stem}.json"
@@ -160,7 +160,7 @@ def test_family_answers_but_never_across_warp_sizes(clean_registry, monkeypatch,
     path = ship(monkeypatch, tmp_path, "sm80", {NAME: entry(config, fwd)}, ampere)
     assert ampere.family == ada.family and taken(ada).layer == "shipped-family"
     assert taken(H200).layer == "heuristic", "another family"
-    wide = tables.render({**store.header(ampere), "warp_size": 64}, {NAME: entry(config, fwd)})
+    wide = tables.render({**store.header(ampere), "warp_size": 64}, [(NAME, entry(config, fwd))])
     path.write_text(wide)
     registry.reload()
     assert taken(ada).layer == "heuristic"
@@ -319,15 +319,15 @@ def test_shipped_format_is_canonical(tmp_path):
         NAME: entry(fwd.heuristic(H200, KEY), fwd),
         ("rms_norm", "fwd", (512, 9, 2)): entry(fwd.safe(H200, KEY), fwd),
     }
-    text = tables.render(store.header(H200), table)
-    assert text == tables.render(store.header(H200), dict(reversed(table.items())))
+    text = tables.render(store.header(H200), table.items())
+    assert text == tables.render(store.header(H200), reversed(table.items()))
     assert len(text.splitlines()) == 2 + len(table), "one line an entry"
     (path := tmp_path / "table.json").write_text(text)
     header, lines, problems = tables.load(path)
     assert not problems and header["arch"] == "sm90"
     assert [name[2][0] for name, _ in lines] == [512, 2048, 4096], "sorted by the size of a number"
     assert {n: e.config for n, e in lines} == {n: e.config for n, e in table.items()}
-    assert tables.render(header | {"schema": 2}, dict(lines)) == text
+    assert tables.render(header | {"schema": 2}, lines) == text
 
 
 def test_nothing_is_pickled():

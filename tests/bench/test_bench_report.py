@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -68,7 +69,7 @@ def test_saving_leaves_no_torn_file(tmp_path, capsys):
     assert json.loads(path.read_text())["rows"] == [{"ms": {"median": 0.333333}, "sizes": [1, 2]}, {}]
     packed = tmp_path / "out.json.gz"
     report.save(packed, {"rows": [1]})
-    assert report.load(packed) == {"schema": report.SCHEMA, "rows": [1]} and packed.read_bytes()[:2] == b"\x1f\x8b"
-    assert report.load(path)["found"] == 1 / 3
+    assert json.loads(gzip.decompress(packed.read_bytes())) == {"schema": report.SCHEMA, "rows": [1]}
+    assert json.loads(path.read_text())["found"] == 1 / 3
     report.save("-", {"rows": []})
     assert json.loads(capsys.readouterr().out)["rows"] == []

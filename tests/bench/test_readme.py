@@ -8,6 +8,8 @@ import json
 import pytest
 import readme
 
+from liger_hw.bench import report
+
 pytestmark = pytest.mark.cpu
 
 
@@ -90,7 +92,7 @@ def many(op, sizes, **ms):
 
 def test_many_shapes_say_where_a_peer_wins(tmp_path, monkeypatch):
     rows = many("dyt", [8, 16], liger_hw=1.0, liger=2.0, compile=1.5) + many("dyt", [1, 16], liger_hw=1.0, compile=0.9)
-    readme.report.save(tmp_path / readme.published.MANY, {"rows": rows})
+    report.save(tmp_path / readme.published.MANY, {"rows": rows})
     monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     assert "| dyt | 2 | 0.90 | 0.90 | 1.20 | 1 | 1 | 50% |" in readme.shapes_table()
     assert "In all: 2 shapes, 1 behind a peer by more than 1%." in readme.shapes_table()

@@ -68,7 +68,7 @@ def _use(chance, folder, op, target, shape) -> str:
     assert code in (0, 1, 2), code
     if chance.random() < 0.3:
         table = folder / "table.json"
-        text = tables.render(store.header(target), {})
+        text = tables.render(store.header(target), ())
         table.write_bytes(hostile.damaged(chance, text))
         code, _, _ = call(["cache", "import", str(table), "--device", target.arch, "--yes"])
         assert code in (0, 1, 2), code
