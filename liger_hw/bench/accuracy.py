@@ -1,4 +1,4 @@
-"""How far an arm's results are from the reference in fp64."""
+"""The error of an arm's results against the reference in fp64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .timing import Meter
 class Accuracy:
     """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
 
-    On half the rows while there are more than 16 and the first tensor has more than 2^26 elements (2^20 on the CPU), or
+    Rows are halved while there are more than 16 and the first tensor has more than 2^26 elements (2^20 on the CPU), and
     while the reference runs out of memory.
     """
 
@@ -32,7 +32,7 @@ class Accuracy:
             self.inputs = make_inputs(case, self.sizes, meter.device, 0)
 
     def _reference(self, case: Case) -> bool:
-        """Compute what is exact. False where it does not fit into the device's memory."""
+        """Compute the exact results. False if they do not fit into the device's memory."""
         try:
             inputs = self.inputs.clone()
             exact = inputs.clone(torch.float64)

@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 @dataclass(frozen=True)
 class Case:
     """quick: only times; no memory or accuracy
-    prepare: what becomes of the op's sample; limit: seconds in which an arm must be ready (default: `ops.ARM_LIMIT`)
+    prepare: changes the op's sample; limit: seconds in which an arm must be ready (default: `ops.ARM_LIMIT`)
     """
 
     op: Op
@@ -81,7 +81,7 @@ ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "s
 
 
 def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
-    """One set of the op's own sample; keywords at their default are left out, since a peer may not know them."""
+    """One set of inputs from the op's sample, without keywords at their default, which a peer may not know."""
     generator = torch.Generator(device).manual_seed(seed)
     sample = case.op.sample(sizes, case.dtype, device, generator)
     known = inspect.signature(case.op.function).parameters
@@ -91,7 +91,7 @@ def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: 
 
 
 def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
-    """The case's sizes with every row-like one at most `most`; the columns, which kernels are compiled for, stay."""
+    """The case's sizes, with sizes of `ROW_DIMS` at most `most`; columns, for which kernels are compiled, stay."""
     dims = case.op.tunables[0].dims
     rows = [name in ROW_DIMS for name in dims]
     if not any(rows):

@@ -1,5 +1,4 @@
-"""The least time a case can take: its bytes at the measured copy rate, or its matrix products as cuBLAS (or the like)
-has them."""
+"""The least time a case can take: its bytes at the measured copy rate, or its matrix products by cuBLAS or the like."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from .timing import Chain, Meter, Product
 
 
 def floor_words(vocab: int) -> int:
-    """Words of a vocabulary that a floor multiplies: whole 16 bytes of a 16-bit row. cuBLAS takes 6 times as long for
-    50257 words as for 50256, and heads that leave the last word out of the large products would reach 500% of that."""
+    """Words of a vocabulary that count in a floor: whole 16 bytes of a 16-bit row. cuBLAS takes 6 times as long for
+    50257 words as for 50256, so heads that split off the last word would reach 500% of a floor with all words."""
     return vocab - vocab % 8 or vocab
 
 
@@ -32,7 +31,7 @@ def two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
 
 
 def experts(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int) -> tuple[list[Product], list[Product]]:
-    """The products of gated experts as one dense layer of as many rows has them."""
+    """The products of gated experts as in one dense layer with as many rows."""
     rows = n_tokens * top_k
     forward = [(rows, 2 * inner, hidden, "nt"), (rows, hidden, inner, "nt")]
     down = [(rows, inner, hidden, "nn"), (hidden, inner, rows, "tn")]
@@ -44,7 +43,7 @@ PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
     "fused_linear_kl_div": linear_head,
     "fused_linear_jsd": two_heads,
     "fused_moe": experts,
-    # that a backward must have logits again is the way's, not the op's
+    # without the logits that a backward may compute again
     "fused_linear_log_probs": linear_head,
 }
 """The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
@@ -53,7 +52,7 @@ PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
 def floors_of(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tuple[dict[str, float], str]:
     """Milliseconds by mode that the measured copy or the products need, and which of the two it is.
 
-    Products are called a few times only: `ops.bench` measures them in turn with the arms.
+    Products are timed briefly here; `ops.bench` times them again, interleaved with the arms.
     """
     if case.op.name in PRODUCTS:
         chains = (Chain(meter, products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))

@@ -1,4 +1,4 @@
-"""A call to be measured: its function, several sets of inputs, the gradients that flow in, and what it overwrites."""
+"""A call to be measured: its function, sets of inputs, incoming gradients, and overwritten tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..autotune.record import tensors_in
 
 @dataclass
 class Inputs:
-    """Arguments of one call, and the gradients that flow into it (drawn once, the same for every arm).
+    """Arguments of one call, and its incoming gradients (drawn once, the same for every arm).
 
-    moved: bytes the roofline counts, forward and backward; exact: what the reference takes beside in fp64 (`Sample`)
+    moved: bytes the roofline counts, forward and backward; exact: further arguments of the reference in fp64 (`Sample`)
     """
 
     args: tuple[Any, ...]
@@ -49,12 +49,12 @@ class Inputs:
         return self.flowing[place]
 
     def clone(self, dtype: torch.dtype | None = None) -> "Inputs":
-        """A copy that shares nothing; floating tensors become `dtype`. The gradients that flow in are not copied."""
+        """A copy that shares nothing; floating tensors become `dtype`. Incoming gradients are not copied."""
 
         def copy(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 copied_dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                # as a copy of its strides too: layouts are part of a workload
+                # with the same strides: layouts are part of a workload
                 fresh = torch.empty_like(value, dtype=copied_dtype).copy_(value.detach())
                 return fresh.requires_grad_(value.requires_grad)
             if isinstance(value, (tuple, list)):
@@ -81,13 +81,13 @@ class Work:
         return torch.autograd.grad(outputs, inputs.leaves, flowing, allow_unused=True)
 
     def call(self, index: int = 0) -> tuple:
-        """One call on input set `index`: its outputs, and its gradients if they belong to it."""
+        """One call on input set `index`: its outputs, and its gradients if `backward`."""
         inputs = self.sets[index]
         outputs = self.forward(inputs)
         return outputs, self.gradients(inputs, outputs) if self.backward else ()
 
     def sweep(self) -> None:
-        """One call on every set, all forwards first: by the time a backward runs, its inputs have left the L2."""
+        """One call on every set, all forwards first: when a backward runs, its inputs are no longer in L2."""
         outputs = [self.forward(inputs) for inputs in self.sets]
         if self.backward:
             for inputs, output in zip(self.sets, outputs):
@@ -95,7 +95,7 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """What all sets' arguments hold; the gradients that flow in differ from arm to arm."""
+        """Bytes of all sets' arguments, without incoming gradients, which differ between arms."""
         return sum(tensor.numel() * tensor.element_size() for inputs in self.sets for tensor in inputs.tensors)
 
     def learn_overwrites(self) -> None:
@@ -122,8 +122,8 @@ class Work:
         self.restore()
 
     def restore(self) -> None:
-        """Write back what a call overwrote. In few launches: one a tensor keeps the host longer than tiny calls keep
-        the device, which then waits for the next replay's launch inside its time."""
+        """Restore the tensors that a call overwrote. In few launches: with one for each tensor the host would take
+        longer than tiny calls, and the device would wait for the next replay's launch inside its timing."""
         pairs = [pair for pairs in self.saved for pair in pairs]
         with torch.no_grad():
             if pairs:
@@ -131,7 +131,7 @@ class Work:
 
 
 def sample_sets(make: Callable[[int], Inputs], l2: int, most: int = 32) -> list[Inputs]:
-    """As many input sets as keep a sweep out of L2: 4 times its size, one set when a single one is 16 times that.
+    """Enough input sets to exceed L2 in a sweep: 4 times its size, or one set that alone is 16 times its size.
 
     `make(seed)` draws one. At most `most`, so tiny inputs do stay in L2, as they would in use (`Replay` says when).
     """

@@ -30,8 +30,8 @@ from .timing import Budget, Chain, Meter, OutOfBudget, Runner, Stats, interleave
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
 """Seconds until an arm must have compiled, warmed up and been checked in a case; the second where it is only timed."""
 SETTLE_MS = 150.0
-"""Matrix products run 12% faster in the first 100 ms after the device was idle or copying than after that (H200), so
-what is made of them, and the products that are its floor, run this long before a call of theirs counts."""
+"""Matrix products run 12% faster in the first 100 ms after the device was idle or copying than later (H200), so ops
+made of products, and the products of their floors, run this long before their calls are timed."""
 
 
 class DeviceLost(RuntimeError):
@@ -40,7 +40,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass
 class Arm:
-    """One implementation in one case, and everything seen of it."""
+    """One implementation in one case, with its results."""
 
     name: str
     function: Callable[..., Any] | None = None
@@ -78,8 +78,8 @@ def bench(
 ) -> list[dict[str, Any]]:
     """Measure every case and return its rows. `on_case` gets a case when it begins, `on_rows` its rows once it is done.
 
-    Raises `OutOfBudget` when the budget ends before the last case and `DeviceLost` when a peer broke the device; what
-    was done by then has gone through `on_rows`.
+    Raises `OutOfBudget` when the budget ends before the last case and `DeviceLost` when a peer broke the device;
+    finished cases have gone through `on_rows`.
     """
     budget = budget or Budget()
     meter = meter or Meter(device)
@@ -93,7 +93,7 @@ def bench(
         finally:
             meter.forget()
         if not rows:
-            gc.freeze()  # what peers and compilers brought in: a collection after every case need not look at it again
+            gc.freeze()  # so that collections after each case skip what peers and compilers have loaded
         rows += new
         on_rows(new)
     return rows
@@ -133,8 +133,8 @@ def _bench_case(
 
 @contextlib.contextmanager
 def at_most(seconds: int, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer: a peer's compiling and tuning has no end of its own. In the
-    main thread only, and between two lines of Python."""
+    """Raise `TimeoutError` in a block that takes longer: for a peer's compiling and tuning, which have no limit. Works
+    in the main thread, between two lines of Python."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -173,7 +173,7 @@ def _prepare(
         arm.runners[mode] = runner = meter.runner(work, floors[mode])
         if runner.why and meter.graphs:
             arm.note = runner.why
-    if check and (arm.name != "compile" or check.sizes == case.sizes):  # another shape would compile again, for seconds
+    if check and (arm.name != "compile" or check.sizes == case.sizes):  # another shape would take seconds to compile
         arm.errors = check.of(arm.function)
 
 

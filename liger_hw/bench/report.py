@@ -1,4 +1,4 @@
-"""What is kept of a benchmark: the machine it ran on, a JSON file, a short table."""
+"""A benchmark's output: facts of its machine, a JSON file, a short table."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _rounded(value: Any) -> Any:
 
 
 def as_text(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each arm, below one for its case, and what is to be known of them."""
+    """One line for each case, then one for each of its arms, and notes."""
     if not rows:
         return "nothing was measured"
     lines: list[tuple[str, ...]] = [("arm", "ms", "p20..p80", "share", "MiB", "err", "err grad", "note")]
@@ -119,7 +119,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _speed(arms: Sequence[dict[str, Any]]) -> str:
-    """What is said of a case: how fast the best peer is."""
+    """A case's summary: the speed of the best peer."""
     timed = {row["arm"]: row["ms"]["median"] for row in arms if row["ms"] and row["ms"]["median"] > 0}
     ours = timed.pop(OURS, None)
     if ours is None or not timed:
@@ -149,7 +149,7 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _implementations(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Which implementation of its own a peer chose, and for which ops."""
+    """Which of its implementations a peer chose, and for which ops."""
     ops: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.get("implementation"):

@@ -1,12 +1,12 @@
-"""The command `liger-hw`. `main(argv)` is the same thing as a function: it returns the exit code and never exits.
+"""The command `liger-hw`. `main(argv)` does the same as a function: it returns the exit code and never exits.
 
-A sub-command is one module (or folder) of its name in here with two functions, imported only when it is asked for:
+A sub-command is one module of this package, with its name and two functions, imported only when it is called:
 
     add_arguments(parser)      fill an argparse parser
     run(arguments) -> int      do it; 0 is success, 1 a check that failed
 
-Its line in `COMMANDS` is what `liger-hw --help` prints. A mistake of the user's is raised as `UsageError` with a
-message that says what to do, and becomes exit code 2.
+Its line in `COMMANDS` is what `liger-hw --help` prints. A user's mistake raises `UsageError` with a message that says
+what to do, and becomes exit code 2.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ EXTRAS = {
 
 
 class UsageError(Exception):
-    """Something the user can put right; the message says how. Ends the command with exit code 2."""
+    """An error that the user can correct; the message says how. Ends the command with exit code 2."""
 
 
 @contextlib.contextmanager
 def user_errors(command: str, kinds: type | tuple[type, ...] = ValueError) -> Iterator[None]:
-    """Errors of these kinds are the user's to put right: raised in a `with` block, they become `UsageError`."""
+    """A `with` block in which errors of these kinds become `UsageError`."""
     try:
         yield
     except kinds as error:
@@ -74,7 +74,7 @@ def missing(command: str, package: str) -> UsageError:
 
 
 def needs(command: str, *packages: str) -> None:
-    """Raise `UsageError` that says what to install when one of these packages is not."""
+    """Raise `UsageError` that says what to install if one of these packages is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise missing(command, package)
@@ -86,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # None: closed
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # None if closed
     code = 0
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped
+        if hasattr(stream, "reconfigure"):  # escape what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _exit_code(argv)
@@ -130,9 +130,9 @@ def _exit_code(argv: list[str]) -> int:
 
 
 def _report(argv: list[str], message: str, code: int) -> int:
-    """Print an error to standard error, and as a document where standard output is to be JSON (`bench --json FILE`
+    """Print an error to standard error, and as a JSON document if standard output should be JSON (`bench --json FILE`
     writes a file)."""
-    with contextlib.suppress(OSError):  # a closed pipe or a full disk: the exit code says it
+    with contextlib.suppress(OSError):  # a closed pipe or a full disk: only the exit code remains
         print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
         following = dict(zip(argv, [*argv[1:], "-"]))
         if "--json=-" in argv or "--json" in argv and (argv[0] != "bench" or following["--json"].startswith("-")):
@@ -152,7 +152,7 @@ _wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)  # an option or
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Prose of a description is filled to the terminal's width; indented lines stay lines."""
+    """Fills a description's prose to the terminal's width; indented lines stay unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = []
@@ -167,7 +167,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are `UsageError`, so that they are reported as every other one is."""
+    """A parser whose errors are `UsageError`, so that they are reported like all others."""
 
     def error(self, message: str) -> None:
         self.print_usage(sys.stderr)
@@ -189,7 +189,7 @@ def _dispatch(argv: list[str]) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which may be before the kernels
     parser = parser_of(name)
     try:
-        # options may stand between the names an argument takes many of (argparse: not where there are sub-parsers)
+        # options may be between the values of one argument, which argparse allows only without sub-parsers
         parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
         return importlib.import_module(f"{__name__}.{name}").run(parse(argv[1:]))
     except ModuleNotFoundError as error:

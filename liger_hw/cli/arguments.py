@@ -1,4 +1,4 @@
-"""What sub-commands share: argument types that explain themselves."""
+"""What sub-commands share: argument types with errors that explain what is expected."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SEQS = [512, 1024, 2048, 4096, 8192, 16384]
-"""Sequence lengths of a model where none are given."""
+"""Default sequence lengths of a model."""
 
 A_MODEL = f"a known name ({', '.join(model.name for model in KNOWN.values())}), a config.json, or a Hugging Face id"
-"""What --model takes, for its help."""
+"""The values of --model, for its help."""
 
 DTYPES = {
     "fp32": "float32",
@@ -55,7 +55,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def _number(convert: Callable[[str], T], least: float, most: float, expected: str) -> Callable[[str], T]:
-    """An argparse type: what `convert` makes of a text, from `least` to `most`."""
+    """An argparse type: `convert(text)`, from `least` to `most`."""
 
     def parse(text: str) -> T:
         try:
@@ -81,7 +81,7 @@ share = _number(float, 1e-9, 1.0, "a share; write a number above 0, at most 1")
 
 
 def listed(kind: Callable[[str], T], what: str = "") -> Callable[[str], list[T]]:
-    """An argparse type: values of another type, joined by commas, at least one. what: an example of them."""
+    """An argparse type: one or more values of another type, joined by commas. what: an example of them."""
 
     def parse(text: str) -> list[T]:
         values = [kind(word.strip()) for word in text.split(",") if word.strip()]
@@ -108,9 +108,7 @@ def add_model_sizes(parser: Any, ops: str) -> None:
 
 
 def usable_device(command: str, name: str | None) -> "torch.device":
-    """The device of that name, or without one the accelerator here, else the CPU. Raises `UsageError` that says why
-    not.
-    """
+    """The device of that name, by default the accelerator here, else the CPU. Raises `UsageError` with the reason."""
     import torch
 
     from ..backends import backends, target_of, with_index

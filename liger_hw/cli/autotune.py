@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     device, absent = _device(arguments.device)
     chosen = arguments.model or arguments.shapes or arguments.from_misses
-    arguments.first = len(absent) > 1 and not chosen  # every workload of every op on every architecture takes a day
+    arguments.first = len(absent) > 1 and not chosen  # all workloads of all architectures would take a day
     arguments.candidates = arguments.candidates or (24 if len(absent) > 1 else 96)
     if arguments.dry_run:
         return _dry_run(arguments, device, absent)
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _device(name: str | None) -> tuple[str, list["Target"]]:
-    """(the torch device to measure on, []), or ("", the Targets that a name means and that are not in this machine).
+    """(the torch device to measure on, []), or ("", the Targets of a name whose devices are not in this machine).
 
     The name of a vendor that is not here means each of its known architectures. Raises `UsageError`.
     """
@@ -136,7 +136,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
                 f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
             )
         chosen_jobs, problems = jobs.from_shapes(pairs, arguments.dtype, target)
-    in_part = set(ops) - set(names)  # ops of which single kernels are named
+    in_part = set(ops) - set(names)  # ops with some kernels named
     chosen_jobs = [job for job in chosen_jobs if job.op not in in_part or job.name in kernels]
     if arguments.from_misses and not chosen_jobs and not problems:
         raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
@@ -262,7 +262,7 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
 
 
 def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
-    """A function that stores a choice, unless something was measured at that key: a guess must not replace it."""
+    """A function that stores a choice, unless the key has a measurement, which a choice by model must not replace."""
     from ..autotune import store
 
     measured = {name for name, entries in store.read(target).items() if any(e.kind == "measured" for e in entries)}

@@ -99,7 +99,7 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
 
 
 def _stale(name: tuple, entry: Any) -> str:
-    """Why an entry never answers, or ""."""
+    """Why an entry is never used, or ""."""
     from .. import registry
 
     tunable = registry.tunables().get(f"{name[0]}.{name[1]}")
@@ -111,7 +111,7 @@ def _stale(name: tuple, entry: Any) -> str:
 
 
 def _state(name: tuple, entry: Any) -> str:
-    """`current`, or why the entry answers late or never."""
+    """`current`, or why the entry is demoted or never used."""
     from ..autotune import store
 
     version, here = store.minor(entry.provenance.get("triton")), store.minor(store.triton_version())
@@ -170,7 +170,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
-    """(lines in these files, shipped entries, and of each what cannot be read or is out of date)."""
+    """(lines in these files, shipped entries, errors and outdated lines of the files, and of the shipped tables)."""
     from ..autotune import store, tables
     from ..backends import VENDORS
 
@@ -203,7 +203,7 @@ def _export(arguments: argparse.Namespace) -> int:
         header, lines, _ = store.load(paths[0])
     answers = [line for line in lines if line[1].kind in store.ANSWERS]
     current = [line for line in answers if not _stale(*line)]
-    table, skipped = dict(reversed(current)), len(answers) - len(current)  # of one name the newest, which comes first
+    table, skipped = dict(reversed(current)), len(answers) - len(current)  # the newest of each name, which comes first
     if not table:
         raise UsageError(f"cache export: no current entry in {paths[0]} ({skipped} out of date)")
     if arguments.merge and arguments.output and Path(arguments.output).exists():
@@ -258,7 +258,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
-    """(the entries that can answer on `target`, why the others cannot)."""
+    """(the entries that can be used on `target`, why the others cannot)."""
     from .. import registry
 
     importable, refused = {}, []
@@ -276,7 +276,7 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
 
 
 def _changes(target: Any, entries: dict) -> list[str]:
-    """What answers now and what will, a line each entry that changes it."""
+    """The configuration now and after the import, one line for each entry that changes it."""
     from .. import registry
 
     lines = []

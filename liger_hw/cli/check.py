@@ -5,7 +5,7 @@
     liger-hw check config.json      a file, or the folder of a checkpoint
 
 The model is built without weights, on torch's meta device, and patched as `apply_liger_kernel_to_<family>` or
-`liger_hw.patch` would patch it. Ends with 1 when no part of it would run on a kernel.
+`liger_hw.patch` would patch it. Exit code 1 if no part of it would run on a kernel.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(name: str) -> Any:
-    """The configuration that a name means. Raises `UsageError` that says what was tried."""
+    """The configuration of this name. Raises `UsageError` that says what was tried."""
     from transformers import CONFIG_MAPPING
 
     from ..autotune import models
@@ -68,7 +68,7 @@ def _config(name: str) -> Any:
         return models.published(name)
     except Exception as error:  # transformers raises many kinds: no such file, no network, a type that it does not know
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())  # Qwen/Qwen3-8B begins as qwen3 does
+        plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())  # Qwen/Qwen3-8B begins with qwen3
         near = [one for one in CONFIG_MAPPING if plain.startswith(re.sub("[^a-z0-9]", "", one))]
         raise UsageError(
             f"check: no configuration of {name!r}: {reason.rstrip('.')}. Give a config.json, a Hugging Face id, or a "
@@ -77,7 +77,7 @@ def _config(name: str) -> Any:
 
 
 def _model(config: Any) -> Any:
-    """A model of this configuration without weights: of the class that it names, else of the causal LM of its type."""
+    """A model of this configuration without weights: of the class that it names, else the causal LM of its type."""
     import torch
     import transformers
 

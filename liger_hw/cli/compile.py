@@ -1,12 +1,12 @@
-"""`liger-hw compile --target gfx942[,sm90,...]`: what every op would launch there, compiled here, with what it takes.
+"""`liger-hw compile --target gfx942[,sm90,...]`: every kernel that an op would launch there, compiled.
 
     liger-hw compile --target gfx942 --ops rms_norm                     one op on one architecture
     liger-hw compile --target all --depth full --json > all.json        the whole matrix, as evidence: hours
 
-Needs no GPU. A target that the Triton at hand has no compiler for (Intel, with the stock one) is brought to TTIR, with
-resources that are counted. One line for each distinct kernel, with the first case that launches it; --json prints what
-made them and every launch's certificate. Progress goes to stderr. Ends with 1 when a kernel does not compile or may
-not be launched on the target.
+Needs no GPU. If the installed Triton has no compiler for a target (the stock one has none for Intel), kernels are
+lowered to TTIR and resources are estimated. One line for each distinct kernel, with the first case that launches it;
+--json prints versions and every launch's certificate. Progress goes to stderr. Exit code 1 if a kernel does not compile
+or may not be launched on the target.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _targets(names: list[str]) -> list[Any]:
 
 
 def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certificates: list[Any], case_of: dict) -> dict:
-    """What was compiled, with what and when, and one record a launch; `support` pages are made from it."""
+    """What was compiled, versions, date, and one record for each launch; the `support` pages are generated from it."""
     from .. import __version__
     from ..autotune import store
 

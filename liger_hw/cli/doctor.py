@@ -2,7 +2,7 @@
 
 Every op runs once, forward and backward, and is compared with its reference in plain torch. Then the speed of a copy in
 device memory, the host time of a small launch, the health of the cache and whether it can be written. Without a GPU the
-ops run their references, and nothing is timed. Ends with 1 when anything is wrong.
+ops run their references, and nothing is timed. Exit code 1 if anything is wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`liger-hw estimate llama-3-8b --gpu h100 --batch 2 --seq 4096`: what a training step gives before a GPU is rented.
+"""`liger-hw estimate llama-3-8b --gpu h100 --batch 2 --seq 4096`: a training step's speed and memory.
 
     liger-hw estimate mistral-7b --gpu h200 --batch 2 --seq 4096 --layers 8
     liger-hw estimate my/config.json --gpu mi300x --batch 1 --seq 8k --lora
@@ -98,7 +98,7 @@ def _too_large(arguments: argparse.Namespace, model: "Model", arms: list[str]) -
 
 
 def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
-    """What the estimate leaves out or takes over from elsewhere, for this command line."""
+    """What the estimate for this command line leaves out or assumes."""
     notes = ["the data loader, logging and checkpoints", "an attention other than transformers' default"]
     if arguments.gpu != MEASURED:
         notes.append(f"{arguments.gpu} was not timed: what an H200 reaches of its data sheet's rates stands for it")

@@ -1,7 +1,7 @@
 """`liger-hw info`: what this machine is and how liger_hw runs on it. Needs no Triton, no transformers, no GPU.
 
-Device, Triton, backend, cache folder, what is tuned. `--require` says what is missing to run kernels on a vendor's GPU;
-`liger-hw explain OP` where an op's configuration comes from.
+Device, Triton, backend, cache folder, tuned entries. `--require` says what is missing to run kernels on a vendor's GPU.
+`liger-hw explain OP` says where an op's configuration comes from.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lacking(vendor: str) -> list[str]:
-    """What keeps this machine from running kernels on a GPU of `vendor`, a line each; empty when nothing does."""
+    """What prevents this machine from running kernels on a GPU of `vendor`, one line each."""
     triton = triton_facts()
     devices = [device for device in _devices() if device["backend"] == vendor]
     lines = [f"{device['device']} cannot be described: {device['error']}" for device in devices if device["error"]]
@@ -111,7 +111,7 @@ def triton_facts() -> dict[str, Any]:
     providers = [{"name": name, "version": _version(name)} for name in sorted(names)]
     try:
         imported, error = importlib.import_module("triton").__version__, None
-    except Exception as problem:  # a clobbered install fails in more ways than ImportError
+    except Exception as problem:  # a broken install can raise more than ImportError
         imported, error = None, f"{type(problem).__name__}: {problem}"
     warning = None
     if len(providers) > 1:
@@ -150,7 +150,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _tuned(device: dict[str, Any]) -> dict[str, int]:
-    """Layer and kind -> stored configurations that a device answers from."""
+    """Layer and kind -> number of stored configurations for a device."""
     from ..autotune import store
     from ..backends import Target
 

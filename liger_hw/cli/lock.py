@@ -1,7 +1,7 @@
 """`liger-hw lock --model mistral-7b`: write liger-hw.lock, which pins every configuration the model launches.
 
-Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is whole, and
-what it pins differently from what this machine would choose.
+Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is intact, and
+where it differs from this machine's choices.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def pairs_of(command: str, arguments: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
-    """(op, sizes) of everything that --model launches at --batch and --seq, of --ops or of every op."""
+    """(op, sizes) of all launches of --model at --batch and --seq, for --ops or every op."""
     from .. import registry
     from ..autotune import jobs, models
 
@@ -72,11 +72,11 @@ def pairs_of(command: str, arguments: argparse.Namespace) -> list[tuple[str, tup
 
 
 def pin(command: str, arguments: argparse.Namespace, target: Any, output: str | Path) -> tuple[dict, str]:
-    """Write a lock file of what a command's models launch; its table and digest."""
+    """Write a lock file for the launches of a command's models; returns its table and digest."""
     from .. import env, registry
     from ..autotune import jobs, lock
 
-    env.ignore("LIGER_HW_LOCK_FILE")  # a new lock file holds what is tuned now, not what an older one pinned
+    env.ignore("LIGER_HW_LOCK_FILE")  # a new lock file has what is tuned now, not an older file's entries
     names: dict[tuple[str, tuple], None] = {}
     pairs, screen = pairs_of(command, arguments), StatusLine()
     for number, (op, sizes) in enumerate(pairs):
@@ -94,7 +94,7 @@ def pin(command: str, arguments: argparse.Namespace, target: Any, output: str | 
 
 
 def _made_for(header: dict[str, Any]) -> Any:
-    """The Target of the device that a lock file was made for; None where it is not known."""
+    """The Target of the device that a lock file was made for; None if it is not known."""
     from ..backends import VENDORS, backend, known_target
 
     devices = [known_target(name) for vendor in VENDORS for name in backend(vendor).known_devices()]
@@ -106,14 +106,14 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
     from .. import env, registry
     from ..autotune import lock
 
-    env.ignore("LIGER_HW_LOCK_FILE")  # it is compared with what this machine chooses by itself
+    env.ignore("LIGER_HW_LOCK_FILE")  # it is compared with this machine's own choices
     try:
         header, table = lock.read(Path(arguments.check))
     except ValueError as error:
         facts = {"file": arguments.check, "error": str(error)}
         print(json_text(facts) if arguments.json else fold(f"{arguments.check}: {error}"))
         return 1
-    if target.vendor == "cpu" and arguments.device is None:  # nothing is launched here: where it was made is meant
+    if target.vendor == "cpu" and arguments.device is None:  # launches nothing: check for the device it was made for
         target = _made_for(header) or target
     illegal, other, tunables = lock.unusable(target, table), 0, registry.tunables()
     for (op, variant, key), entry in table.items():

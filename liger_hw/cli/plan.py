@@ -4,8 +4,8 @@
     liger-hw plan --model my/config.json --batch 1 --seq 32768 --memory 80GiB 140GiB
     liger-hw plan --model llama-3-8b --seq max --memory 140GiB --gpus 4   the longest sequence
 
-Predicted from the model's shape alone, without a device. What is assumed is printed below the table, and with one
---memory how to launch what fits. The same planner answers `activations="fit"` and `"80GiB"` of a patched model.
+Predicted from the model's shape alone, without a device. Assumptions are printed below the table, and with one --memory
+also how to launch the mix that fits. A patched model's `activations="fit"` and `"80GiB"` use the same planner.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`liger-hw prebuild llama-3-8b --device h100 --batch 2 --seq 4096 -o DIR`: what an image needs, in one folder.
+"""`liger-hw prebuild llama-3-8b --device h100 --batch 2 --seq 4096 -o DIR`: the files for an image.
 
     DIR/liger-hw.lock    every configuration that the model launches at these sizes, pinned
     DIR/triton/          its kernels, compiled for the device: Triton's cache, in which the first step looks
-    DIR/cache/           what was tuned on this machine for that kind of device, if anything was
+    DIR/cache/           entries tuned on this machine for that kind of device, if any
 
-Needs no GPU, and Triton in the version that the image has: another compiles again. Prints the lines for a Dockerfile.
-Kernels that Inductor or a peer compiles are not in it, nor are options that a model sets beside its sizes.
+Needs no GPU, but the image's version of Triton: another one would compile again. Prints the lines for a Dockerfile. It
+has no kernels of Inductor or of other libraries, and none for options that a model sets besides its sizes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace, target: Any, folder: Path) -> tuple[int, list[str]]:
-    """How many kernels are in Triton's cache under `folder` now, and those that the compiler refused."""
+    """(number of kernels in Triton's cache under `folder`, kernels that do not compile)."""
     import torch
 
     from ..autotune import compile as aot
@@ -94,7 +94,7 @@ def _compile(arguments: argparse.Namespace, target: Any, folder: Path) -> tuple[
 
 
 def dockerfile(folder: Path) -> list[str]:
-    """The lines that put the folder into an image and point everything at it."""
+    """The lines that copy the folder into an image and set the environment variables for it."""
     lines = [f"COPY {folder.name} {IMAGE}", f"ENV LIGER_HW_LOCK_FILE={IMAGE}/liger-hw.lock"]
     if (folder / "cache").exists():
         lines.append(f"ENV LIGER_HW_CACHE_DIR={IMAGE}/cache")

@@ -1,4 +1,4 @@
-"""Training on many devices: the same kernels on every rank, and weights that others own or cut in pieces.
+"""Training on many devices: the same kernels on every rank, and weights that other code owns or shards.
 
     liger_hw.distributed.sync()      # after init_process_group, before the first step
 

@@ -31,9 +31,9 @@ from ..registry import Entry
 
 log = logging.getLogger("liger_hw")
 _LINGER = 10.0
-"""Seconds for which a rank that has read every answer waits for the others to have read them: it may hold the store."""
+"""Seconds that a rank, which may host the store, waits for the others to read all answers after it has itself."""
 _stepped: Any = None
-"""The store of a process group that `at_first_step` is done with: its ranks agree, or need no comparison."""
+"""The store of a process group for which `at_first_step` is finished: its ranks agree, or need no comparison."""
 
 
 def sync(group: Any = None, device: torch.device | str | None = None, seconds: float | None = None) -> str:
@@ -42,9 +42,10 @@ def sync(group: Any = None, device: torch.device | str | None = None, seconds: f
     device: this rank's device (default: the current accelerator, or the CPU). Every rank of the group must call it.
     seconds: how long to wait for the other ranks; default LIGER_HW_SYNC_SECONDS.
 
-    What any rank has quarantined is quarantined on all. Holds until `registry.reload()`. Without an initialised process
-    group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices,
-    another version of a kernel, another LIGER_HW_DETERMINISTIC), when one fails, or when one does not answer in time.
+    Configurations that any rank has quarantined are quarantined on all. Holds until `registry.reload()`. Without an
+    initialised process group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ
+    (other devices, another version of a kernel, another LIGER_HW_DETERMINISTIC), when one fails, or when one does not
+    answer in time.
     """
     if seconds is not None and not 0 < seconds < 3.2e8:
         raise ValueError(f"liger_hw.distributed.sync: seconds must be above 0 and below ten years, got {seconds!r}")
@@ -105,9 +106,9 @@ def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dic
     process group.
 
     parts: counts a model's patched places by kernel. Ranks whose models have the same modules must have the same
-    kernels on them. Once a process group, when they agreed: a step that is captured in a graph or traced by
-    torch.compile leaves it to the next one, and a step after one that raised compares again. LIGER_HW_SYNC_SECONDS=0
-    leaves it out. Raises as `sync` does.
+    kernels on them. It is done once for a process group, when the ranks agree: a step that is captured in a graph or
+    traced by torch.compile leaves it to the next step, and after an error the next step compares again.
+    LIGER_HW_SYNC_SECONDS=0 switches it off. Raises as `sync` does.
     """
     global _stepped
     store = _store()
@@ -161,7 +162,7 @@ def _hash(data: Any) -> str:
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
-    """In words what two ranks' facts differ in, or an empty string."""
+    """How two ranks' facts differ, in words, or ""."""
     differences = []
     for name, expected in first.items():
         value = other.get(name)
@@ -178,8 +179,8 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
 def _turn(store: Any, ranks: Sequence[int]) -> str:
     """The prefix of one `sync`'s keys, the same on every rank of the group.
 
-    Each rank counts its turns in the store: a new process group has a new one, in which a rank whose process outlived
-    the last group counts from the start, like a rank whose process is new.
+    Each rank counts its turns in the store. A new process group has a new store, so that a process that was in an
+    earlier group starts from 0 like a new process.
     """
     group = f"liger_hw/{_hash(list(ranks))}"
     return f"{group}/{store.add(f'{group}/turns/{dist.get_rank()}', 1)}"
@@ -188,7 +189,7 @@ def _turn(store: Any, ranks: Sequence[int]) -> str:
 def _exchange(
     store: Any, where: str, tell: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """`tell()` of every rank, in their order. An error of one rank is an answer too, so that no other waits for it.
+    """`tell()` of every rank, in their order. An error of one rank is sent too, so that the others do not wait for it.
 
     where: prefix of the keys in the store. A rank whose process holds the store may end as soon as this returns or
     raises, so each waits a little until the others have read as well.
@@ -196,16 +197,16 @@ def _exchange(
     """
     try:
         mine = tell()
-    except Exception as error:  # whatever it is, raised alone it would leave the other ranks waiting
+    except Exception as error:  # if only this rank raised, the others would wait
         mine = {"refused": f"{type(error).__name__}: {error}"}
     store.set(f"{where}/{dist.get_rank()}", json.dumps(mine))
     keys = [f"{where}/{rank}" for rank in ranks]
     try:
         store.wait(keys, datetime.timedelta(seconds=seconds))
         answers_of_all = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-    except Exception as error:  # torch's stores raise each its own
+    except Exception as error:  # torch's stores raise different types
         raise RuntimeError(f"liger_hw.distributed.sync: {_missing(store, ranks, keys)} ({error})") from error
-    with contextlib.suppress(Exception):  # the answers are here; a rank that ends meanwhile is no reason to stop
+    with contextlib.suppress(Exception):  # the answers are here; it does not matter if a rank ends meanwhile
         store.set(f"{where}/{dist.get_rank()}/read", "")
         store.wait([f"{key}/read" for key in keys], datetime.timedelta(seconds=min(seconds, _LINGER)))
     everyone = [json.loads(one) for one in answers_of_all]

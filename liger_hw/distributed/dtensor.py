@@ -1,4 +1,4 @@
-"""liger_hw's functions on DTensors: what each does with placements.
+"""liger_hw's functions on DTensors: what each op does with placements.
 
 A public function that is given a DTensor comes here (`runtime/operator.py: Function.apply`). The rule that its Function
 names (`runtime/sharding.py`) says which placements the tensors need. The op runs on the local parts, and the results
@@ -6,7 +6,7 @@ are DTensors again:
 
     norms, softmax        any dimension but the last may be sharded; a sharded last dimension is gathered. Weights are
                           replicated, and where the rows are sharded their gradients are partial sums
-    gates                 any placement, the other tensors as the first
+    gates                 any placement; the other tensors get the first one's
     rope                  any placement but a sharded head width, which is gathered. Angles follow: each rank takes
                           its own tokens' angles, so positions are global
     cross entropy         rows may be sharded; over a sharded vocabulary it is liger_vocab_parallel_cross_entropy
@@ -33,11 +33,11 @@ Placements = tuple[Any, ...]
 
 
 class ShardingError(ValueError):
-    """A function has no answer for the placements of its arguments."""
+    """A function does not support the placements of its arguments."""
 
 
 def apply(function: Any, args: Sequence[Any]) -> Any:
-    """What `function.apply(*args)` gives; some args are DTensors.
+    """The result of `function.apply(*args)`, where some args are DTensors.
 
     function: a Function class of an op
     Raises `ShardingError`.
@@ -88,7 +88,7 @@ class _Call:
     def kept(self, x: Any, *gathered: int) -> Placements:
         """The placements of x, with partial sums reduced and shards of the dimensions `gathered` made whole.
 
-        What is neither Shard nor Replicate becomes whole too, as a sharded sequence after flatten(0, 1).
+        Other placements, as of a sharded sequence after flatten(0, 1), become Replicate too.
         """
         if not isinstance(x, DTensor):
             self.fail("its input is a plain tensor and another argument a DTensor", _WRAP)
@@ -96,7 +96,7 @@ class _Call:
         return tuple(p if type(p) is Shard and p.dim % x.dim() not in axes else Replicate() for p in x.placements)
 
     def local(self, x: Any, placements: Placements, grads: Placements | None = None) -> Any:
-        """This rank's part of x when it has these placements; grads: its gradient's, where they differ."""
+        """This rank's part of x with these placements; grads: its gradient's placements, if different."""
         if not isinstance(x, torch.Tensor):
             return x
         if not isinstance(x, DTensor):
@@ -117,7 +117,7 @@ class _Call:
         return DTensor.from_local(part, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def run(self, **changed: Any) -> Any:
-        """The op on plain tensors; changed: the arguments that are others than in the call."""
+        """The op on plain tensors; changed: arguments that differ from the call's."""
         return self.function.apply(*{**self.args, **changed}.values())
 
 
@@ -162,7 +162,7 @@ def _rotary(call: _Call, rule: RotaryRule) -> Any:
 
 
 def _vocab_axis(call: _Call, t: DTensor, dim: int) -> int | None:
-    """The mesh dimension along which `dim` of t is sharded, None for none; every rank must have a part of it."""
+    """The mesh dimension along which `dim` of t is sharded, None for none; every rank must have a part."""
     axes = [i for i, p in enumerate(t.placements) if type(p) is Shard and p.dim % t.dim() == dim]
     if len(axes) > 1:
         call.fail(f"the vocabulary is sharded along {len(axes)} mesh dimensions", "shard it along one")
@@ -217,7 +217,7 @@ def _cross_entropy(call: _Call) -> Any:
 def _head_rows(call: _Call, x: Any, weight: Any) -> tuple[int | None, Placements]:
     """(mesh dimension of the vocabulary's shards or None, placements of the hidden states).
 
-    Along the vocabulary's mesh dimension the tensor-parallel head takes as many rows of every rank, or all rows.
+    Along the vocabulary's mesh dimension the tensor-parallel head takes equally many rows of every rank, or all rows.
     """
     if not isinstance(weight, DTensor):
         call.fail("the hidden states are a DTensor and the weight is a plain tensor", _WRAP)
@@ -311,4 +311,4 @@ LOSSES: dict[str, Callable[[_Call], Any]] = {
     "linear_cross_entropy": _head,
     "linear_log_probs": _log_probs,
 }
-"""Kind of a `LossRule` -> what it does with placements."""
+"""Kind of a `LossRule` -> the function that applies it."""

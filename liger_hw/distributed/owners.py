@@ -1,10 +1,10 @@
 """Who owns a weight, and when it is whole: FSDP1, FSDP2, ZeRO-3, tensor parallelism, Megatron, or just its module.
 
-`find_access(head)` answers for an output head. Sharded data parallelism gathers a weight around its module's forward,
-so there the loss runs in the place of that forward, hooks and all (`Access.caller`). Tensor parallelism never gathers
-it: the loss runs on this rank's slice of the vocabulary (`Access.group`). `find_slice` answers for Megatron's output
-layer, whose weight is such a slice at any time. `whole_shape` is the shape that a parameter has when it is gathered:
-a module is recognised by it while it holds a shard, or nothing.
+`find_access(head)` says so for an output head. Sharded data parallelism gathers a weight around its module's forward,
+so there the loss replaces that forward, inside its hooks (`Access.caller`). Tensor parallelism never gathers
+it: the loss runs on this rank's slice of the vocabulary (`Access.group`). `find_slice` is for Megatron's output layer,
+whose weight is always such a slice. `whole_shape` is a parameter's shape when gathered, by which a module is recognised
+while it holds a shard, or nothing.
 
 torch.distributed.tensor, FSDP and DeepSpeed are recognised by the names of their hooks and classes and imported only
 where one of them is found.
@@ -26,10 +26,10 @@ from ..runtime.checks import TENSORS
 from ..runtime.sharding import is_dtensor
 
 FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
-"""Whose hooks are on a module. `hooks_of` gives the set of them."""
+"""Owners of a module's hooks; `hooks_of` returns a set of these."""
 
 _LINEARS = nn.Linear.forward if nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__ else None
-"""torch's forward of `nn.Linear`: a program may give the class another. None where one has before this is imported."""
+"""torch's forward of `nn.Linear`: a program may replace the class's. None if one had done so before this import."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def head_loss(
     Raises `ValueError` for a head whose weight cannot be read: tensor parallel, quantised, with an adapter or foreign
     hooks.
     """
-    head = head.module if type(head).__name__ == "OutputHead" else head  # a patched forward's stand-in
+    head = head.module if type(head).__name__ == "OutputHead" else head  # in a patched forward
     access = find_slice(head) if is_megatron(head) else find_access(head)
     if isinstance(access, str):
         raise ValueError(f"liger_hw.distributed.head_loss: this output head cannot be read; {access}")
@@ -137,7 +137,7 @@ _PLAIN_WEIGHTS = ("Parameter", "Tensor", "DTensor", "FakeTensor", "FunctionalTen
 
 
 def _overrides(kind: type) -> set[Any]:
-    """The functions by which a class of tensors changes what operations do."""
+    """The functions by which a class of tensors changes operations."""
     methods = kind.__torch_function__, kind.__torch_dispatch__
     return {getattr(method, "__func__", method) for method in methods}
 
@@ -155,7 +155,7 @@ _TENSOR_PARALLEL = (
 
 
 def find_access(head: nn.Module) -> Access | str:
-    """How the loss may read an output head's weight; or why it may not, and what to do."""
+    """How the loss can read an output head's weight; or why it cannot, and what to do."""
     if type(head).__name__ == "FullyShardedDataParallel":
         inner = find_access(head._fsdp_wrapped_module)
         plain = isinstance(inner, Access) and inner.caller is None and inner.mesh is None
@@ -175,7 +175,7 @@ def find_access(head: nn.Module) -> Access | str:
         return _ADAPTER
     if not isinstance(head, nn.Linear) or type(head).forward is not _LINEARS:
         return f"it is a {type(head).__name__}, not an nn.Linear; {_CORRECT}"
-    if "parametrizations" in head._modules:  # before the weight is looked up, which computes it once more
+    if "parametrizations" in head._modules:  # checked first, since reading the weight would compute it again
         return f"its weight is computed by a parametrization; {_CORRECT}"
     kind = type(head.weight)
     if kind.__name__ not in _PLAIN_WEIGHTS and not _overrides(kind) <= _OF_TORCH:
@@ -194,7 +194,7 @@ def find_access(head: nn.Module) -> Access | str:
 
 
 def hooks_of(module: nn.Module) -> set[str]:
-    """Whose hooks a module has: FSDP2, ZERO3, TENSOR_PARALLEL or OTHER, which stands for everybody else.
+    """The owners of a module's hooks: FSDP2, ZERO3, TENSOR_PARALLEL or OTHER for all others.
 
     Hooks that torch runs on every module of the process are OTHER on each.
     """
@@ -206,7 +206,7 @@ def hooks_of(module: nn.Module) -> set[str]:
 
 def _owner_of(hook: Any) -> str:
     function = inspect.unwrap(hook)  # of a group of modules, FSDP2 registers functions that wrap its state's methods
-    if getattr(function, "__module__", "") == "deepspeed.utils.nvtx":  # it names the range of a function that it calls
+    if getattr(function, "__module__", "") == "deepspeed.utils.nvtx":  # it wraps another function in a named range
         function = closure_of(function).get("func", function)
     owner = type(function.__self__) if inspect.ismethod(function) else function
     module = getattr(owner, "__module__", "")
@@ -266,7 +266,7 @@ def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
 
 
 def tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
-    """What transformers' own tensor parallelism closed over where it replaced a module's forward, else None."""
+    """The closure of the forward that transformers' own tensor parallelism set on a module, else None."""
     forward = module.__dict__.get("forward")
     if getattr(forward, "__module__", "") != "transformers.distributed.tensor_parallel":
         return None
@@ -306,7 +306,7 @@ def _split_by_rows(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class VocabSlice:
-    """Megatron-core's output layer: what its loss needs, there at any time between the layer's call and backward.
+    """Megatron-core's output layer: what its loss needs, valid from the layer's call to backward.
 
     weight: [part, hidden], this rank's rows; group: the process group between whose ranks the vocabulary is split, or
     None for a whole one; sequence_parallel: the layer is called with this rank's rows of the hidden states
@@ -318,7 +318,7 @@ class VocabSlice:
 
 
 def is_megatron(head: Any) -> bool:
-    """Whether a module is Megatron-core's ColumnParallelLinear or made from it; imports nothing."""
+    """Whether a module is Megatron-core's ColumnParallelLinear or a subclass; imports nothing."""
     return _column_parallel(head) is not None
 
 
@@ -328,15 +328,15 @@ def _column_parallel(head: Any) -> type | None:
 
 
 def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSlice | str:
-    """This rank's slice of the vocabulary in Megatron's output layer; or why the fused loss may not read it.
+    """This rank's slice of the vocabulary in Megatron's output layer; or why the fused loss cannot read it.
 
-    weight: what the layer is called with, where the embedding and the layer share one
+    weight: the weight in the layer's call, if the embedding and the layer share one
     """
     weight = layer.weight if weight is None else weight
     if type(layer).forward is not _column_parallel(layer).forward:
         return f"it is a {type(layer).__name__}, which computes its logits in its own way; {_CORRECT}"
     if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks or any(private.hooks_on_every_module):
-        return _HOOKS  # Megatron's own, which gather parameters, come before the forward
+        return _HOOKS  # Megatron's own hooks, which gather parameters, run before the forward
     if weight is None or is_dtensor(weight) or weight.dim() != 2:
         return f"its weight is sharded by another owner (Megatron's FSDP); {_CORRECT}"
     if layer.bias is not None or layer.gather_output or layer.disable_grad_reduce or layer.is_expert:
@@ -355,7 +355,7 @@ _flattened: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, ...]]]" =
 
 
 def learn(model: nn.Module) -> None:
-    """Note the shapes of the parameters inside a model that FSDP1 wraps: afterwards their modules do not know them."""
+    """Note the shapes of parameters in a model that FSDP1 wraps, since their modules no longer have them."""
     for module in model.modules():
         handle = getattr(module, "_handle", None)
         if type(module).__name__ == "FullyShardedDataParallel" and handle is not None:
@@ -378,9 +378,9 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def head_width(linear: nn.Linear) -> int:
-    """Length of the last dimension of a linear head's logits: its weight's, whatever `out_features` says."""
+    """Length of the last dimension of a linear head's logits: its weight's, not `out_features`."""
     shape = whole_shape(linear.weight)
-    return shape[0] if len(shape) == 2 else linear.out_features  # FSDP1 leaves a part of a flat parameter there
+    return shape[0] if len(shape) == 2 else linear.out_features  # FSDP1 leaves a part of the flat parameter as weight
 
 
 def forgotten(module: nn.Module) -> list[str]:

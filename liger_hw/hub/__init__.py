@@ -34,12 +34,12 @@ LAYERS = {
     "GeGLUMLP": ("GeGLUMLP",),
     "Experts": ("Experts",),
 }
-"""Name that a class or function registers with `kernels` -> the layers that may stand for it, the usual one first."""
+"""Name that a class or function registers with `kernels` -> the layers that may replace it, the usual one first."""
 
 _UNREGISTERED = {"liger_hw_norm": "RMSNorm", "liger_hw_swiglu": "SwiGLUMLP", "liger_hw_geglu": "GeGLUMLP"}
 """Name under which `kernel_mapping` registers a class that transformers does not -> the entry of `LAYERS`.
 
-They are not transformers' names, so that its own mapping never answers for a class that it has not registered.
+They are not transformers' names, so that its own mapping never applies to a class that it has not registered.
 """
 
 DEVICES = ("cuda", "rocm", "xpu", "cpu")
@@ -58,11 +58,11 @@ _COMPUTES = (
     ("SwiGLUMLP", "fused_gate_up_swiglu", "silu", _PACKED),
     *(("GeGLUMLP", "geglu", act, names) for act in ("gelu", "gelu_tanh") for names in (_MLP, _PACKED)),
 )
-"""A layer; the kernel and variant that it computes, where the module has attributes of these names."""
+"""(layer, kernel, variant, names of the attributes that the module must have)."""
 
 
 def kernel_config(model: nn.Module | None = None) -> KernelConfig:
-    """transformers' `KernelConfig` under which a model's layers run on the kernels of liger_hw, training or not.
+    """transformers' `KernelConfig` with which a model's layers run on liger_hw's kernels, training or not.
 
     Pass it as `kernel_config` to `from_pretrained(..., use_kernels=True)`, or a live model to this function and the
     result to `model.set_use_kernels(True, config)`. Without a model, layers are chosen when transformers applies the
@@ -80,9 +80,9 @@ def kernel_config(model: nn.Module | None = None) -> KernelConfig:
 
 
 def kernel_mapping(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The mapping for `kernels.use_kernel_mapping` under which `kernels.kernelize(model, mode=...)` takes our layers.
+    """The mapping for `kernels.use_kernel_mapping` with which `kernels.kernelize(model, mode=...)` uses our layers.
 
-    Registers gated MLPs and RMSNorms that transformers does not register, under names of ours.
+    Registers gated MLPs and RMSNorms that transformers does not register, under liger_hw's names.
     Raises `ImportError` without the kernels package, and `ValueError` for a model without any layer that liger_hw has.
     """
     return _for_every_device(_chosen_layers(model))
@@ -90,7 +90,7 @@ def kernel_mapping(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _config_class() -> type[KernelConfig]:
-    """`KernelConfig` that chooses its layers when it meets the model."""
+    """A `KernelConfig` that chooses its layers when it is applied to a model."""
     from transformers import KernelConfig
     from transformers.utils import import_utils
 
@@ -126,7 +126,7 @@ def _chosen_layers(model: nn.Module) -> dict[str, str]:
     layers = get_local_kernel(REPOSITORY).layers
     answers: dict[str, set[str | None]] = {}
     one_of_each = {type(module): module for module in model.modules()}
-    for module in model.modules():  # and the functions that kernels has made modules of
+    for module in model.modules():  # including functions that kernels has made modules
         one_of_each |= {type(f): f for f in getattr(module, "_kernel_funcs", {}).values()}
     for module in one_of_each.values():
         name = getattr(type(module), "kernel_layer_name", None)
@@ -165,11 +165,10 @@ def _unregistered_match(module: nn.Module, layers: Any) -> tuple[str, str] | Non
 
 
 def layer_of(module: nn.Module, name: str, layers: Any) -> str | None:
-    """Which of the layers for a name of transformers computes what a module, or a function that kernels has made one,
-    does; None for none."""
+    """The layer for a name of transformers that computes the same as a module (or a function made one), or None."""
     from ..transformers.probing import Match, recognise, rotary
 
-    if name == "Experts":  # it looks at each module by itself
+    if name == "Experts":  # it examines each module itself
         return name
     function = rotary.plain_function(module)
     match = recognise(module) if function is None else rotary.recognise(function)

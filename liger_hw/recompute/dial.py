@@ -33,7 +33,7 @@ from .planner import Prediction, of_module, usable
 log = logging.getLogger("liger_hw")
 _PART = "activations"
 _DEFAULT = "activations by default"
-"""The report's part for default levels, over which a user may set others, unlike over levels that were named."""
+"""The report's part for default levels: a user may set levels over these, but not over levels that were named."""
 _HOOKED = (
     "keeps everything in layers whose modules have hooks, since these may write to what would be computed "
     "again (`output.data`); level full runs hooks again"
@@ -341,8 +341,8 @@ def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
 def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bool]) -> Patch:
     """The replacement of a layer class's forward by `forward`, inside the wrappers that its base classes add.
 
-    transformers' GradientCheckpointingLayer wraps every subclass's forward, and checkpoints only where the class has
-    that very wrapper. It wraps FSDP2's class of a layer too, which outlives the patch: hence `switch`.
+    transformers' GradientCheckpointingLayer wraps the forward of every subclass, and checkpoints only through that
+    wrapper. FSDP2's subclass of a layer has one too and outlives the patch, which is why there is a `switch`.
     """
     replacement = vars(type(cls.__name__, (cls,), {"forward": forward}))["forward"]
     mark(replacement, part, _PART, switch)
@@ -352,8 +352,8 @@ def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bo
 def _check_has_no_level(forward: Callable[..., Any], name: str) -> None:
     if getattr(forward, PATCH_MARK, ("",))[0] == _PART and getattr(forward, SWITCH, True):
         raise ValueError(
-            f"activations: {name} has its levels already; revert() that call before asking for others, or for a copy "
-            "of a model, which no call knows, liger_hw.revert(model)"
+            f"activations: {name} has its levels already; revert() that call before asking for others (for a copy of "
+            "a patched model, call liger_hw.revert(model))"
         )
 
 

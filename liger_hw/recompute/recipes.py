@@ -237,8 +237,8 @@ class Recipe:
     def gives(self, t: torch.Tensor) -> bool:
         """Whether `t`, in the output's memory, has not been written to since, and can still be computed again.
 
-        It cannot where an input was written or freed since: where a norm is an FSDP unit, its weight is freed after the
-        norm's forward and gathered again for the norm's backward, which is later than the next op needs the output.
+        It cannot if an input was written or freed since. For example, where a norm is an FSDP unit, its weight
+        is freed after its forward and gathered again only for its backward; the next op's backward comes earlier.
         """
         return t.dtype is self.dtype and t._version == self.version and self.has_its_inputs()
 
@@ -259,7 +259,7 @@ class Recipe:
             self.epoch += 1
             self.waiting = self.live
             self.value, self.stream = value, stream
-        elif stream != self.stream:  # this stream must wait for the one that computed it
+        elif stream != self.stream:  # another stream computed it, for which this one does not wait
             value = self._compute()
         if handle.epoch != self.epoch:
             handle.epoch = self.epoch
@@ -372,7 +372,7 @@ def cast(dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or hasattr(module, "_hf_hook") or "forward" in vars(module)  # as tensor parallelism replaces it
+    return any(hooks) or hasattr(module, "_hf_hook") or "forward" in vars(module)  # replaced, as by tensor parallelism
 
 
 def _is_deterministic(module: torch.nn.Module) -> bool:
@@ -430,7 +430,7 @@ def _is_plain(module: Any) -> bool:
         base = attributes["_modules"].get("base_layer")
         if package not in _PACKAGES or not hasattr(module, "out_features"):
             return False
-        if not _is_plain(base) if base is not None else package == "peft":  # modules_to_save: any module is inside
+        if not _is_plain(base) if base is not None else package == "peft":  # modules_to_save wraps any module
             return False
     return not (attributes["_forward_hooks"] or attributes["_backward_hooks"] or "forward" in attributes)
 

@@ -1,4 +1,4 @@
-"""The same computation by others: one file a peer, each op's function with the argument list of `liger_<op>`.
+"""Other implementations: one file a peer, with each op's function under the argument list of `liger_<op>`.
 
     torch    eager, as models write it
     compile  torch.compile of the same
@@ -28,9 +28,9 @@ OURS = "liger_hw"
 
 @dataclass(frozen=True)
 class Peer:
-    """module: what to import, distribution: whose version to report; build(op) -> function, or raises `Absent`
+    """module: to import; distribution: for its version; build(op) -> function, or raises `Absent`
 
-    chosen: a context manager that yields the implementations which the peer chooses in its block, where it has several
+    chosen: a context manager that yields the implementations that the peer chooses in its block, if it has several
     """
 
     name: str

@@ -128,8 +128,8 @@ def norm_wide_bwd_kernel(
 def wide_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
     """Tiles of 4096 bytes and two warps, as many programs as registers hold with `grads` rows of gradients in them.
 
-    None where rows are not shared: narrower ones, those that begin anywhere, and fewer than about four a group of
-    programs. One program holds 16384 columns with one gradient, 8192 with two.
+    None where a row is not shared between programs: if it is narrower, may begin at any address, or if there are fewer
+    than about four rows for each group of programs. One program holds 16384 columns with one gradient, 8192 with two.
     """
     if not target.cooperative or key[0] < NARROWEST_SHARED * (3 - grads) or key[3:]:
         return None
