@@ -105,16 +105,14 @@ def _row_changed(x, y):
 def test_recorded_operations_reach_the_fused_loss(head, hidden, labels, calls, name):
     (logits, *found), (_, *expected) = both(head, hidden, lambda x: FUSED[name](x, labels))
     assert calls == {"fused": 1, "plain": 0} and logits.is_deferred
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_only_the_loss_is_replaced_when_not_fused(head, hidden, labels, calls):
     (logits, *found), (real, *expected) = both(head, hidden, lambda x: FUSED["view"](x, labels), fused=False)
     assert calls == {"fused": 0, "plain": 1}
     torch.testing.assert_close(logits.materialise(), real)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_known_without_computing(head, hidden):

@@ -25,6 +25,7 @@ from liger_hw.transformers.tiny import tiny_config, tiny_model  # noqa: E402
 pytestmark = pytest.mark.cpu
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 13, 16, 24, 4, 2
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER}
 
 
@@ -100,11 +101,19 @@ KINDS = {
 """Every kind of experts that transformers has and the op computes: class, and the options that are found."""
 
 
+def _linear_of_another(input, weight, bias=None):
+    """In the place of torch's, as DeepSpeed's ZeRO-3 puts one of its own while it is in use."""
+    y = input @ weight.mT
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("linear", [torch.nn.functional.linear, _linear_of_another])
 @pytest.mark.parametrize("family", KINDS)
-def test_every_kind_of_experts_is_known_by_what_it_computes(family, moe_calls):
+def test_every_kind_of_experts_is_known_by_what_it_computes(family, linear, monkeypatch, moe_calls):
     name, words = KINDS[family]
     module = of(family, name)
     needs_a_choice_of_experts(module)
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
     arguments = inputs(module)
     expected = step(module, *arguments)
     report = patched(module)
@@ -115,22 +124,6 @@ def test_every_kind_of_experts_is_known_by_what_it_computes(family, moe_calls):
     assert "forward" not in vars(module)
     step(module, *arguments)
     assert len(moe_calls) == 1
-
-
-def _linear_of_another(input, weight, bias=None):
-    """In the place of torch's, as DeepSpeed's ZeRO-3 puts one of its own while it is in use."""
-    y = input @ weight.mT
-    return y if bias is None else y + bias
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_experts_are_known_while_another_linear_is_in_torch_s_place(family, monkeypatch):
-    name, words = KINDS[family]
-    module = of(family, name)
-    needs_a_choice_of_experts(module)
-    monkeypatch.setattr(torch.nn.functional, "linear", _linear_of_another)
-    report = patched(module)
-    assert [(row.kernel, row.variant) for row in report.patched] == [("fused_moe", words)], str(report)
 
 
 def test_a_model_is_patched_alike_while_another_linear_is_in_torch_s_place(monkeypatch):
@@ -176,6 +169,13 @@ def test_a_clamp_after_the_activation_is_another_formula():
     assert isinstance(probing.recognise(module), probing.Refused)
 
 
+def _all_experts(module, gated, x, index, weights):
+    """The forward of experts that multiply every token by every expert."""
+    rows = torch.einsum("th,eoh->teo", x, module.gate_up_proj)
+    rows = torch.einsum("tei,ehi->teh", gated(rows), module.down_proj)
+    return (rows * torch.zeros_like(rows[..., 0]).scatter_add(1, index, weights).unsqueeze(-1)).sum(1)
+
+
 def _limited(by, limit):
     """Experts like Mixtral's whose gate has a limit that is no attribute of theirs."""
 
@@ -187,10 +187,7 @@ def _limited(by, limit):
         def forward(self, hidden_states, top_k_index, top_k_weights):
             if by == "_apply_gate":
                 return super().forward(hidden_states, top_k_index, top_k_weights)
-            gate_up = torch.einsum("th,eoh->teo", hidden_states, self.gate_up_proj)
-            rows = torch.einsum("tei,ehi->teh", self.gate(gate_up), self.down_proj)
-            share = torch.zeros_like(rows[..., 0]).scatter_add(1, top_k_index, top_k_weights)
-            return (rows * share.unsqueeze(-1)).sum(1)
+            return _all_experts(self, self.gate, hidden_states, top_k_index, top_k_weights)
 
     Limited._apply_gate = Limited.gate
     module = of("mixtral", "MixtralExperts")
@@ -295,11 +292,11 @@ def test_flags_are_not_believed():
 
     class Swapped(type(of("mixtral", "MixtralExperts"))):
         def forward(self, hidden_states, top_k_index, top_k_weights):
-            gate_up = torch.einsum("th,eoh->teo", hidden_states, self.gate_up_proj)
+            return _all_experts(self, self.swapped, hidden_states, top_k_index, top_k_weights)
+
+        def swapped(self, gate_up):
             up, gate = gate_up.chunk(2, -1)
-            rows = torch.einsum("tei,ehi->teh", self.act_fn(gate) * up, self.down_proj)
-            share = torch.zeros_like(rows[..., 0]).scatter_add(1, top_k_index, top_k_weights)
-            return (rows * share.unsqueeze(-1)).sum(1)
+            return self.act_fn(gate) * up
 
     module = of("mixtral", "MixtralExperts")
     module.__class__ = Swapped
@@ -372,8 +369,7 @@ def test_a_subclass_with_a_gate_of_its_own_under_a_class_patch(moe_calls):
 @pytest.mark.parametrize("scope", ["model", "class", "name"])
 def test_a_model_s_step(scope, moe_calls):
     model = tiny_model(transformers.Qwen3MoeForCausalLM)
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-    expected = model(ids, labels=ids, output_router_logits=True)
+    expected = model(IDS, labels=IDS, output_router_logits=True)
     expected.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
@@ -389,7 +385,7 @@ def test_a_model_s_step(scope, moe_calls):
             model = tiny_model(transformers.Qwen3MoeForCausalLM)
             model.load_state_dict(weights)
     try:
-        found = model(ids, labels=ids, output_router_logits=True)
+        found = model(IDS, labels=IDS, output_router_logits=True)
         found.loss.backward()
     finally:
         if scope != "name":
@@ -402,7 +398,7 @@ def test_a_model_s_step(scope, moe_calls):
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4 * scale)
     made = len(moe_calls)
     model.set_experts_implementation("grouped_mm")
-    model(ids)
+    model(IDS)
     assert len(moe_calls) == made
 
 
@@ -440,7 +436,9 @@ def test_copies_and_pickles(moe_calls):
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = model(ids, labels=ids).loss
     report = liger_hw.patch(model)
+    assert "liger_hw" not in str(model.config.to_dict())
     copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert type(loaded.config._experts_implementation) is str and loaded.config._experts_implementation == "grouped_mm"
     for each, kernels in ((model, 4), (copied, 4), (loaded, 0)):
         moe_calls.clear()
         torch.testing.assert_close(each(ids, labels=ids).loss, expected)
@@ -449,7 +447,7 @@ def test_copies_and_pickles(moe_calls):
     liger_hw.transformers.revert(copied)
     moe_calls.clear()
     copied(ids)
-    assert not moe_calls
+    assert not moe_calls and copied.config._experts_implementation == "grouped_mm"
 
 
 def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(moe_calls, caplog):
@@ -525,8 +523,7 @@ def test_lora_on_expert_parameters(moe_calls):
         return wrapped
 
     def stepped(model):
-        ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(input_ids=IDS, labels=IDS).loss
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         return loss, dict(zip(trained, torch.autograd.grad(loss, list(trained.values()))))
 
@@ -603,12 +600,11 @@ def test_a_compiled_model(family, moe_calls):
 @pytest.mark.parametrize("level", ["cheap", "mlp", "full", "checkpointing"])
 def test_recomputed_layers_have_the_same_gradients(level, moe_calls):
     model = tiny_model(transformers.MixtralForCausalLM)
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     liger_hw.patch(model)
 
     def gradients():
         model.zero_grad()
-        model(ids, labels=ids).loss.backward()
+        model(IDS, labels=IDS).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
     expected = gradients()
@@ -628,15 +624,14 @@ def test_recomputed_layers_have_the_same_gradients(level, moe_calls):
 def test_experts_by_their_name_are_recognised_in_a_checkpointed_forward(reentrant, moe_calls):
     """Checkpointing counts what a forward saves; what the probes save there is not computed again."""
     model = tiny_model(transformers.MixtralForCausalLM, num_hidden_layers=1)
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-    model(ids, labels=ids).loss.backward()
+    model(IDS, labels=IDS).loss.backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     liger_hw.transformers.register_experts()
     model.set_experts_implementation("liger_hw")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    model(ids, labels=ids).loss.backward()
+    model(IDS, labels=IDS).loss.backward()
     assert len(moe_calls) == 2
     for name, parameter in model.named_parameters():
         scale = float(expected[name].abs().max())

@@ -162,8 +162,7 @@ def test_a_gradient_s_hook_runs_once(models, batch, watched):
         outputs.logits.logsumexp(-1).square().mean().backward()
         handle.remove()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    for found, expected in zip(*reversed(gradients)):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*reversed(gradients), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("watch", [torch.Tensor.retain_grad, lambda t: t.register_hook(lambda grad: grad * 0)])
@@ -251,8 +250,7 @@ def test_an_engine_s_hook_on_every_output_waits_for_backward_to_begin(models, ba
             gradients.append([p.grad.clone() for p in model.parameters()])
             begun.append(bool(count))
         assert begun == [True, True]
-        for found, expected in zip(*reversed(gradients)):
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(*reversed(gradients), rtol=1e-3, atol=1e-5)
 
 
 def test_a_second_derivative_is_refused(models, batch):

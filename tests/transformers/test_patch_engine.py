@@ -6,12 +6,11 @@ import copy
 import inspect
 import io
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
+from harness import python
 
 import liger_hw
 from liger_hw.transformers import PatchReport
@@ -403,8 +402,7 @@ def test_a_pickle_of_a_patched_model_needs_no_liger_hw(family, tmp_path):
         "ids = torch.tensor([[5, 6, 7]])\n"
         "assert type(model(ids, labels=ids).logits) is torch.Tensor\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
 def test_lazy_exports_load_no_torch():
@@ -417,5 +415,4 @@ def test_lazy_exports_load_no_torch():
         "except AttributeError as e: assert 'apply_liger_kernel_to_mistral' in str(e), e\n"
         "else: raise SystemExit('no error')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import time
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import assert_same_gradients, gradients
+from harness import in_threads
 from torch import nn
 
 import liger_hw
@@ -156,18 +155,10 @@ def test_threads_that_patch_and_revert_follow_one_another(mistral, monkeypatch):
     monkeypatch.setattr(Patch, "apply", slow)
     before = {key: vars(key[0])[key[1]] for key in mistral.slots()}
     reports = []
-    _in_threads([lambda: reports.append(mistral.apply()) for _ in range(2)])
+    in_threads(*[lambda: reports.append(mistral.apply())] * 2)
     assert sorted(len(report.patched) for report in reports) == [0, 4]
-    _in_threads([report.revert for report in reports])
+    in_threads(*(report.revert for report in reports))
     assert all(vars(owner)[name] is value for (owner, name), value in before.items())
-
-
-def _in_threads(functions):
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 REPLACED = {
@@ -181,16 +172,13 @@ REPLACED = {
 
 @pytest.mark.parametrize("scope", ["classes", "instance"])
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_norm_whose_weight_or_epsilon_was_replaced_runs_its_own_code(mistral, batch, name, scope):
-    model, reference = mistral.model(), mistral.model()
+def test_a_norm_whose_weight_or_epsilon_was_replaced_runs_its_own_code(mistral, batch, name, scope, same_step):
+    model, reference = mistral.model(), mistral.model(cls=mistral.untouched)
     with mistral.apply(model=model if scope == "instance" else None):
         model(**batch)
-        REPLACED[name](model.model.norm)
-        found, gradients_found = gradients(model, **batch)
-    REPLACED[name](reference.model.norm)
-    expected, wanted = gradients(reference, **batch)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients_found, wanted)
+        for each in (model, reference):
+            REPLACED[name](each.model.norm)
+        same_step(model, reference, rtol=1e-5, atol=1e-6, **batch)
 
 
 def test_a_layer_norm_without_the_weight_that_it_had_runs_its_own_code():
@@ -221,7 +209,7 @@ PARTS = {
 
 @pytest.mark.parametrize("way", ["the part's class", "its class's forward"])
 @pytest.mark.parametrize("part", PARTS)
-def test_another_class_or_forward_given_to_a_live_model_runs(mistral, batch, part, way, monkeypatch):
+def test_another_class_or_forward_given_to_a_live_model_runs(mistral, batch, part, way, same_step, monkeypatch):
     model, reference = mistral.model(), mistral.model()
     mistral.apply(model=model)
     model(**batch)
@@ -233,22 +221,16 @@ def test_another_class_or_forward_given_to_a_live_model_runs(mistral, batch, par
             PARTS[part](each).__class__ = type("Halved", (cls,), {"forward": halved})
     else:
         monkeypatch.setattr(cls, "forward", halved)
-    expected, wanted = gradients(reference, **batch)
-    found, gradients_found = gradients(model, **batch)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients_found, wanted)
+    same_step(model, reference, rtol=1e-5, atol=1e-6, **batch)
 
 
-def test_a_rotary_function_replaced_in_its_module_runs(mistral, batch, monkeypatch):
+def test_a_rotary_function_replaced_in_its_module_runs(mistral, batch, same_step, monkeypatch):
     """A live model's attention calls the kernel under a name of its own."""
     model, reference = mistral.model(), mistral.model()
     mistral.apply(model=model)
     model(**batch)
     monkeypatch.setattr(mistral.modeling, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q / 2, k / 2))
-    expected, wanted = gradients(reference, **batch)
-    found, gradients_found = gradients(model, **batch)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients_found, wanted)
+    same_step(model, reference, rtol=1e-5, atol=1e-6, **batch)
 
 
 class HalvesMLP(nn.Module):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from harness import python
 
 pytest.importorskip("transformers")
 
@@ -114,39 +111,29 @@ def test_nothing_of_a_llama_is_overlooked(model):
 
 
 def test_reverting_a_model_says_where_its_classes_are_patched(model, caplog):
-    from transformers import LlamaForCausalLM
-
     with apply_liger_kernel_to_llama():
         liger_hw.patch(model)
         assert liger_hw.revert(model) == 0
         assert "liger_hw.revert(LlamaForCausalLM)" in caplog.text
-        assert liger_hw.revert(LlamaForCausalLM) > 0
+        assert liger_hw.revert(type(model)) > 0
     caplog.clear()
     liger_hw.patch(model)
     assert liger_hw.revert(model) > 0 and not caplog.text
 
 
-def test_a_discarded_report_is_found_by_the_class():
-    from transformers.models.llama import modeling_llama
-
-    before = {name: getattr(modeling_llama, name) for name in ("apply_rotary_pos_emb",)} | {
-        name: vars(getattr(modeling_llama, name))["forward"]
-        for name in ("LlamaRMSNorm", "LlamaMLP", "LlamaForCausalLM")
-    }
-    apply_liger_kernel_to_llama()
-    assert vars(modeling_llama.LlamaRMSNorm)["forward"] is not before["LlamaRMSNorm"]
-    assert liger_hw.revert(modeling_llama.LlamaForCausalLM) >= 4
-    assert modeling_llama.apply_rotary_pos_emb is before.pop("apply_rotary_pos_emb")
-    assert all(vars(getattr(modeling_llama, name))["forward"] is forward for name, forward in before.items())
-    assert liger_hw.revert(modeling_llama.LlamaForCausalLM) == 0
+def test_a_discarded_report_is_found_by_the_class(llama):
+    before = {slot: vars(slot[0]).get(slot[1]) for slot in llama.slots()}
+    llama.apply()
+    assert sum(vars(owner).get(name) is not was for (owner, name), was in before.items()) == 4
+    assert liger_hw.revert(llama.causal_lm) >= 4
+    assert all(vars(owner).get(name) is was for (owner, name), was in before.items())
+    assert liger_hw.revert(llama.causal_lm) == 0
 
 
-def test_reverting_a_class_leaves_other_families_patched():
-    from transformers import LlamaForCausalLM, MistralForCausalLM
-
-    with liger_hw.transformers.apply_liger_kernel_to_mistral() as report:
-        assert liger_hw.revert(LlamaForCausalLM) == 0 and report.patches
-        assert liger_hw.revert(MistralForCausalLM) > 0 and not report.patches
+def test_reverting_a_class_leaves_other_families_patched(llama, mistral):
+    with mistral.apply() as report:
+        assert liger_hw.revert(llama.causal_lm) == 0 and report.patches
+        assert liger_hw.revert(mistral.causal_lm) > 0 and not report.patches
 
 
 def test_a_model_in_the_wrong_place_is_told_where_it_goes(model):
@@ -172,6 +159,5 @@ x = torch.ones(2, 16, requires_grad=True)
 liger_rms_norm(x, torch.ones(16), 1e-6).sum().backward()
 print(len(registry.plans()))
 """
-    env = {**os.environ, "LIGER_HW_DISABLE": "1", "LIGER_HW_INTERPRET": "1", "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.stdout.strip() == "0", done.stderr
+    env = {"LIGER_HW_DISABLE": "1", "LIGER_HW_INTERPRET": "1", "TRITON_INTERPRET": "1"}
+    assert python("-c", code, env=env) == "0\n"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-import pickle
 import types
 
 import pytest
@@ -254,19 +252,6 @@ def test_a_model_that_shares_the_configuration_is_not_patched(moe_calls, impleme
     with liger_hw.patch(one):
         assert ran(one, moe_calls, implementations) == "liger_hw"
         assert ran(other, moe_calls, implementations) == "grouped_mm"
-
-
-@needs_a_choice
-def test_copies_keep_the_kernel_and_pickles_need_no_liger_hw(moe_calls, implementations):
-    model, _ = mixtral("model")
-    assert ran(copy.deepcopy(model), moe_calls, implementations) == "liger_hw"
-    loaded = pickle.loads(pickle.dumps(model))
-    assert type(loaded.config._experts_implementation) is str
-    assert ran(loaded, moe_calls, implementations) == "grouped_mm"
-    copied = copy.deepcopy(model)
-    liger_hw.revert(copied)
-    assert ran(copied, moe_calls, implementations) == "grouped_mm"
-    assert "liger_hw" not in str(model.config.to_dict())
 
 
 @needs_a_choice
