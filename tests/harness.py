@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Mapping
 
@@ -79,6 +82,14 @@ def in_threads(*functions: Callable[[], Any]) -> None:
     with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
         for call in [pool.submit(function) for function in functions]:
             call.result()
+
+
+def python(*words: Any, env: Mapping[str, str] = {}, **options: Any) -> str:
+    """What this Python prints with these words, `env` in its environment beside ours; it must end well."""
+    command, environment = [sys.executable, *map(str, words)], {**os.environ, **env}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 def said(capsys: Any, *words: str) -> tuple[int, str, str]:
@@ -208,6 +219,18 @@ def run(function: Callable[..., Any], sample: Sample, seed: int = 0, grads: list
     if pairs and inputs:
         gradients = list(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
     return Result([o.detach() for o in outputs], grads, inputs, gradients)
+
+
+def assert_others_get_no_gradient(function: Callable[..., Any], sample: Sample, seed: int = 0) -> None:
+    """Inputs that the sample gives without a gradient, a teacher's, get none and change nothing if they want one."""
+    alone, inputs = run(function, sample, seed), tensors((sample.args, sample.kwargs))
+    others = [t.requires_grad_() for t in inputs if t.is_floating_point() and not t.requires_grad]
+    found = run(function, sample, grads=alone.incoming)
+    assert others
+    torch.testing.assert_close(found.bits(), alone.bits(), rtol=0, atol=0)
+    for t in alone.inputs:
+        t.requires_grad_(False)
+    assert not any(t.requires_grad for t in forward(function, sample))
 
 
 def reference(

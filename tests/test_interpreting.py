@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import python
 
 pytestmark = pytest.mark.cpu
 HERE = Path(__file__).resolve().parent
@@ -71,13 +70,8 @@ def test_faster_computes_and_refuses_the_same(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    printed = []
-    for how in ("plain", "faster"):
-        command = [sys.executable, str(script), how]
-        environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
+    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    printed = [python(script, how, env=environment) for how in ("plain", "faster")]
     numbers, *errors = printed[0].splitlines()
     assert numbers.startswith(f"[{5 * 2**30 - 2**32}, {2**31 - 2**32}, 500,"), "int32 does not wrap"
     assert len(errors) == 4

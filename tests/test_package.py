@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import python
 
 import liger_hw
 from ci import stubs
@@ -47,9 +48,7 @@ def test_a_misspelt_name_is_answered_with_a_hint():
 @pytest.mark.full
 def test_mypy_understands_a_program():
     pytest.importorskip("mypy")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", str(ROOT / "tests" / "typing_sample.py")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout
+    python("-m", "mypy", "--strict", "--no-incremental", ROOT / "tests" / "typing_sample.py", cwd=ROOT)
 
 
 @pytest.mark.parametrize(

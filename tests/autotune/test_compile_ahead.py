@@ -8,7 +8,6 @@ import importlib
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import threading
 import types
@@ -17,7 +16,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from harness import noted
+from harness import noted, python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -163,8 +162,7 @@ with registry.pretend(known_target("sm90")), observing(Foreseen(lambda plan, *la
 assert names[-1] == "fused_moe.down_weights", names
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert python("-c", code) == "[]\n"
 
 
 def test_a_librarys_routine_is_not_run():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import python
 
 pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
@@ -71,8 +71,8 @@ def test_long_context_of_two_processes(tmp_path, monkeypatch):
     arguments = [*("--device", "cpu", "--hidden", "64", "--lr", "1e-3"), *["64:2"] * 3, "--out"]
     monkeypatch.setattr(sys, "argv", ["long_context", *arguments, str(outs[0])])
     assert long.main() == 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", long.__file__]
-    subprocess.run([*launcher, *arguments, str(outs[1])], check=True)
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", long.__file__
+    python(*launcher, *arguments, outs[1])
     one, two = (json.loads(out.read_text()) for out in outs)
     assert (one["ranks"], two["ranks"]) == (1, 2)
     losses = [[row["loss"] for row in results["runs"]] for results in (one, two)]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FILES = sorted(path.name for path in BENCHMARKS.glob("*.py"))
@@ -37,10 +38,8 @@ def test_every_script_says_how_it_is_used():
     the others, and does nothing."""
     for needed in ("triton", "transformers", "matplotlib"):
         pytest.importorskip(needed)
-    command = [sys.executable, "-W", "ignore", "-c", ALL_OF_THEM, str(BENCHMARKS), *FILES]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS.parent)
-    assert done.returncode == 0, done.stderr
-    ends = {name: tuple(end) for name, *end in (line.split("\t") for line in done.stdout.splitlines())}
+    out = python("-W", "ignore", "-c", ALL_OF_THEM, BENCHMARKS, *FILES, cwd=BENCHMARKS.parent)
+    ends = {name: tuple(end) for name, *end in (line.split("\t") for line in out.splitlines())}
     scripts = {name for name in FILES if "argparse" in (BENCHMARKS / name).read_text()}
     assert len(scripts) > 20
     assert ends == {name: ("status 0", "usage") if name in scripts else ("ran", "b''") for name in FILES}

@@ -20,20 +20,18 @@ SCRIPTS = sorted(
 )
 
 
+VARIABLES = {"TORCH", "INDEX", "TRITON", "TRANSFORMERS", "TRL", "FULL", "OUT", "VENV", "BUDGET"}
+
+
+def ran(script, *words, **environment):
+    clean = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    command = ["bash", f"ci/{script}", *words]
+    return subprocess.run(command, cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True)
+
+
 def steps(script, **environment):
     """The commands a lane script would run, without running them."""
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "TRL", "FULL", "OUT", "VENV", "BUDGET")
-    }
-    done = subprocess.run(
-        ["bash", f"ci/{script}"],
-        cwd=ROOT,
-        env={**clean, "DRY_RUN": "1", **environment},
-        capture_output=True,
-        text=True,
-    )
+    done = ran(script, DRY_RUN="1", **environment)
     assert done.returncode == 0, done.stderr
     return [line.removeprefix("+ ") for line in done.stdout.splitlines()]
 
@@ -119,13 +117,7 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "liger-hw").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m liger_hw "$@"\n')
     (tmp_path / "bin" / "liger-hw").chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "VENV": str(tmp_path),
-        "OUT": str(tmp_path),
-    }
-    done = subprocess.run(["bash", "ci/xpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = ran("xpu.sh", PATH=f"{tmp_path}:{os.environ['PATH']}", VENV=str(tmp_path), OUT=str(tmp_path))
     assert done.returncode == 1 and "sees no xpu device" in done.stderr
     assert "ci/test.sh" not in done.stdout
 
@@ -133,23 +125,13 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
 @pytest.mark.parametrize("script", [*SCRIPTS, "evidence.sh"])
 def test_words_are_refused_before_anything_is_installed(script):
     """Who asks for `--help` gets no environment built."""
-    words, env = (
-        ["bash", f"ci/{script}", "--help"],
-        {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "STEPS": ""},
-    )
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = ran(script, "--help", DRY_RUN="1", PYTHON=sys.executable, STEPS="")
     assert done.returncode == 2 and "no words, only variables" in done.stderr and not done.stdout
 
 
 def test_evidence_refuses_a_step_it_does_not_know():
     """Before it touches the page."""
-    done = subprocess.run(
-        ["bash", "ci/evidence.sh"],
-        cwd=ROOT,
-        env={**os.environ, "STEPS": "guess", "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
+    done = ran("evidence.sh", STEPS="guess", PYTHON=sys.executable)
     assert done.returncode == 2 and "known: tables compile interpret" in done.stderr and "==" not in done.stdout
 
 

@@ -29,8 +29,8 @@ def certificate(target, spills=0, error="", level="binary", kernel="_k"):
     }
 
 
-def compiled(support, *certificates):
-    head = {"kind": "certificates", "date": "2026-01-01T00:00:00Z", "triton": "3.7.1", "depth": "quick"}
+def compiled(*certificates, **more):
+    head = {"kind": "certificates", "date": "2026-01-01T00:00:00Z", "triton": "3.7.1", "depth": "quick", **more}
     return support.condense_compiled({**head, "certificates": list(certificates)})
 
 
@@ -40,7 +40,7 @@ def test_the_page_is_current():
 
 def test_kernels_are_counted_once():
     twice = certificate("gfx942"), certificate("gfx942"), certificate("gfx942", spills=3, kernel="_other")
-    assert compiled(support, *twice)["ops"]["rms_norm"]["gfx942"] == {
+    assert compiled(*twice)["ops"]["rms_norm"]["gfx942"] == {
         "kernels": 2,
         "failed": 0,
         "spilling": 1,
@@ -51,27 +51,23 @@ def test_kernels_are_counted_once():
 
 def test_what_was_left_has_no_count():
     """An op of which kernels were not reached on an architecture is not proven there."""
-    head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
-    some = [certificate("gfx942"), certificate("sm80")]
-    found = support.condense_compiled({**head, "left": [["rms_norm", "sm80", 7]], "certificates": some})
+    found = compiled(certificate("gfx942"), certificate("sm80"), depth="full", left=[["rms_norm", "sm80", 7]])
     assert set(found["ops"]["rms_norm"]) == {"gfx942"}
 
 
 def test_what_other_ops_launch_of_an_op_is_not_the_op():
-    head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
-    some = [certificate("gfx942"), {**certificate("gfx942"), "op": "softmax"}]
-    assert set(support.condense_compiled({**head, "ops": ["softmax"], "certificates": some})["ops"]) == {"softmax"}
+    some = certificate("gfx942"), {**certificate("gfx942"), "op": "softmax"}
+    assert set(compiled(*some, depth="full", ops=["softmax"])["ops"]) == {"softmax"}
 
 
 def test_kernels_are_told_apart_by_their_id():
     """Two that differ in what Triton specialises on alone, not in anything else that is kept."""
-    head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
     twins = [{**certificate("gfx942"), "id": name} for name in ("a", "b", "b")]
-    assert support.condense_compiled({**head, "certificates": twins})["ops"]["rms_norm"]["gfx942"]["kernels"] == 2
+    assert compiled(*twins, depth="full")["ops"]["rms_norm"]["gfx942"]["kernels"] == 2
 
 
 def test_failures_are_named_on_the_page():
-    found = compiled(support, certificate("sm80", error="the compiler ended its process with signal 6\nand more"))
+    found = compiled(certificate("sm80", error="the compiler ended its process with signal 6\nand more"))
     (said,) = found["about"]["rms_norm"]["failures"]
     assert said.startswith("sm80 rms_norm.fwd") and said.endswith("with signal 6")
 
@@ -127,9 +123,7 @@ def test_what_was_not_compiled_as_it_is(monkeypatch, tmp_path):
 
 def test_what_is_unproven_is_listed():
     """For each architecture what was not shown of it, with a command that shows it; nothing of what was."""
-    built = compiled(
-        support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm90"), certificate("sm80")
-    )
+    built = compiled(certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm90"), certificate("sm80"))
     timed = {"rms_norm": {"sm90": {}}}
     lines = support._unproven(["gfx942", "pvc", "sm80", "sm90"], timed, built)
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
@@ -164,7 +158,6 @@ def test_what_a_bench_left_is_kept(monkeypatch, tmp_path):
 
 def test_states():
     found = compiled(
-        support,
         certificate("gfx942"),
         certificate("pvc", level="ttir"),
         certificate("sm80", error="crashed"),

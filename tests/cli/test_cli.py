@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import subprocess
 import sys
 from importlib import metadata
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import said
+from harness import python, said
 
 import liger_hw
 from liger_hw import registry
@@ -70,7 +69,7 @@ def test_importing_the_command_line_imports_nothing_heavy():
         "import sys, liger_hw.cli; liger_hw.cli.main(['--version']);"
         "sys.exit(any(m in sys.modules for m in ('torch', 'triton', 'transformers')))"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+    python("-c", script)
 
 
 def test_as_a_module_it_returns_the_exit_code():
@@ -120,10 +119,9 @@ def test_json_is_one_valid_document_on_an_error(capsys, words):
 
 def test_commands_run_where_kernels_are_interpreted():
     """Triton was imported before the variable was looked at: a traceback."""
-    command = [sys.executable, "-m", "liger_hw", "explain", "rms_norm", "--device", "cpu", "--shape", "8x64"]
-    done = subprocess.run(command, env={**os.environ, "LIGER_HW_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ": taken" in done.stdout and "would be taken" not in done.stdout, "its kernels run"
+    words = "-m", "liger_hw", "explain", "rms_norm", "--device", "cpu", "--shape", "8x64"
+    out = python(*words, env={"LIGER_HW_INTERPRET": "1"})
+    assert ": taken" in out and "would be taken" not in out, "its kernels run"
 
 
 def test_a_full_output_is_one_line():
@@ -224,9 +222,7 @@ def test_info_runs_without_triton_and_transformers():
         "import sys; sys.modules['triton'] = sys.modules['transformers'] = None;"
         "from liger_hw.cli import main; sys.exit(main(['info']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "does not import" in done.stdout
+    assert "does not import" in python("-c", script)
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------
@@ -309,15 +305,9 @@ def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
 )
 def test_kernels_of_ops_that_were_not_asked_for_are_found(words, tmp_path):
     """In a fresh process, where their files are not imported yet: embedding sorts for the head's gradient."""
-    environment = {
-        **os.environ,
-        "LIGER_HW_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": str(Path(liger_hw.__file__).parents[1]),
-    }
-    command = [sys.executable, "-m", "liger_hw", *words, "--device", "h200"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "embedding.sort" in done.stdout or '"variant": "sort"' in (tmp_path / "lock").read_text()
+    environment = {"LIGER_HW_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(liger_hw.__file__).parents[1])}
+    out = python("-m", "liger_hw", *words, "--device", "h200", env=environment, cwd=tmp_path)
+    assert "embedding.sort" in out or '"variant": "sort"' in (tmp_path / "lock").read_text()
 
 
 def test_explain_without_a_shape_shows_the_workloads(capsys):

@@ -11,56 +11,22 @@ ci/cpu.sh installs them beside the environment and runs this).
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 
 import pytest
-from trl_programs import PROGRAM
+from trl_programs import STEPS, found_by
 
 from liger_hw import compat
 
 pytestmark = pytest.mark.cpu
 TRAINERS = ("sft", "dpo", "kto", "grpo")
-STEPS = 3
 
-CODE = (
-    PROGRAM
-    + """
-found = {}
-for kind in TRAINERS:
-    plain, patched = trained(kind), trained(kind, use_liger_kernel=True)
-    before, after = plain.pop("parameters"), patched.pop("parameters")
-    start = dict(model().named_parameters())
-    moved = max(float((p - start[name]).abs().max()) for name, p in before.items())
-    apart = max(float((p - after[name]).abs().max()) for name, p in before.items())
-    found[kind] = {"plain": plain, "patched": patched, "moved": moved, "apart": apart}
-json.dump(found, open(sys.argv[1], "w"))
-"""
-)
-
-
-def _missing() -> str:
-    return ", ".join(
-        name for name in ("trl", "datasets", "tokenizers", "accelerate") if not importlib.util.find_spec(name)
-    )
+CODE = "found = {kind: compared(trained(kind), trained(kind, use_liger_kernel=True)) for kind in TRAINERS}"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Each trainer's log without and with the switch, and how far its parameters moved and came apart."""
-    if missing := _missing():
-        pytest.skip(f"{missing} not installed (TRL=1.16.0 bash ci/cpu.sh)")
-    out = tmp_path_factory.mktemp("trl") / "found.json"
-    paths = [str(compat.PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_DATASETS_CACHE": str(out.parent / "datasets"), "TRANSFORMERS_VERBOSITY": "error"}
-    code = CODE.replace("STEPS", str(STEPS)).replace("TRAINERS", repr(TRAINERS))
-    done = subprocess.run([sys.executable, "-c", code, str(out)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+    return found_by(CODE, TRAINERS, tmp_path_factory.mktemp("trl"), str(compat.PATH))
 
 
 def _layers_only() -> bool:
@@ -70,7 +36,7 @@ def _layers_only() -> bool:
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_it_runs_on_liger_hw(trained, kind):
-    plain, patched = trained[kind]["plain"], trained[kind]["patched"]
+    plain, patched = trained[kind]["plain"], trained[kind]["ours"]
     assert {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"} <= set(patched["ours"])
     fused = not _layers_only()
     if kind == "sft":
@@ -87,7 +53,7 @@ def test_it_trains_as_without(trained, kind):
     Not the mean logits: Liger's losses, and so ours, count prompt and padding too (KTO: their sum), TRL does not.
     """
     found = trained[kind]
-    plain, patched = found["plain"]["logged"], found["patched"]["logged"]
+    plain, patched = found["plain"]["logged"], found["ours"]["logged"]
     assert len(plain) == len(patched) == STEPS
     for a, b in zip(plain, patched):
         assert a["grad_norm"] > 0

@@ -1,5 +1,32 @@
 """Tiny programs with the trainers of TRL, for a process of their own: `trained(kind, **options)` trains one."""
 
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import python
+
+
+def found_by(code: str, trainers: tuple[str, ...], folder: Path, *paths: str) -> dict[str, Any]:
+    """What the program leaves in `found`, for each of TRAINERS; skips where TRL is not installed."""
+    for name in ("trl", "datasets", "tokenizers", "accelerate"):
+        if not importlib.util.find_spec(name):
+            pytest.skip(f"{name} not installed (TRL=1.16.0 bash ci/cpu.sh)")
+    out = folder / "found.json"
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment["HF_DATASETS_CACHE"] = str(folder / "datasets")
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    code = f"STEPS, TRAINERS = {STEPS}, {trainers}\n{PROGRAM}{code}\njson.dump(found, open(sys.argv[1], 'w'))"
+    python("-c", code, out, env=environment)
+    return json.loads(out.read_text())
+
+
+STEPS = 3
 PROGRAM = """
 import itertools, json, sys, tempfile, warnings
 warnings.simplefilter("ignore")
@@ -62,4 +89,13 @@ def trained(kind, **options):
         "ours": sorted(ours),
         "loss": type(getattr(one, "liger_loss", None)).__module__,
     }
+
+
+def compared(plain, ours):
+    # Both, and how far the parameters moved and came apart.
+    before, after = plain.pop("parameters"), ours.pop("parameters")
+    start = dict(model().named_parameters())
+    moved = max(float((p - start[name]).abs().max().detach()) for name, p in before.items())
+    apart = max(float((p - after[name]).abs().max()) for name, p in before.items())
+    return {"plain": plain, "ours": ours, "moved": moved, "apart": apart}
 """

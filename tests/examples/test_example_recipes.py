@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import python
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| (\w+) \| (\d) \| (\w+) \| `(.*)` \|$", re.MULTILINE)
@@ -33,16 +31,8 @@ def losses(command: str, folder: Path, *more: str) -> list[float]:
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words[1:]]
     sizes = ["--model", str(folder / "nowhere"), "--steps", "2", "--batch", "2", "--seq", "32", *more]
-    done = subprocess.run(
-        [sys.executable, *start, *words, *sizes],
-        env={**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(folder)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [float(loss) for loss in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)]
+    said = python(*start, *words, *sizes, env={**ENVIRONMENT, "HF_DATASETS_CACHE": str(folder)}, cwd=folder)
+    return [float(loss) for loss in re.findall(r"^loss (\S+)$", said, re.MULTILINE)]
 
 
 @pytest.mark.full  # lane trl

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from harness import python
 
 pytestmark = pytest.mark.cpu
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -38,12 +36,7 @@ def test_the_list_is_complete_and_each_is_short():
 
 
 def run(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *words], env={**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(folder)},
-        cwd=folder, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return python(*words, env={**ENVIRONMENT, "HF_DATASETS_CACHE": str(folder)}, cwd=folder)
 
 
 # Lane trl runs them all, twice each.

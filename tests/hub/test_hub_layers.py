@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
@@ -38,7 +39,7 @@ LAYER_CLASSES = [
 
 
 def _class_of(family: str, name: str) -> type:
-    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    return getattr(pytest.importorskip(f"transformers.models.{family}.modeling_{family}"), name)
 
 
 def _norm(family: str, name: str, dtype: torch.dtype) -> nn.Module:
@@ -78,45 +79,6 @@ def _compare(layer: str, module: nn.Module, *inputs: torch.Tensor, uses: str, mo
         torch.testing.assert_close(ours / scale, theirs / scale, rtol=tolerance, atol=tolerance)
 
 
-NORMS = [
-    ("RMSNorm", "llama", "LlamaRMSNorm"),
-    ("RMSNorm", "qwen3", "Qwen3RMSNorm"),
-    ("RMSNormFp32Weight", "olmo2", "Olmo2RMSNorm"),
-    ("RMSNormZeroCentered", "gemma", "GemmaRMSNorm"),
-    ("RMSNormZeroCentered", "qwen3_next", "Qwen3NextRMSNorm"),
-    ("LayerNorm", "gpt2", "nn.LayerNorm"),
-]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # bf16: two roundings of one number of the module's own code
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("layer, family, name", NORMS, ids=lambda v: v)
-def test_norms(layer, family, name, dtype, monkeypatch):
-    module = nn.LayerNorm(WIDTH, dtype=dtype) if name == "nn.LayerNorm" else _norm(family, name, dtype)
-    x = torch.randn(3, 5, WIDTH).to(dtype).requires_grad_()
-    uses = "liger_layer_norm" if layer == "LayerNorm" else "liger_rms_norm"
-    _compare(layer, module, x, uses=uses, monkeypatch=monkeypatch, tolerance=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    "layer, family, name, activation",
-    [
-        ("RMSNormGated", "qwen3_next", "Qwen3NextRMSNormGated", "silu"),
-        ("RMSNormGatedFp32Weight", "kimi_linear", "KimiLinearRMSNormGated", "sigmoid"),
-    ],
-    ids=lambda v: v,
-)
-def test_gated_norms(layer, family, name, activation, dtype, monkeypatch):
-    if not importlib.util.find_spec(f"transformers.models.{family}"):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    module = _norm(family, name, dtype)
-    module.activation = activation
-    x, gate = (torch.randn(3, 5, WIDTH).to(dtype).requires_grad_() for _ in range(2))
-    options = {"uses": "liger_gated_rms_norm", "monkeypatch": monkeypatch, "tolerance": TOLERANCE[dtype]}
-    _compare(layer, module, x, gate, **options)
-
-
 class _Rotary(nn.Module):
     """`apply_rotary_pos_emb` as the module that `kernels` makes of a function."""
 
@@ -129,30 +91,66 @@ class _Rotary(nn.Module):
         return function if inspect.isfunction(function) else type(function).forward.__get__(function)
 
 
-@pytest.mark.parametrize("unsqueeze_dim", (1, 2))
-def test_the_rotary_embedding_has_its_gradients(unsqueeze_dim, monkeypatch):
+def _gated(family: str, name: str, activation: str, dtype: torch.dtype) -> nn.Module:
+    module = _norm(family, name, dtype)
+    module.activation = activation
+    return module
+
+
+def _rows(width: int, count: int = 1):
+    return lambda dtype: [torch.randn(3, 5, width).to(dtype).requires_grad_() for _ in range(count)]
+
+
+def _heads(dtype: torch.dtype, unsqueeze_dim: int = 1) -> list[torch.Tensor]:
+    """q, k, and the cosines and sines of the same angles in both halves."""
     shape = (2, 4, 7, 16) if unsqueeze_dim == 1 else (2, 7, 4, 16)
-    q, k = (torch.randn(shape, requires_grad=True) for _ in range(2))
-    angles = torch.randn(2, 7, 8).repeat(1, 1, 2)
-    options = {"uses": "liger_rope", "monkeypatch": monkeypatch, "tolerance": 1e-5}
-    _compare("RotaryPosEmb", _Rotary(), q, k, angles.cos(), angles.sin(), unsqueeze_dim, **options)
+    q, k = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(2))
+    angles = torch.randn(2, 7, 8, dtype=dtype).repeat(1, 1, 2)
+    return [q, k, angles.cos(), angles.sin()]
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # bf16: two roundings of one number of the module's own code
+NORMS = [
+    ("RMSNorm", "liger_rms_norm", partial(_norm, "llama", "LlamaRMSNorm"), _rows(WIDTH)),
+    ("RMSNorm", "liger_rms_norm", partial(_norm, "qwen3", "Qwen3RMSNorm"), _rows(WIDTH)),
+    ("RMSNormFp32Weight", "liger_rms_norm", partial(_norm, "olmo2", "Olmo2RMSNorm"), _rows(WIDTH)),
+    ("RMSNormZeroCentered", "liger_rms_norm", partial(_norm, "gemma", "GemmaRMSNorm"), _rows(WIDTH)),
+    ("RMSNormZeroCentered", "liger_rms_norm", partial(_norm, "qwen3_next", "Qwen3NextRMSNorm"), _rows(WIDTH)),
+    ("LayerNorm", "liger_layer_norm", lambda dtype: nn.LayerNorm(WIDTH, dtype=dtype), _rows(WIDTH)),
+    (
+        "RMSNormGated",
+        "liger_gated_rms_norm",
+        partial(_gated, "qwen3_next", "Qwen3NextRMSNormGated", "silu"),
+        _rows(WIDTH, 2),
+    ),
+    (
+        "RMSNormGatedFp32Weight",
+        "liger_gated_rms_norm",
+        partial(_gated, "kimi_linear", "KimiLinearRMSNormGated", "sigmoid"),
+        _rows(WIDTH, 2),
+    ),
+]
+OTHERS = [
+    ("SwiGLUMLP", "liger_swiglu", partial(_mlp, "llama", "LlamaMLP", "silu"), _rows(16)),
+    ("SwiGLUMLP", "liger_swiglu", partial(_mlp, "phi3", "Phi3MLP", "silu"), _rows(16)),
+    ("GeGLUMLP", "liger_geglu", partial(_mlp, "gemma", "GemmaMLP", "gelu_pytorch_tanh"), _rows(16)),
+    ("GeGLUMLP", "liger_geglu", partial(_mlp, "llama", "LlamaMLP", "gelu"), _rows(16)),
+    ("RotaryPosEmb", "liger_rope", lambda dtype: _Rotary(), _heads),
+]
+"""Layer, the kernel that it calls, a module that it is bound to, inputs of it."""
 
 
 @pytest.mark.parametrize(
-    "layer, family, name, act",
-    [
-        ("SwiGLUMLP", "llama", "LlamaMLP", "silu"),
-        ("SwiGLUMLP", "phi3", "Phi3MLP", "silu"),
-        ("GeGLUMLP", "gemma", "GemmaMLP", "gelu_pytorch_tanh"),
-        ("GeGLUMLP", "llama", "LlamaMLP", "gelu"),
-    ],
-    ids=lambda v: v,
+    "layer, uses, module, inputs, dtype",
+    [(*case, dtype) for dtype in TOLERANCE for case in NORMS] + [(*case, torch.float32) for case in OTHERS],
 )
-def test_mlps(layer, family, name, act, monkeypatch):
-    module = _mlp(family, name, act, torch.float32)
-    x = torch.randn(3, 5, 16, requires_grad=True)
-    uses = "liger_swiglu" if layer == "SwiGLUMLP" else "liger_geglu"
-    _compare(layer, module, x, uses=uses, monkeypatch=monkeypatch, tolerance=1e-5)
+def test_a_layer_computes_what_the_module_does(layer, uses, module, inputs, dtype, monkeypatch):
+    _compare(layer, module(dtype), *inputs(dtype), uses=uses, monkeypatch=monkeypatch, tolerance=TOLERANCE[dtype])
+
+
+def test_the_rotary_embedding_of_heads_behind_tokens(monkeypatch):
+    options = {"uses": "liger_rope", "monkeypatch": monkeypatch, "tolerance": 1e-5}
+    _compare("RotaryPosEmb", _Rotary(), *_heads(torch.float32, 2), 2, **options)
 
 
 def _refuses(monkeypatch) -> None:
@@ -234,25 +232,10 @@ def test_every_layer_of_the_table_is_there():
     assert {each for layers in hub.LAYERS.values() for each in layers} == {cls.__name__ for cls in LAYER_CLASSES}
 
 
-@pytest.mark.parametrize(
-    "layer, module, inputs",
-    [
-        ("RMSNorm", lambda: _norm("llama", "LlamaRMSNorm", torch.float32), [(3, WIDTH)]),
-        ("RMSNormZeroCentered", lambda: _norm("gemma", "GemmaRMSNorm", torch.float32), [(3, WIDTH)]),
-        ("RMSNormGated", lambda: _norm("qwen3_next", "Qwen3NextRMSNormGated", torch.float32), [(3, WIDTH)] * 2),
-        ("LayerNorm", lambda: nn.LayerNorm(WIDTH), [(3, WIDTH)]),
-        ("SwiGLUMLP", lambda: _mlp("llama", "LlamaMLP", "silu", torch.float32), [(3, 16)]),
-        ("GeGLUMLP", lambda: _mlp("gemma", "GemmaMLP", "gelu_pytorch_tanh", torch.float32), [(3, 16)]),
-        ("RotaryPosEmb", _Rotary, [(2, 4, 7, 16), (2, 1, 7, 16), (2, 7, 16), (2, 7, 16)]),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_a_layer_compiles_whole_with_its_backward(layer, module, inputs):
-    module = module()
+@pytest.mark.parametrize("layer, _, module, inputs", NORMS + OTHERS)
+def test_a_layer_compiles_whole_with_its_backward(layer, _, module, inputs):
+    module, tensors = module(torch.float32), inputs(torch.float32)
     module.forward = MethodType(getattr(LAYERS, layer).forward, module)
-    tensors = [torch.randn(shape, requires_grad=len(shape) != 3) for shape in inputs]
-    if layer == "RotaryPosEmb":  # cosines and sines of the same angles in both halves
-        tensors[2:] = [torch.cat((t[..., :8], t[..., :8]), -1).detach() for t in tensors[2:]]
     leaves = [t for t in (*tensors, *module.parameters()) if t.requires_grad]
     torch._dynamo.reset()
     compiled = torch.compile(lambda *t: module(*t), backend="aot_eager", fullgraph=True)

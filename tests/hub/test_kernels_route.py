@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import python
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,11 +181,8 @@ def results(tmp_path_factory):
         except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{name} not installed (TRL=1.16.0 bash ci/cpu.sh)")
     out = tmp_path_factory.mktemp("hub") / "results.json"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LIGER_HW_CPU_REFERENCE": "1"}
-    code = CODE.replace("MODELS", repr(MODELS), 1)
-    command = [sys.executable, "-c", code, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LIGER_HW_CPU_REFERENCE": "1"}
+    python("-c", CODE.replace("MODELS", repr(MODELS), 1), out, env=environment)
     return json.loads(out.read_text())
 
 
