@@ -59,8 +59,7 @@ def test_gradients_are_those_of_tiled(offloading, monkeypatch):
     expected = gradients(model, liger_hw.activations("tiled", model))
     found = gradients(model, liger_hw.activations("offload", model))
     assert identical(found, expected)
-    for a, b in zip(found, gradients(model, contextlib.nullcontext()), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found, gradients(model, contextlib.nullcontext()), rtol=1e-11, atol=1e-12)
     assert offloading.pinned > 0
 
 
@@ -74,8 +73,9 @@ def test_tiles_of_weights_that_are_no_plain_parameters(offloading, monkeypatch):
     calls = []
     model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
     for level in ("tiled", "offload"):
-        for a, b in zip(gradients(model, liger_hw.activations(level, model)), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            gradients(model, liger_hw.activations(level, model)), expected, rtol=1e-11, atol=1e-12
+        )
     assert len(calls) >= 2 * 2 * 3, "three tiles, forward and backward"
 
 
@@ -165,8 +165,7 @@ def test_transformers_checkpointing_around_a_level(offloading, monkeypatch, live
         found.append([p.grad for p in model.parameters()])
         report.revert()
     assert rows == [4] * 8
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_small_tensors_and_parameters_stay():

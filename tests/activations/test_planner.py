@@ -197,48 +197,24 @@ def test_experts_over_several_devices(gpus):
     assert one.seconds == pytest.approx(8192 / row["tokens_per_second"], rel=0.02)
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma2", "Qwen3Moe", "Mixtral"])
-def test_all_bytes_of_a_layer(family):
-    """All that a layer's forward saves, parameters apart, is what the planner counts at `keep`, within 1%."""
-    transformers = pytest.importorskip("transformers")
-    saved = []
-    for layers in (1, 2):
-        config = getattr(transformers, f"{family}Config")(
-            vocab_size=61,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=16,
-            sliding_window=None if family == "Mistral" else 4096,
-            attn_implementation="eager" if family == "Gemma2" else "sdpa",
-            **({"moe_intermediate_size": 48} if family == "Qwen3Moe" else {}),
-        )
-        model = getattr(transformers, f"{family}ForCausalLM")(config).train()
-        liger_hw.patch(model, activations="keep")
-        ids, kept = torch.randint(61, (2, 128)), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-            out = model.model(input_ids=ids, use_cache=False)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-        saved.append(sum(storages.values()) - sum(storages.get(p.data_ptr(), 0) for p in model.parameters()))
-        planned = of_module(model, config, 2, 128).layer.kept["keep"]
-        del out
-    assert planned == pytest.approx(saved[1] - saved[0], rel=0.01)
+EXACT = ("Mistral", "Qwen3", "Gemma2", "Qwen3Moe", "Mixtral")
+NEAR = ("Glm4", "Phi3", "Exaone4", "Gemma3", "HunYuanDenseV1", "StableLm", "FlexOlmo", "Mellum", "Cohere")
 
 
-@pytest.mark.parametrize(
-    "name", ["Glm4", "Phi3", "Exaone4", "Gemma3", "HunYuanDenseV1", "StableLm", "FlexOlmo", "Mellum", "Cohere"]
-)
-def test_all_bytes_of_a_layer_as_it_is_built(name):
-    """Norms and projections are read from the model: a config does not say which it has. Within 2%, narrow as it is:
-    the planner leaves out what the norms of q and k keep of a head."""
+@pytest.mark.parametrize("name", EXACT + NEAR)
+def test_all_bytes_of_a_layer(name):
+    """All that a layer's forward saves, parameters apart, is what the planner counts at `keep`, within 1%.
+
+    Norms and projections are read from the model: a config does not say which it has. NEAR within 2%, narrow as it is:
+    the planner leaves out what the norms of q and k keep of a head.
+    """
     transformers = pytest.importorskip("transformers")
     cls, saved = getattr(transformers, f"{name}ForCausalLM", None), []
     if cls is None:
         pytest.skip("not in this transformers")
     for layers in (2, 4):
-        chosen = {"num_hidden_layers": layers, "num_key_value_heads": 4, "attn_implementation": "sdpa"}
+        chosen = {"num_hidden_layers": layers, "num_key_value_heads": 4}
+        chosen["attn_implementation"] = "eager" if name == "Gemma2" else "sdpa"
         window = {"sliding_window": 4096} if hasattr(cls.config_class(), "sliding_window") else {}
         model = tiny_model(cls, **chosen, **window)
         liger_hw.patch(model, activations="keep")
@@ -251,7 +227,7 @@ def test_all_bytes_of_a_layer_as_it_is_built(name):
         )
         planned = of_module(model, model.config, 2, 512).layer.kept["keep"]
         del out
-    assert planned == pytest.approx((saved[1] - saved[0]) / 2, rel=0.02)
+    assert planned == pytest.approx((saved[1] - saved[0]) / 2, rel=0.02 if name in NEAR else 0.01)
 
 
 def test_eager_attention_with_sinks_is_refused():

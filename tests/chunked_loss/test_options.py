@@ -65,8 +65,7 @@ class _Call:
 
 def _same(one, other):
     assert len(one[0]) == len(other[0])
-    for a, b in zip((*one[0], *one[1]), (*other[0], *other[1])):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close((*one[0], *one[1]), (*other[0], *other[1]), rtol=0, atol=0)
     assert all(gradient.norm() > 0 for gradient in one[1])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES, ONE_OF_EACH, VOCAB
-from harness import tensors
+from harness import assert_others_get_no_gradient, tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_hw.chunked_loss as chunked_loss
@@ -19,6 +19,7 @@ from liger_hw import compat
 from liger_hw.chunked_loss import functional, grpo_loss, log_prob_loss
 from liger_hw.kernels.heads import linear_head
 from liger_hw.kernels.heads.linear_head import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
+from liger_hw.transformers import grpo_loss as of_logits
 
 HEADS = [name for name in ONE_OF_EACH if not name.startswith("distillation")]
 
@@ -74,8 +75,7 @@ def test_a_long_sample_stays_within_the_budget(name, lane, generator, monkeypatc
     found = torch.autograd.grad(_loss(op, sample), inputs)
     assert made and max(made) <= 8
     expected = torch.autograd.grad(tensors(op.reference(*sample.args, **sample.kwargs))[0], inputs)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -114,8 +114,7 @@ def test_only_what_is_wanted(name, lane, generator, monkeypatch):
             loss = _loss(op, sample)
             counted.append(products.count)
         found = torch.autograd.grad(loss, [t for t, w in zip((x, weight, bias), wanted) if w])
-        for a, b in zip(found, [g for g, w in zip(every, wanted) if w]):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(found, [g for g, w in zip(every, wanted) if w])
     full, frozen, *one = counted
     assert frozen == full - 1 and one == [full - 1, full - 2]
 
@@ -128,8 +127,17 @@ def test_without_gradients(name, lane, generator):
     with torch.no_grad():
         found = tensors(op.function(*sample.args, **sample.kwargs))
     assert not any(t.requires_grad for t in found)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, expected)
+
+
+OF_A_TEACHER = [name for name in CASES if "ref=True" in name or "ref=head" in name or "distillation" in name]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", OF_A_TEACHER)
+def test_a_teacher_that_requires_grad_gets_none(name, generator):
+    op, sample = CASES[name]((2, 3, VOCAB), torch.float32, "cpu", generator)
+    assert_others_get_no_gradient(op.function, sample)
 
 
 @pytest.mark.lanes("cpu", "gpu")
@@ -161,8 +169,7 @@ def test_garbage_where_nothing_counts(generator):
         found = loss(*inputs, ids, mask, advantages, ref_per_token_logps=padded, old_per_token_logps=padded)[0]
         return found, torch.autograd.grad(found, inputs[0])[0]
 
-    for a, b in zip(run(0.0), run(float("nan"))):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(run(0.0), run(float("nan")), rtol=0, atol=0)
 
 
 @pytest.mark.lanes("cpu", "gpu")
@@ -195,11 +202,9 @@ def test_compiled(name, lane, generator):
     for sizes in ((4, 5, VOCAB), (6, 7, VOCAB), (8, 3, VOCAB)):
         op, sample, inputs = case_of(name, lane, generator, sizes)
         found, expected = compiled(*sample.args, **sample.kwargs), op.function(*sample.args, **sample.kwargs)
-        for a, b in zip(tensors(found), tensors(expected)):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(tensors(found), tensors(expected))
         grads = torch.autograd.grad(tensors(found)[0], inputs), torch.autograd.grad(tensors(expected)[0], inputs)
-        for a, b in zip(*grads):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(*grads)
         counts.append(counter.frame_count)
     assert counts == counts[:1] * 3, f"compilations after each batch: {counts}"
 
@@ -232,7 +237,7 @@ def _plain(function) -> str:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_liger_s(name):
-    home = functional if name.startswith("liger_") else chunked_loss
+    home = functional if name.startswith("liger_") else chunked_loss if name.startswith("Liger") else of_logits
     assert _plain(functools.reduce(getattr, name.split("."), home)) == SIGNATURES[name]
 
 

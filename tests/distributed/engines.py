@@ -23,6 +23,7 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -297,24 +298,13 @@ def _fsdp1(adapter: str, patched: bool, original: bool, late: bool) -> Run:
     return loop(wrapped, whole, dist.get_world_size())
 
 
-@engine
-def fsdp1_flat(adapter: str, patched: bool) -> Run:
-    return _fsdp1(adapter, patched, original=False, late=False)
-
-
-@engine
-def fsdp1_flat_patched_after(adapter: str, patched: bool) -> Run:
-    return _fsdp1(adapter, patched, original=False, late=True)
-
-
-@engine
-def fsdp1_original_patched_after(adapter: str, patched: bool) -> Run:
-    return _fsdp1(adapter, patched, original=True, late=True)
-
-
-def _fsdp2(adapter: str, patched: bool, mesh: Any, tail: bool, late: bool = False) -> Run:
+def _fsdp2(adapter: str, patched: bool, tail: bool, late: bool = False, replicas: int = 0) -> Run:
     from torch.distributed.fsdp import fully_shard
 
+    shape, names = (dist.get_world_size(),), None
+    if replicas:
+        shape, names = (replicas, dist.get_world_size() // replicas), ("replicate", "shard")
+    mesh = dist.init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
     model = make_model(adapter).to(DEVICE)
     if not late:
         patch(model, patched)
@@ -330,28 +320,6 @@ def _fsdp2(adapter: str, patched: bool, mesh: Any, tail: bool, late: bool = Fals
     if late:
         patch(model, patched)
     return loop(model, lambda: trained(model), dist.get_world_size())
-
-
-@engine
-def fsdp2_head_alone(adapter: str, patched: bool) -> Run:
-    return _fsdp2(adapter, patched, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)), tail=False)
-
-
-@engine
-def fsdp2_group(adapter: str, patched: bool) -> Run:
-    return _fsdp2(adapter, patched, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)), tail=True)
-
-
-@engine
-def fsdp2_group_patched_after(adapter: str, patched: bool) -> Run:
-    mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    return _fsdp2(adapter, patched, mesh, tail=True, late=True)
-
-
-@engine
-def hsdp(adapter: str, patched: bool) -> Run:
-    mesh = dist.init_device_mesh(DEVICE.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    return _fsdp2(adapter, patched, mesh, tail=True)
 
 
 def _deepspeed(stage: int, persistent: int = 0) -> dict[str, Any]:
@@ -371,7 +339,7 @@ def _deepspeed(stage: int, persistent: int = 0) -> dict[str, Any]:
     return settings
 
 
-def _zero(stage: int, adapter: str, patched: bool, init: bool = False) -> Run:
+def _zero(adapter: str, patched: bool, stage: int, init: bool = False) -> Run:
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
@@ -404,26 +372,6 @@ def _zero(stage: int, adapter: str, patched: bool, init: bool = False) -> Run:
             return {n: p.detach().clone() for n, p in runner.module.named_parameters() if p.requires_grad}
 
     return loop(runner, whole, dist.get_world_size(), step=step)
-
-
-@engine
-def zero1(adapter: str, patched: bool) -> Run:
-    return _zero(1, adapter, patched)
-
-
-@engine
-def zero2(adapter: str, patched: bool) -> Run:
-    return _zero(2, adapter, patched)
-
-
-@engine
-def zero3(adapter: str, patched: bool) -> Run:
-    return _zero(3, adapter, patched)
-
-
-@engine
-def zero3_init(adapter: str, patched: bool) -> Run:
-    return _zero(3, adapter, patched, init=True)
 
 
 def tensor_parallel(patched: bool, adapter: str = "full") -> Any:
@@ -553,17 +501,6 @@ def _trainer(adapter: str, patched: bool, **engine: Any) -> Run:
 
 
 @engine
-def trainer_ddp(adapter: str, patched: bool) -> Run:
-    return _trainer(adapter, patched, ddp_find_unused_parameters=False)
-
-
-@engine
-def trainer_fsdp2(adapter: str, patched: bool) -> Run:
-    wrap = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    return _trainer(adapter, patched, fsdp="full_shard auto_wrap", fsdp_config=wrap)
-
-
-@engine
 def trainer_zero3(adapter: str, patched: bool) -> Run:
     return _trainer(adapter, patched, deepspeed=_deepspeed(3, HIDDEN))  # norms stay whole, as in large models
 
@@ -612,6 +549,27 @@ def pipeline(adapter: str, patched: bool) -> Run:
         return found
 
     return loop(model, whole, 1, step=step, share=lambda batch: batch)
+
+
+ENGINES |= {
+    "fsdp1_flat": partial(_fsdp1, original=False, late=False),
+    "fsdp1_flat_patched_after": partial(_fsdp1, original=False, late=True),
+    "fsdp1_original_patched_after": partial(_fsdp1, original=True, late=True),
+    "fsdp2_head_alone": partial(_fsdp2, tail=False),
+    "fsdp2_group": partial(_fsdp2, tail=True),
+    "fsdp2_group_patched_after": partial(_fsdp2, tail=True, late=True),
+    "hsdp": partial(_fsdp2, tail=True, replicas=2),
+    "trainer_ddp": partial(_trainer, ddp_find_unused_parameters=False),
+    "trainer_fsdp2": partial(
+        _trainer,
+        fsdp="full_shard auto_wrap",
+        fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    ),
+    "zero1": partial(_zero, stage=1),
+    "zero2": partial(_zero, stage=2),
+    "zero3": partial(_zero, stage=3),
+    "zero3_init": partial(_zero, stage=3, init=True),
+}
 
 
 class _Stage(torch.nn.Module):

@@ -7,6 +7,7 @@ import ranks
 import torch
 
 import liger_hw
+from liger_hw.transformers.tiny import tiny_model
 
 IDS = torch.arange(24).view(2, 12) * 5 % 64
 
@@ -14,9 +15,8 @@ IDS = torch.arange(24).view(2, 12) * 5 % 64
 def _llama(lora):
     import transformers
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64))
+    torch.manual_seed(0)  # for PEFT
+    model = tiny_model(transformers.LlamaForCausalLM, num_hidden_layers=2, vocab_size=64)
     if lora:
         import peft
 

@@ -28,13 +28,12 @@ class Squared(torch.autograd.Function):
 
 def models():
     """(unpatched, patched)"""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     import liger_hw
+    from liger_hw.transformers.tiny import tiny_model
 
-    torch.manual_seed(5)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, **sizes)).train()
+    plain = tiny_model(LlamaForCausalLM, vocab_size=VOCAB, num_hidden_layers=1)
     patched = copy.deepcopy(plain)
     liger_hw.patch(patched)
     return plain, patched

@@ -56,9 +56,9 @@ def check_flattened(rank, device):
                 assert norm.inside == [(["weight"], "FSDP1")] * 3, (case, norm.inside)
 
 
-@pytest.mark.cpu
-def test_what_fsdp1_flattened_is_named():
-    ranks.run(__file__, "check_flattened")
+@ranks.everywhere
+def test_what_fsdp1_flattened_is_named(kind):
+    ranks.run(__file__, "check_flattened", kind)
 
 
 def check_saved_whole(rank, device):
@@ -100,8 +100,3 @@ def test_a_head_that_peft_trains_whole_is_read_under_fsdp2():
     """FSDP2 gives PEFT's wrapper of it a class of its own."""
     pytest.importorskip("peft")
     ranks.run(__file__, "check_saved_whole")
-
-
-@pytest.mark.multigpu
-def test_what_fsdp1_flattened_is_named_on_two_gpus():
-    ranks.run(__file__, "check_flattened", ranks.accelerator())

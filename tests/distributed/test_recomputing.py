@@ -16,6 +16,7 @@ from liger_hw.kernels.pointwise import tiled_mlp
 from liger_hw.recompute import dial, recipes
 from liger_hw.recompute.dial import class_patch
 from liger_hw.transformers import replacing
+from liger_hw.transformers.tiny import tiny_model
 from tests.activations.small_decoder import Decoder, gradients, identical, some_input
 
 transformers = pytest.importorskip("transformers")
@@ -35,11 +36,7 @@ def whole(tensors):
 
 
 def llama():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    return tiny_model(transformers.LlamaForCausalLM, num_hidden_layers=2)
 
 
 def train(model):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import liger_hw
+from liger_hw.transformers.tiny import tiny_model
 
 BATCH, LENGTH, VOCAB = 2, 24, 64
 
@@ -40,12 +41,9 @@ def gathered_attention(module, query, key, value, attention_mask, scaling, dropo
 
 
 def model(attention):
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention)
-    return LlamaForCausalLM(config).train()
+    return tiny_model(LlamaForCausalLM, num_hidden_layers=2, vocab_size=VOCAB, attn_implementation=attention)
 
 
 def check_sequence_shards(rank, device):

@@ -67,8 +67,9 @@ def test_graph_capture(lane, case, seed):
             old.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
-    for a, b in zip(captured.bits(), run(op.function, sample, grads=grads).bits()):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        captured.bits(), run(op.function, sample, grads=grads).bits(), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @ON_GPU
@@ -81,8 +82,7 @@ def test_other_stream(lane, op, seed):
     with module.stream(stream):
         found = run(op.function, sample, grads=expected.incoming)
     stream.synchronize()
-    for a, b in zip(found.bits(), expected.bits()):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found.bits(), expected.bits(), rtol=0, atol=0, equal_nan=True)
 
 
 @ON_GPU
@@ -102,8 +102,7 @@ def test_fast_launcher_gives_the_same_bits(lane, case, seed, clean_registry, mon
     fast = all_of_them()
     monkeypatch.setenv("LIGER_HW_FAST_LAUNCH", "0")
     clean_registry.reload()
-    for a, b in zip(fast, all_of_them()):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(fast, all_of_them(), rtol=0, atol=0, equal_nan=True)
 
 
 ELEMENTS = 2**31

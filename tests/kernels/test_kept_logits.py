@@ -120,8 +120,7 @@ def test_a_second_backward_finds_everything(lane, narrow, generator, rest):
     logp = liger_fused_linear_log_probs(x, weight, target)
     found = [torch.autograd.grad(logp, (x, weight), slopes, retain_graph=turn < 2) for turn in range(3)]
     for other in found[1:]:
-        for a, b in zip(found[0], other):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[0], other, rtol=1e-4, atol=1e-5)
     for a, b in zip(found[2], _exact(x, weight, target, (slopes,))):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
 
@@ -153,8 +152,7 @@ def test_words_that_cannot_be(lane, narrow, generator, rest):
     target = target.clamp_min(40)
     logp, entropy = liger_fused_linear_log_probs(x, weight, target, return_entropy=True)[:2]
     few = fused_linear_log_probs_reference(x, weight[40:], target - 40, return_entropy=True)[:2]
-    for a, b in zip((logp, entropy), few):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((logp, entropy), few, rtol=1e-5, atol=1e-5)
     (found,) = torch.autograd.grad(logp.sum() + entropy.sum(), weight)
     (expected,) = torch.autograd.grad(sum(t.sum() for t in few), weight)
     torch.testing.assert_close(found[40:], expected[40:], rtol=1e-4, atol=1e-4)

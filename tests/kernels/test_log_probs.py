@@ -93,8 +93,7 @@ def test_rows_that_are_left_out(lane, generator):
         found = liger_fused_linear_log_probs(x, weight, target, compact=compact, return_entropy=True, return_top1=True)
         grads = torch.autograd.grad((found.log_probs * 2 + found.entropy).sum(), (x, weight))
         results.append((*found[:3], *grads))
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert not results[1][3][::2].any() and not results[1][0][::2].any()
 
 

@@ -6,14 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import assert_others_get_no_gradient, few_sizes, make
 
-from liger_hw.chunked_loss import (
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
-)
 from liger_hw.kernels.heads.fused_linear_jsd import fused_linear_jsd_reference, liger_fused_linear_jsd
 from liger_hw.kernels.heads.fused_linear_kl_div import fused_linear_kl_div_reference, liger_fused_linear_kl_div
 from liger_hw.kernels.heads.fused_linear_log_probs import fused_linear_log_probs_reference, liger_fused_linear_log_probs
@@ -21,6 +15,7 @@ from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_f
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
 from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
 from liger_hw.kernels.losses.tvd import liger_tvd, tvd_reference
+from liger_hw.registry import get_op
 
 ROWS, COLS, HIDDEN = 6, 37, 5
 
@@ -224,54 +219,16 @@ def test_one_class(lane):
     assert float(loss.detach()) == 0.0 and (_grad(loss, x) == -1.0).all()
 
 
-def _losses_of_a_teacher() -> dict:
-    """name -> (loss of a student, a teacher and its head's weight, whether the student has a head)."""
-    classes = torch.tensor([1, -100, 3, 4, 5, 6])
-    flags = torch.tensor([True, False])
-
-    def of_sequences(function):
-        """A call with two sequences of the rows, as the chunked losses with a reference model take them."""
-        pairs = torch.arange(ROWS).view(2, -1) % COLS
-        return lambda s, w, t, v: function(s.view(2, -1, HIDDEN), w, t.view(2, -1, HIDDEN), v, pairs)
-
-    return {
-        "kl_div": lambda s, w, t, v: liger_kl_div((s @ w.t()).log_softmax(-1), (t @ v.t()).softmax(-1)),
-        "jsd": lambda s, w, t, v: liger_jsd((s @ w.t()).log_softmax(-1), (t @ v.t()).log_softmax(-1)),
-        "tvd": lambda s, w, t, v: liger_tvd((s @ w.t()).softmax(-1), (t @ v.t()).softmax(-1)),
-        "tvd, none": lambda s, w, t, v: liger_tvd(
-            (s @ w.t()).softmax(-1), (t @ v.t()).softmax(-1), reduction="none"
-        ).sum(),
-        "fused_ce_tvd": lambda s, w, t, v: sum(map(torch.sum, liger_fused_ce_tvd(s @ w.t(), t @ v.t(), classes))),
-        "fused_linear_kl_div": lambda s, w, t, v: liger_fused_linear_kl_div(s, w, (t @ v.t()).softmax(-1)),
-        "fused_linear_jsd": lambda s, w, t, v: liger_fused_linear_jsd(s, w, t, v),
-        "chunked jsd": lambda s, w, t, v: LigerFusedLinearJSDLoss()(s, w, t, v, classes),
-        "chunked cosine": lambda s, w, t, v: LigerFusedLinearCosineSimilarityLoss()(s, w, t, v, classes),
-        "dpo": of_sequences(lambda s, w, t, v, y: LigerFusedLinearDPOLoss()(w, s, y, None, t, v)[0]),
-        "kto": of_sequences(
-            lambda s, w, t, v, y: LigerFusedLinearKTOLoss(use_ref_model=True)(s, w, y, None, flags, t, v)[0]
-        ),
-        "grpo": of_sequences(
-            lambda s, w, t, v, y: LigerFusedLinearGRPOLoss()(
-                s, w, y, torch.ones_like(y), torch.tensor([1.0, -0.5]), ref_input=t, ref_weight=v
-            )[0]
-        ),
-    }
+OF_A_TEACHER = ("kl_div", "jsd", "tvd", "fused_ce_tvd", "fused_linear_kl_div", "fused_linear_jsd")
+WITH_A_TEACHER = [
+    (op, options) for op in map(get_op, OF_A_TEACHER) for options in op.options if "frozen" not in options
+]
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", _losses_of_a_teacher())
-def test_a_teacher_that_requires_grad_gets_none(generator, name):
-    """A teacher's head is a Parameter: the loss and the student's gradients are those with a detached teacher."""
-    student = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((ROWS, HIDDEN), (COLS, HIDDEN))]
-    teacher = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((ROWS, HIDDEN), (COLS, HIDDEN))]
-    call = _losses_of_a_teacher()[name]
-    loss, alone = call(*student, *teacher), call(*student, *(t.detach() for t in teacher))
-    loss.backward()
-    torch.testing.assert_close(loss, alone, rtol=0, atol=0)
-    for mine, expected in zip(student, torch.autograd.grad(alone, student)):
-        torch.testing.assert_close(mine.grad, expected, rtol=0, atol=0)
-    assert all(t.grad is None for t in teacher)
-    assert not call(*(t.detach() for t in student), *teacher).requires_grad
+@pytest.mark.parametrize("op, options", WITH_A_TEACHER, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_teacher_that_requires_grad_gets_none(op, options, seed):
+    assert_others_get_no_gradient(op.function, make(op, few_sizes(op), torch.float32, "cpu", seed, options), seed)
 
 
 @pytest.mark.parametrize("where", ["input", "target"])

@@ -116,5 +116,4 @@ def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypat
         loss = liger_fused_linear_cross_entropy(*leaves, target, chunk_mem_const=scale)
         found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
     assert heights[1] >= 2 * heights[0] >= 16
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

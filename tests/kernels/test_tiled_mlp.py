@@ -56,8 +56,7 @@ def test_the_same_as_without_tiles(name, shape, shards):
     plain, tiled = pair(name)
     tiled.num_shards = shards
     x = some_x(*shape)
-    for a, b in zip(run(tiled, x), run(plain, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run(tiled, x), run(plain, x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("hooks", [False, True])
@@ -100,8 +99,9 @@ def test_a_backward_after_an_interrupted_one():
     x.grad = None
     y.sum().backward()
     assert len(calls) > 4
-    for a, b in zip((x.grad, *(p.grad for p in tiled.parameters())), run(plain, x)[1:], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        (x.grad, *(p.grad for p in tiled.parameters())), run(plain, x)[1:], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_autocast_and_its_cache():
@@ -129,8 +129,7 @@ def test_dropout_draws_the_same_numbers_in_backward():
     after = torch.rand(1)
     torch.manual_seed(5)
     expected = run(linear, x, call=lambda x: torch.cat([linear(tile) for tile in x.tensor_split(3, -2)], -2))
-    for a, b in zip(tiled, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tiled, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(after, torch.rand(1))
 
 
@@ -142,8 +141,7 @@ def test_frozen_weights_and_inputs():
         module.gate_proj.weight.requires_grad_(False)
         module.down_proj.weight.requires_grad_(False)
     x = some_x(2, 9)
-    for a, b in zip(run(tiled, x), run(plain, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run(tiled, x), run(plain, x), rtol=1e-12, atol=1e-12)
     tiled.zero_grad()
     tiled(x).sum().backward()
     assert tiled.up_proj.weight.grad is not None and tiled.gate_proj.weight.grad is None
@@ -168,8 +166,7 @@ def test_lora():
     plain, tiled = made
     tiled.num_shards = 5
     x = some_x(40)
-    for a, b in zip(run(tiled, x), run(plain, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(run(tiled, x), run(plain, x), rtol=1e-10, atol=1e-10)
 
 
 def test_weights_that_are_no_parameters_of_the_module():
@@ -199,8 +196,7 @@ def test_hooks_of_parameters_run_once_on_the_whole_gradient(name):
         handle.remove()
         found.append(run(layer, some_x(2, 9)))  # the hook after accumulation alone
     for plain, tiled in (found[::2], found[1::2], seen.values()):
-        for a, b in zip(tiled, plain, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(tiled, plain, rtol=1e-12, atol=1e-12)
     assert [len(calls) for calls in seen.values()] == [3, 3]
 
 
@@ -257,8 +253,7 @@ def test_a_scope_tiles_what_is_longer_than_a_tile(monkeypatch):
             torch.testing.assert_close(plain(x), expected[0], rtol=1e-12, atol=1e-12)
         plain(x[0, :8])
     assert calls == [7, 7, 6] * 3 + [8]
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_parameters_changed_or_replaced_since_the_forward_are_refused():

@@ -10,14 +10,13 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import subprocess
 import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from harness import few_sizes, in_threads, make, run, tensors
+from harness import few_sizes, in_threads, make, python, run, tensors
 
 import liger_hw
 from liger_hw import registry
@@ -270,29 +269,6 @@ def test_the_cache_goes_with_the_plans(driver, asked):
 
 
 @cpu
-def test_a_launch_that_fails_while_recorded_is_quarantined(driver, asked, monkeypatch):
-    """The configuration compiles no more at the second call: the next layer answers, and nothing stays in the way."""
-    x, w = inputs()
-    config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
-    known = registry.quarantined()
-    with registry.override("rms_norm.fwd", config):
-        norm(x, w)
-        plan = registry.plans()[0]
-        plan.compiled.clear()
-
-        def fails(*args):
-            if args[0] is plan:
-                raise _launch.LaunchFailed(plan, RuntimeError("out of resource"))
-            return driver.find(*args)
-
-        monkeypatch.setattr(_launch, "_find_or_compile", fails)
-        y, _ = norm(x, w)
-        assert last(driver)[1][2] == y.data_ptr() and registry.plans()[0].layer != "explicit"
-        assert not observers and not torch._C._len_torch_dispatch_stack()
-    registry.release(set(registry.quarantined()) - set(known))
-
-
-@cpu
 def test_a_recording_made_while_plans_change_is_lost(driver, asked, monkeypatch):
     x, w = inputs()
     norm(x, w)
@@ -443,6 +419,7 @@ def test_a_launch_refused_later_is_quarantined(driver, asked, calls, clean_regis
         for _ in range(4):
             y, _ = norm(x, w)
             assert last(driver)[1][2] == y.data_ptr() and last(driver)[0][0] == 3
+            assert not observers and not torch._C._len_torch_dispatch_stack()
         (why,) = registry.quarantined().values()
         assert "cooperative launch" in why
         asked.clear()
@@ -541,7 +518,7 @@ with recording._Recorder((torch.ones(2),)) as seen:
     torch.empty(2)
 assert len(seen.allocated) == 1 and "torch._dynamo" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 @cpu
@@ -614,8 +591,7 @@ def test_recorded_calls_give_the_same_bits(lane, case, seed, clean_registry, mon
     recorded = all_of_them()
     monkeypatch.setenv("LIGER_HW_FAST_LAUNCH", "0")
     clean_registry.reload()
-    for a, b in zip(recorded, all_of_them(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(recorded, all_of_them(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.lanes("gpu")
