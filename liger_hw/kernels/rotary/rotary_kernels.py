@@ -83,16 +83,16 @@ def load_heads(
     through (x1 again where all of a head rotates), in the stored dtype."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
-        x = load_with_hint(ptrs + both, LOAD_HINT, mask=mask & (both < 2 * HALF), other=0.0)
+        x = load_with_hint(ptrs + both, LOAD_HINT, mask & (both < 2 * HALF), 0.0)
         x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], BLOCK_HALF, 2]))
     else:
         cols = tl.arange(0, BLOCK_HALF)[None, None, :]
-        x1 = load_with_hint(ptrs + cols, LOAD_HINT, mask=mask & (cols < HALF), other=0.0)
-        x2 = load_with_hint(ptrs + cols + HALF, LOAD_HINT, mask=mask & (cols < HALF), other=0.0)
+        x1 = load_with_hint(ptrs + cols, LOAD_HINT, mask & (cols < HALF), 0.0)
+        x2 = load_with_hint(ptrs + cols + HALF, LOAD_HINT, mask & (cols < HALF), 0.0)
     x3 = x1
     if PASS_THROUGH:
         passing = tl.arange(0, BLOCK_PASS)[None, None, :]
-        x3 = load_with_hint(ptrs + passing + 2 * HALF, LOAD_HINT, mask=mask & (passing < PASS_THROUGH), other=0.0)
+        x3 = load_with_hint(ptrs + passing + 2 * HALF, LOAD_HINT, mask & (passing < PASS_THROUGH), 0.0)
     return x1, x2, x3
 
 
@@ -277,10 +277,10 @@ def _partner(column, HALF: tl.constexpr):
 @triton.jit
 def _load_partners(ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT: tl.constexpr):
     """(x, the partner of each element of x), or (x, x) for IS_PAIRS, where x holds both elements of a pair."""
-    x = load_with_hint(ptrs, LOAD_HINT, mask=mask, other=0.0)
+    x = load_with_hint(ptrs, LOAD_HINT, mask, 0.0)
     y = x
     if not IS_PAIRS:
-        y = load_with_hint(ptrs + _partner(column, HALF), LOAD_HINT, mask=mask & (column < 2 * HALF), other=0.0)
+        y = load_with_hint(ptrs + _partner(column, HALF), LOAD_HINT, mask & (column < 2 * HALF), 0.0)
     return x, y
 
 
