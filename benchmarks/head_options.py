@@ -31,12 +31,12 @@ def with_budget(mib: int, call: Callable[[], Any]) -> Callable[[], Any]:
     """call under a memory budget of `mib`, set where the planner looks: reading the environment again costs plans."""
 
     def run() -> Any:
-        before = env.get("LIGER_HW_LOSS_MEMORY_MIB")
-        env._values["LIGER_HW_LOSS_MEMORY_MIB"] = mib
+        before = env.LIGER_HW_LOSS_MEMORY_MIB
+        env.LIGER_HW_LOSS_MEMORY_MIB = mib
         try:
             return call()
         finally:
-            env._values["LIGER_HW_LOSS_MEMORY_MIB"] = before
+            env.LIGER_HW_LOSS_MEMORY_MIB = before
 
     return run
 

@@ -32,13 +32,13 @@ def arm_of(arm: str, family: str, device: torch.device) -> Iterator[None]:
         with getattr(transformers, f"apply_liger_kernel_to_{family}")(activations=levels):
             yield
         return
-    before = env.get("LIGER_HW_LOSS_MEMORY_MIB")
-    env._values["LIGER_HW_LOSS_MEMORY_MIB"] = int(setting) if setting else before
+    before = env.LIGER_HW_LOSS_MEMORY_MIB
+    env.LIGER_HW_LOSS_MEMORY_MIB = int(setting) if setting else before
     try:
         with patched(name, family, device):
             yield
     finally:
-        env._values["LIGER_HW_LOSS_MEMORY_MIB"] = before
+        env.LIGER_HW_LOSS_MEMORY_MIB = before
 
 
 def run(schedule: Schedule, tokens: torch.Tensor, device: torch.device) -> dict[str, Any]:

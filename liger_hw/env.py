@@ -96,18 +96,18 @@ class SettingError(ValueError):
     """What the environment asks for cannot be done; the message names the variable."""
 
 
-_values: dict[str, Any] = {}
+def __getattr__(name: str) -> Any:
+    """Value of a LIGER_HW_ variable, as `env.LIGER_HW_DISABLE`: from now on a plain attribute of this module.
 
-
-def get(name: str) -> Any:
-    """Value of a LIGER_HW_ variable; raises `SettingError` when it, or any other one that is set, cannot be parsed."""
-    if name not in _values:
-        VARIABLES[name]  # a name that is not in the table is our own mistake
-        read = {each: _parsed(variable) for each, variable in VARIABLES.items()}
-        for other in unknown():
-            log.warning("liger_hw: %s is set but means nothing%s", other, suggestion(other))
-        _values.update(read)
-    return _values[name]
+    Raises `SettingError` when it, or any other one that is set, cannot be parsed.
+    """
+    if name not in VARIABLES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    values = {each: _parsed(variable) for each, variable in VARIABLES.items()}
+    for other in unknown():
+        log.warning("liger_hw: %s is set but means nothing%s", other, suggestion(other))
+    globals().update(values)
+    return values[name]
 
 
 def _parsed(variable: Variable) -> Any:
@@ -128,15 +128,19 @@ def launcher_number(name: str, default: int) -> int:
 
 def ignore(name: str) -> None:
     """Use a variable's default, even if it is set, until `clear()`."""
-    get(name)
-    _values[name] = VARIABLES[name].default
+    _use(name, VARIABLES[name].default)
 
 
 def prefer(name: str, value: Any) -> None:
     """Use `value` where the variable is not set, until `clear()`."""
-    get(name)
     if name not in os.environ:
-        _values[name] = value
+        _use(name, value)
+
+
+def _use(name: str, value: Any) -> None:
+    if name not in globals():
+        __getattr__(name)  # reads all of them
+    globals()[name] = value
 
 
 def explicit_config(op: str, variant: str) -> tuple[str, str] | None:
@@ -189,5 +193,6 @@ def know_op(name: str) -> None:
 
 
 def clear() -> None:
-    """Forget the values read so far; the next `get` reads the environment again."""
-    _values.clear()
+    """Forget the values read so far; the next use reads the environment again."""
+    for name in VARIABLES:
+        globals().pop(name, None)

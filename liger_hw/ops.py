@@ -195,7 +195,7 @@ class Plan:
         }
         self.options = vendor.lower(config) | dependent
         self.programs = config.ctas_per_mp * target.multiprocessors
-        fast = vendor.fast_launch and not interpreted and env.get("LIGER_HW_FAST_LAUNCH")
+        fast = vendor.fast_launch and not interpreted and env.LIGER_HW_FAST_LAUNCH
         self.compiled: dict | None = {} if fast else None
 
     @property

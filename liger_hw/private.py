@@ -72,6 +72,5 @@ ELSEWHERE = {
     "transformers/probing/rotary.py": (1, _FORWARDS),
     "transformers/source.py": (4, _FORWARDS),
     "transformers/rebind.py": (2, _FORWARDS),
-    "transformers/replacing.py": (2, _FORWARDS),
 }
 """File -> how often it names a private interface of torch, Triton or Python, and why."""

@@ -199,7 +199,7 @@ def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConf
 
 def is_deterministic() -> bool:
     """Whether numerics-affecting knobs are fixed: by `set_deterministic`, else by `LIGER_HW_DETERMINISTIC`."""
-    return env.get("LIGER_HW_DETERMINISTIC") if _deterministic is None else _deterministic
+    return env.LIGER_HW_DETERMINISTIC if _deterministic is None else _deterministic
 
 
 def table(target: Target) -> Table:

@@ -116,7 +116,7 @@ def test_a_variable_that_cannot_be_parsed_is_named():
     code = """
 from liger_hw import env
 try:
-    env.get("LIGER_HW_FAST_LAUNCH")
+    env.LIGER_HW_FAST_LAUNCH
 except ValueError as error:
     print(error)
 """

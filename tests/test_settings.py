@@ -90,8 +90,7 @@ def test_a_variable_that_means_nothing_is_warned_of_once(clean_registry, monkeyp
     monkeypatch.setenv(name, "1")
     registry.reload()
     with caplog.at_level(logging.WARNING, "liger_hw"):
-        env.get("LIGER_HW_DISABLE_SHIPPED")
-        env.get("LIGER_HW_DETERMINISTIC")
+        assert not env.LIGER_HW_DISABLE_SHIPPED and not env.LIGER_HW_DETERMINISTIC
     (warning,) = [r.getMessage() for r in caplog.records]
     assert name in warning and said in warning
 
@@ -111,7 +110,7 @@ def test_a_known_configuration_variable_is_not_warned_of(clean_registry, monkeyp
     monkeypatch.setenv("LIGER_HW_CONFIG_RMS_NORM__BWD", CONFIG.to_text())
     registry.reload()
     with caplog.at_level(logging.WARNING, "liger_hw"):
-        assert env.get("LIGER_HW_DISABLE_SHIPPED") is False
+        assert env.LIGER_HW_DISABLE_SHIPPED is False
     assert not caplog.records and env.unknown() == []
 
 
@@ -120,7 +119,7 @@ def test_a_time_that_no_clock_counts_is_refused(clean_registry, monkeypatch, tex
     monkeypatch.setenv("LIGER_HW_SYNC_SECONDS", text)
     registry.reload()
     with pytest.raises(env.SettingError, match=f"LIGER_HW_SYNC_SECONDS='{text}': expected a number of seconds"):
-        env.get("LIGER_HW_SYNC_SECONDS")
+        _ = env.LIGER_HW_SYNC_SECONDS
 
 
 def test_a_folder_that_cannot_be_looked_at_is_no_crash(clean_registry, monkeypatch, tmp_path, caplog):
@@ -140,7 +139,7 @@ def test_a_bad_value_is_reported_wherever_it_would_be_used(clean_registry, monke
         env.SettingError,
         match="LIGER_HW_LOSS_MEMORY_MIB='2GiB': expected a positive number of MiB.* a fused linear loss",
     ):
-        env.get("LIGER_HW_DISABLE_SHIPPED")
+        _ = env.LIGER_HW_DISABLE_SHIPPED
     assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 2
     assert "LIGER_HW_LOSS_MEMORY_MIB='2GiB'" in capsys.readouterr().err
     code = "from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy"

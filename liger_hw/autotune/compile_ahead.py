@@ -40,7 +40,7 @@ def is_wanted(device: torch.device) -> bool:
     """Whether to compile ahead for a device: it has the fast launcher, it is not switched off, no graph is captured."""
     if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
         return False
-    return bool(env.get("LIGER_HW_COMPILE_AHEAD") and registry.backend_of(device).fast_launch)
+    return bool(env.LIGER_HW_COMPILE_AHEAD and registry.backend_of(device).fast_launch)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ KINDS = {
 
 def root() -> Path | None:
     """The user cache's folder (it may not exist), or None if there is no home to put one in."""
-    chosen, base = env.get("LIGER_HW_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    chosen, base = env.LIGER_HW_CACHE_DIR, os.environ.get("XDG_CACHE_HOME", "")
     if not chosen and os.path.isabs(base):  # the XDG spec says: ignore relative paths
         return Path(base) / "liger_hw"
     try:
@@ -252,7 +252,7 @@ def read(target: Target) -> Table:
     """
     problems: list[str] = []
     offers: list[tuple[str, Line]] = [("user", line) for line in lines_of(target, problems)]
-    if not env.get("LIGER_HW_DISABLE_SHIPPED"):
+    if not env.LIGER_HW_DISABLE_SHIPPED:
         for layer, path in _shipped_files(target):
             offers += [(layer, line) for line in lines_in(path, problems, partial(_load_shipped, target))]
     if problems:
@@ -260,7 +260,7 @@ def read(target: Target) -> Table:
         warn_once(f"ignored what cannot be read: {words}; `liger-hw cache verify` lists all of it")
     here = minor(triton_version())
     table: Table = {}
-    if pinned := env.get("LIGER_HW_LOCK_FILE"):
+    if pinned := env.LIGER_HW_LOCK_FILE:
         for name, entry in lock.entries(Path(pinned), target).items():
             table[name] = [replace(entry, layer="lock")]
     late: list[Line] = []

@@ -1,8 +1,10 @@
-"""What the chunked losses share outside the kernels: argument checks, and modules that store their options."""
+"""What the chunked losses share outside the kernels: argument checks, modules that store their options, and the same
+losses as functions."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -57,14 +59,13 @@ class LossFunction:
 
 
 class LossModule(OptionsModule):
-    """A chunked loss as a module, which hands its options to `function`.
+    """A chunked loss as a module. `loss(...)` computes it, from tensors and from the module's options by name.
 
     compiled and chunk_size are Liger's and change nothing: kernels are always compiled, and the chunks follow from the
     memory budget.
     """
 
-    function: Any
-    """The class whose `apply` computes the loss."""
+    loss: Any
     without_effect = ("compiled", "chunk_size")
 
     def __post_init__(self) -> None:
@@ -72,3 +73,28 @@ class LossModule(OptionsModule):
         why = "kernels are always compiled, and the chunks follow from LIGER_HW_LOSS_MEMORY_MIB"
         changed = {f.name: getattr(self, f.name) != f.default for f in fields(self) if f.name in self.without_effect}
         warn_ignored(type(self).__name__, why, **changed)
+
+
+def function_of(module: type[LossModule], required: str, optional: str, **defaults: Any) -> Any:
+    """A module's loss under the name of Liger's autograd Function, whose `apply` takes Liger's arguments in this order.
+
+    optional: arguments with a default: the module's, or None where they are no options of it
+    defaults: those in which Liger's function differs from its module
+    """
+    name = module.__name__.removesuffix("Loss") + "Function"
+    known = {field.name: field.default for field in fields(module)} | defaults
+    known = {argument: known.get(argument) for argument in optional.split()}
+    names = [*required.split(), *known]
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        by_place = dict(zip(names, args))
+        arguments = {**known, **by_place, **kwargs}
+        if len(args) > len(names) or len(arguments) != len(names) or any(key in by_place for key in kwargs):
+            raise TypeError(f"{name}.apply: its arguments are {', '.join(names)}")
+        options = {key: value for key, value in arguments.items() if key not in module.without_effect}
+        return module.loss(**options)
+
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    apply.__signature__ = Signature([Parameter(n, kind, default=known.get(n, Parameter.empty)) for n in names])
+    body = {"__doc__": f"`{module.__name__}` as a function.", "__module__": module.__module__}
+    return type(name, (LossFunction,), {**body, "apply": staticmethod(apply)})

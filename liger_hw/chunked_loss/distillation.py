@@ -29,16 +29,39 @@ from ..kernels.heads.linear_head import checked_head
 from ..kernels.losses.distill_rows import COSINE, Distillation
 from ..kernels.losses.jsd import jsd_options
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import LossFunction, LossModule
+from .checks import LossModule, function_of
 
 OPERATOR = linear_distillation_operator("chunked_distillation", FWD, scale=2)
 """Takes the launch configurations of fused_linear_kl_div, whose logits also have the dtype of their head."""
 
 
-class DistillationFunction(LossFunction):
-    """A distillation loss as a function, with Liger's order of arguments. Subclasses state what their soft loss is."""
+def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss) -> None:
+    """Raise unless the options are valid, as far as can be checked without tensors; modules do this when made."""
+    check_ignore_index(name, ignore_index)
+    check_floats(name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature)
+    check_flags(name, return_soft_hard_loss=return_soft_hard_loss)
+    if not 0.0 < temperature < float("inf"):
+        check(False, name, f"temperature must be positive and finite, got {temperature}")
 
-    name: str
+
+@dataclass(eq=False, repr=False)
+class DistillationLoss(LossModule):
+    """What the distillation modules share."""
+
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    compiled: bool = True
+    chunk_size: int = 1024
+    return_soft_hard_loss: bool = False
+
+    def check(self) -> None:
+        weights = self.weight_hard_loss, self.weight_soft_loss
+        options = self.ignore_index, self.temperature, self.return_soft_hard_loss
+        check_options(type(self).__name__, *weights, *options)
+        self.soft_loss(self.beta, self.ignore_index)
 
     @classmethod
     def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
@@ -46,23 +69,21 @@ class DistillationFunction(LossFunction):
         raise NotImplementedError
 
     @classmethod
-    def apply(
+    def loss(
         cls,
-        student_input: torch.Tensor,
-        student_weight: torch.Tensor,
-        teacher_input: torch.Tensor,
-        teacher_weight: torch.Tensor,
-        true_labels: torch.Tensor,
-        student_bias: torch.Tensor | None = None,
-        teacher_bias: torch.Tensor | None = None,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        true_labels,
+        student_bias,
+        teacher_bias,
+        weight_hard_loss,
+        weight_soft_loss,
+        beta,
+        ignore_index,
+        temperature,
+        return_soft_hard_loss,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         name = cls.name
         rows = student_input, teacher_input, true_labels
@@ -85,35 +106,6 @@ class DistillationFunction(LossFunction):
         loss, soft, hard = result
         return (loss, soft * soft_scale, hard) if return_soft_hard_loss else loss
 
-
-def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss) -> None:
-    """Raise unless the options are valid, as far as can be checked without tensors; modules do this when made."""
-    check_ignore_index(name, ignore_index)
-    check_floats(name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature)
-    check_flags(name, return_soft_hard_loss=return_soft_hard_loss)
-    if not 0.0 < temperature < float("inf"):
-        check(False, name, f"temperature must be positive and finite, got {temperature}")
-
-
-@dataclass(eq=False, repr=False)
-class DistillationLoss(LossModule):
-    """What the distillation modules share: Liger's arguments, handed to `function`."""
-
-    weight_hard_loss: float = 0.5
-    weight_soft_loss: float = 0.5
-    beta: float = 0.5
-    ignore_index: int = -100
-    temperature: float = 1.0
-    compiled: bool = True
-    chunk_size: int = 1024
-    return_soft_hard_loss: bool = False
-
-    def check(self) -> None:
-        weights = self.weight_hard_loss, self.weight_soft_loss
-        options = self.ignore_index, self.temperature, self.return_soft_hard_loss
-        check_options(type(self).__name__, *weights, *options)
-        self.function.soft_loss(self.beta, self.ignore_index)
-
     def forward(
         self,
         student_input: torch.Tensor,
@@ -127,17 +119,14 @@ class DistillationLoss(LossModule):
         """Inputs: [..., hidden], of the teacher's own hidden size; weights: [vocab, hidden]; true_labels: one for each
         row; biases: [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
-        return self.function.apply(*heads, true_labels, student_bias, teacher_bias, **self.options())
+        return self.loss(*heads, true_labels, student_bias, teacher_bias, **self.options())
 
 
-class LigerFusedLinearJSDFunction(DistillationFunction):
-    """`LigerFusedLinearJSDLoss` as a function, with Liger's order of arguments."""
-
-    name = "liger_fused_linear_jsd_distillation"
-
-    @classmethod
-    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
-        return jsd_options(cls.name, beta, ignore_index).kind, beta, 1.0
+_FUNCTION = (
+    "student_input student_weight teacher_input teacher_weight true_labels",
+    "student_bias teacher_bias weight_hard_loss weight_soft_loss beta ignore_index temperature compiled chunk_size "
+    "return_soft_hard_loss",
+)
 
 
 class LigerFusedLinearJSDLoss(DistillationLoss):
@@ -146,11 +135,15 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     beta: in [0, 1]; temperature divides the logits of the soft loss. The rest is `DistillationLoss`.
     """
 
-    function = LigerFusedLinearJSDFunction
+    name = "liger_fused_linear_jsd_distillation"
+
+    @classmethod
+    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
+        return jsd_options(cls.name, beta, ignore_index).kind, beta, 1.0
 
 
-class LigerFusedLinearCosineSimilarityFunction(DistillationFunction):
-    """`LigerFusedLinearCosineSimilarityLoss` as a function, with Liger's order of arguments."""
+class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
+    """Cosine distillation between two linear heads. beta: scales the soft loss. The rest is `DistillationLoss`."""
 
     name = "liger_fused_linear_cosine"
 
@@ -160,7 +153,5 @@ class LigerFusedLinearCosineSimilarityFunction(DistillationFunction):
         return COSINE, 0.0, beta
 
 
-class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
-    """Cosine distillation between two linear heads. beta: scales the soft loss. The rest is `DistillationLoss`."""
-
-    function = LigerFusedLinearCosineSimilarityFunction
+LigerFusedLinearJSDFunction = function_of(LigerFusedLinearJSDLoss, *_FUNCTION)
+LigerFusedLinearCosineSimilarityFunction = function_of(LigerFusedLinearCosineSimilarityLoss, *_FUNCTION)

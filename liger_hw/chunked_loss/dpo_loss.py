@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from ..runtime.operator import check, check_flags
-from .checks import LossFunction, LossModule
+from .checks import LossModule, function_of
 from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss
 
 
@@ -114,36 +114,6 @@ PAIR_LOSSES.update({f"dpo_{kind}": loss for kind, loss in DPO_LOSSES.items()})
 _NAME = "liger_fused_linear_dpo"
 
 
-class LigerFusedLinearDPOFunction(LossFunction):
-    """`LigerFusedLinearDPOLoss` as a function, with Liger's order of arguments."""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ref_input: torch.Tensor | None = None,
-        ref_weight: torch.Tensor | None = None,
-        ref_bias: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        alpha: float = 1.0,
-    ) -> Output:
-        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, average_log_prob
-        pairs = dpo_pairs(loss_type, use_ref_model, *numbers, discopop_tau=discopop_tau)
-        ref = (ref_input, ref_weight, ref_bias) if use_ref_model else None
-        return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, ref)
-
-
 def dpo_pairs(loss_type: str, use_ref_model: bool, *numbers: float, **named: float) -> Pairs:
     """`checked_pairs` for a loss type. Raises `ValueError` for numbers with which it cannot be computed."""
     check_flags(_NAME, use_ref_model=use_ref_model)
@@ -175,8 +145,6 @@ class LigerFusedLinearDPOLoss(LossModule):
     average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum
     """
 
-    function = LigerFusedLinearDPOFunction
-
     ignore_index: int = -100
     beta: float = 0.1
     alpha: float = 1.0
@@ -191,6 +159,12 @@ class LigerFusedLinearDPOLoss(LossModule):
 
     def check(self) -> None:
         dpo_pairs(**self.options())
+
+    @staticmethod
+    def loss(_input, weight, target, bias, ref_input, ref_weight, ref_bias, **options) -> Output:
+        pairs = dpo_pairs(**options)
+        ref = (ref_input, ref_weight, ref_bias) if options["use_ref_model"] else None
+        return preference_loss(_NAME, pairs, _input, weight, target, bias, options["ignore_index"], ref)
 
     def forward(
         self,
@@ -208,5 +182,12 @@ class LigerFusedLinearDPOLoss(LossModule):
         Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
         """
-        tensors = _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias
-        return self.function.apply(*tensors, **self.options())
+        return self.loss(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **self.options())
+
+
+LigerFusedLinearDPOFunction = function_of(
+    LigerFusedLinearDPOLoss,
+    "_input weight target",
+    "bias ref_input ref_weight ref_bias ignore_index beta compute_nll_loss compiled use_ref_model average_log_prob "
+    "chunk_size loss_type label_smoothing discopop_tau alpha",
+)

@@ -17,7 +17,7 @@ import torch
 
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference, on_device
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference, function_of, on_device
 from .log_prob_loss import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
 from .preference import Output
 
@@ -64,55 +64,6 @@ LOSSES["kto"] = Labelled
 _NAME = "liger_fused_linear_kto"
 
 
-class LigerFusedLinearKTOFunction(LossFunction):
-    """`LigerFusedLinearKTOLoss` as a function, with Liger's order of arguments."""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        preference_labels: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ref_input: torch.Tensor | None = None,
-        ref_weight: torch.Tensor | None = None,
-        ref_bias: torch.Tensor | None = None,
-        kl: torch.Tensor | float | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-    ) -> Output:
-        _check(ignore_index, beta, use_ref_model, average_log_prob)
-        x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
-        check_indices(_NAME, "target", target, x)
-        batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
-        if not isinstance(preference_labels, torch.Tensor) or preference_labels.dtype is not torch.bool:
-            got = preference_labels.dtype if isinstance(preference_labels, torch.Tensor) else preference_labels
-            check(False, _NAME, f"preference_labels must be a bool tensor, True for good answers, got {got}")
-        if preference_labels.shape != (batch,):
-            check(False, _NAME, f"preference_labels must have shape ({batch},), got {tuple(preference_labels.shape)}")
-        sign = preference_labels.to(x.device, wide) * 2 - 1
-        counts = (target != ignore_index).sum(-1).to(wide)
-        ref_sums = None
-        if use_ref_model:
-            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
-            ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
-        if kl is not None:
-            if not isinstance(kl, torch.Tensor):  # a tensor may have a number for each sequence
-                check_floats(_NAME, kl=kl)
-            kl = on_device(kl, wide, x.device)
-            if kl.numel() not in (1, batch) or kl.dim() > 1:
-                check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
-            kl = kl.expand(batch)
-        numbers = float(beta), float(bool(average_log_prob))
-        spec = Spec("kto", "kto", numbers, SEQUENCE, n_grouped=4, ignore_index=ignore_index)
-        loss, *metrics = run_loss(x, weight, bias, target, spec, (sign, counts, ref_sums, kl))
-        return loss, tuple(metrics)
-
-
 def _check(ignore_index: int, beta: float, use_ref_model: bool, average_log_prob: bool) -> None:
     check_ignore_index(_NAME, ignore_index)
     check_floats(_NAME, beta=beta)
@@ -126,8 +77,6 @@ class LigerFusedLinearKTOLoss(LossModule):
     average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum.
     """
 
-    function = LigerFusedLinearKTOFunction
-
     ignore_index: int = -100
     beta: float = 0.1
     compiled: bool = True
@@ -137,6 +86,36 @@ class LigerFusedLinearKTOLoss(LossModule):
 
     def check(self) -> None:
         _check(**self.options())
+
+    @staticmethod
+    def loss(_input, weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, **options) -> Output:
+        _check(**options)
+        ignore_index = options["ignore_index"]
+        x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
+        check_indices(_NAME, "target", target, x)
+        batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+        if not isinstance(preference_labels, torch.Tensor) or preference_labels.dtype is not torch.bool:
+            got = preference_labels.dtype if isinstance(preference_labels, torch.Tensor) else preference_labels
+            check(False, _NAME, f"preference_labels must be a bool tensor, True for good answers, got {got}")
+        if preference_labels.shape != (batch,):
+            check(False, _NAME, f"preference_labels must have shape ({batch},), got {tuple(preference_labels.shape)}")
+        sign = preference_labels.to(x.device, wide) * 2 - 1
+        counts = (target != ignore_index).sum(-1).to(wide)
+        ref_sums = None
+        if options["use_ref_model"]:
+            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
+            ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
+        if kl is not None:
+            if not isinstance(kl, torch.Tensor):  # a tensor may have a number for each sequence
+                check_floats(_NAME, kl=kl)
+            kl = on_device(kl, wide, x.device)
+            if kl.numel() not in (1, batch) or kl.dim() > 1:
+                check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
+            kl = kl.expand(batch)
+        numbers = float(options["beta"]), float(bool(options["average_log_prob"]))
+        spec = Spec("kto", "kto", numbers, SEQUENCE, n_grouped=4, ignore_index=ignore_index)
+        loss, *metrics = run_loss(x, weight, bias, target, spec, (sign, counts, ref_sums, kl))
+        return loss, tuple(metrics)
 
     def forward(
         self,
@@ -157,5 +136,13 @@ class LigerFusedLinearKTOLoss(LossModule):
         Returns (loss, sums over the good and the bad answers (chosen_logps, rejected_logps, chosen_logits,
         rejected_logits, chosen_rewards, rejected_rewards)), all fp32.
         """
-        tensors = _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias
-        return self.function.apply(*tensors, kl=kl, **self.options())
+        tensors = _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl
+        return self.loss(*tensors, **self.options())
+
+
+LigerFusedLinearKTOFunction = function_of(
+    LigerFusedLinearKTOLoss,
+    "_input weight target preference_labels",
+    "bias ref_input ref_weight ref_bias kl ignore_index beta compiled use_ref_model average_log_prob chunk_size",
+    use_ref_model=True,
+)

@@ -22,6 +22,7 @@ Optimization without Reference Model", 2403.07691
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Callable, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import HEAD, SEQUENCES, LossFunction, LossModule, checked_reference
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference, function_of
 from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -181,7 +182,18 @@ def preference_loss(
 
 
 class ReferenceFreeLoss(LossModule):
-    """A loss over pairs without a reference model, as a module."""
+    """A loss over pairs without a reference model, as a module. `pairs` is its description from its options."""
+
+    name: str
+    pairs: Callable[..., Pairs]
+
+    def check(self) -> None:
+        self.pairs(**self.options())
+
+    @classmethod
+    def loss(cls, _input, weight, target, bias, **options) -> Output:
+        pairs = cls.pairs(**options)
+        return preference_loss(cls.name, pairs, _input, weight, target, bias, options["ignore_index"])
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
@@ -191,7 +203,7 @@ class ReferenceFreeLoss(LossModule):
         Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
         """
-        return self.function.apply(_input, lin_weight, target, bias, **self.options())
+        return self.loss(_input, lin_weight, target, bias, **self.options())
 
 
 # -- CPO and SimPO ---------------------------------------------------------------------------------------------------
@@ -216,29 +228,6 @@ PAIR_LOSSES["cpo"] = _smoothed_margin
 _CPO, _SIMPO, _ORPO = "liger_fused_linear_cpo", "liger_fused_linear_simpo", "liger_fused_linear_orpo"
 
 
-class LigerFusedLinearCPOFunction(LossFunction):
-    """`LigerFusedLinearCPOLoss` as a function, with Liger's order of arguments."""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-    ) -> Output:
-        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, average_log_prob
-        pairs = _smoothed_pairs(_CPO, *numbers)
-        return preference_loss(_CPO, pairs, _input, weight, target, bias, ignore_index)
-
-
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
     """CPO on a linear head.
@@ -247,7 +236,7 @@ class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
     mean of their tokens' log-probabilities instead of the sum.
     """
 
-    function = LigerFusedLinearCPOFunction
+    name, pairs = _CPO, staticmethod(partial(_smoothed_pairs, _CPO))
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -258,31 +247,12 @@ class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
     average_log_prob: bool = False
     chunk_size: int = 1
 
-    def check(self) -> None:
-        _smoothed_pairs(_CPO, **self.options())
 
-
-class LigerFusedLinearSimPOFunction(LossFunction):
-    """`LigerFusedLinearSimPOLoss` as a function, with Liger's order of arguments."""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        gamma: float = 0.5,
-        chunk_size: int = 1,
-    ) -> Output:
-        numbers = ignore_index, beta, alpha, label_smoothing, compute_nll_loss, True
-        pairs = _smoothed_pairs(_SIMPO, *numbers, gamma=gamma)
-        return preference_loss(_SIMPO, pairs, _input, weight, target, bias, ignore_index)
+LigerFusedLinearCPOFunction = function_of(
+    LigerFusedLinearCPOLoss,
+    "_input weight target",
+    "bias ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob chunk_size",
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -292,7 +262,7 @@ class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
     gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss.
     """
 
-    function = LigerFusedLinearSimPOFunction
+    name, pairs = _SIMPO, staticmethod(partial(_smoothed_pairs, _SIMPO, average_log_prob=True))
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -303,8 +273,13 @@ class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
     gamma: float = 0.5
     chunk_size: int = 1
 
-    def check(self) -> None:
-        _smoothed_pairs(_SIMPO, average_log_prob=True, **self.options())
+
+LigerFusedLinearSimPOFunction = function_of(
+    LigerFusedLinearSimPOLoss,
+    "_input weight target",
+    "bias ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
+    compute_nll_loss=False,
+)
 
 
 # -- ORPO ------------------------------------------------------------------------------------------------------------
@@ -334,35 +309,12 @@ PAIR_LOSSES["orpo"] = _orpo
 PAIR_METRICS["orpo"] = _odds_metrics
 
 
-class LigerFusedLinearORPOFunction(LossFunction):
-    """`LigerFusedLinearORPOLoss` as a function, with Liger's order of arguments."""
-
-    @staticmethod
-    def apply(
-        _input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        nll_target: torch.Tensor | None = None,
-        compiled: bool = True,
-        chunk_size: int = 1,
-    ) -> Output:
-        flags = {"compute_nll_loss": compute_nll_loss, "average_log_prob": True}
-        pairs = checked_pairs(_ORPO, "orpo", ignore_index, beta, **flags)
-        return preference_loss(_ORPO, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
-
-
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearORPOLoss(LossModule):
     """ORPO on a linear head.
 
     beta: weight of the odds ratio.
     """
-
-    function = LigerFusedLinearORPOFunction
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -372,6 +324,12 @@ class LigerFusedLinearORPOLoss(LossModule):
 
     def check(self) -> None:
         checked_pairs(_ORPO, "orpo", average_log_prob=True, **self.options())
+
+    @staticmethod
+    def loss(_input, weight, target, bias, nll_target, **options) -> Output:
+        pairs = checked_pairs(_ORPO, "orpo", average_log_prob=True, **options)
+        ignore_index = options["ignore_index"]
+        return preference_loss(_ORPO, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
 
     def forward(
         self,
@@ -387,4 +345,11 @@ class LigerFusedLinearORPOLoss(LossModule):
         Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32.
         """
-        return self.function.apply(_input, lin_weight, target, bias, nll_target=nll_target, **self.options())
+        return self.loss(_input, lin_weight, target, bias, nll_target, **self.options())
+
+
+LigerFusedLinearORPOFunction = function_of(
+    LigerFusedLinearORPOLoss,
+    "_input weight target",
+    "bias ignore_index beta compute_nll_loss nll_target compiled chunk_size",
+)

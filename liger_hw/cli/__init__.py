@@ -119,7 +119,7 @@ def _exit_code(argv: list[str]) -> int:
         no_memory = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in message  # torch's, GPU or CPU
         if no_memory or isinstance(error, (OSError, MemoryError, UnicodeError, RecursionError)):
             return _report(argv, message, 2)
-        if env.get("LIGER_HW_DEBUG"):
+        if env.LIGER_HW_DEBUG:
             traceback.print_exc()
         return _report(
             argv,
@@ -185,7 +185,7 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UsageError(f"unknown sub-command {name!r}; {hint}")
-    if env.get("LIGER_HW_INTERPRET"):
+    if env.LIGER_HW_INTERPRET:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which may be before the kernels
     parser = parser_of(name)
     try:

@@ -96,7 +96,7 @@ def collect() -> dict[str, Any]:
         "devices": devices,
         "tuned": {device["device"]: _tuned(device) for device in devices if device["target"]},
         "cache": str(store.root()),
-        "lock_file": env.get("LIGER_HW_LOCK_FILE"),
+        "lock_file": env.LIGER_HW_LOCK_FILE,
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(env.PREFIX)},
         "unknown_environment": {name: env.suggestion(name) for name in env.unknown()},
     }

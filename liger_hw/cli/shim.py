@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(used := compat.use())
         return 0 if used == "in use" else 1
     real = compat.installed()
-    if real is not None and not env.get("LIGER_HW_SHADOW_LIGER"):
+    if real is not None and not env.LIGER_HW_SHADOW_LIGER:
         raise UsageError(
             f"shim: liger-kernel {real} is installed here and would be hidden. "
             "Uninstall it, or set LIGER_HW_SHADOW_LIGER=1 for this command and for the program"

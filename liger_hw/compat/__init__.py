@@ -128,7 +128,7 @@ def _forwards() -> Any:
 def refuse_to_shadow() -> None:
     """Raise `ImportError` when a real liger-kernel is installed too, unless LIGER_HW_SHADOW_LIGER=1 allows it."""
     real = installed()
-    if real is not None and not env.get("LIGER_HW_SHADOW_LIGER"):
+    if real is not None and not env.LIGER_HW_SHADOW_LIGER:
         raise ImportError(
             f"liger-hw's shim would hide the installed liger-kernel {real}. Take {PATH} off PYTHONPATH to use "
             "liger-kernel, uninstall it, or set LIGER_HW_SHADOW_LIGER=1 to run its users on liger_hw"

@@ -76,7 +76,7 @@ def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, 
         ]
         return {"facts": facts | more, "table": table, "failed": failed}
 
-    everyone = _exchange(store, _turn(store, ranks), tell, ranks, seconds or env.get("LIGER_HW_SYNC_SECONDS") or 300.0)
+    everyone = _exchange(store, _turn(store, ranks), tell, ranks, seconds or env.LIGER_HW_SYNC_SECONDS or 300.0)
     differences = (_difference(everyone[0]["facts"], rank["facts"]) for rank in everyone)
     wrong = [f"rank {number}: {difference}" for number, difference in zip(ranks, differences) if difference]
     if wrong:
@@ -114,7 +114,7 @@ def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dic
     store = _store()
     if store is None or store is _stepped:
         return
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake" or not env.get("LIGER_HW_SYNC_SECONDS"):
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake" or not env.LIGER_HW_SYNC_SECONDS:
         _stepped = store
         return
     if registry.is_quiet():
@@ -152,7 +152,7 @@ def facts_of(target: Target) -> dict[str, Any]:
         "overrides": [[scope, config.to_text()] for scope, config in registry.overrides()],
         "environment": [f"{t.name}={forced[1]}" for t in tunables.values() if (forced := registry.forced_config(t))],
         "failed": sorted([*mark[:2], list(mark[2]), mark[3]] for mark in registry.quarantined(target)),
-        "interpreted": env.get("LIGER_HW_INTERPRET"),
+        "interpreted": env.LIGER_HW_INTERPRET,
         "configurations": configurations,
     }
 

@@ -49,11 +49,9 @@ class HostMemory:
         self._stream = self._module.Stream(device)
         self._latest: Any = lambda: None  # a weak reference to the entry that may still be copied to the host
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """A block in which tensors of this device that autograd saves are kept on the host."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which tensors of this device that autograd saves are kept on the host."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     # -- to the host -------------------------------------------------------------------------------------------------
 

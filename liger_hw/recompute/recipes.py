@@ -156,9 +156,7 @@ def pack(t: torch.Tensor) -> Any:
         if _local.scope is not None:
             _local.scope.left_out += 1
         return Handle(recipe, t)
-    if not t.is_leaf:
-        t = t.detach()  # a node that refers to its output would never be freed
-    return t, t._version
+    return pack_kept(t)
 
 
 def _recipe_of(t: torch.Tensor) -> "Recipe | None":
@@ -174,7 +172,7 @@ def _recipe_of(t: torch.Tensor) -> "Recipe | None":
 def pack_kept(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     """`pack` for a tensor that is kept: (tensor, version)."""
     if not t.is_leaf:
-        t = t.detach()
+        t = t.detach()  # a node that refers to its output would never be freed
     return t, t._version
 
 
@@ -323,16 +321,11 @@ class _Input:
         if type(self.packed) is not tuple:
             return self.packed.recipe.give(self.packed)
         t, version = self.packed
-        if t._version != version:
+        if not self.is_there():
+            what = "was changed in place" if t._version != version else "lost its memory"
             raise RuntimeError(
                 f"liger_hw: the output of {name} was not kept, and cannot be computed again: its argument {index} "
-                f"({t.dtype} {list(t.shape)}) was changed in place since (version {version} then, {t._version} now). "
-                'Do not change it before backward, or run that part under liger_hw.activations("keep")'
-            )
-        if not self.is_there():
-            raise RuntimeError(
-                f"liger_hw: the output of {name} was not kept, and cannot be computed again: the memory of its "
-                f"argument {index} ({t.dtype} {list(t.shape)}) was freed since. Run that part under "
+                f"({t.dtype} {list(t.shape)}) {what} since. Leave it as it is until backward, or run that part under "
                 'liger_hw.activations("keep")'
             )
         return t

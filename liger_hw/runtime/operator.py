@@ -129,7 +129,7 @@ def define(
         return run_checked
 
     launchers[name] = checked(with_fallback(launcher))
-    if env.get("LIGER_HW_DISABLE"):
+    if env.LIGER_HW_DISABLE:
         launcher, recorded = reference, False
     run_launcher = with_fallback(launcher)
     is_compiling = torch.compiler.is_compiling

@@ -11,7 +11,7 @@ import sys
 
 from .. import env
 
-INTERPRET = env.get("LIGER_HW_INTERPRET") or os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRET = env.LIGER_HW_INTERPRET or os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
     if "triton" in sys.modules:  # interpreted kernels could not call its compiled functions
         raise RuntimeError(

@@ -82,7 +82,7 @@ def _apply(
             f"{report.family}: cross_entropy and fused_linear_cross_entropy exclude each other; "
             "pass cross_entropy=True together with fused_linear_cross_entropy=False, or leave both at their defaults"
         )
-    if env.get("LIGER_HW_DISABLE"):
+    if env.LIGER_HW_DISABLE:
         parts = (part for part, on in options.items() if on)
         report.rows += [PatchRow(part, "-", "-", "left alone: LIGER_HW_DISABLE is set") for part in parts]
         log.warning("liger_hw: %s is not patched: LIGER_HW_DISABLE is set", report.family)
@@ -307,7 +307,7 @@ class _ModelPatcher(_Patcher):
         key = (id(match), original, _hashable(guards))
         if key not in self.forwards:
             switch = [True]
-            forward = guarded(match, guards, original, switch, of_one_module=True)
+            forward = if_class_unchanged(original, guarded(match, guards, original, switch))
             marked(forward, part, match.kernel, original, switch)
             self.forwards[key] = forward
         return self.forwards[key]

@@ -337,7 +337,7 @@ def float8(
     skip = (skip,) if isinstance(skip, str) else tuple(skip or ())
     for text in skip:
         expect(text, str, "skip", "texts of paths")
-    disabled = "LIGER_HW_DISABLE is set" if env.get("LIGER_HW_DISABLE") else ""
+    disabled = "LIGER_HW_DISABLE is set" if env.LIGER_HW_DISABLE else ""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":
             continue

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-import weakref
 from typing import Any, Callable
 
 PATCH_MARK = "_liger_hw_part"
@@ -13,7 +11,6 @@ SWITCH = "_liger_hw_switch"
 """Attribute of such a function: a list. When it is empty, the function runs the original."""
 
 _ORIGINAL, _ITSELF = "_liger_hw_original", "_liger_hw_itself"
-_OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
 def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None = None) -> None:
@@ -25,7 +22,6 @@ def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None =
     setattr(function, _ITSELF, function)
     if switch is not None:
         setattr(function, SWITCH, switch)
-    _OURS.add(function)
 
 
 def marked(
@@ -48,17 +44,8 @@ def original_of(function: Callable) -> Callable:
     return function
 
 
-def is_our_method(value: Any) -> bool:
-    """`is_ours` for a module's attribute, by a comparison that torch.compile can trace. False for a wrapper."""
-    function = getattr(value, "__func__", value)
-    return getattr(function, _ITSELF, None) is function
-
-
 def is_ours(value: Any) -> bool:
-    """Whether a patch installed this function, bound method, class or view; false for a wrapper around it."""
+    """Whether a patch installed this function, bound method or class; false for a wrapper around it and for a class
+    derived from it. torch.compile can trace this."""
     function = getattr(value, "__func__", value)
-    if isinstance(function, types.FunctionType):
-        return function in _OURS
-    if isinstance(value, type):
-        return PATCH_MARK in vars(value)
-    return hasattr(type(value), PATCH_MARK)
+    return function is not None and getattr(function, _ITSELF, None) is function

@@ -51,7 +51,7 @@ def is_traced() -> bool:
 
 
 def _references_wanted() -> bool:
-    return env.get("LIGER_HW_CPU_REFERENCE")
+    return env.LIGER_HW_CPU_REFERENCE
 
 
 # what torch.compiler.assume_constant_result does, without importing the compiler
@@ -79,29 +79,29 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Guards:
     """What another module of the class must share with `module`, so that `function` computes the same on it.
 
-    All attributes that `function` reads, except those `used` by the kernel itself and the sizes of the weights.
+    All attributes that `function` reads, except those `used` by the kernel itself and the sizes of the weights; of a
+    weight the number of dimensions, or that it is absent.
     """
     names = reads(type(module), function)
     if EVERYTHING in names:
         names = names | vars(module).keys() | module._modules.keys() | module._parameters.keys()
     sizes = _weight_sizes(module)
     guards: list[tuple[str, str, Any]] = []
-    flattened = owners.parameter_shapes(module).keys() - module._parameters.keys()
-    for name in sorted(names - used - flattened):
+    shapes = owners.parameter_shapes(module)
+    flattened = shapes.keys() - module._parameters.keys()
+    for name in sorted(names - flattened - (used - shapes.keys())):
         if name in module._modules:
             child = module._modules[name]
             guards.append(("child", name, None if child is None else _state(child)))
         elif name in module._parameters:
-            guards.append(("none", name, module._parameters[name] is None))
+            shape = shapes[name]
+            guards.append(("dims", name, None if shape is None else len(shape)))
         elif name in vars(module) and name not in (*_MODULE_ATTRIBUTES, *INSTANCE_FORWARDS, "config"):
             guards += _value_guard(name, module, sizes)
         elif name not in INSTANCE_FORWARDS and not hasattr(nn.Module, name):
             member = inspect.getattr_static(type(module), name, None)
             if isinstance(member, types.FunctionType):
                 guards.append(("method", name, member))
-    for name in sorted(used & module._parameters.keys()):
-        shape = owners.parameter_shapes(module)[name]
-        guards.append(("dims", name, None if shape is None else len(shape)))
     config = vars(module).get("config")
     if config is not None and "config" in names:
         if EVERYTHING not in names:
@@ -127,8 +127,6 @@ def holds(module: nn.Module, guards: Guards) -> bool:
             agree = child is None if value is None else _has_state(child, value)
         elif kind == "dims":
             agree = _dims_now(module, name) in (value, _UNKNOWN)
-        elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it again
-            agree = (module._parameters.get(name, module) is None) == value
         elif kind == "method":  # the class's method, not hidden by a function on the module
             agree = name not in module.__dict__ and stands_for(getattr(type(module), name, None), value)
         elif kind == "same":
@@ -286,67 +284,36 @@ class Match:
     takes: Callable[[dict[str, Any]], bool] | None = None
 
 
-def guarded(
-    match: Match, guards: Guards, original: Callable, switch: list[bool], of_one_module: bool = False
-) -> Callable:
-    """A method that replaces `original` by `match.replacement`, with the same argument name.
-
-    of_one_module: the method is bound to live modules whose class's forward is `original`. If the module's class, or
-    its class's forward, is replaced later, that one runs.
+def guarded(match: Match, guards: Guards, original: Callable, switch: list[bool]) -> Callable:
+    """A method that replaces `original` by `match.replacement`, with the same signature.
 
     `original` itself runs for modules that do not meet `guards`, where the match is not ready for the input or
     `should_use_original` says so, for nested tensors, when more or fewer arguments are given than the match takes, and
     once `switch` is empty.
     """
-    replacement, ready = match.replacement, match.ready
-    names = list(inspect.signature(original).parameters)
-    instead = _forward_of_its_class if of_one_module else original
+    replacement, ready, takes = match.replacement, match.ready, match.takes or (lambda options: not options)
+    parameters = inspect.signature(original).parameters.values()
+    places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    takes_one, input_names = match.inputs == 1, places[: match.inputs]
 
     def applies(self: Any, x: Any) -> bool:
         if not switch or not runs_kernels(x) or (guards and not holds(self, guards)):
             return False
-        if of_one_module and not stands_for(type(self).forward, original):
-            return False
         return ready is None or ready(self, x)
 
-    if match.inputs > 1 or match.takes is not None:
-        takes = match.takes or (lambda options: not options)
-        parameters = inspect.signature(original).parameters.values()
-        by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-        input_names = by_place[: match.inputs]
+    @functools.wraps(original)  # torch.fx reads the arguments of what is wrapped
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if takes_one and len(args) == 1 and not kwargs:
+            x = args[0]
+            return replacement(self, x) if applies(self, x) else original(self, x)
+        options = {**kwargs, **dict(zip(places, args))}
+        fits = len(options) == len(args) + len(kwargs)  # false for too many arguments, or one that is given twice
+        inputs = [options.pop(name, None) for name in input_names]
+        if not fits or any([t is None for t in inputs]) or not takes(options) or not applies(self, inputs[0]):
+            return original(self, *args, **kwargs)
+        return replacement(self, *inputs, **options)
 
-        def forward(self, *args, **kwargs):
-            options = {**kwargs, **dict(zip(by_place, args))}
-            fits = len(options) == len(args) + len(kwargs)  # false for too many arguments, or one that is given twice
-            inputs = [options.pop(name, None) for name in input_names]
-            if not fits or any([t is None for t in inputs]) or not takes(options) or not applies(self, inputs[0]):
-                return instead(self, *args, **kwargs)
-            return replacement(self, *inputs, **options)
-
-    elif len(names) > 2:
-
-        def forward(self, x, *args, **kwargs):
-            if args or kwargs or not applies(self, x):
-                return instead(self, x, *args, **kwargs)
-            return replacement(self, x)
-
-    else:
-
-        def forward(self, x):
-            return replacement(self, x) if applies(self, x) else instead(self, x)
-
-    code = forward.__code__
-    takes_one = code.co_varnames[1:2] == ("x",) and len(names) > 1
-    if takes_one and names[1] not in (*code.co_varnames, *code.co_freevars):
-        # for callers who pass the input by keyword
-        forward.__code__ = code.replace(co_varnames=(code.co_varnames[0], names[1], *code.co_varnames[2:]))
-    if len(names) > 2:
-        forward.__signature__ = inspect.signature(original)
     return forward
-
-
-def _forward_of_its_class(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(self).forward(self, *args, **kwargs)
 
 
 def if_class_unchanged(original: Callable, forward: Callable) -> Callable:

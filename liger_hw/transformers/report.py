@@ -392,5 +392,5 @@ def config_source(kernel: str) -> str:
     if layers_of:
         return ", ".join(f"{variant}: {'/'.join(sorted(layers))}" for variant, layers in layers_of.items())
     if not torch.accelerator.is_available() and not registry.interpreting():
-        return "torch reference" if env.get("LIGER_HW_CPU_REFERENCE") else "its own code on a CPU"
+        return "torch reference" if env.LIGER_HW_CPU_REFERENCE else "its own code on a CPU"
     return "resolved at the first launch"

@@ -142,7 +142,7 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     store.add(H200, [(NAME, entry(config, fwd))])
     registry.reload()
     registry.forced_config(fwd)  # what the first ordinary launch reads
-    registry.env.get("LIGER_HW_DETERMINISTIC"), registry.env.get("LIGER_HW_FAST_LAUNCH")
+    assert not registry.env.LIGER_HW_DETERMINISTIC and registry.env.LIGER_HW_FAST_LAUNCH
     opened: list[str] = []
     monkeypatch.setattr(registry, "is_quiet", lambda: True)
     for module, name in ((os, "open"), (Path, "open"), (files, "read_text"), (files, "locked"), (os, "replace")):

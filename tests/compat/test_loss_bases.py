@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import weakref
 
 import pytest
@@ -455,7 +456,8 @@ def test_torch_compile_breaks_its_graph_there():
 @pytest.mark.parametrize("name", ["CPO", "CosineSimilarity", "DPO", "GRPO", "JSD", "KTO", "ORPO", "SimPO"])
 def test_a_ready_loss_cannot_be_given_another_function(name):
     """It would never be called."""
-    ready = getattr(liger_hw.chunked_loss, f"LigerFusedLinear{name}Loss").function
+    home = getattr(liger_hw.chunked_loss, f"LigerFusedLinear{name}Loss").__module__
+    ready = getattr(sys.modules[home], f"LigerFusedLinear{name}Function")
     with pytest.raises(TypeError, match="Mine: ppo_loss_fn would never be called"):
         type("Mine", (ready,), {"ppo_loss_fn": staticmethod(lambda **given: None)})
     assert type("Mine", (ready,), {"note": 1}).note == 1

@@ -95,7 +95,7 @@ class KeptLogits(NamedTuple):
 def plan_kept(n_rows: int, hidden: int, vocab: int, itemsize: int) -> KeepPlan | None:
     """Which logits of a head are kept; None where chunks are better (`plan_chunks`)."""
     row, weight = padded(vocab) * itemsize, vocab * hidden * itemsize
-    budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
+    budget = env.LIGER_HW_LOSS_MEMORY_MIB
     room = int(SPARE * weight) if budget is None else (budget << 20) - weight - n_rows * hidden * itemsize
     if not n_rows or budget is not None and room < 0:
         return None

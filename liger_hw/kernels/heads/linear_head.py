@@ -256,7 +256,7 @@ def plan_chunks(
         row_bytes += most_frequent(n_rows, vocab) * itemsize
         sums = most_frequent(n_rows, vocab) * hidden * 4
     smallest = 2 * MIN_ROWS if wide else MIN_ROWS
-    budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
+    budget = env.LIGER_HW_LOSS_MEMORY_MIB
     if budget is None:
         share = gradient if prefer_large and heads == 1 else gradient // 3
         room = max((scale * DEFAULT_MIB << 20) - gradient - sums, 0 if wide else share)
@@ -282,7 +282,7 @@ def plan_groups(
     """
     row_bytes = vocab * itemsize
     limit = max(MIN_ROWS, (DEFAULT_MIB << 20) // row_bytes)
-    if env.get("LIGER_HW_LOSS_MEMORY_MIB") is not None:
+    if env.LIGER_HW_LOSS_MEMORY_MIB is not None:
         options = {"gradients": gradients, "with_targets": True, "device": device}
         limit = plan_chunks(n_rows, hidden, vocab, itemsize, **options).rows
     rounds = gradients and itemsize == 2

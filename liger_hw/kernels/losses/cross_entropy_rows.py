@@ -171,7 +171,7 @@ def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Ten
     """
     if type(target) is not torch.Tensor or torch.compiler.is_compiling():
         return
-    if target.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
+    if target.device.type == "cpu" or env.LIGER_HW_CHECK_TARGETS:
         check_targets(op, target.reshape(-1), int(n_cols), ignore_index)
     elif target.device.type != "meta":
         inside = (target == ignore_index) | ((target >= 0) & (target < n_cols))
@@ -522,7 +522,7 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
 
     On a GPU the check is an assertion on the device, without a synchronisation: one extra small launch.
     """
-    if INTERPRET or env.get("LIGER_HW_CHECK_TARGETS"):
+    if INTERPRET or env.LIGER_HW_CHECK_TARGETS:
         check_targets(op, target, n_cols, options.ignore_index)
     n_rows = target.shape[0]
     stats = torch.empty(8, dtype=torch.float32, device=device)

@@ -101,7 +101,7 @@ def own_targets(
     y = target.long()
     counted = y != ignore_index
     valid = counted & (y >= 0) & (y < part.whole)
-    if not masked or env.get("LIGER_HW_CHECK_TARGETS"):
+    if not masked or env.LIGER_HW_CHECK_TARGETS:
         check_in_range(op, y, part.whole, ignore_index)
     column = y - part.start
     here = valid & (column >= 0) & (column < width)

@@ -75,7 +75,7 @@ def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
 
     n_experts itself marks a slot of another rank's expert.
     """
-    if not env.get("LIGER_HW_CHECK_TARGETS"):
+    if not env.LIGER_HW_CHECK_TARGETS:
         return
     wrong = ((top_k_index < 0) | (top_k_index > n_experts)).nonzero()
     if len(wrong):

@@ -19,7 +19,7 @@ from ...kernels.moe.reference import Gate
 from ...runtime.checks import autocast_dtype
 from .. import functional
 from ..choice import CHOICE, NAME
-from ..marks import is_our_method
+from ..marks import is_ours
 from ..replacing import Guards, stands_for
 from ..source import EVERYTHING, Facts, open_branch, reads
 from .probe import (
@@ -144,7 +144,7 @@ def while_named(guards: Guards) -> Guards:
 
 def has_own_gate(module: Any) -> bool:
     """Whether this module has another gate than its class."""
-    return _GATE in module.__dict__ and not is_our_method(module.__dict__[_GATE])
+    return _GATE in module.__dict__ and not is_ours(module.__dict__[_GATE])
 
 
 def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
