@@ -244,7 +244,10 @@ def is_customised(module: nn.Module) -> bool:
     """
     if owners.hooks_of(module) - {owners.FSDP2, owners.ZERO3}:
         return True
-    return "_hf_hook" not in module.__dict__ and current_forward(module) is not type(module).forward
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None and all(type(each).__name__ == "AlignDevicesHook" for each in getattr(hook, "hooks", (hook,))):
+        return False
+    return current_forward(module) is not type(module).forward
 
 
 def _weight_sizes(module: nn.Module) -> set[int]:

@@ -99,6 +99,28 @@ def test_patching_computes_no_weight_that_a_parametrization_makes(name):
     assert len(report.patched) > 4 and not computed
 
 
+@pytest.mark.parametrize("patch_after", [False, True])
+def test_a_program_s_accelerate_hook_runs_on_every_part(mistral, batch, patch_after):
+    """accelerate puts it in the place of the forward, as it does those that move weights."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Larger(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output * 1.1 if isinstance(output, torch.Tensor) else output
+
+    for path, _ in mistral.model(num_hidden_layers=1).named_modules():
+        losses = []
+        for is_patched in (False, True):
+            model = mistral.model(num_hidden_layers=1)
+            if is_patched and not patch_after:
+                mistral.apply(model=model)
+            hooks.add_hook_to_module(model.get_submodule(path), Larger())
+            if is_patched and patch_after:
+                mistral.apply(model=model)
+            losses.append(model(**batch).loss)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_autocast(family, batch, calls, same_step, dtype):
     model, reference = family.model(), family.model()
