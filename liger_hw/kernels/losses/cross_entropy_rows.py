@@ -18,7 +18,7 @@ from ... import env, private, registry
 from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices, launch
 from ...runtime.triton_import import INTERPRET, tl, triton
-from ..rows.row import body_start, body_width, row_head, row_vector
+from ..rows.row import LINE, body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
 from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
 
@@ -389,7 +389,7 @@ def launch_rows(
         options.softcap != 0.0,
         options.use_token_scaling,
         n_cols <= plan.config.blocks["BLOCK_SIZE"],
-        0 if owned else row_vector(x, dx),
+        0 if owned else row_vector(x, dx, unit=LINE),
     )
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 

@@ -38,7 +38,7 @@ from ...runtime.operator import (
     to_flatten,
 )
 from ...runtime.triton_import import libdevice, tl, triton
-from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
+from ..rows.row import LINE, body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .cross_entropy_rows import MEAN, NONE, STATS, SUM, SUMMED, RowResults, absent, launch_sum, stats_key
 from .loss_gradient import scale_gradient
@@ -344,7 +344,7 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
     partial = torch.empty(n_rows * parts, dtype=torch.float32, device=x.device) if sums else None
     args = (x, y, labels, share, go, partial, terms, dx, x.stride(0), y.stride(0), 0 if go is None else go.stride(0))
     numbers = n_cols, options.ignore_index, options.beta, options.eps
-    flags = options.kind, _scales_in_backward(x.dtype, options), row_vector(x, y, terms, dx, go)
+    flags = options.kind, _scales_in_backward(x.dtype, options), row_vector(x, y, terms, dx, go, unit=LINE)
     launch(plan, _divergence_kernel, (n_rows, parts), (*args, *numbers), flags)
     return partial
 

@@ -32,7 +32,7 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, columns_key
 from ...runtime.operator import check, check_floats, check_ignore_index, launch
 from ...runtime.triton_import import tl, triton
-from ..rows.row import body_start, body_width, row_head, row_vector
+from ..rows.row import LINE, body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
 from .cross_entropy_rows import checked_softcap
 from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
@@ -285,7 +285,11 @@ def row_log_probs(
     plan = (tunable or LOGP).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
     numbers = *_scaling(options), stride, row_start, vocab, stride if owned else vocab, options.ignore_index
-    flags = options.softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else row_vector(logits)
+    flags = (
+        options.softcap != 0.0,
+        vocab <= plan.config.blocks["BLOCK_SIZE"],
+        1 if owned else row_vector(logits, unit=LINE),
+    )
     launch(plan, _log_prob_rows_kernel, (n,), (logits, target, bias, *out, *numbers), flags)
 
 
@@ -330,7 +334,7 @@ def row_log_prob_gradients(
     flags = (
         options.softcap != 0.0,
         vocab <= plan.config.blocks["BLOCK_SIZE"],
-        1 if owned else row_vector(logits, dlogits),
+        1 if owned else row_vector(logits, dlogits, unit=LINE),
     )
     launch(plan, _log_prob_gradient_kernel, (n,), (logits, target, bias, *saved_and_coefs, dlogits, *numbers), flags)
 

@@ -14,7 +14,7 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.operator import cdiv, define, graph_is_kept, launch
 from ...runtime.triton_import import tl, triton
-from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
+from ..rows.row import LINE, body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, persistent_misfit
 
 
@@ -113,7 +113,7 @@ def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
     plan = BWD.plan(grad.device, row_key(n_rows, n_cols, grad.dtype.itemsize))
     if per_row:
         args = (grad, out, grad_output, grad_output.stride(0), n_rows, n_cols)
-        vector = row_vector(grad, out) if grad.dim() == 2 else 1
+        vector = row_vector(grad, out, unit=LINE) if grad.dim() == 2 else 1
         launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args, (vector,))
     else:
         programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))

@@ -62,10 +62,15 @@ def begins_whole(t: torch.Tensor, vector: int) -> bool:
     return address % max(16, vector * t.itemsize) == 0
 
 
-def row_vector(*tensors: torch.Tensor | None, width: int | None = None) -> int:
+LINE = 128
+"""Bytes of a cache line. A tile that begins inside one touches a line more for every warp."""
+
+
+def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: int = 16) -> int:
     """VECTOR for the rows of row-major tensors of one width: elements in 16 bytes of the narrowest dtype, or 1.
 
     width: positions of the tile that holds a whole row with its pad; None where rows are read in many tiles.
+    unit: LINE for the elements in a cache line where all tensors allow it, for rows of many tiles.
 
     1 where the compiler sees the alignment itself (width and strides are multiples of 16 elements), where the pad does
     not fit `width`, where a tensor does not begin at a 16-byte boundary, and where rows of two tensors begin at
@@ -76,12 +81,13 @@ def row_vector(*tensors: torch.Tensor | None, width: int | None = None) -> int:
     n_cols = present[0].shape[-1]
     if not n_cols & 15 and not any(stride & 15 for stride in strides):
         return 1
-    vector = 16 // min(t.itemsize for t in present)
-    if width is not None and n_cols + vector - math.gcd(vector, *strides) > width:
-        return 1
-    if any((stride - strides[0]) % vector for stride in strides) or not all(begins_whole(t, vector) for t in present):
-        return 1
-    return vector
+    for size in dict.fromkeys((unit, 16)):
+        vector = size // min(t.itemsize for t in present)
+        fits = width is None or n_cols + vector - math.gcd(vector, *strides) <= width
+        together = not any((stride - strides[0]) % vector for stride in strides)
+        if fits and together and all(begins_whole(t, vector) for t in present):
+            return vector
+    return 1
 
 
 # -- a tile that holds whole rows ------------------------------------------------------------------------------------
