@@ -71,8 +71,8 @@ def disagreements(results: list[torch.Tensor], expected: list[torch.Tensor]) -> 
 def run(function: Any, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
     """Outputs and input gradients of one call on fresh copies of the sample's tensors.
 
-    A scalar output gets gradient 1/2, as a loss under two steps of accumulation does (1 lets kernels return at once);
-    any other gets the same random one for the same `seed`.
+    The incoming gradient of a scalar output is 1/2, as for a loss under two steps of gradient accumulation (kernels may
+    skip their work for 1). Other outputs get random gradients, the same for the same `seed`.
     """
     args = [_leaf(a) for a in sample.args]
     kwargs = {name: _leaf(value) for name, value in sample.kwargs.items()}

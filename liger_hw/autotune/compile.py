@@ -38,8 +38,8 @@ class Launch:
     """One recorded launch.
 
     kernel: `module:name`; options: the compiler's; grid: programs
-    args: for each argument `("ptr", dtype, aligned, within 2 GiB)`, a number of the class Triton distinguishes, None,
-    or a constexpr's value
+    args: for each argument `("ptr", dtype, aligned, within 2 GiB)`, a number that Triton specialises in the same way,
+    None, or a constexpr's value
     sizes: bytes of the tensors among the arguments, 0 for the others
     """
 
@@ -296,7 +296,7 @@ def lower(kernel: str, args: Sequence[Any], options: Mapping[str, Any], capabili
     """A recorded kernel lowered by Triton's front half: an object whose `asm` has only the TTIR.
 
     The front half is the same for every vendor: it specialises the kernel, checks types and shapes, inlines and
-    simplifies. capability: the CUDA compute capability whose front end is asked.
+    simplifies. capability: the CUDA compute capability to lower for.
     """
     from triton.backends.compiler import GPUTarget
 

@@ -48,7 +48,7 @@ COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
 MAX_COPIES = 48
 MOST_ARMS = 12
-"""Candidates that stay prepared, at most; each keeps a graph and some tensors. More than are timed together."""
+"""Number of candidates that stay prepared, each with a graph and some tensors; fewer are timed together."""
 REPLAY_US = 150.0
 """A replay repeats short kernels up to about this long, so that the graph's launch is negligible."""
 CHECK_BYTES = 2 << 30

@@ -2,10 +2,10 @@
 
 For each job (one tunable at one key) a shortlist of the space, the heuristic first, is traced and compiled in worker
 processes. Candidates that do not compile, may not be launched or spill more than the heuristic are dropped. The rest
-are ranked by the model; the neighbours of the two best are compiled and ranked too. The winner is kept when it is
-predicted to beat the heuristic by a margin below which the model cannot be trusted. Entries are `static`, or
-`modelled` where the stock Triton has no compiler for the target and candidates are only lowered to TTIR.
-benchmarks/static_regret.py publishes how good such choices are where they can be measured.
+are ranked by the model; the neighbours of the two best are compiled and ranked too. The winner is kept if its predicted
+gain over the heuristic exceeds the model's error (`MARGINS`). Entries are `static`, or `modelled` where the stock
+Triton has no compiler for the target and candidates are only lowered to TTIR. benchmarks/static_regret.py publishes how
+good such choices are where they can be measured.
 
 The model combines three lower bounds of a kernel's time, which overlap in part:
 
@@ -42,7 +42,7 @@ from .ttir import Access
 from .workers import CompilePool
 
 MARGINS = {"binary": 0.08, "ttir": 0.25}
-"""Predicted gain over the heuristic from which on a choice is kept, by how far its kernels were compiled."""
+"""The least predicted gain over the heuristic for which a choice is kept, by `Certificate.level` of its kernels."""
 
 
 # -- the tuner -------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class StaticTuner:
         if heuristic not in legal:
             result.error = f"the heuristic is illegal: {tunable.illegal(self.target, job.key, heuristic)}"
             return result
-        # A certificate does not depend on the cache hint: the heuristic's is taken.
+        # Cache hints do not change a certificate, so candidates have the heuristic's.
         distinct = list(dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal))
         candidates = _Candidates(self, job, heuristic)
         if among is None:
@@ -116,7 +116,7 @@ class StaticTuner:
         return result
 
     def _loses_elsewhere(self, job: Job, tunable: Tunable, heuristic: LaunchConfig, winner: LaunchConfig) -> bool:
-        """Whether the heuristic is as fast at other sizes that have the same key: an entry answers for all of them."""
+        """Whether the heuristic is as fast at other sizes with the same key, since an entry is used for all of them."""
         sizes = space.elsewhere(tunable, job.sizes, job.key, job.dtype)
         if sizes is None:
             return False
@@ -162,7 +162,7 @@ class _Candidates:
         self.dropped: dict[LaunchConfig, str] = {}
 
     def add(self, configs: Iterable[LaunchConfig]) -> None:
-        """Compile and rank these too. All are judged again, since which launches one decides depends on all."""
+        """Compile and rank these too, and all others again, whose launches to count (`decided_by`) may change."""
         for config in configs:
             if config not in self.traced:
                 self.traced[config] = launches_of(self.job, self.tuner.target, config)

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [dict(zip(names, (*group, count))) for group, count in groups.items()]
         print(json_text({"model": type(model).__name__, "model_type": config.model_type, "call": call, "rows": rows}))
     else:
-        how = "(model), which has no function for its family" if function is patch else "(), before or after it is made"
+        how = "(model); its family has no function" if function is patch else "(), before or after a model is made"
         print(fold(f"{type(model).__name__}, model type {config.model_type}\n{report}\nDo it: {call}{how}"))
     return 0 if report.patched else 1
 
@@ -77,7 +77,7 @@ def _config(name: str) -> Any:
 
 
 def _model(config: Any) -> Any:
-    """A model of this configuration without weights: of the class that it names, else the causal LM of its type."""
+    """A model without weights, of the class that the configuration names or else the causal LM of its model type."""
     import torch
     import transformers
 

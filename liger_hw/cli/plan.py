@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)")
     add("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit")
     add("--shards", type=positive, default=1, help="devices that share the model's state (default 1)")
-    add("--engine", help="what shares it: fsdp2 (default), zero1, zero2, zero3")
+    add("--engine", help="how the model's state is divided: fsdp2 (default), zero1, zero2, zero3")
     add("--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.005 (default 1)")
     add("--lora", action="store_const", const=LORA_SHARE, dest="trainable", help=f"as --trainable {LORA_SHARE}")
     adapters = "what LoRA computes in: fp32 (default, as PEFT loads it), autocast (default with --autocast), or model"

@@ -42,8 +42,8 @@ _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers, in order: what transformers would checkpoint, or the largest list of modules of one class. A
-    list whose last layer knows that it is the last comes before a larger one (a vision tower's).
+    """The decoder layers, in order: the largest `ModuleList` of layers that transformers would checkpoint, or of any
+    modules. A list whose last layer has the model's last `layer_idx` is preferred to a larger one (a vision tower's).
 
     Raises `ValueError` where there are none.
     """
@@ -98,8 +98,8 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
     if checkpointed_already or fills or not torch.is_grad_enabled():
         if checkpointed_already and level == "offload":
             recipes.say_once(
-                "activations: level offload leaves the inputs of layers on the device, where a checkpoint around them "
-                "(gradient_checkpointing) keeps them; turn that off"
+                "activations: level offload moves no layer inputs to the host under another checkpoint "
+                "(gradient_checkpointing); turn that off"
             )
         with Tiles() if level in ("tiled", "offload") else contextlib.nullcontext():
             return forward(*args, **kwargs)
@@ -383,8 +383,8 @@ def put_on(
 def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]) -> None:
     """Put the last layer of a live model, or of every model of the classes of samples, at `cheap`.
 
-    Nothing is done, and the report has no row, without layers, if the layer has a level or another forward already, if
-    its class belongs to another family or its layers do not know which of them is last, and before torch 2.8.
+    Does nothing, without a row in the report, before torch 2.8, if there are no layers, if the layer has a level or
+    another forward already, or, for classes, if the layer's class is another family's or has no `layer_idx`.
     """
     if not recipes.supported():
         return

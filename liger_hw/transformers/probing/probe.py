@@ -63,7 +63,7 @@ def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def autocast() -> Iterator[None]:
-    """Autocast to bf16 on the CPU, and as seen by code that asks without a device, which means CUDA's."""
+    """Autocast to bf16 on the CPU and, in name, on CUDA: `torch.is_autocast_enabled()` without a device means CUDA."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         torch.set_autocast_enabled("cuda", True)
