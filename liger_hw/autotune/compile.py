@@ -38,8 +38,8 @@ class Launch:
     """One recorded launch.
 
     kernel: `module:name`; options: the compiler's; grid: programs
-    args: for each argument `("ptr", dtype, aligned, within 2 GiB)`, a number that Triton specialises in the same way,
-    None, or a constexpr's value
+    args: for each argument `("ptr", dtype, aligned, within 2 GiB)`, a number that Triton specialises in the same way or
+    a tuple of them, None, or a constexpr's value
     sizes: bytes of the tensors among the arguments, 0 for the others
     """
 
@@ -215,6 +215,9 @@ def _stand_in(parameter: Any, value: Any) -> Any:
     """The record of an argument: equal for values that Triton compiles alike."""
     if parameter.is_constexpr or value is None or isinstance(value, (str, bool)):
         return value
+    if isinstance(value, tuple):
+        parts = [_stand_in(parameter, part) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     if isinstance(value, int):
         wide = not -_INT32 <= value < _INT32
         if value == 1 and not parameter.do_not_specialize:
@@ -335,17 +338,31 @@ def _kernel(name: str) -> Any:
 
 
 def _kept(kernel: str, args: Sequence[Any]) -> list[int]:
-    """The positions of the parameters that remain after Triton specialised the kernel."""
+    """The positions of the parameters that remain after Triton specialised the kernel; of a tuple once for each
+    number in it."""
     params = _kernel(kernel).params
     return [
         i
         for i, (param, arg) in enumerate(zip(params, args))
-        if not param.is_constexpr and arg is not None and (param.do_not_specialize or arg != 1)
+        for number in _numbers_in(arg)
+        if not param.is_constexpr and number is not None and (param.do_not_specialize or number != 1)
     ]
 
 
+def _numbers_in(arg: Any) -> Iterator[Any]:
+    if isinstance(arg, tuple) and not _is_pointer(arg):
+        for part in arg:
+            yield from _numbers_in(part)
+    else:
+        yield arg
+
+
 def _arguments(args: Sequence[Any]) -> list[Any]:
-    return [_Pointer(*arg[1:]) if isinstance(arg, tuple) else arg for arg in args]
+    return [_Pointer(*arg[1:]) if _is_pointer(arg) else arg for arg in args]
+
+
+def _is_pointer(arg: Any) -> bool:
+    return isinstance(arg, tuple) and arg[0] == "ptr"
 
 
 class _Pointer:

@@ -1,7 +1,8 @@
 """Launching a kernel with a resolved plan (`launch`) or again as recorded (`replay`), and watching it (`observing`).
 
-A kernel's parameters stand in this order: tensors (or None), runtime numbers, flags (constexpr, chosen by the call),
-tunables (constexpr, chosen by the plan). `launch` passes the first three by position and takes the rest from the plan.
+A kernel's parameters stand in this order: tensors (or None), runtime numbers or tuples of them, flags (constexpr,
+chosen by the call), tunables (constexpr, chosen by the plan). `launch` passes the first three by position and takes
+the rest from the plan.
 
 Triton binds arguments, hashes options and reads the environment at every launch. So once a kernel is compiled, the next
 launch that Triton would specialise alike goes straight to the compiled kernel (`Plan.compiled`). A launch is looked up
@@ -143,7 +144,7 @@ def tensor_count(kernel: Any, args: tuple) -> int:
     """How many of a kernel's arguments are tensors (or None in place of one); they come first."""
     count = _tensor_counts.get(id(kernel))
     if count is None:
-        count = next((i for i, a in enumerate(args) if isinstance(a, (int, float))), len(args))
+        count = next((i for i, a in enumerate(args) if isinstance(a, (int, float, tuple))), len(args))
         _tensor_counts[id(kernel)] = count
     return count
 
@@ -157,16 +158,18 @@ def _likeness(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
     """
     values, alignments = _unspecialised(kernel)
     count = len(rest) - 1
-    classes = tuple(
-        None if type(n) is not int else _class_of(n, place in values) for place, n in enumerate(numbers, count)
-    )
+    classes = tuple(_class_of(n, place in values) for place, n in enumerate(numbers, count))
     offsets, *dtypes = rest
     if offsets:
         offsets = tuple(bool(offset) and place not in alignments for place, offset in enumerate(offsets))
     return "alike", id(kernel), flags, classes, offsets if offsets and any(offsets) else 0, *dtypes
 
 
-def _class_of(number: int, is_unspecialised: bool) -> int | tuple[bool, bool]:
+def _class_of(number: Any, is_unspecialised: bool) -> int | tuple | None:
+    if isinstance(number, tuple):
+        return tuple([_class_of(n, is_unspecialised) for n in number])
+    if type(number) is not int:
+        return None
     if number == 1 and not is_unspecialised:
         return 1
     return number & 15 == 0 and not is_unspecialised, -_INT32 <= number < _INT32

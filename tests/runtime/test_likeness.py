@@ -9,6 +9,7 @@ import torch
 
 from liger_hw.autotune.compile import driver_stub
 from liger_hw.kernels.losses.cross_entropy_rows import _cross_entropy_fwd_kernel, _cross_entropy_stats_kernel
+from liger_hw.kernels.rotary.rotary_kernels import AngleStrides, Strides, _rotary_kernel
 from liger_hw.runtime.launch import likeness
 
 pytestmark = pytest.mark.cpu
@@ -29,8 +30,16 @@ def _fwd(begin: int, row_stride: int, n_cols: int, ignore_index: int) -> tuple:
     return *tensors, row_stride, row_stride, n_cols, ignore_index
 
 
+def _rotary(begin: int, batch_stride: int, token_stride: int, n_q_heads: int) -> tuple:
+    x = torch.empty(64, dtype=torch.bfloat16)[begin:]
+    strides = Strides(batch_stride, 16, token_stride)
+    none = Strides(0, 0, 0)
+    return x, None, x, x, x, None, strides, none, strides, none, AngleStrides(0, 1), 7, 7, n_q_heads, 0
+
+
 @pytest.mark.parametrize(
-    "kernel, arguments", [(_cross_entropy_stats_kernel, _stats), (_cross_entropy_fwd_kernel, _fwd)]
+    "kernel, arguments",
+    [(_cross_entropy_stats_kernel, _stats), (_cross_entropy_fwd_kernel, _fwd), (_rotary_kernel, _rotary)],
 )
 def test_alike_is_what_triton_specialises_alike(kernel, arguments):
     def specialised(args: tuple) -> str:

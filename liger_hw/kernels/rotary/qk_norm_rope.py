@@ -31,7 +31,12 @@ from ..norms.rms_norm import CASTING_MODES, casting_code
 from ..rows.reduce import column_sum, column_sum_tunable
 from ..rows.tuning import persistent_misfit
 from . import rope, rotary
-from .qk_norm_rope_kernels import _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_kernel
+from .qk_norm_rope_kernels import (
+    BackwardStrides,
+    ForwardStrides,
+    _qk_norm_rope_bwd_kernel,
+    _qk_norm_rope_fwd_kernel,
+)
 from .rope import check_rope, rope_angles
 
 MODES = {name: CASTING_MODES[name] for name in ("llama", "gemma")}
@@ -174,9 +179,12 @@ def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_
     out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
     grid = _grid(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if grid:
-        strides, sizes = grid.geometry.strides, grid.geometry.sizes
-        args = (q, k, wq, wk, cos, sin, out_q, out_k, *strides, *sizes, grid.for_q, eps, offset)
-        flags = (*grid.geometry.widths, angles, rotary.alignment(strides), casting)
+        geometry = grid.geometry
+        (tokens, seq_len, *heads), strides = geometry.sizes, geometry.strides
+        strides_of_both = ForwardStrides(strides[:2], strides[2:], geometry.angles)
+        args = (q, k, wq, wk, cos, sin, out_q, out_k, strides_of_both, tokens, seq_len, tuple(heads))
+        args += (grid.for_q, eps, offset)
+        flags = rotary.aligned(geometry.head, *strides, geometry.angles), angles, casting
         launch(grid.plan, _qk_norm_rope_fwd_kernel, (grid.for_q + grid.for_k,), args, flags)
     return out_q, out_k
 
@@ -191,11 +199,14 @@ def _bwd(
     grid = _grid(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if not grid:
         return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
-    strides, sizes = grid.geometry.strides, grid.geometry.sizes
-    strides = (*(t.stride(axis) for t in (dq, dk) for axis in grid.geometry.axes), *strides)
+    geometry = grid.geometry
+    (tokens, seq_len, *heads), strides = geometry.sizes, geometry.strides
+    of_gradients = tuple([rotary.Strides(*[t.stride(axis) for axis in geometry.axes]) for t in (dq, dk)])
+    strides_of_both = BackwardStrides(of_gradients, strides[:2], strides[2:], geometry.angles)
     partial = q.new_empty((max(grid.for_q, grid.for_k), width), dtype=torch.float32) if needs_dw else None
-    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, *strides, *sizes, grid.for_q, eps, offset)
-    flags = (*grid.geometry.widths, angles, rotary.alignment(strides), casting)
+    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, strides_of_both, tokens, seq_len, tuple(heads))
+    args += (grid.for_q, eps, offset)
+    flags = rotary.aligned(geometry.head, *of_gradients, *strides, geometry.angles), angles, casting
     launch(grid.plan, _qk_norm_rope_bwd_kernel, (grid.for_q + grid.for_k,), args, flags)
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
 

@@ -9,40 +9,54 @@ tiles, as many as a grid of resident programs leaves to each.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ...runtime.triton_import import tl, triton
-from .rotary_kernels import load_angles, load_heads, rotate, row_offsets, store_heads
+from .rotary_kernels import AngleStrides, Strides, load_angles, load_heads, rotate, row_offsets, store_heads
+
+
+class ForwardStrides(NamedTuple):
+    """x, out: (of q, of k)"""
+
+    x: tuple[Strides, Strides]
+    out: tuple[Strides, Strides]
+    cos: AngleStrides
+
+
+class BackwardStrides(NamedTuple):
+    """dy, x, out: (of q, of k)"""
+
+    dy: tuple[Strides, Strides]
+    x: tuple[Strides, Strides]
+    out: tuple[Strides, Strides]
+    cos: AngleStrides
 
 
 @triton.jit
-def _load_weight(
-    W_ptr,
-    offset,
-    HALF: tl.constexpr,
-    PASS_THROUGH: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_PASS: tl.constexpr,
-):
+def _load_weight(W_ptr, offset, HEAD: tl.constexpr, BLOCK_T: tl.constexpr):
     """offset + w of both halves and of what passes through, [1, tokens, block] fp32: once a token, like cos and sin."""
     everywhere = (tl.arange(0, BLOCK_T) * 0)[None, :, None]
-    cols = tl.arange(0, BLOCK_HALF)[None, None, :] + everywhere
-    w1 = tl.load(W_ptr + cols, mask=cols < HALF, other=0.0).to(tl.float32) + offset
-    w2 = tl.load(W_ptr + cols + HALF, mask=cols < HALF, other=0.0).to(tl.float32) + offset
+    cols = tl.arange(0, HEAD.block_half)[None, None, :] + everywhere
+    w1 = tl.load(W_ptr + cols, mask=cols < HEAD.half, other=0.0).to(tl.float32) + offset
+    w2 = tl.load(W_ptr + cols + HEAD.half, mask=cols < HEAD.half, other=0.0).to(tl.float32) + offset
     w3 = w1
-    if PASS_THROUGH:
-        passing = tl.arange(0, BLOCK_PASS)[None, None, :] + everywhere
-        w3 = tl.load(W_ptr + passing + 2 * HALF, mask=passing < PASS_THROUGH, other=0.0).to(tl.float32) + offset
+    if HEAD.pass_through:
+        passing = tl.arange(0, HEAD.block_pass)[None, None, :] + everywhere
+        w3 = (
+            tl.load(W_ptr + passing + 2 * HEAD.half, mask=passing < HEAD.pass_through, other=0.0).to(tl.float32)
+            + offset
+        )
     return w1, w2, w3
 
 
 @triton.jit
-def _normalised(x1, x2, x3, eps, WIDTH: tl.constexpr, PASS_THROUGH: tl.constexpr):
+def _normalised(x1, x2, x3, eps, HEAD: tl.constexpr):
     """rstd [heads, tokens, 1] and the normalised parts, fp32."""
     a, b, c = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     squares = tl.sum(a * a + b * b, axis=2)
-    if PASS_THROUGH:
+    if HEAD.pass_through:
         squares += tl.sum(c * c, axis=2)
-    rstd = tl.rsqrt(squares / WIDTH + eps)[:, :, None]
+    rstd = tl.rsqrt(squares / (2 * HEAD.half + HEAD.pass_through) + eps)[:, :, None]
     return rstd, a * rstd, b * rstd, c * rstd
 
 
@@ -55,14 +69,14 @@ def _rounded(h, x, CASTING: tl.constexpr):
 
 
 @triton.jit
-def _store_dw(DW_ptr, dw1, dw2, dw3, HALF: tl.constexpr, PASS_THROUGH: tl.constexpr):
+def _store_dw(DW_ptr, dw1, dw2, dw3, HEAD: tl.constexpr):
     """A row of partial sums, from the sums of each token."""
     cols = tl.arange(0, dw1.shape[1])
-    tl.store(DW_ptr + cols, tl.sum(dw1, axis=0), mask=cols < HALF)
-    tl.store(DW_ptr + cols + HALF, tl.sum(dw2, axis=0), mask=cols < HALF)
-    if PASS_THROUGH:
+    tl.store(DW_ptr + cols, tl.sum(dw1, axis=0), mask=cols < HEAD.half)
+    tl.store(DW_ptr + cols + HEAD.half, tl.sum(dw2, axis=0), mask=cols < HEAD.half)
+    if HEAD.pass_through:
         passing = tl.arange(0, dw3.shape[1])
-        tl.store(DW_ptr + passing + 2 * HALF, tl.sum(dw3, axis=0), mask=passing < PASS_THROUGH)
+        tl.store(DW_ptr + passing + 2 * HEAD.half, tl.sum(dw3, axis=0), mask=passing < HEAD.pass_through)
 
 
 @triton.jit
@@ -81,8 +95,10 @@ def _number(is_k, of_q, of_k):
 
 
 @triton.jit
-def _strides(is_k, q_batch, q_head, q_token, k_batch, k_head, k_token):
-    return _number(is_k, q_batch, k_batch), _number(is_k, q_head, k_head), _number(is_k, q_token, k_token)
+def _strides(is_k, of_both):
+    """Batch, head and token stride of q's tensor or of k's."""
+    q, k = of_both[0], of_both[1]
+    return Strides(_number(is_k, q.batch, k.batch), _number(is_k, q.head, k.head), _number(is_k, q.token, k.token))
 
 
 @triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_q_programs"])
@@ -95,33 +111,15 @@ def _qk_norm_rope_fwd_kernel(
     Sin_ptr,
     OutQ_ptr,
     OutK_ptr,
-    Q_batch_stride,
-    Q_head_stride,
-    Q_token_stride,
-    K_batch_stride,
-    K_head_stride,
-    K_token_stride,
-    OutQ_batch_stride,
-    OutQ_head_stride,
-    OutQ_token_stride,
-    OutK_batch_stride,
-    OutK_head_stride,
-    OutK_token_stride,
-    cos_batch_stride,
-    cos_token_stride,
+    strides,
     n_tokens,
     seq_len,
-    n_q_heads,
-    n_k_heads,
+    n_heads,
     n_q_programs,
     eps,
     offset,
-    HALF: tl.constexpr,
-    PASS_THROUGH: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_PASS: tl.constexpr,
+    HEAD: tl.constexpr,
     ANGLES: tl.constexpr,
-    ALIGN: tl.constexpr,
     CASTING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -133,22 +131,12 @@ def _qk_norm_rope_fwd_kernel(
     What all heads of a token share is computed once: its angles, multiplied by the weight, and the divisions for its
     offsets. A step then costs its loads, the norm, four products a pair and its stores.
     """
+    ALIGN: tl.constexpr = HEAD.align
     is_k = tl.program_id(0) >= n_q_programs
     tile = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
     X_ptr, Out_ptr = _pointer(is_k, Q_ptr, K_ptr), _pointer(is_k, OutQ_ptr, OutK_ptr)
-    n_heads = _number(is_k, n_q_heads, n_k_heads).to(tl.int32)
-    x_batch, x_head, x_token = _strides(
-        is_k, Q_batch_stride, Q_head_stride, Q_token_stride, K_batch_stride, K_head_stride, K_token_stride
-    )
-    out_batch, out_head, out_token = _strides(
-        is_k,
-        OutQ_batch_stride,
-        OutQ_head_stride,
-        OutQ_token_stride,
-        OutK_batch_stride,
-        OutK_head_stride,
-        OutK_token_stride,
-    )
+    n_heads = _number(is_k, n_heads[0], n_heads[1]).to(tl.int32)
+    x_strides, out_strides = _strides(is_k, strides.x), _strides(is_k, strides.out)
     n_groups = tl.cdiv(n_heads, HEADS)
     tokens = (tile // n_groups) * BLOCK_T + tl.arange(0, BLOCK_T)
     before = (tile % n_groups) * HEADS
@@ -157,26 +145,23 @@ def _qk_norm_rope_fwd_kernel(
     token_mask = (tokens < n_tokens)[None, :, None]
     mask = token_mask & (heads < last)[:, None, None]
     batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
-    ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
-    out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
-    x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
-    w1, w2, w3 = _load_weight(
-        _pointer(is_k, WQ_ptr, WK_ptr), offset, HALF, PASS_THROUGH, BLOCK_T, BLOCK_HALF, BLOCK_PASS
-    )
-    angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
-    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
+    ptrs = X_ptr + row_offsets(batch, token, heads, x_strides, ALIGN)
+    out = Out_ptr + row_offsets(batch, token, heads, out_strides, ALIGN)
+    x1, x2, x3 = load_heads(ptrs, mask, HEAD, False, LOAD_HINT)
+    w1, w2, w3 = _load_weight(_pointer(is_k, WQ_ptr, WK_ptr), offset, HEAD, BLOCK_T)
+    angles = tl.multiple_of(batch * strides.cos.batch + token * strides.cos.token, ALIGN)[None, :, None]
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HEAD, ANGLES)
     cos1, cos2, sin1, sin2 = cos1 * w1, cos2 * w2, sin1 * w2, sin2 * w1
-    WIDTH: tl.constexpr = 2 * HALF + PASS_THROUGH
-    step, out_step = tl.multiple_of(BLOCK_H * x_head, ALIGN), tl.multiple_of(BLOCK_H * out_head, ALIGN)
+    step, out_step = tl.multiple_of(BLOCK_H * x_strides.head, ALIGN), tl.multiple_of(BLOCK_H * out_strides.head, ALIGN)
     for _head in tl.range(0, HEADS, BLOCK_H):
         mask = token_mask & (heads < last)[:, None, None]
         heads += BLOCK_H
         ptrs += step
         coming = token_mask & (heads < last)[:, None, None]
-        n1, n2, n3 = load_heads(ptrs, coming, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
-        _, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, PASS_THROUGH)
+        n1, n2, n3 = load_heads(ptrs, coming, HEAD, False, LOAD_HINT)
+        _, h1, h2, h3 = _normalised(x1, x2, x3, eps, HEAD)
         y1, y2 = rotate(_rounded(h1, x1, CASTING), _rounded(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
-        store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HALF, PASS_THROUGH, False)
+        store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HEAD, False)
         out += out_step
         x1, x2, x3 = n1, n2, n3
 
@@ -194,39 +179,15 @@ def _qk_norm_rope_bwd_kernel(
     OutQ_ptr,
     OutK_ptr,
     DW_ptr,
-    DQ_batch_stride,
-    DQ_head_stride,
-    DQ_token_stride,
-    DK_batch_stride,
-    DK_head_stride,
-    DK_token_stride,
-    Q_batch_stride,
-    Q_head_stride,
-    Q_token_stride,
-    K_batch_stride,
-    K_head_stride,
-    K_token_stride,
-    OutQ_batch_stride,
-    OutQ_head_stride,
-    OutQ_token_stride,
-    OutK_batch_stride,
-    OutK_head_stride,
-    OutK_token_stride,
-    cos_batch_stride,
-    cos_token_stride,
+    strides,
     n_tokens,
     seq_len,
-    n_q_heads,
-    n_k_heads,
+    n_heads,
     n_q_programs,
     eps,
     offset,
-    HALF: tl.constexpr,
-    PASS_THROUGH: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_PASS: tl.constexpr,
+    HEAD: tl.constexpr,
     ANGLES: tl.constexpr,
-    ALIGN: tl.constexpr,
     CASTING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -238,31 +199,22 @@ def _qk_norm_rope_bwd_kernel(
     The first program of q and the first of k share the first row of DW, and so on; where one has no partner it leaves
     zeros in the other's place. 1 / rms is computed again from x: nothing but the inputs is saved.
     """
+    BLOCK_HALF: tl.constexpr = HEAD.block_half
+    BLOCK_PASS: tl.constexpr = HEAD.block_pass
+    ALIGN: tl.constexpr = HEAD.align
     is_k = tl.program_id(0) >= n_q_programs
     first = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
     programs = tl.where(is_k, tl.num_programs(0) - n_q_programs, n_q_programs)
     DY_ptr, X_ptr = _pointer(is_k, DQ_ptr, DK_ptr), _pointer(is_k, Q_ptr, K_ptr)
     Out_ptr, W_ptr = _pointer(is_k, OutQ_ptr, OutK_ptr), _pointer(is_k, WQ_ptr, WK_ptr)
-    n_heads = _number(is_k, n_q_heads, n_k_heads).to(tl.int32)
-    dy_batch, dy_head, dy_token = _strides(
-        is_k, DQ_batch_stride, DQ_head_stride, DQ_token_stride, DK_batch_stride, DK_head_stride, DK_token_stride
-    )
-    x_batch, x_head, x_token = _strides(
-        is_k, Q_batch_stride, Q_head_stride, Q_token_stride, K_batch_stride, K_head_stride, K_token_stride
-    )
-    out_batch, out_head, out_token = _strides(
-        is_k,
-        OutQ_batch_stride,
-        OutQ_head_stride,
-        OutQ_token_stride,
-        OutK_batch_stride,
-        OutK_head_stride,
-        OutK_token_stride,
-    )
+    n_heads = _number(is_k, n_heads[0], n_heads[1]).to(tl.int32)
+    dy_strides = _strides(is_k, strides.dy)
+    x_strides = _strides(is_k, strides.x)
+    out_strides = _strides(is_k, strides.out)
     n_head_tiles = tl.cdiv(n_heads, BLOCK_H)
     n_tiles = tl.cdiv(n_tokens, BLOCK_T) * n_head_tiles
-    WIDTH: tl.constexpr = 2 * HALF + PASS_THROUGH
-    w1, w2, w3 = _load_weight(W_ptr, offset, HALF, PASS_THROUGH, BLOCK_T, BLOCK_HALF, BLOCK_PASS)
+    WIDTH: tl.constexpr = 2 * HEAD.half + HEAD.pass_through
+    w1, w2, w3 = _load_weight(W_ptr, offset, HEAD, BLOCK_T)
     total1 = tl.zeros([BLOCK_T, BLOCK_HALF], dtype=tl.float32)
     total2 = tl.zeros([BLOCK_T, BLOCK_HALF], dtype=tl.float32)
     total3 = tl.zeros([BLOCK_T, BLOCK_PASS], dtype=tl.float32)
@@ -272,37 +224,37 @@ def _qk_norm_rope_bwd_kernel(
         token_mask = (tokens < n_tokens)[None, :, None]
         mask = token_mask & (heads < n_heads)[:, None, None]
         batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
-        ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
-        x1, x2, x3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
-        ptrs = DY_ptr + row_offsets(batch, token, heads, dy_batch, dy_head, dy_token, ALIGN)
-        dy1, dy2, dy3 = load_heads(ptrs, mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, False, LOAD_HINT)
-        angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
-        cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
-        rstd, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, PASS_THROUGH)
+        ptrs = X_ptr + row_offsets(batch, token, heads, x_strides, ALIGN)
+        x1, x2, x3 = load_heads(ptrs, mask, HEAD, False, LOAD_HINT)
+        ptrs = DY_ptr + row_offsets(batch, token, heads, dy_strides, ALIGN)
+        dy1, dy2, dy3 = load_heads(ptrs, mask, HEAD, False, LOAD_HINT)
+        angles = tl.multiple_of(batch * strides.cos.batch + token * strides.cos.token, ALIGN)[None, :, None]
+        cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HEAD, ANGLES)
+        rstd, h1, h2, h3 = _normalised(x1, x2, x3, eps, HEAD)
         g1, g2 = rotate(dy1.to(tl.float32), dy2.to(tl.float32), cos1, cos2, sin1, sin2, True)
         m1, m2 = g1 * w1, g2 * w2
         dot = tl.sum(m1 * h1 + m2 * h2, axis=2)
         dx3, dw3 = h3, h3
-        if PASS_THROUGH:
+        if HEAD.pass_through:
             g3 = dy3.to(tl.float32)
             m3 = g3 * w3
             dot += tl.sum(m3 * h3, axis=2)
             dw3 = tl.sum(g3 * _rounded(h3, x3, CASTING), axis=0)
         dot = (dot / WIDTH)[:, :, None]
-        if PASS_THROUGH:
+        if HEAD.pass_through:
             dx3 = rstd * (m3 - h3 * dot)
         dw1 = tl.sum(g1 * _rounded(h1, x1, CASTING), axis=0)
         dw2 = tl.sum(g2 * _rounded(h2, x2, CASTING), axis=0)
-        out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
-        store_heads(out, rstd * (m1 - h1 * dot), rstd * (m2 - h2 * dot), dx3, mask, HALF, PASS_THROUGH, False)
+        out = Out_ptr + row_offsets(batch, token, heads, out_strides, ALIGN)
+        store_heads(out, rstd * (m1 - h1 * dot), rstd * (m2 - h2 * dot), dx3, mask, HEAD, False)
         if DW_ptr is not None:
             total1 += dw1
             total2 += dw2
-            if PASS_THROUGH:
+            if HEAD.pass_through:
                 total3 += dw3
     if DW_ptr is not None:
         row = DW_ptr + first.to(tl.int64) * (2 * WIDTH)
-        _store_dw(row + is_k.to(tl.int32) * WIDTH, total1, total2, total3, HALF, PASS_THROUGH)
+        _store_dw(row + is_k.to(tl.int32) * WIDTH, total1, total2, total3, HEAD)
         if first >= tl.num_programs(0) - programs:
             nothing = row + (1 - is_k.to(tl.int32)) * WIDTH
-            _store_dw(nothing, total1 * 0.0, total2 * 0.0, total3 * 0.0, HALF, PASS_THROUGH)
+            _store_dw(nothing, total1 * 0.0, total2 * 0.0, total3 * 0.0, HEAD)

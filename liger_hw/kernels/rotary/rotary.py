@@ -19,6 +19,7 @@ rounded once. Output: new dense tensors, with heads and tokens in memory in the 
 
 from __future__ import annotations
 
+from itertools import chain
 from math import gcd
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,7 +30,7 @@ from ...registry import Key, LaunchConfig, Plan, Sample, Target, Tunable, next_p
 from ...runtime.dependent_launch import is_small
 from ...runtime.operator import Function, cdiv, check, define, first_order, launch
 from ..pointwise.elementwise import flat_safe, flat_space
-from .rotary_kernels import _flat_rotary_kernel, _rotary_kernel
+from .rotary_kernels import AngleStrides, Head, Strides, Tiles, _flat_rotary_kernel, _rotary_kernel
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
 
@@ -202,9 +203,10 @@ class Geometry(NamedTuple):
     tokens: int
     key: tuple[int, ...]  # of `rotary_key`, less the bytes an element
     axes: tuple[int, int, int]  # the tensor axes that stand for batch, head and token in the kernel
-    strides: tuple[int, ...]
+    strides: tuple[Strides, ...]  # of q, k, and the outputs for q and k
+    angles: AngleStrides
     sizes: tuple[int, ...]  # tokens, seq_len, heads of q, heads of k
-    widths: tuple[int, ...]  # HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS
+    head: Head
 
 
 def geometry_of(
@@ -225,7 +227,7 @@ def geometry_of(
     axes = (token_axis, head_axis, 0) if swapped else (0, head_axis, token_axis)
 
     def kernel_strides(strides):
-        return (0, 0, 0) if strides is None else tuple(strides[axis] for axis in axes)
+        return Strides(0, 0, 0) if strides is None else Strides(*[strides[axis] for axis in axes])
 
     dense_q = _dense_strides(q_shape, head_axis, inside[0])
     dense_k = None if k_shape is None else _dense_strides(k_shape, head_axis, inside[1])
@@ -235,9 +237,10 @@ def geometry_of(
         batch * seq_len,
         rotary_key(batch, seq_len, n_q_heads, n_k_heads, head_dim, 0)[:-1],
         axes,
-        (*(n for strides in (q_strides, k_strides, dense_q, dense_k) for n in kernel_strides(strides)), *angles),
+        tuple(map(kernel_strides, (q_strides, k_strides, dense_q, dense_k))),
+        AngleStrides(*angles),
         (batch * seq_len, batch if swapped else seq_len, n_q_heads, n_k_heads),
-        (half, passing, next_power_of_2(half), next_power_of_2(passing)),
+        Head(half, passing, next_power_of_2(half), next_power_of_2(passing)),
     )
 
 
@@ -255,9 +258,9 @@ def readable_angles(cos, sin, angles):
     return cos, sin
 
 
-def alignment(strides: tuple[int, ...]) -> int:
-    """ALIGN of the tile kernels: 8 where every stride is a multiple of it."""
-    return 1 if gcd(*strides) & 7 else 8
+def aligned(head: Head, *strides: Strides | AngleStrides) -> Head:
+    """`head` of the tile kernels, whose alignment is 8 where every stride is a multiple of it."""
+    return head._replace(align=1 if gcd(*chain(*strides)) & 7 else 8)
 
 
 # -- launcher, operator and autograd ---------------------------------------------------------------------------------
@@ -319,32 +322,34 @@ class Rotary:
         tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
         block_t, block_h = plan.config.blocks["BLOCK_T"], plan.config.blocks["BLOCK_H"]
         head_tiles, threads = cdiv(n_q_heads, block_h), plan.config.num_warps * plan.target.warp_size
-        angles_per_head = block_t * block_h * geometry.widths[2] <= 4 * threads
+        angles_per_head = block_t * block_h * geometry.head.block_half <= 4 * threads
         batches, programs = tokens // seq_len, cdiv(seq_len, block_t)
         batch_on_grid = batches <= _MOST_BATCHES and (batches == 1 or 16 * programs * block_t <= 17 * seq_len)
         if batch_on_grid:
             grid, tokens = (programs * head_tiles, batches), seq_len
         else:
             grid = (cdiv(tokens, block_t) * head_tiles,)
-        tiles = next_power_of_2(cdiv(n_k_heads, head_tiles)), head_tiles, batch_on_grid, angles_per_head
-        pairs_in, pairs_out, *how, backward = flags
-        pairs = (pairs_out, pairs_in) if backward else (pairs_in, pairs_out)
-        strides = (*geometry.strides, plane_stride)
-        constants = (*geometry.widths, *tiles, *pairs, *how, alignment(strides), self.heads_first, backward)
+        tiles = Tiles(next_power_of_2(cdiv(n_k_heads, head_tiles)), head_tiles, batch_on_grid, angles_per_head)
+        *form, backward = flags
+        form = Form(*form)
+        if backward:
+            form = form._replace(pairs_in=form.pairs_out, pairs_out=form.pairs_in)
+        strides = (*geometry.strides, geometry.angles._replace(plane=plane_stride))
+        constants = aligned(geometry.head, *strides), form, tiles, self.heads_first, backward
         return _rotary_kernel, grid, constants, (*strides, tokens, seq_len, n_q_heads, n_k_heads)
 
     def _flat_numbers(self, geometry: Geometry, plan: Plan, flags: tuple) -> tuple:
         """`_numbers` for `_flat_rotary_kernel`."""
         tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
         _, _, angles, *_, backward = flags
-        half, passing, *_ = geometry.widths
+        half, passing, *_ = geometry.head
         heads = gcd(n_q_heads, n_k_heads)
         groups = max(n_q_heads, n_k_heads) // heads
         programs = cdiv(tokens * heads * (2 * half + passing), plan.config.blocks["BLOCK_SIZE"]) * groups
-        align = gcd(8, *geometry.strides)
-        flags = seq_len < tokens, align, angles == COMPLEX, angles == SHARED, backward
-        constants = (half, passing, heads, groups, *flags)
-        numbers = (*[stride // align for stride in geometry.strides], *geometry.sizes)
+        strides = *geometry.strides, geometry.angles
+        align = gcd(8, *chain(*strides))
+        constants = geometry.head._replace(align=align), angles, heads, groups, seq_len < tokens, backward
+        numbers = (*[type(tensor)(*[n // align for n in tensor]) for tensor in strides], *geometry.sizes)
         return _flat_rotary_kernel, (programs,), constants, numbers
 
     def forward(self, ctx: Any, q, k, cos, sin, rotary_dim: int, head_axis: int, form: Form):

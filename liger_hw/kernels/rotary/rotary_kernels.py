@@ -1,14 +1,60 @@
 """The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py says what they compute.
 
-Every tensor may have any strides, and its batch, head and token strides are three arguments: Triton before 3.3 takes no
-tuple. Hence the long argument lists here and in qk_norm_rope_kernels.py.
+Every tensor may have any strides. What belongs together is one argument, a tuple with names.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
+
+
+class Strides(NamedTuple):
+    """Of a tensor, in elements."""
+
+    batch: int
+    head: int
+    token: int
+
+
+class AngleStrides(NamedTuple):
+    """Of cos and sin, in elements; plane: from one section's angles to the next's."""
+
+    batch: int
+    token: int
+    plane: int = 0
+
+
+class Head(NamedTuple):
+    """The columns of a head: `half` pairs, then `pass_through` columns, and the powers of two that hold either.
+
+    align: elements that every stride is a multiple of (Triton itself sees only 16)
+    """
+
+    half: int
+    pass_through: int
+    block_half: int
+    block_pass: int
+    align: int = 1
+
+
+class Tiles(NamedTuple):
+    """How tiles lie on the grid of `_rotary_kernel`.
+
+    block_k: heads of k a program; head_tiles: programs that share the heads of a token
+    batch_on_grid: a program's tokens are of one batch, the grid's second axis, and n_tokens is that batch's; else
+    programs go over the tokens of all batches, at the price of a division
+    angles_per_head: every head loads the angles it needs
+    """
+
+    block_k: int
+    head_tiles: int
+    batch_on_grid: bool
+    angles_per_head: bool
+
 
 # -- helpers of tiles [heads, tokens, columns] or [tokens, heads, columns] -------------------------------------------
 
@@ -57,89 +103,71 @@ def per_head(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(
-    batch, token, heads, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr, HEADS_FIRST: tl.constexpr = True
-):
+def row_offsets(batch, token, heads, strides, ALIGN: tl.constexpr, HEADS_FIRST: tl.constexpr = True):
     """Where each (head, token) begins, [heads, tokens, 1] or [tokens, heads, 1]: all multiples of ALIGN elements.
 
     The alignment hints are on vectors: Triton's coalescing pass (3.6 to 3.9) fails on a hinted tile of one element.
     """
-    rows = of_tokens(tl.multiple_of(batch * batch_stride + token * token_stride, ALIGN), HEADS_FIRST)
-    return rows + of_heads(tl.multiple_of(heads.to(tl.int64) * head_stride, ALIGN), HEADS_FIRST)
+    rows = of_tokens(tl.multiple_of(batch * strides.batch + token * strides.token, ALIGN), HEADS_FIRST)
+    return rows + of_heads(tl.multiple_of(heads.to(tl.int64) * strides.head, ALIGN), HEADS_FIRST)
 
 
 @triton.jit
-def load_heads(
-    ptrs,
-    mask,
-    HALF: tl.constexpr,
-    PASS_THROUGH: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_PASS: tl.constexpr,
-    IS_PAIRS: tl.constexpr,
-    LOAD_HINT: tl.constexpr,
-):
-    """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., BLOCK_HALF] each, and the columns that pass
+def load_heads(ptrs, mask, HEAD: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT: tl.constexpr):
+    """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., block_half] each, and the columns that pass
     through (x1 again where all of a head rotates), in the stored dtype."""
     if IS_PAIRS:
-        both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
-        x = load_with_hint(ptrs + both, LOAD_HINT, mask & (both < 2 * HALF), 0.0)
-        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], BLOCK_HALF, 2]))
+        both = tl.arange(0, 2 * HEAD.block_half)[None, None, :]
+        x = load_with_hint(ptrs + both, LOAD_HINT, mask & (both < 2 * HEAD.half), 0.0)
+        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], HEAD.block_half, 2]))
     else:
-        cols = tl.arange(0, BLOCK_HALF)[None, None, :]
-        x1 = load_with_hint(ptrs + cols, LOAD_HINT, mask & (cols < HALF), 0.0)
-        x2 = load_with_hint(ptrs + cols + HALF, LOAD_HINT, mask & (cols < HALF), 0.0)
+        cols = tl.arange(0, HEAD.block_half)[None, None, :]
+        x1 = load_with_hint(ptrs + cols, LOAD_HINT, mask & (cols < HEAD.half), 0.0)
+        x2 = load_with_hint(ptrs + cols + HEAD.half, LOAD_HINT, mask & (cols < HEAD.half), 0.0)
     x3 = x1
-    if PASS_THROUGH:
-        passing = tl.arange(0, BLOCK_PASS)[None, None, :]
-        x3 = load_with_hint(ptrs + passing + 2 * HALF, LOAD_HINT, mask & (passing < PASS_THROUGH), 0.0)
+    if HEAD.pass_through:
+        passing = tl.arange(0, HEAD.block_pass)[None, None, :]
+        x3 = load_with_hint(ptrs + passing + 2 * HEAD.half, LOAD_HINT, mask & (passing < HEAD.pass_through), 0.0)
     return x1, x2, x3
 
 
 @triton.jit
-def store_heads(ptrs, y1, y2, y3, mask, HALF: tl.constexpr, PASS_THROUGH: tl.constexpr, IS_PAIRS: tl.constexpr):
+def store_heads(ptrs, y1, y2, y3, mask, HEAD: tl.constexpr, IS_PAIRS: tl.constexpr):
     """The opposite of `load_heads`."""
     dtype: tl.constexpr = ptrs.dtype.element_ty
     if IS_PAIRS:
         both = tl.arange(0, 2 * y1.shape[2])[None, None, :]
         y = tl.reshape(tl.join(y1, y2), [y1.shape[0], y1.shape[1], 2 * y1.shape[2]])
-        tl.store(ptrs + both, y.to(dtype), mask=mask & (both < 2 * HALF))
+        tl.store(ptrs + both, y.to(dtype), mask=mask & (both < 2 * HEAD.half))
     else:
         cols = tl.arange(0, y1.shape[2])[None, None, :]
-        tl.store(ptrs + cols, y1.to(dtype), mask=mask & (cols < HALF))
-        tl.store(ptrs + cols + HALF, y2.to(dtype), mask=mask & (cols < HALF))
-    if PASS_THROUGH:
+        tl.store(ptrs + cols, y1.to(dtype), mask=mask & (cols < HEAD.half))
+        tl.store(ptrs + cols + HEAD.half, y2.to(dtype), mask=mask & (cols < HEAD.half))
+    if HEAD.pass_through:
         passing = tl.arange(0, y3.shape[2])[None, None, :]
-        tl.store(ptrs + passing + 2 * HALF, y3.to(dtype), mask=mask & (passing < PASS_THROUGH))
+        tl.store(ptrs + passing + 2 * HEAD.half, y3.to(dtype), mask=mask & (passing < HEAD.pass_through))
 
 
 @triton.jit
 def load_angles(
-    Cos_ptr,
-    Sin_ptr,
-    offsets,
-    mask,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ANGLES: tl.constexpr,
-    HEADS_FIRST: tl.constexpr = True,
+    Cos_ptr, Sin_ptr, offsets, mask, HEAD: tl.constexpr, ANGLES: tl.constexpr, HEADS_FIRST: tl.constexpr = True
 ):
-    """cos1, cos2, sin1, sin2 in fp32, [., ., BLOCK] each; `offsets` [., ., 1 or BLOCK] of the tokens' rows."""
+    """cos1, cos2, sin1, sin2 in fp32, [., ., block_half] each; offsets: of tokens' rows, [., ., 1 or block_half]."""
     if ANGLES >= 2:
-        both = tl.arange(0, 2 * BLOCK)[None, None, :]
-        inside = mask & (both < 2 * HALF)
+        both = tl.arange(0, 2 * HEAD.block_half)[None, None, :]
+        inside = mask & (both < 2 * HEAD.half)
         cos = tl.load(Cos_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
-        cos1, cos2 = tl.split(tl.reshape(cos, [cos.shape[0], cos.shape[1], BLOCK, 2]))
+        cos1, cos2 = tl.split(tl.reshape(cos, [cos.shape[0], cos.shape[1], HEAD.block_half, 2]))
         if ANGLES == 3:
             sin1 = cos2
             sin2 = cos2
             cos2 = cos1
         else:
             sin = tl.load(Sin_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
-            sin1, sin2 = tl.split(tl.reshape(sin, [sin.shape[0], sin.shape[1], BLOCK, 2]))
+            sin1, sin2 = tl.split(tl.reshape(sin, [sin.shape[0], sin.shape[1], HEAD.block_half, 2]))
     else:
-        cols = tl.arange(0, BLOCK)[None, None, :]
-        inside = mask & (cols < HALF)
+        cols = tl.arange(0, HEAD.block_half)[None, None, :]
+        inside = mask & (cols < HEAD.half)
         if not HEADS_FIRST:  # one sum of offsets for cos and sin spares such tiles registers
             offsets = offsets + cols
             cols = 0
@@ -148,8 +176,8 @@ def load_angles(
         cos2 = cos1
         sin2 = sin1
         if ANGLES == 1:
-            cos2 = tl.load(Cos_ptr + offsets + cols + HALF, mask=inside, other=0.0).to(tl.float32)
-            sin2 = tl.load(Sin_ptr + offsets + cols + HALF, mask=inside, other=0.0).to(tl.float32)
+            cos2 = tl.load(Cos_ptr + offsets + cols + HEAD.half, mask=inside, other=0.0).to(tl.float32)
+            sin2 = tl.load(Sin_ptr + offsets + cols + HEAD.half, mask=inside, other=0.0).to(tl.float32)
     return cos1, cos2, sin1, sin2
 
 
@@ -164,39 +192,18 @@ def _rotary_kernel(
     Sin_ptr,
     OutQ_ptr,
     OutK_ptr,
-    Q_batch_stride,
-    Q_head_stride,
-    Q_token_stride,
-    K_batch_stride,
-    K_head_stride,
-    K_token_stride,
-    OutQ_batch_stride,
-    OutQ_head_stride,
-    OutQ_token_stride,
-    OutK_batch_stride,
-    OutK_head_stride,
-    OutK_token_stride,
-    cos_batch_stride,
-    cos_token_stride,
-    cos_plane_stride,
+    q_strides,
+    k_strides,
+    out_q_strides,
+    out_k_strides,
+    cos_strides,
     n_tokens,
     seq_len,
     n_q_heads,
     n_k_heads,
-    HALF: tl.constexpr,
-    PASS_THROUGH: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_PASS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    BATCH_ON_GRID: tl.constexpr,
-    ANGLES_PER_HEAD: tl.constexpr,
-    PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr,
-    ANGLES: tl.constexpr,
-    SECTION_0: tl.constexpr,
-    SECTION_1: tl.constexpr,
-    ALIGN: tl.constexpr,
+    HEAD: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -204,68 +211,63 @@ def _rotary_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program. All loads come before the first store, to
+    """BLOCK_T tokens x (BLOCK_H heads of q, block_k heads of k) a program. All loads come before the first store, to
     have the most bytes in flight.
 
-    K_ptr may be None. BATCH_ON_GRID: a program's tokens are of one batch, the grid's second axis, and n_tokens is its
-    number of tokens; else programs go over the tokens of all batches, at the price of a division. ANGLES_PER_HEAD:
-    every head loads the angles it needs. HEADS_FIRST: heads are the outermost dimension of a tile; where a program has
-    enough threads for its tokens, each thread then holds all heads of its columns, and their angles once. Else tokens
-    are outermost, as in memory. ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
+    K_ptr may be None. FORM: rotary.py's, of this direction. HEADS_FIRST: heads are the outermost dimension of a tile;
+    where a program has enough threads for its tokens, each thread then holds all heads of its columns, and their angles
+    once. Else tokens are outermost, as in memory.
     """
     wait_for_previous(DEPENDENT)
+    ALIGN: tl.constexpr = HEAD.align
     pid = tl.program_id(0)
-    tokens = (pid // HEAD_TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
-    if BATCH_ON_GRID:
+    tokens = (pid // TILES.head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if TILES.batch_on_grid:
         batch = tl.program_id(1).to(tl.int64)
         token = tokens.to(tl.int64)
     else:
         batch = (tokens // seq_len).to(tl.int64)
         token = (tokens % seq_len).to(tl.int64)
-    q_heads = (pid % HEAD_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
-    k_heads = (pid % HEAD_TILES) * BLOCK_K + tl.arange(0, BLOCK_K)
+    q_heads = (pid % TILES.head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
+    k_heads = (pid % TILES.head_tiles) * TILES.block_k + tl.arange(0, TILES.block_k)
     token_mask = of_tokens(tokens < n_tokens, HEADS_FIRST)
     q_mask = token_mask & of_heads(q_heads < n_q_heads, HEADS_FIRST)
     k_mask = token_mask & of_heads(k_heads < n_k_heads, HEADS_FIRST)
 
-    rows = row_offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN, HEADS_FIRST)
-    q1, q2, q3 = load_heads(Q_ptr + rows, q_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_HINT)
+    rows = row_offsets(batch, token, q_heads, q_strides, ALIGN, HEADS_FIRST)
+    q1, q2, q3 = load_heads(Q_ptr + rows, q_mask, HEAD, FORM.pairs_in, LOAD_HINT)
     if K_ptr is not None:
-        rows = row_offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN, HEADS_FIRST)
-        k1, k2, k3 = load_heads(K_ptr + rows, k_mask, HALF, PASS_THROUGH, BLOCK_HALF, BLOCK_PASS, PAIRS_IN, LOAD_HINT)
+        rows = row_offsets(batch, token, k_heads, k_strides, ALIGN, HEADS_FIRST)
+        k1, k2, k3 = load_heads(K_ptr + rows, k_mask, HEAD, FORM.pairs_in, LOAD_HINT)
 
-    angles = of_tokens(tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN), HEADS_FIRST)
-    if SECTION_1:
-        cols = tl.arange(0, BLOCK_HALF)
-        plane = (cols >= SECTION_0).to(tl.int64) + (cols >= SECTION_1).to(tl.int64)
-        angles = angles + tl.multiple_of(plane * cos_plane_stride, ALIGN)[None, None, :]
-    if ANGLES_PER_HEAD:
-        k_angles = per_head(angles, BLOCK_K, HEADS_FIRST)
+    angles = of_tokens(tl.multiple_of(batch * cos_strides.batch + token * cos_strides.token, ALIGN), HEADS_FIRST)
+    if FORM.section_1:
+        cols = tl.arange(0, HEAD.block_half)
+        plane = (cols >= FORM.section_0).to(tl.int64) + (cols >= FORM.section_1).to(tl.int64)
+        angles = angles + tl.multiple_of(plane * cos_strides.plane, ALIGN)[None, None, :]
+    if TILES.angles_per_head:
+        k_angles = per_head(angles, TILES.block_k, HEADS_FIRST)
         angles = per_head(angles, BLOCK_H, HEADS_FIRST)
-    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES, HEADS_FIRST)
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HEAD, FORM.angles, HEADS_FIRST)
     k_cos1, k_cos2, k_sin1, k_sin2 = cos1, cos2, sin1, sin2
-    if ANGLES_PER_HEAD and K_ptr is not None:
+    if TILES.angles_per_head and K_ptr is not None:
         k_cos1, k_cos2, k_sin1, k_sin2 = load_angles(
-            Cos_ptr, Sin_ptr, k_angles, token_mask, HALF, BLOCK_HALF, ANGLES, HEADS_FIRST
+            Cos_ptr, Sin_ptr, k_angles, token_mask, HEAD, FORM.angles, HEADS_FIRST
         )
 
-    out = OutQ_ptr + row_offsets(
-        batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN, HEADS_FIRST
-    )
+    out = OutQ_ptr + row_offsets(batch, token, q_heads, out_q_strides, ALIGN, HEADS_FIRST)
     q1, q2 = rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
-    store_heads(out, q1, q2, q3, q_mask, HALF, PASS_THROUGH, PAIRS_OUT)
+    store_heads(out, q1, q2, q3, q_mask, HEAD, FORM.pairs_out)
     if K_ptr is not None:
-        out = OutK_ptr + row_offsets(
-            batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN, HEADS_FIRST
-        )
+        out = OutK_ptr + row_offsets(batch, token, k_heads, out_k_strides, ALIGN, HEADS_FIRST)
         k1, k2 = rotate(k1, k2, k_cos1, k_cos2, k_sin1, k_sin2, BACKWARD)
-        store_heads(out, k1, k2, k3, k_mask, HALF, PASS_THROUGH, PAIRS_OUT)
+        store_heads(out, k1, k2, k3, k_mask, HEAD, FORM.pairs_out)
 
 
 @triton.jit
-def _element_offsets(batch, token, head, column, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
+def _element_offsets(batch, token, head, column, strides, ALIGN: tl.constexpr):
     """Strides are in units of ALIGN elements, so that the product shows its alignment: some compilers lose a hint."""
-    return (batch * batch_stride + head * head_stride + token * token_stride) * ALIGN + column
+    return (batch * strides.batch + head * strides.head + token * strides.token) * ALIGN + column
 
 
 @triton.jit
@@ -306,32 +308,20 @@ def _flat_rotary_kernel(
     Sin_ptr,
     OutQ_ptr,
     OutK_ptr,
-    Q_batch_stride,
-    Q_head_stride,
-    Q_token_stride,
-    K_batch_stride,
-    K_head_stride,
-    K_token_stride,
-    OutQ_batch_stride,
-    OutQ_head_stride,
-    OutQ_token_stride,
-    OutK_batch_stride,
-    OutK_head_stride,
-    OutK_token_stride,
-    cos_batch_stride,
-    cos_token_stride,
+    q_strides,
+    k_strides,
+    out_q_strides,
+    out_k_strides,
+    cos_strides,
     n_tokens,
     seq_len,
     n_q_heads,
     n_k_heads,
-    HALF: tl.constexpr,
-    PASS_THROUGH: tl.constexpr,
+    HEAD: tl.constexpr,
+    ANGLES: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     SEQUENCES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    IS_PAIRS: tl.constexpr,
-    SHARED_HALVES: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_HINT: tl.constexpr,
@@ -343,13 +333,14 @@ def _flat_rotary_kernel(
     element's partner is loaded too, which hits the first-level cache, so accesses stay 16 bytes wide. It is a kernel of
     its own because its tiles do not have the shape of a head.
 
-    q and k have at most GROUPS times HEADS heads, each a multiple of HEADS. Strides are in units of ALIGN elements.
-    K_ptr may be None. IS_PAIRS: a pair is (2i, 2i + 1), and Cos_ptr has its angle as a complex number; else a pair is
-    (i, i + HALF), and each element has its own cos and sin. SHARED_HALVES: both elements of a pair take the first's.
-    SEQUENCES: there is more than one sequence.
+    q and k have at most GROUPS times HEADS heads, each a multiple of HEADS. Strides are in units of HEAD.align
+    elements. K_ptr may be None. With complex ANGLES a pair is (2i, 2i + 1); else it is (i, i + HALF), and each element
+    has its own cos and sin, or with shared ones both take the first's. SEQUENCES: there is more than one sequence.
     """
     wait_for_previous(DEPENDENT)
-    WIDTH: tl.constexpr = 2 * HALF + PASS_THROUGH
+    HALF: tl.constexpr = HEAD.half
+    WIDTH: tl.constexpr = 2 * HALF + HEAD.pass_through
+    IS_PAIRS: tl.constexpr = ANGLES == 3
     pid = tl.program_id(0)
     first = (pid // GROUPS).to(tl.int64) * BLOCK_SIZE
     first_token = first // (HEADS * WIDTH)
@@ -366,15 +357,13 @@ def _flat_rotary_kernel(
     if SEQUENCES:
         batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
 
-    q_ptrs = Q_ptr + _element_offsets(batch, token, head, column, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN)
+    q_ptrs = Q_ptr + _element_offsets(batch, token, head, column, q_strides, HEAD.align)
     q, q_partner = _load_partners(q_ptrs, column, q_mask, HALF, IS_PAIRS, LOAD_HINT)
     if K_ptr is not None:
-        k_ptrs = K_ptr + _element_offsets(
-            batch, token, head, column, K_batch_stride, K_head_stride, K_token_stride, ALIGN
-        )
+        k_ptrs = K_ptr + _element_offsets(batch, token, head, column, k_strides, HEAD.align)
         k, k_partner = _load_partners(k_ptrs, column, k_mask, HALF, IS_PAIRS, LOAD_HINT)
 
-    angles = _element_offsets(batch, token, head, column, cos_batch_stride, 0, cos_token_stride, ALIGN)
+    angles = (batch * cos_strides.batch + token * cos_strides.token) * HEAD.align + column
     inside = mask & turned
     if IS_PAIRS:
         both = tl.load(Cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
@@ -382,11 +371,11 @@ def _flat_rotary_kernel(
         if BACKWARD:
             sin = -sin
     else:
-        if SHARED_HALVES:
+        if ANGLES == 0:
             angles -= (column >= HALF).to(tl.int32) * HALF
         cos = tl.load(Cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
         sin_ptrs = Sin_ptr + angles
-        if BACKWARD and not SHARED_HALVES:  # the transposed rotation: the partner's sin
+        if BACKWARD and ANGLES != 0:  # the transposed rotation: the partner's sin
             sin_ptrs += _partner(column, HALF)
         sin = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)
         if BACKWARD:
@@ -394,12 +383,8 @@ def _flat_rotary_kernel(
         else:
             sin = tl.where(column < HALF, -sin, sin)
 
-    out = OutQ_ptr + _element_offsets(
-        batch, token, head, column, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN
-    )
-    tl.store(out, _rotate_elements(q, q_partner, cos, sin, turned, IS_PAIRS, PASS_THROUGH), mask=q_mask)
+    out = OutQ_ptr + _element_offsets(batch, token, head, column, out_q_strides, HEAD.align)
+    tl.store(out, _rotate_elements(q, q_partner, cos, sin, turned, IS_PAIRS, HEAD.pass_through), mask=q_mask)
     if K_ptr is not None:
-        out = OutK_ptr + _element_offsets(
-            batch, token, head, column, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN
-        )
-        tl.store(out, _rotate_elements(k, k_partner, cos, sin, turned, IS_PAIRS, PASS_THROUGH), mask=k_mask)
+        out = OutK_ptr + _element_offsets(batch, token, head, column, out_k_strides, HEAD.align)
+        tl.store(out, _rotate_elements(k, k_partner, cos, sin, turned, IS_PAIRS, HEAD.pass_through), mask=k_mask)
