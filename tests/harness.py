@@ -101,6 +101,13 @@ def said(capsys: Any, *words: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def printed(capsys: Any, *words: str, code: int = 0) -> str:
+    """What `liger-hw` prints on standard output, or on standard error where it is to fail with a code."""
+    found, out, err = said(capsys, *words)
+    assert found == code, out + err
+    return err if code else out
+
+
 def team_words(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Both sums in one word, inverted, as `cooperative.publish` leaves them."""
     high, low = (t.float().view(torch.int32).long() for t in (first, second))

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from harness import printed
 from training import MODELS
 
 from liger_hw.autotune.models import Model, find
@@ -105,13 +106,11 @@ def test_the_width_and_the_number_of_experts_come_from_the_config():
 
 def test_the_command_prints_three_arms_and_what_it_does_not_know(capsys):
     command = ["estimate", "llama-3-8b", "--gpu", "h100", "--batch", "2", "--seq", "4k", "--gpus", "8", "--lora"]
-    assert main(command) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, *command)
     assert re.search(r"\+ liger_hw +[\d,]+ +\+\d+% +\d", text) and "Hugging Face" in text and "Liger 0.8.5" in text
     for words in ("h100 was not timed", "speed of LoRA", "more GPUs than the four timed"):
         assert words in " ".join(text.split())
-    assert main([*command, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["estimates"]) == 3
+    assert len(json.loads(printed(capsys, *command, "--json"))["estimates"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -119,10 +118,8 @@ def test_the_command_prints_three_arms_and_what_it_does_not_know(capsys):
 )
 def test_what_does_not_fit_is_said_with_the_plan_of_the_same_step(options, capsys):
     command = ["estimate", "qwen3-8b", "--gpu", "h100", "--batch", "4", "--seq", "8192", *options.split()]
-    assert main([*command, "--json"]) == 0
-    estimate = json.loads(capsys.readouterr().out)["estimates"][2]
-    assert main(command) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    estimate = json.loads(printed(capsys, *command, "--json"))["estimates"][2]
+    text = " ".join(printed(capsys, *command).split())
     plan = re.search(r"More than h100's 79 GiB: Hugging Face, Liger 0.8.5, liger_hw. `liger-hw (plan .*?)`", text)[1]
     assert "--memory 77GiB" in plan
     main([*plan.split(), "--json"])
@@ -131,8 +128,7 @@ def test_what_does_not_fit_is_said_with_the_plan_of_the_same_step(options, capsy
 
 
 def test_what_fits_names_no_plan_and_experts_have_one(capsys, tmp_path):
-    assert main(["estimate", "qwen3-8b", "--gpu", "mi300x", "--batch", "1", "--seq", "4096"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, "estimate", "qwen3-8b", "--gpu", "mi300x", "--batch", "1", "--seq", "4096")
     assert "More than" not in text and "none of its kernels has run there" in " ".join(text.split())
     experts = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
     experts |= {"num_hidden_layers": 32, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -144,5 +140,4 @@ def test_what_fits_names_no_plan_and_experts_have_one(capsys, tmp_path):
 
 def test_an_engine_without_several_gpus_is_refused(capsys):
     command = ["estimate", "llama-3-8b", "--gpu", "h200", "--batch", "2", "--seq", "4096", "--engine", "zero3"]
-    assert main(command) == 2
-    assert "--gpus" in capsys.readouterr().err
+    assert "--gpus" in printed(capsys, *command, code=2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import training
+from harness import printed
 
 import liger_hw
 from liger_hw.autotune import models
@@ -244,18 +245,15 @@ def test_layers_with_other_norms_are_refused(name, tmp_path, capsys):
     with pytest.raises(ValueError, match="one, two or four norms of the hidden size"):
         liger_hw.activations("80GiB", model)
     model.config.save_pretrained(tmp_path)
-    assert main(["plan", "--model", str(tmp_path), "--seq", "128"]) == 2
-    assert "norms of the hidden size" in capsys.readouterr().err
+    assert "norms of the hidden size" in printed(capsys, "plan", "--model", str(tmp_path), "--seq", "128", code=2)
 
 
 def test_the_dtype_of_a_model_with_kept_weights():
     """Not FP8, although its largest weights are."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1)
-    model = transformers.LlamaForCausalLM(config).bfloat16().requires_grad_(False)
-    liger_hw.float8(model, smallest=16, keep_frozen=True)
-    assert of_module(model, config, 2, 16).assumptions.dtype_bytes == 2
+    model = tiny_model(transformers.LlamaForCausalLM, hidden_size=64, intermediate_size=512).bfloat16()
+    liger_hw.float8(model.requires_grad_(False), smallest=16, keep_frozen=True)
+    assert of_module(model, model.config, 2, 16).assumptions.dtype_bytes == 2
 
 
 @pytest.mark.parametrize("float8", (False, True))
@@ -359,13 +357,9 @@ def test_eager_attention_leaves_a_margin_and_its_planned_mix_stays_within():
 )
 def test_the_attention_is_the_one_that_the_model_uses(implementation, window, attention):
     transformers = pytest.importorskip("transformers")
-    config = transformers.Gemma2Config(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=8
-    )
-    config.sliding_window = window
-    model = transformers.Gemma2ForCausalLM(config)
-    config._attn_implementation = implementation
-    assert of_module(model, config, 2, 16).attention == attention
+    model = tiny_model(transformers.Gemma2ForCausalLM, sliding_window=window)
+    model.config._attn_implementation = implementation
+    assert of_module(model, model.config, 2, 16).attention == attention
 
 
 @pytest.mark.parametrize("meshes", (1, 2))
@@ -378,9 +372,8 @@ def test_a_model_sharded_by_fsdp2_is_planned(meshes):
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
     from torch.distributed.tensor import Shard
 
-    config = transformers.LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    model = transformers.LlamaForCausalLM(config)
-    whole = of_module(model, config, 2, 16)
+    model = tiny_model(transformers.LlamaForCausalLM)
+    whole = of_module(model, model.config, 2, 16)
     dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
     try:
         mesh, options = dist.device_mesh.init_device_mesh("cpu", (4,)), {}
@@ -393,7 +386,7 @@ def test_a_model_sharded_by_fsdp2_is_planned(meshes):
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
-        sharded = of_module(model, config, 2, 16)
+        sharded = of_module(model, model.config, 2, 16)
     finally:
         dist.destroy_process_group()
     assert sharded.assumptions.shards == 4 and replace(sharded.model, name=whole.model.name) == whole.model
@@ -404,8 +397,7 @@ def test_a_model_sharded_by_fsdp2_is_planned(meshes):
 def test_a_model_of_deepspeed_is_planned(stage):
     """Stage and devices are read from what DeepSpeed puts on parameters."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model = tiny_model(transformers.LlamaForCausalLM).bfloat16()
     group = types.SimpleNamespace(size=lambda: 4)
     for p in model.parameters():
         if stage == 3:
@@ -413,7 +405,7 @@ def test_a_model_of_deepspeed_is_planned(stage):
             p.data = p.data.new_empty(0)
         else:
             p._zero_optimizer, p._dp_group = types.SimpleNamespace(partition_gradients=stage == 2), group
-    assumptions = of_module(model, config, 2, 16).assumptions
+    assumptions = of_module(model, model.config, 2, 16).assumptions
     assert (assumptions.engine, assumptions.shards) == (f"zero{stage}", 4)
     assert (assumptions.trainable, assumptions.dtype_bytes) == (1, 2)
 
@@ -560,17 +552,14 @@ def test_the_longest_sequence():
 
 def test_plan_command_of_the_longest(capsys):
     arguments = ["plan", "--model", "llama-3-8b", "--seq", "max", "--memory", "137GiB", "--host-memory", "100GiB"]
-    assert main(arguments) == 0
-    alone = capsys.readouterr().out
+    alone = printed(capsys, *arguments)
     assert re.search(r'activations=\["offload"\] \* \d+ \+ \["tiled"\] \* \d+\)', alone)
     assert "What grows at `tiled` and `offload` during a layer's backward, in KiB a token: norm output" in alone
     assert "expandable_segments:True python train.py" in alone and "accelerate" not in alone
-    assert main([*arguments, "--gpus", "4", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(printed(capsys, *arguments, "--gpus", "4", "--json"))
     assert {row["seq"] for row in rows} == {rows[0]["seq"]} and rows[0]["seq"] > 1 << 20
     assert rows[-1]["peak_bytes"] <= 137 * GIB and 0 < rows[-1]["host_bytes"] <= 100 * GIB
-    assert main([*arguments, "--gpus", "4"]) == 0
-    several = capsys.readouterr().out
+    several = printed(capsys, *arguments, "--gpus", "4")
     assert "context_parallel" in several.replace("\n", " ") and "context_parallel" not in alone
     assert several.endswith("expandable_segments:True \\\n              torchrun --nproc-per-node 4 train.py\n")
     assert main([*arguments, "--gpus", "4", "--engine", "zero3"]) == 0
@@ -579,27 +568,21 @@ def test_plan_command_of_the_longest(capsys):
     assert "--zero_stage" in launch and "--parallelism_config_sp_size" in launch
     tokens = [int(re.search(r"batch 1 x (\d+)", text)[1]) for text in (alone, several)]
     assert tokens[1] > 4 * tokens[0], "parameters are shared too"
-    assert main([*arguments, "--gpus", "3"]) == 2
-    assert "3 devices cannot share its 32 heads" in capsys.readouterr().err
+    assert "3 devices cannot share its 32 heads" in printed(capsys, *arguments, "--gpus", "3", code=2)
     assert main([*arguments, "--engine", "zero3"]) == 2
     assert "--engine zero3 divides the state over several devices" in capsys.readouterr().err
-    assert main([*arguments[:5], "--memory", "80GiB", "140GiB"]) == 2
-    assert "--seq max takes one --memory" in capsys.readouterr().err
-    assert main([*arguments[:-1], "much"]) == 2
-    assert "--host-memory 'much' is no size" in capsys.readouterr().err
+    assert "--seq max takes one --memory" in printed(capsys, *arguments[:5], "--memory", "80GiB", "140GiB", code=2)
+    assert "--host-memory 'much' is no size" in printed(capsys, *arguments[:-1], "much", code=2)
 
 
 def test_plan_prints_how_to_launch_what_fits_one_memory(capsys):
     """Ranks that share the model's state alone do not share a sequence; several memories have several answers."""
     arguments = ["plan", "--model", "llama-3-8b", "--seq", "64k", "--memory", "77GiB"]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.endswith("expandable_segments:True python train.py\n")
-    assert main([*arguments, "--gpus", "8"]) == 0
-    *_, levels, _, launch = capsys.readouterr().out.splitlines()
+    assert printed(capsys, *arguments).endswith("expandable_segments:True python train.py\n")
+    *_, levels, _, launch = printed(capsys, *arguments, "--gpus", "8").splitlines()
     assert levels == 'In train.py:  liger_hw.patch(model, activations=["keep"] * 32)'
     assert launch.endswith("torchrun --nproc-per-node 8 train.py")
-    assert main([*arguments, "--shards", "8", "--engine", "zero3"]) == 0
-    launch = " ".join(capsys.readouterr().out.replace("\\\n", "").split())
+    launch = " ".join(printed(capsys, *arguments, "--shards", "8", "--engine", "zero3").replace("\\\n", "").split())
     assert launch.endswith("--num_processes 8 --mixed_precision bf16 --use_deepspeed --zero_stage 3 train.py")
     assert main([*arguments, "900GiB"]) == 0 and "Launch:" not in capsys.readouterr().out
     assert main([*arguments[:-1], "1GiB"]) == 1 and "Launch:" not in capsys.readouterr().out
@@ -651,13 +634,11 @@ def test_what_plan_refuses_and_by_which_names_it_knows_a_model(capsys, tmp_path)
 
 def test_plan_command(capsys):
     arguments = ["plan", "--model", "mistral-7b", "--batch", "4", "--seq", "4096"]
-    assert main([*arguments, "--memory", "75GiB"]) == 0
-    table = capsys.readouterr().out
+    table = printed(capsys, *arguments, "--memory", "75GiB")
     assert "cheap x32                  88.0      98.9%" in table
     assert "75GiB         mlp x15, cheap x17" in table
     assert "Assumed: parameters in bf16/fp16" in table and "flash attention" in table
-    assert main([*arguments, "--memory", "61GiB", "--json"]) == 0
-    rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["setting"]: row for row in json.loads(printed(capsys, *arguments, "--memory", "61GiB", "--json"))}
     assert set(LEVELS) < set(rows) and rows["61GiB"]["peak_bytes"] <= 61 * GIB
     assert rows["default"]["levels"] == ["keep"] * 31 + ["cheap"]
     assert rows["cheap"]["peak_bytes"] < rows["default"]["peak_bytes"] < rows["keep"]["peak_bytes"]
@@ -666,8 +647,7 @@ def test_plan_command(capsys):
         r"20GiB: mistral-7b at 4 x 4096 needs ([\d.]+) GiB even with (full|tiled|offload)", capsys.readouterr().out
     )
     assert least and 52 < float(least[1]) <= 56.2
-    assert main([*arguments, "--memory", "lots"]) == 2
-    assert "--memory 'lots' is no size; write it as 80GiB" in capsys.readouterr().err
+    assert "--memory 'lots' is no size; write it as 80GiB" in printed(capsys, *arguments, "--memory", "lots", code=2)
     for wrong in ("--trainable=-1", "--trainable=0", "--trainable=2", "--trainable=nan"):
         assert main([*arguments, wrong]) == 2, "no plan of -7 GiB"
         assert "is not a share; write a number above 0, at most 1" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from harness import printed
 
 from liger_hw.cli import main
 
@@ -12,8 +13,7 @@ pytestmark = pytest.mark.aot
 
 
 def test_table(capsys):
-    assert main(["compile", "--target", "gfx942", "--ops", "softmax", "--workers", "1", "--depth", "quick"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "compile", "--target", "gfx942", "--ops", "softmax", "--workers", "1", "--depth", "quick")
     assert "softmax.fwd" in out and "softmax.bwd" in out and out.strip().endswith("0 with spills")
 
 
@@ -32,8 +32,7 @@ def test_lines_and_progress(capsys, monkeypatch):
 
 def test_evidence(capsys):
     what = ["--target", "sm90,gfx1100", "--ops", "softmax", "--dtype", "fp32", "--depth", "quick"]
-    assert main(["compile", *what, "--json", "--workers", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, "compile", *what, "--json", "--workers", "1"))
     assert found["kind"] == "certificates" and found["targets"] == ["sm90", "gfx1100"] and found["ops"] == ["softmax"]
     assert found["triton"] and found["date"] and found["depth"] == "quick"
     records = found["certificates"]
@@ -79,5 +78,4 @@ def test_depths():
     ],
 )
 def test_refusals(capsys, argv, complaint):
-    assert main(["compile", *argv]) == 2
-    assert complaint in capsys.readouterr().err
+    assert complaint in printed(capsys, "compile", *argv, code=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import static_regret
+from harness import printed
 
 from liger_hw import registry
 from liger_hw.autotune import static
@@ -288,7 +289,6 @@ def test_an_interrupted_command_shows_what_it_has(capsys, clean_registry, monkey
 @pytest.mark.aot
 def test_a_budget_is_shared_among_architectures_and_said_once(capsys, clean_registry, monkeypatch):
     from liger_hw.backends import backend
-    from liger_hw.cli import main
 
     given = []
 
@@ -298,8 +298,7 @@ def test_a_budget_is_shared_among_architectures_and_said_once(capsys, clean_regi
             yield Result(job, note=OUT_OF_BUDGET)
 
     monkeypatch.setattr(static.StaticTuner, "run", run)
-    assert main(["autotune", "--device", "xpu", "--ops", "relu_squared", "--budget", "100"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "autotune", "--device", "xpu", "--ops", "relu_squared", "--budget", "100")
     archs = len(backend("xpu").known_archs())
     assert len(given) == archs and given[0] <= 100 / archs < given[-1]
     assert out.count("relu_squared") == 0 and "were not begun: the budget of 100 s is spent" in out
@@ -308,15 +307,13 @@ def test_a_budget_is_shared_among_architectures_and_said_once(capsys, clean_regi
 @pytest.mark.aot
 def test_candidates_are_dropped_and_kernels_fail(capsys, clean_registry, monkeypatch):
     """One word for each in the lines, the table and the last line: else "11 failed" stands above "0 failed"."""
-    from liger_hw.cli import main
 
     def run(tuner, jobs, budget):
         for job in jobs:
             yield Result(job, heuristic_us=2.0, winner_us=2.0, tried=22, failed=11, evidence={"kernels": {}})
 
     monkeypatch.setattr(static.StaticTuner, "run", run)
-    assert main(["autotune", "--device", "bmg", "--ops", "relu_squared", "--shapes", "4096x4096"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "autotune", "--device", "bmg", "--ops", "relu_squared", "--shapes", "4096x4096")
     assert "22 tried (11 of them dropped)" in out and "of 2 kernels and keys 0 stored, 0 failed" in out
     assert out.count("failed") == 1
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import said
+from harness import printed, said
 
 from liger_hw import registry
 from liger_hw.autotune import lock, store, tables
@@ -47,8 +47,7 @@ def test_plan_refuses_more_layers_and_more_memory_than_there_are(capsys):
     words = ["plan", "--model", "mistral-7b", "--batch", "1", "--seq", "8"]
     code, _, err = said(capsys, *words, "--memory", "1GiB", "--layers", "2000000000")
     assert code == 2 and f"at most {planner.MOST_LAYERS}" in err
-    code, _, err = said(capsys, *words, "--memory", f"{'9' * 400}GiB")
-    assert code == 2 and "is no size" in err
+    assert "is no size" in printed(capsys, *words, "--memory", f"{'9' * 400}GiB", code=2)
 
 
 @pytest.mark.parametrize("architectures", [5, [1, None], ["pipeline"], ["set_seed", "Trainer"]])

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from liger_hw.compat.orpo_trainer import _FusedORPO, _head_and_hidden
-from liger_hw.transformers.tiny import tiny_config
+from liger_hw.transformers.tiny import tiny_model
 
 IDS = torch.arange(4, 16).view(2, 6)
 MASK = torch.ones_like(IDS)
@@ -17,8 +17,7 @@ def _model(family, **chosen):
     model_class = getattr(transformers, f"{family}ForCausalLM", None)
     if model_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    torch.manual_seed(0)
-    return model_class(tiny_config(getattr(transformers, f"{family}Config"), **chosen)).eval()
+    return tiny_model(model_class, **chosen).eval()
 
 
 @pytest.mark.parametrize(("family", "chosen"), [("Llama", {}), ("OPT", {}), ("Granite", {"logits_scaling": 1.0})])
