@@ -235,10 +235,12 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
 
     def field(*names: str, default: int | None = None, least: int = 1) -> int:
         for one in names:
-            if type(value := config.get(one)) is int:
-                if not least <= value < 2**31:
-                    shown = str(value)[:20]
-                    raise ValueError(f"{name}: the config's {one} is {shown}; a size is from {least} to 2**31 - 1")
+            value = config.get(one)
+            is_size = type(value) is int and least <= value < 2**31
+            if type(value) in (int, float, str) and not is_size:
+                shown, sizes = repr(value)[:20], f"a size is a whole number from {least} to 2**31 - 1"
+                raise ValueError(f"{name}: the config's {one} is {shown}; {sizes}")
+            if is_size:
                 return value
         if default is None:
             raise ValueError(f"{name}: the config has no {' or '.join(names)}")
