@@ -51,6 +51,9 @@ class ModelView:
     view in a view.
     """
 
+    def __new__(cls, module: nn.Module, name: str, value: Any) -> "ModelView":
+        return object.__new__(cls if torch.compiler.is_compiling() else _view_class(type(module)))
+
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         object.__setattr__(self, "_viewed", module)
         object.__setattr__(self, name, value)
@@ -77,6 +80,20 @@ class ModelView:
 
     def __delattr__(self, name: str) -> None:
         delattr(self._viewed, name)
+
+
+class _ViewType(type):
+    """The type of a view has the attributes of the viewed module's type: `type(self).CONSTANT` in its forward."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name == "viewed_type":
+            raise AttributeError(name)
+        return getattr(cls.viewed_type, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _view_class(viewed_type: type) -> type:
+    return _ViewType(viewed_type.__name__, (ModelView,), {"viewed_type": viewed_type})
 
 
 def viewed_with(model: nn.Module, path: str, head: "OutputHead") -> ModelView:

@@ -332,7 +332,7 @@ def test_a_forward_that_returns_another_kind(mistral, batch, calls, kind):
         SCALE = 2.0
 
         def forward(self, input_ids, labels=None):
-            self.seen = self.SCALE
+            self.seen = type(self).SCALE
             outputs = super().forward(input_ids=input_ids, labels=labels)
             outputs.logits = outputs.logits * self.seen
             del self.seen
