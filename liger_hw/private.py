@@ -1,7 +1,7 @@
 """All private interfaces of torch that the code uses, each with the reason why no public one will do. The code takes
 them only from here (`tests/test_structure.py`).
 
-A name that a version of torch lacks has None in its place. The list of other files is at the end.
+A name that a build of torch lacks has None in its place. The list of other files is at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import _C
 from torch.nn.modules import module as _module
+
+if torch.__version__ < "2.8.dev":
+    raise ImportError(f"liger_hw needs torch 2.8 or newer, this is {torch.__version__}")
 
 # for calls of operators
 has_transforms = _C._are_functorch_transforms_active  # such calls are refused: checked in every call
@@ -22,17 +25,17 @@ without_torch_function = _C.DisableTorchFunctionSubclass  # in a subclass's own 
 refuses_data_ptr = _C._set_throw_on_mutable_data_ptr  # a tensor without memory must raise when asked for its address
 
 # for autograd
-keeps_graph = getattr(_C._autograd, "_get_current_graph_task_keep_graph", None)  # whether a backward may run again
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # whether a backward may run again
 graph_task = _C._current_graph_task_id  # whether autograd runs a backward now
 has_forward_gradients = _C._is_fwd_grad_enabled  # False only inside an autograd.Function
-hooks_on_top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)  # ours or another's; since torch 2.8
+hooks_on_top = _C._autograd._top_saved_tensors_default_hooks  # ours or another's
 allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled  # False where a program disabled them
 
 # for libraries and devices
 assert_async = torch._assert_async  # an assertion on the device without waiting for it
 integer_matmul = torch._int_mm  # int8 times int8 to int32 by the vendor's library
-scaled_matmul = getattr(torch, "_scaled_mm", None)  # torch has no other product in FP8
-grouped_matmul = getattr(torch, "_grouped_mm", None)  # several products in one launch by the vendor's library
+scaled_matmul = torch._scaled_mm  # torch has no other product in FP8
+grouped_matmul = torch._grouped_mm  # several products in one launch by the vendor's library
 current_device = getattr(_C, "_cuda_getDevice", None)  # at every launch, without torch.cuda's own checks
 current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)  # a handle at every launch, without a Stream object
 

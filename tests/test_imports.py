@@ -68,6 +68,20 @@ except ImportError as error:
     assert int(count) >= 6 and "need Triton" in message and "liger_hw[rocm]" in message
 
 
+@pytest.mark.parametrize(
+    ("package", "version", "use", "message"),
+    [
+        ("torch", "2.7.1", "import liger_hw; liger_hw.patch", "needs torch 2.8 or newer, this is 2.7.1"),
+        ("triton", "3.3.1", "from liger_hw.runtime.triton_import import *; require()", "need Triton 3.4 or newer"),
+    ],
+)
+def test_an_older_release_is_refused_by_its_version(package, version, use, message):
+    pytest.importorskip(package)
+    pretend = f"import {package} as old; old.__version__ = type(old.__version__)({version!r})"
+    code = f"{pretend}\ntry:\n    {use}\nexcept ImportError as error:\n    print(error)"
+    assert message in _python(code)
+
+
 def test_kernels_have_the_same_digests_without_triton(monkeypatch):
     """Else a machine without Triton could not say whether a kernel has changed."""
     pytest.importorskip("triton")

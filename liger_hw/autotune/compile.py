@@ -394,7 +394,7 @@ def driver_stub(target: Any, purpose: str = "") -> Iterator[Any]:
     stub = SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: number, get_current_stream=lambda device: 0
     )
-    slot = "_active" if "_active" in vars(driver) else "active"  # the latter in older releases
+    slot = "_active" if "_active" in vars(driver) else "active"  # the latter in Triton 3.4
     before = vars(driver)[slot]
     driver.set_active(stub)
     try:

@@ -117,7 +117,7 @@ def _exit_code(argv: list[str]) -> int:
     except Exception as error:
         message = printable(_one_line(error))
         no_memory = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in message  # torch's, GPU or CPU
-        if no_memory or isinstance(error, (OSError, MemoryError, UnicodeError, RecursionError)):
+        if no_memory or isinstance(error, (ImportError, OSError, MemoryError, UnicodeError, RecursionError)):
             return _report(argv, message, 2)
         if env.LIGER_HW_DEBUG:
             traceback.print_exc()

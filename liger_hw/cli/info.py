@@ -122,7 +122,14 @@ def triton_facts() -> dict[str, Any]:
         )
     elif imported and not providers:
         warning = "triton imports, but no installed distribution provides it (a source tree on PYTHONPATH?)"
-    elif not imported and providers:
+    elif imported:
+        from ..runtime import triton_import
+
+        try:
+            triton_import.require()
+        except ImportError as problem:  # an older release than the kernels need
+            warning = str(problem)
+    elif providers:
         warning = f"{providers[0]['name']} is installed, but `import triton` fails. Reinstall it."
     return {"version": imported, "error": error, "distributions": providers, "warning": warning}
 

@@ -186,10 +186,6 @@ class Choice:
     def __init__(self, setting: Any, count: int, config: Any) -> None:
         self.setting, self.planning, self.config = setting, is_budget(setting), config
         self.levels = ("keep",) * count if self.planning else level_of_each(setting, count)
-        if not recipes.supported() and setting in CHECKPOINTED:
-            self.levels = (setting,) * count
-        elif not recipes.supported() and {"cheap", "mlp"} & set(self.levels):
-            recipes.Scope(recipes.CHEAP)  # raises with the reason
         self.prediction: Prediction | None = None
         self.planned_for: tuple[int, int] | None = None
 
@@ -383,11 +379,9 @@ def put_on(
 def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]) -> None:
     """Put the last layer of a live model, or of every model of the classes of samples, at `cheap`.
 
-    Does nothing, without a row in the report, before torch 2.8, if there are no layers, if the layer has a level or
-    another forward already, or, for classes, if the layer's class is another family's or has no `layer_idx`.
+    Does nothing, without a row in the report, if there are no layers, if the layer has a level or another forward
+    already, or, for classes, if the layer's class is another family's or has no `layer_idx`.
     """
-    if not recipes.supported():
-        return
     for sample in samples if model is None else (model,):
         try:
             layer = layers_of(sample)[-1]

@@ -411,7 +411,7 @@ def owns_outputs(*projections: torch.nn.Module) -> bool:
         if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
             return False
     _, after_forward, _, after_backward = hooks_on_every_module
-    if after_forward or after_backward or not supported():
+    if after_forward or after_backward:
         return False
     return all([_is_plain(module) for module in projections])
 
@@ -442,11 +442,6 @@ class Scope:
     __slots__ = ("may", "left_out")
 
     def __init__(self, may: int) -> None:
-        if may != KEEP and not supported():
-            raise RuntimeError(
-                f"activations: levels cheap and mlp need torch 2.8 or newer, this is {torch.__version__}: an older "
-                "torch does not say whether other saved-tensor hooks are in use; use keep or full"
-            )
         self.may, self.left_out = may, 0
 
     def __enter__(self) -> "Scope":
@@ -506,14 +501,9 @@ def run_tileable_by(tiles: Callable[..., torch.Tensor] | None) -> Callable[..., 
     return before
 
 
-def supported() -> bool:
-    """Whether recipes work with this torch."""
-    return hooks_on_top is not None
-
-
 def innermost_hooks() -> Any:
-    """This thread's innermost saved-tensor hooks; None if there are none, or this torch cannot tell."""
-    return hooks_on_top(True) if supported() else None
+    """This thread's innermost saved-tensor hooks; None if there are none."""
+    return hooks_on_top(True)
 
 
 def inside_foreign_hooks() -> bool:

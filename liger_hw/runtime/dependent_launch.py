@@ -16,7 +16,7 @@ from ..ops import Key
 from .triton_import import tl, triton
 
 _CAN = hasattr(tl, "target_info")
-"""Whether Triton has what it needs (from 3.5 on)."""
+"""Whether Triton's functions for it work: those of 3.4 raise a TypeError."""
 
 
 def is_small(elements: int) -> bool:
@@ -29,21 +29,12 @@ def is_small_launch(key: Key) -> bool:
     return is_small(key[0] << key[1])
 
 
-if _CAN:
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Wait until all earlier launches have ended and their writes are visible, then allow the next launch to start.
 
-    @triton.jit
-    def wait_for_previous(DEPENDENT: tl.constexpr):
-        """Wait until all earlier launches have ended and their writes are visible, then allow the next launch to start.
-
-        In this order, because a kernel of other code may read, before it waits, what this launch does not write.
-        """
-        if DEPENDENT:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-
-else:  # older releases lack these functions, and fail on their names even where DEPENDENT is False
-
-    @triton.jit
-    def wait_for_previous(DEPENDENT: tl.constexpr):
-        """Nothing: no launch is DEPENDENT (see `is_small`)."""
-        tl.static_assert(not DEPENDENT)
+    In this order, because a kernel of other code may read, before it waits, what this launch does not write.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

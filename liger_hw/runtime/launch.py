@@ -38,16 +38,15 @@ _CONFIG_WORDS = (
     "ooperative launch",  # more programs than can be resident
     "operation not supported",  # a device without that launch
 )
-_DEVICE_ERRORS = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()  # since torch 2.8
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # a limit on the first table, for row counts that never repeat
 _tensor_counts: dict[int, int] = {}
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 _interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the current launch in globals
-_VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
-_runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
-CAN_BE_FAST = _runtime is not None and current_device is not None and current_stream is not None
-"""False for Triton before 3.4, which has another launcher (and no knobs): every launch is then an ordinary one."""
+_VERSION = ".".join(triton.__version__.split(".")[:2]) if AVAILABLE else ""
+_runtime = triton.knobs.runtime
+CAN_BE_FAST = AVAILABLE and current_device is not None and current_stream is not None
+"""False without Triton, and for builds of torch without CUDA or ROCm: every launch is then an ordinary one."""
 
 
 class LaunchFailed(RuntimeError):
@@ -80,7 +79,7 @@ def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.T
 def _call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
     try:
         return routine.run(*args)
-    except (torch.OutOfMemoryError, *_DEVICE_ERRORS) as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         _raise(plan, error)
     except RuntimeError as error:
         raise LaunchFailed(plan, error) from error

@@ -531,10 +531,10 @@ def _may_overwrite(saved: tuple[torch.Tensor, ...]) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether this backward may run again over the same saved tensors: with retain_graph, while torch.compile traces,
-    and if this version of torch cannot tell.
+    """Whether this backward may run again over the same saved tensors: with retain_graph, and while torch.compile
+    traces.
 
     A captured graph keeps the flag of its capture: to replay a backward twice per forward, capture it with
     retain_graph.
     """
-    return torch.compiler.is_compiling() or keeps_graph is None or keeps_graph()
+    return torch.compiler.is_compiling() or keeps_graph()

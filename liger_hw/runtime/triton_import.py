@@ -1,4 +1,4 @@
-"""Triton, or a stand-in that lets kernel files be imported where Triton is not installed.
+"""Triton, or a stand-in that lets kernel files be imported where Triton is not installed, or too old.
 
 Kernel files write `from ...runtime.triton_import import tl, triton`. Without Triton every op still runs its reference
 on CPU tensors; launching a kernel raises with what to install.
@@ -45,6 +45,9 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra import libdevice
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
+        raise ImportError(f"this is {triton.__version__}")
 except ImportError as error:
     _reason = str(error)
 
@@ -60,6 +63,6 @@ def require() -> None:
     """Raise `ImportError` that says what to install when kernels cannot be launched."""
     if not AVAILABLE:
         raise ImportError(
-            f"liger_hw's kernels need Triton ({_reason}). Install the build your torch wheel asks for: "
+            f"liger_hw's kernels need Triton 3.4 or newer ({_reason}). Install the build your torch wheel asks for: "
             "pip install 'liger_hw[cuda]', 'liger_hw[rocm]' or 'liger_hw[xpu]'"
         )

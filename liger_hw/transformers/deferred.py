@@ -80,12 +80,12 @@ def inside_a_function() -> bool:
     """Whether this runs in an autograd.Function, whose results must be tensors to have a gradient: in its forward,
     which alone switches forward-mode gradients off as well, or in its backward, as the second forward of a checkpoint
     with use_reentrant=True. The second forward of any other checkpoint saves tensors under hooks, and must save those
-    of the first; torch before 2.8 does not tell which it is, and a backward is then taken for that.
+    of the first.
     """
     if torch.compiler.is_compiling():
         return False
     if graph_task() != -1:
-        return recipes.supported() and recipes.innermost_hooks() is None
+        return recipes.innermost_hooks() is None
     return not has_forward_gradients() and not torch.is_inference_mode_enabled()
 
 

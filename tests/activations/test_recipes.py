@@ -198,20 +198,6 @@ def test_scopes_nest_and_survive_exceptions():
     assert recipes.hooks_on_top(True) is None
 
 
-def test_older_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(recipes, "hooks_on_top", None)
-    with pytest.raises(RuntimeError, match="need torch 2.8 or newer, this is .*; use keep or full"):
-        liger_hw.activations("cheap")
-    model = Decoder(count=2)
-    expected = gradients(model, contextlib.nullcontext())
-    for level in ("keep", "full"):
-        with liger_hw.activations(level, model) as dial:
-            assert dial.levels == (level,) * 2
-            assert identical(gradients(model, contextlib.nullcontext()), expected)
-    with pytest.raises(RuntimeError, match="need torch 2.8"):
-        liger_hw.activations("mlp", model)
-
-
 # -- changed in place ------------------------------------------------------------------------------------------------
 
 

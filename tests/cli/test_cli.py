@@ -216,6 +216,11 @@ def test_a_broken_triton_is_warned_of(installed):
     assert "fails" in installed({"triton": "3.7.1"}, imports=None)["warning"]
 
 
+def test_an_older_triton_is_warned_of():
+    script = "import triton; triton.__version__ = '3.3.1'; from liger_hw.cli import main; main(['info'])"
+    assert "need Triton 3.4 or newer (this is 3.3.1)" in python("-c", script)
+
+
 def test_info_runs_without_triton_and_transformers():
     script = (
         "import sys; sys.modules['triton'] = sys.modules['transformers'] = None;"

@@ -23,9 +23,6 @@ from liger_hw.transformers import replacing  # noqa: E402
 from liger_hw.transformers.report import patched_parts  # noqa: E402
 from liger_hw.transformers.tiny import tiny_config  # noqa: E402
 
-if not recipes.supported():
-    pytest.skip("recipes need torch 2.8", allow_module_level=True)
-
 IDS = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(1))
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "olmo2": "Olmo2", "qwen3": "Qwen3", "granite": "Granite"}
 KEEP = {"activations": "keep"}
@@ -175,15 +172,6 @@ def test_small_inputs_keep_everything(classes, monkeypatch, recomputed):
             recomputed.clear()
             step(model)
             assert recomputed.count("swiglu_fwd") == 1
-
-
-@both
-def test_before_torch_2_8_it_is_not_there(classes, monkeypatch, recomputed):
-    monkeypatch.setattr(recipes, "hooks_on_top", None)
-    model = tiny()
-    with patched(model, classes=classes) as report:
-        assert "at cheap by default" not in str(report)
-        assert step(model) and not recomputed
 
 
 @both

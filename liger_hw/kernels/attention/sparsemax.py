@@ -92,8 +92,9 @@ def _sparsemax_fwd_kernel(
             inside = z > tau
             support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
             tau = tl.div_rn(tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0, support)
-            shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0  # a number, for the loop
+            n_shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0)
             count = support
+            shrinking = n_shrinking > 0  # last: Triton 3.4 fails where a carried value follows the condition
         y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
         store_row(y_ptrs, _above(z, tau), exist, pad, n_cols, VECTOR)
 

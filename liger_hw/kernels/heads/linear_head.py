@@ -664,10 +664,10 @@ _fp32_result: dict[str, bool] = {}
 """Device type -> whether torch multiplies 16-bit matrices into an fp32 one there (torch.mm's out_dtype)."""
 
 
-def _is_unsupported(error: Exception) -> bool:
-    """Whether torch refused before anything ran: an older torch, or a device without such a GEMM."""
+def _is_unsupported(error: RuntimeError) -> bool:
+    """Whether torch refused before anything ran, on a device without such a GEMM."""
     messages = "out_dtype", "output type float is not supported"  # the latter with ROCm before torch 2.10
-    return isinstance(error, (TypeError, NotImplementedError)) or any(words in str(error) for words in messages)
+    return isinstance(error, NotImplementedError) or any(words in str(error) for words in messages)
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
@@ -685,7 +685,7 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool
             else:
                 torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
             return
-        except (TypeError, NotImplementedError, RuntimeError) as error:
+        except RuntimeError as error:
             if not _is_unsupported(error):
                 raise
             _fp32_result[kind] = False

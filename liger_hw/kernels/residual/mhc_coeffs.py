@@ -187,8 +187,9 @@ def _places(tile, n_rows, n_streams, TOKENS: tl.constexpr, STREAMS: tl.constexpr
 def _logits(Mix_ptr, B_ptr, Alpha_ptr, at, group_at, mask):
     """(mix, alpha * mix + b); at: offsets in Mix, group_at: offsets in b."""
     mix = tl.load(Mix_ptr + at, mask=mask, other=0.0)
-    alpha = tl.load(Alpha_ptr).to(tl.float32)
-    return mix, alpha * mix + tl.load(B_ptr + group_at, mask=mask, other=0.0).to(tl.float32)
+    scaled = tl.load(Alpha_ptr).to(tl.float32) * mix
+    b_ptrs = tl.broadcast_to(B_ptr + group_at, mask.shape)  # Triton 3.4 does not broadcast pointers to the mask
+    return mix, scaled + tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

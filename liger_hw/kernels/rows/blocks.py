@@ -8,7 +8,7 @@ Rows that begin anywhere are laid out as row.py says: position p of a row's bloc
 rows that are VECTOR apart, which have the same pad, so that its weights and the sums of its columns stay in place.
 
 The device functions take None for a second block that does not exist, or for a tensor that is not there, and return
-None for it. They never return None in a tuple, and take no tuples: these work from Triton 3.7 and 3.3 on.
+None for it. They never return None in a tuple, which works from Triton 3.7 on.
 """
 
 from __future__ import annotations
