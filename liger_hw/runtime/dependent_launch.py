@@ -16,7 +16,7 @@ from ..ops import Key
 from .triton_import import tl, triton
 
 _CAN = hasattr(tl, "target_info")
-"""Whether Triton's functions for it work: those of 3.4 raise a TypeError."""
+"""Whether Triton has it: the functions for it in 3.4 raise a TypeError."""
 
 
 def is_small(elements: int) -> bool:
