@@ -26,7 +26,6 @@ from ...runtime.operator import cdiv, define, empty_like, launch, row_major, row
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
 from ..rows.row import (
-    LINE,
     align_down,
     body_start,
     body_width,
@@ -267,7 +266,7 @@ def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.
     args = (*tensors, stride, n_rows, n_cols, n_tiles)
     whole_rows_kernel, looped_kernel = tunable.kernels
     if block < n_cols:
-        vector = row_vector(*tensors, unit=LINE)
+        vector = row_vector(*tensors)
         launch(plan, looped_kernel, grid, args, (*flags, vector))
         return
     one_tile = grid[0] == n_tiles <= 4 * plan.target.multiprocessors

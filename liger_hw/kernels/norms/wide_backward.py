@@ -15,7 +15,7 @@ from ...runtime.triton_import import tl, triton
 from ..rows.blocks import load_scale
 
 NARROWEST_SHARED = 16384
-"""Columns from which a row with two gradients is shared; with one, from twice as many."""
+"""Columns from which a row is shared; of 16 bits with one gradient, from twice as many."""
 
 
 @triton.jit
@@ -129,9 +129,10 @@ def wide_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
     """Tiles of 4096 bytes and two warps, as many programs as registers hold with `grads` rows of gradients in them.
 
     None where a row is not shared between programs: if it is narrower, may begin at any address, or if there are fewer
-    than about four rows for each group of programs. One program holds 16384 columns with one gradient, 8192 with two.
+    than about four rows for each group of programs. One program holds 16384 columns of 16 bits with one gradient.
     """
-    if not target.cooperative or key[0] < NARROWEST_SHARED * (3 - grads) or key[3:]:
+    narrowest = NARROWEST_SHARED * (2 if grads == 1 and key[2] <= 2 else 1)
+    if not target.cooperative or key[0] < narrowest or key[3:]:
         return None
     block, warps, ctas = 4096 // key[2], 2, 2 * (5 - grads)
     programs, splits = ctas * target.multiprocessors, cdiv(key[0], block)
