@@ -105,8 +105,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas = 2, 1
     tile, most = block * rows, (most_columns(block) if grads else block) * rows
     room = 1 + target.shared_memory // (streams * most * key[2])
-    held = grads and tile > 8192 and not key[3:]  # in registers, which a loop with more in flight would spill
-    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile or held:
+    widest = grads and tile > 8192 and not key[3:]  # fills the registers: no room for tiles in flight
+    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile or widest:
         room = 1
     crowded = key[3:] == (1,) and streams + grads > 3  # two blocks of three streams, or with two gradients
     warps = target.warps(tile, 32 if rows > 3 or tile > 4096 and (rows > 1 or crowded) else 16, 16)
