@@ -54,19 +54,20 @@ from ...runtime.checks import rows_of
 from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
 
+LINE = 128
+"""Bytes of a cache line."""
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def begins_whole(t: torch.Tensor, vector: int) -> bool:
+def begins_whole(t: torch.Tensor, vector: int, unit: int = 16) -> bool:
     """Whether `t` begins at a multiple of 16 bytes, or of `vector` elements if those are more (for the wider of two
-    dtypes). Then each vector stays within one unit of that size."""
+    dtypes). Then each vector stays within one unit of that size. For cache lines the place in its storage counts, which
+    is the same in every run."""
+    if unit == LINE and t.storage_offset() % vector:
+        return False
     # a fake tensor (see autotune/compile_ahead.py) only has an offset into its storage
     address = t.data_ptr() if type(t) in _TENSORS else t.storage_offset() * t.itemsize
-    return address % max(16, vector * t.itemsize) == 0
-
-
-LINE = 128
-"""Bytes of a cache line."""
+    return address % (16 if unit == LINE else max(16, vector * t.itemsize)) == 0
 
 
 def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: int = 16) -> int:
@@ -88,7 +89,7 @@ def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: in
         vector = size // min(t.itemsize for t in present)
         fits = width is None or n_cols + vector - math.gcd(vector, *strides) <= width
         together = not any((stride - strides[0]) % vector for stride in strides)
-        if fits and together and all(begins_whole(t, vector) for t in present):
+        if fits and together and all(begins_whole(t, vector, size) for t in present):
             return vector
     return 1
 
