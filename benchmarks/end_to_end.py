@@ -197,7 +197,9 @@ def main(words: list[str] | None = None) -> int:
     add("--text", metavar="FILE", help="training text (default: Python's own documentation)")
     add("--device", help="torch device (default: the accelerator, else cpu)")
     add("--dtype", type=arguments.dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
-    add("--json", metavar="FILE", help="write every figure after each arm; - prints them at the end")
+    add(
+        "--json", nargs="?", const="-", metavar="FILE", help="write every figure after each arm; without FILE, print it"
+    )
     spent = "start no new work after this long (default: no limit)"
     add("--budget", type=arguments.seconds, metavar="SECONDS", help=spent)
     options = parser.parse_args(words)

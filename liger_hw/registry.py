@@ -274,8 +274,9 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
 def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
     """Resolve every device as `target` inside a `with` block: for testing another vendor's configurations.
 
-    contents: a table for `target`, used instead of the stored ones Nothing is written to the user's cache or counted in
-    `misses()` inside the block.
+    contents: a table for `target`, used instead of the stored ones
+
+    Nothing is written to the user's cache or counted in `misses()` inside the block.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
     with _pushed(pretending, (target, contents)):
@@ -352,10 +353,11 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
 
 def quarantined(target: Target | None = None) -> dict[Mark, str]:
     """What failed to launch in this process -> why; with a target, also what failed there in earlier ones."""
+    known = tunables() if target else {}  # may import kernel files, which must not wait for the lock
     with _lock:
         if target is None:
             return dict(_failed)
-        earlier, known = {}, tunables()
+        earlier = {}
         for (op, variant, key), entries in table(target).items():
             name = f"{op}.{variant}"
             for entry in entries:

@@ -5,7 +5,8 @@ For each job (one tunable at one key):
     2 each is checked and timed briefly (coarse); then the unmeasured neighbours of the best ones
     3 the best few and the heuristic are timed interleaved (final)
     4 the winner and the heuristic, the heuristic as two arms, are timed once more (confirm). The noise, which the gain
-      must exceed, is the largest of the difference of the two heuristic arms and the spread of each arm
+      must exceed, is the largest of the difference of the two heuristic arms and half the spread of each
+      arm
     5 the whole op with the winner is compared with the reference
     6 the winner and the heuristic are timed at other sizes of the same key: an entry answers for all of them, so it is
       stored only when it beats the heuristic there too

@@ -244,7 +244,7 @@ class Backend:
     fast_log2 = False
     """`libdevice.fast_log2f` exists and is shorter than `tl.log2`."""
     liger_generations: Mapping[str, str] = {}
-    """Architecture -> what Liger Kernel calls its generation, where that is not the architecture's name."""
+    """Architecture -> what Liger Kernel calls its generation, if that has a name."""
     convolves_channels_last = False
     """torch convolves 16-bit tensors faster with their channels last in memory. True only where measured."""
     gemm_alignment = 1
@@ -271,6 +271,10 @@ class Backend:
         import torch
 
         return torch.get_device_module(self.device_type).get_device_properties(index)
+
+    def liger_generation(self, arch: str) -> str:
+        """What Liger Kernel calls an architecture's generation."""
+        return self.liger_generations.get(arch, arch)
 
     def driver(self, index: int) -> str:
         """The version of the device's kernel driver, "" where it cannot be read."""

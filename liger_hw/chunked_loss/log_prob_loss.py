@@ -44,7 +44,8 @@ class Seen(NamedTuple):
     logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs); zero where the target is ignored. second are
         for the second target, None without one.
     logit_sum: the sum of each token's logits, for metrics
-    grouped: the call's further tensors [groups, ...] shared: further tensors that do not belong to a group
+    grouped: the call's further tensors [groups, ...]
+    shared: further tensors that do not belong to a group
     n_groups, vocab: of the whole call
     """
 
@@ -85,7 +86,8 @@ LOSSES: dict[str, Any] = {}
 """Name -> the class of a loss. Each has
 
 slopes(seen): the loss's derivatives by these groups' logp and second (None without one), of their shape
-results(seen): (loss, *metrics) of all groups sums_logits: whether results needs logit_sum
+results(seen): (loss, *metrics) of all groups
+sums_logits: whether results needs logit_sum
 
 Derivatives are written out, because an operator in a compiled graph has no autograd."""
 

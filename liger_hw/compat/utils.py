@@ -46,7 +46,7 @@ def infer_comm_backend() -> str:
 def infer_device_arch(device_id: int = 0) -> str:
     """Liger's name of a device's generation, as "hopper", "cdna3" or "pvc".
 
-    For a generation without a name it is the architecture, such as "gfx1201"; if none can be read, as for a CPU,
+    For a generation without a name it is the architecture, such as "sm_87" or "gfx1201"; if none can be read, as for a CPU,
     `infer_device()`.
     """
     kind = infer_device()
@@ -54,7 +54,7 @@ def infer_device_arch(device_id: int = 0) -> str:
         target = target_of(torch.device(kind, device_id))
     except (RuntimeError, AssertionError, AttributeError, ValueError):  # a driver that does not start, no such backend
         return kind
-    return backend(target.vendor).liger_generations.get(target.arch, target.arch)
+    return backend(target.vendor).liger_generation(target.arch)
 
 
 def device_context(device: torch.device) -> Any:

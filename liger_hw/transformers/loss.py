@@ -110,10 +110,12 @@ class OutputHead:
     wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
     `predicted_tokens`, the index of each row's largest logit; `results` has them after the loss
     counted: the number of labels that are not ignored, being copied to the host; ignored rows are then left out of the
-    products of a loss with at most `rows` rows, the number of labels stands_in: the code that takes the logits is not
-    transformers', and gets an `OutputLogits`, a tensor, if the head is fused and whole
+    products of a loss with at most `rows` rows, the number of labels
+    stands_in: the code that takes the logits is not transformers', and gets an `OutputLogits`, a tensor, if the head is
+    fused and whole
     called, computed, loss_called: whether the head was called, whether its logits were computed, and whether a loss was
-    called that can take hidden states loss_nodes: the autograd nodes of the losses that took hidden states
+    called that can take hidden states
+    loss_nodes: the autograd nodes of the losses that took hidden states
     """
 
     def __init__(
@@ -322,7 +324,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
 
     original: the family's forward, taking the model first; head_at: dotted path of the output head
     fused: while training with labels the loss takes hidden states, and logits are not computed; otherwise they are
-    computed as usual and only the loss is replaced switch: when this is empty, the family's own forward runs
+    computed as usual and only the loss is replaced
+    switch: when this is empty, the family's own forward runs
 
     The result takes three more keywords: `skip_logits` (True or False; None: while training with labels; no effect
     without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy` and

@@ -266,10 +266,11 @@ class PatchReport:
     As a context manager it reverts at the end: `with apply_liger_kernel_to_mistral(): ...`. A report undoes only its
     own call: after a second call, which changes nothing, the first report still undoes all.
 
-    module: for a patch of classes, the module of transformers that defines them logits: for a live model, how many its
-    head computes for a token unnamed: for a live model, classes of modules that were not examined because of their
-    names (`probing.is_overlooked`) packing: one line if packed documents see each other, or if that is not known
-    (`packing.packing_note`)
+    module: for a patch of classes, the module of transformers that defines them
+    logits: for a live model, how many its head computes for a token
+    unnamed: for a live model, classes of modules that were not examined because of their names
+    (`probing.is_overlooked`)
+    packing: one line if packed documents see each other, or if that is not known (`packing.packing_note`)
     """
 
     family: str

@@ -220,6 +220,7 @@ assert utils.infer_device_arch() == "cpu"
 
 GENERATIONS = {
     **{("cuda", "sm75"): "volta_turing", ("cuda", "sm89"): "ampere_ada", ("cuda", "sm87"): "sm_87"},
+    ("cuda", "sm110"): "sm_110",
     **{("cuda", "sm90"): "hopper", ("cuda", "sm103"): "blackwell_ultra", ("cuda", "sm120"): "blackwell_consumer"},
     **{("rocm", "gfx942"): "cdna3", ("rocm", "gfx1100"): "rdna3", ("rocm", "gfx1201"): "gfx1201"},
     **{("xpu", "pvc"): "pvc", ("xpu", "bmg"): "arc", ("cpu", "cpu"): "cpu"},

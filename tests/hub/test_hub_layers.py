@@ -102,9 +102,9 @@ def _rows(width: int, count: int = 1):
 
 
 def _heads(dtype: torch.dtype, unsqueeze_dim: int = 1) -> list[torch.Tensor]:
-    """q, k, and the cosines and sines of the same angles in both halves."""
-    shape = (2, 4, 7, 16) if unsqueeze_dim == 1 else (2, 7, 4, 16)
-    q, k = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(2))
+    """q, k of fewer heads, and the cosines and sines of the same angles in both halves."""
+    shapes = [(2, heads, 7, 16) if unsqueeze_dim == 1 else (2, 7, heads, 16) for heads in (4, 1)]
+    q, k = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
     angles = torch.randn(2, 7, 8, dtype=dtype).repeat(1, 1, 2)
     return [q, k, angles.cos(), angles.sin()]
 

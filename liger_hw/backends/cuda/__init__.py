@@ -49,10 +49,12 @@ class CudaBackend(Backend):
     liger_generations = {
         **dict.fromkeys(("sm70", "sm75"), "volta_turing"),
         **dict.fromkeys(("sm80", "sm86", "sm89"), "ampere_ada"),
-        **{"sm87": "sm_87", "sm90": "hopper", "sm100": "blackwell", "sm103": "blackwell_ultra"},
-        **{"sm120": "blackwell_consumer", "sm121": "sm_121"},
+        **{"sm90": "hopper", "sm100": "blackwell", "sm103": "blackwell_ultra", "sm120": "blackwell_consumer"},
     }
     fast_log2 = True  # one instruction, less exact near 1; tl.log2 is a polynomial
+
+    def liger_generation(self, arch: str) -> str:
+        return self.liger_generations.get(arch, arch.replace("sm", "sm_"))
 
     def driver(self, index: int) -> str:
         try:

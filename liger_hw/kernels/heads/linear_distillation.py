@@ -71,8 +71,8 @@ def linear_distillation_operator(
 ) -> Any:
     """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, the share if backward divides).
 
-    scale, prefer_large: see `plan_chunks`; prefer_large has no effect with an fp32 weight gradient fp32_logits: logits
-    are not rounded to the heads' dtype; for two heads without biases
+    scale, prefer_large: see `plan_chunks`; prefer_large has no effect with an fp32 weight gradient
+    fp32_logits: logits are not rounded to the heads' dtype; for two heads without biases
     """
 
     @torch.no_grad()
