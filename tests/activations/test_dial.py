@@ -145,7 +145,7 @@ def test_what_means_nothing_raises():
         liger_hw.activations("cheap", model)
     with liger_hw.activations("mlp", model):
         copied = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"a copy of a model.* liger_hw.revert\(model\)"):
+    with pytest.raises(ValueError, match=r"a copy of a patched model.* liger_hw.revert\(model\)"):
         liger_hw.activations("cheap", copied)
     liger_hw.revert(copied)
     assert liger_hw.activations("cheap", copied).revert()
