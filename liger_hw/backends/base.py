@@ -60,6 +60,11 @@ class Target:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Target":
+        """The Target that `to_json` described."""
+        return cls(**{**data, "warp_sizes": tuple(data["warp_sizes"])})
+
 
 @dataclass(frozen=True)
 class Arch:

@@ -161,7 +161,7 @@ def _tuned(device: dict[str, Any]) -> dict[str, int]:
     from ..autotune import store
     from ..backends import Target
 
-    table = store.read(Target(**device["target"]))
+    table = store.read(Target.from_json(device["target"]))
     return Counter(f"{one.kind} ({one.layer})" for entries in table.values() for one in store.answers(entries))
 
 

@@ -46,8 +46,8 @@ def infer_comm_backend() -> str:
 def infer_device_arch(device_id: int = 0) -> str:
     """Liger's name of a device's generation, as "hopper", "cdna3" or "pvc".
 
-    For a generation without a name it is the architecture, such as "sm_87" or "gfx1201"; if none can be read, as for a CPU,
-    `infer_device()`.
+    For a generation without a name it is the architecture, such as "sm_87" or "gfx1201"; if none can be read, as for a
+    CPU, `infer_device()`.
     """
     kind = infer_device()
     try:

@@ -52,7 +52,7 @@ def test_facts(vendor, name):
     assert found == FACTS[vendor, name]
     assert target.vendor == vendor and target.name == DEVICES[vendor][name].name
     assert target.max_warps == target.max_threads // target.warp_size
-    json.dumps(target.to_json())
+    assert type(target).from_json(json.loads(json.dumps(target.to_json()))) == target
 
 
 @pytest.mark.parametrize(("vendor", "name"), ALL)
