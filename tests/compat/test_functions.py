@@ -88,7 +88,7 @@ def _calls() -> dict:
         "cosine": (heads, {}),
     }
     calls = {name: (getattr(losses, f"liger_fused_linear_{name}"), *call) for name, call in losses_taking.items()}
-    for name in SCALED:
+    for name in sorted(SCALED):
         group = (None,) * name.endswith("TPFunction")
         calls[name] = getattr(functions, name).apply, (x[0], weight, ids[0], *group), {1: {"fewer rows"}}
     return calls
