@@ -94,10 +94,10 @@ def certify(job: tuple) -> list[dict[str, Any]]:
     from liger_hw.autotune import static
     from liger_hw.autotune.compile import certificate_from, compiled
     from liger_hw.autotune.jobs import Job
-    from liger_hw.backends import LaunchConfig
+    from liger_hw.backends import LaunchConfig, Target
 
     op, variant, key, sizes, dtype, configs, target = job
-    target = target_from(target)
+    target = Target.from_json(target)
     one = Job(op, variant, tuple(key), tuple(sizes), dtype)
     traced = [static.launches_of(one, target, LaunchConfig.from_json(config)) for config in configs]
     return [
@@ -215,13 +215,6 @@ BOUNDS = {
 }
 
 
-def target_from(data: dict[str, Any]) -> Any:
-    """The Target of what `Target.to_json` gave, from JSON."""
-    from liger_hw.backends import Target
-
-    return Target(**{**data, "warp_sizes": tuple(data["warp_sizes"])})
-
-
 def from_record(record: dict[str, Any], target: Any) -> Any:
     """A certificate from what `Certificate.to_json` gave."""
     from liger_hw.autotune.compile import Launch, certificate_from
@@ -247,11 +240,11 @@ class Data:
 
     def __init__(self, path: str) -> None:
         from liger_hw.autotune import static
-        from liger_hw.backends import backend
+        from liger_hw.backends import Target, backend
 
         with opened(path) as file:
             self.raw = json.load(file)
-        self.target = target_from(self.raw["target"])
+        self.target = Target.from_json(self.raw["target"])
         self.pace = backend(self.target.vendor).pace(self.target)
         self.launches, self.left_out = [], 0
         for launch in self.raw["launches"]:
