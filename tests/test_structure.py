@@ -208,8 +208,7 @@ def test_files_stay_readable():
 
 MOST_PARAMETERS, MOST_KERNEL_LINES = 25, 150
 MORE_PARAMETERS = {"_modulated_rms_norm_bwd_kernel": 28}
-"""Kernels that still have more, with how many. Of the rotary ones 14 to 20 are strides: Triton takes a tuple of numbers
-as one argument from 3.3 on, and liger_hw promises 3.2."""
+"""Kernels that still have more, with how many."""
 
 
 def test_a_person_can_read_a_kernel():
