@@ -90,7 +90,7 @@ def function_of(module: type[LossModule], required: str, optional: str, **defaul
         by_place = dict(zip(names, args))
         arguments = {**known, **by_place, **kwargs}
         if len(args) > len(names) or len(arguments) != len(names) or any(key in by_place for key in kwargs):
-            raise TypeError(f"{name}.apply: its arguments are {', '.join(names)}")
+            apply.__signature__.bind(*args, **kwargs)  # raises TypeError, which names the wrong argument
         options = {key: value for key, value in arguments.items() if key not in module.without_effect}
         return module.loss(**options)
 

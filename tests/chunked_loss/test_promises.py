@@ -241,6 +241,19 @@ def test_signatures_are_liger_s(name):
     assert _plain(functools.reduce(getattr, name.split("."), home)) == SIGNATURES[name]
 
 
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if name.startswith("liger_")])
+def test_a_wrong_argument_of_a_function_is_named(name):
+    function = getattr(functional, name)
+    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    values = dict.fromkeys(required)
+    with pytest.raises(TypeError, match=f"missing a required argument: {required[-1]!r}"):
+        function(*required[:-1])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        function(**values, temprature=1.0)
+    with pytest.raises(TypeError, match=f"multiple values for argument {required[0]!r}"):
+        function(*required, **{required[0]: None})
+
+
 def test_names():
     assert set(chunked_loss.__all__) == {name.split(".")[0] for name in SIGNATURES if "." in name}
     for name in ("k3_loss_fn", "get_gamma_weights", "sapo_loss_fn", "clip_coef_fn", "LigerFusedLinearGRPOFunction"):
