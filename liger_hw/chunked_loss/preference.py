@@ -22,7 +22,6 @@ Optimization without Reference Model", 2403.07691
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Callable, NamedTuple
 
 import torch
@@ -236,7 +235,7 @@ class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
     mean of their tokens' log-probabilities instead of the sum.
     """
 
-    name, pairs = _CPO, staticmethod(partial(_smoothed_pairs, _CPO))
+    name, pairs = _CPO, staticmethod(lambda **options: _smoothed_pairs(_CPO, **options))
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -262,7 +261,7 @@ class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
     gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss.
     """
 
-    name, pairs = _SIMPO, staticmethod(partial(_smoothed_pairs, _SIMPO, average_log_prob=True))
+    name, pairs = _SIMPO, staticmethod(lambda **options: _smoothed_pairs(_SIMPO, average_log_prob=True, **options))
 
     ignore_index: int = -100
     beta: float = 0.1

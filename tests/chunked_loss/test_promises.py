@@ -254,6 +254,15 @@ def test_a_wrong_argument_of_a_function_is_named(name):
         function(*required, **{required[0]: None})
 
 
+@pytest.mark.parametrize("kind", ["CPO", "SimPO", "ORPO"])
+def test_a_loss_made_in_a_compiled_function(kind):
+    def loss(weight, x, target):
+        return getattr(chunked_loss, f"LigerFusedLinear{kind}Loss")()(weight, x, target)[0]
+
+    inputs = torch.randn(11, 8), torch.randn(4, 5, 8), torch.randint(11, (4, 5))
+    torch.testing.assert_close(torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs), loss(*inputs))
+
+
 def test_names():
     assert set(chunked_loss.__all__) == {name.split(".")[0] for name in SIGNATURES if "." in name}
     for name in ("k3_loss_fn", "get_gamma_weights", "sapo_loss_fn", "clip_coef_fn", "LigerFusedLinearGRPOFunction"):
