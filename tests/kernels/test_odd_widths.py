@@ -46,7 +46,7 @@ def test_layout_of_norms():
 
     assert layout(2304, 2048) == (True, 256, 1) and layout(2305, 2048) == (True, 512, 8)
     assert layout(1000, 1024) == (True, 0, 8) and layout(2047, 2048) == (True, 0, 2)
-    assert layout(4097, 4096) == (True, 16, 8) and layout(3070, 2048) == (True, 1024, 4)
+    assert layout(4097, 4096) == (True, 512, 8) and layout(3070, 2048) == (True, 1024, 4)
     assert layout(511, 512) == (True, 0, 2) and layout(512, 512) == (True, 0, 1) and layout(513, 512) == (False, 0, 1)
     assert layout(2047, 2048, torch.float32) == (True, 0, 2) and layout(777, 1024, stride=785) == (True, 0, 8)
     assert blocks_key(9, 2304, 2) == blocks_key(9, 2305, 2) == (2048, 4, 2, 1)

@@ -35,7 +35,8 @@ def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
     rest = n_cols - block
     if rest <= 0:
         return True, 0
-    # a second block of more than half the first would make the two as wide as the next power of two
+    # a second block of more than half the first would make the two as wide as the next power of two; one of less than
+    # an eighth gives a thread under 4 bytes, and such loads are not pipelined
     if rest <= block // 2 and _NARROWEST_FIRST <= block <= WIDEST_FIRST:
         return True, max(block // 8, next_power_of_2(rest))
     return False, 0
