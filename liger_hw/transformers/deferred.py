@@ -195,7 +195,7 @@ class DeferredLogits:
                 if self._logits is None:
                     with self._surroundings.restored():
                         self._logits = self._replay(source)
-            # Compute derived logits before a program can change these in place. Some share this memory and others are #
+            # Compute derived logits before a program can change these in place. Some share this memory and others are
             # copies, as if each had been computed when it was derived.
             derived, self._derived = self._derived, []
             for reference in derived:

@@ -30,8 +30,8 @@ has negative ones:
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)            # masked by edge < n_cols - head
 
-The edges of such a row may be wider than 16 bytes: with `unit=LINE` the body begins at a cache line. One that begins
-inside a line costs every warp a line more, 12% of kl_div's time at 4096 x 128257 (fp32, H200).
+The edges of such a row may be wider than 16 bytes: with `unit=LINE` the body begins at a cache line, because a body
+that begins inside a line makes every warp access one line more.
 
 A kernel that should not reduce the edges separately reads them in the row's last tile (`tail_columns`).
 
@@ -59,15 +59,12 @@ LINE = 128
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def begins_whole(t: torch.Tensor, vector: int, unit: int = 16) -> bool:
+def begins_whole(t: torch.Tensor, vector: int) -> bool:
     """Whether `t` begins at a multiple of 16 bytes, or of `vector` elements if those are more (for the wider of two
-    dtypes). Then each vector stays within one unit of that size. For cache lines the place in its storage counts, which
-    is the same in every run."""
-    if unit == LINE and t.storage_offset() % vector:
-        return False
+    dtypes). Then each vector stays within one unit of that size."""
     # a fake tensor (see autotune/compile_ahead.py) only has an offset into its storage
     address = t.data_ptr() if type(t) in _TENSORS else t.storage_offset() * t.itemsize
-    return address % (16 if unit == LINE else max(16, vector * t.itemsize)) == 0
+    return address % max(16, vector * t.itemsize) == 0
 
 
 def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: int = 16) -> int:
@@ -89,7 +86,8 @@ def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: in
         vector = size // min(t.itemsize for t in present)
         fits = width is None or n_cols + vector - math.gcd(vector, *strides) <= width
         together = not any((stride - strides[0]) % vector for stride in strides)
-        if fits and together and all(begins_whole(t, vector, size) for t in present):
+        # lines count from where a tensor begins: edges that are accessed by element need no alignment beyond 16 bytes
+        if fits and together and all(begins_whole(t, vector if size == 16 else 1) for t in present):
             return vector
     return 1
 
