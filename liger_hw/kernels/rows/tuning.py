@@ -108,7 +108,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     widest = grads and tile > 8192 and not key[3:]  # fills the registers: no room for tiles in flight
     if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile or widest:
         room = 1
-    crowded = key[3:] == (1,) and streams + grads > 3  # two blocks of three streams, or with two gradients
+    crowded = key[3:] == (1,) and streams + grads == 4  # two blocks with three streams or with two gradients, not both
     warps = target.warps(tile, 32 if rows > 3 or tile > 4096 and (rows > 1 or crowded) else 16, 16)
     if 1 << key[1] <= target.multiprocessors:
         # a row in two blocks, or with masks and parts of vectors, has up to half as much again to hold
