@@ -17,8 +17,8 @@ nothing is matched approximately. A miss never tunes: it takes the heuristic and
 that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate and why it was or was
 not taken.
 
-Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py` (what is stored), `autotune/notes.py`
-(what this process notes for later ones). Callers take all their names from here.
+Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py` (what is stored, and what this process
+notes for later ones). Callers take all their names from here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
 
 from . import env
-from .autotune import notes, store
+from .autotune import store
 from .autotune.store import Table
 from .backends import LaunchConfig, Target, known_target, target_of
 from .locks import fork_safe
@@ -104,7 +104,7 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
         if plan.layer in _ALWAYS_TAKEN and not pretended() and not _is_measured_best(plan):
             _misses[plan.name] = target
             if device.type != "cpu":
-                notes.note_miss(plan)
+                store.note(plan, "missed")
         if not quiet or target in _tables:  # else the tables are still unread: resolve again when files may be opened
             tunable.plans[device, key] = plan
         return plan
@@ -321,7 +321,7 @@ def reset() -> None:
         _deterministic = None
         for state in (_overrides, pretending, _failed, _misses):
             state.clear()
-        notes.forget()
+        store.forget()
         reload()
 
 
@@ -329,7 +329,8 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
     """No longer use a configuration that failed to launch; returns whether another layer can answer.
 
     It is also stored for later processes, except for CPU tensors or a pretended target, where the interpreter or a test
-    may have failed. The configuration's plans for this key are dropped on every device.
+    may have failed, and for failures of the machine: a full disk, memory, or a cooperative launch refused because of
+    other processes on the device. The configuration's plans for this key are dropped on every device.
     """
     if plan.layer == "safe":
         return False
@@ -344,8 +345,11 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
         if mark in _failed:  # it failed in another thread or on another device before
             return True
         _failed[mark] = f"failed at launch: {reason}"
-        if plan.device.type != "cpu" and not pretended():
-            notes.note_failure(plan, _failed[mark], error, at_once=not is_quiet())
+        of_the_machine = isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason
+        if plan.device.type != "cpu" and not pretended() and not of_the_machine:
+            store.note(plan, "failed", reason=_failed[mark], date=store.today())
+            if not is_quiet():
+                store.flush()
     failed = plan.layer, plan.config.to_text(), plan.tunable.name, reason
     log.warning("liger_hw: %s configuration %s of %s failed and is quarantined: %s", *failed)
     return True

@@ -78,9 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules["liger_hw.env"].clear()
 
     def forget() -> None:
-        notes = sys.modules.get("liger_hw.autotune.notes")
-        if notes is not None:
-            notes.mute()  # else misses are written into the removed folder at exit
+        store = sys.modules.get("liger_hw.autotune.store")
+        if store is not None:
+            store.mute()  # else misses are written into the removed folder at exit
         shutil.rmtree(cache, ignore_errors=True)
 
     config.add_cleanup(forget)

@@ -389,7 +389,7 @@ FLOORS = (
     "kernels/__init__ env",  # the names of the ops, of each of which a variable is made
     "backends",
     "ops",
-    "autotune/tables autotune/store autotune/notes autotune/lock",  # what the registry answers from
+    "autotune/tables autotune/store autotune/lock",  # what the registry answers from
     "registry",
     "recompute/levels recompute/recipes",  # what an op says about its output; the settings a user may give
     "runtime",
@@ -488,7 +488,7 @@ def test_every_floor_is_there():
 
 def test_what_is_below_the_registry_does_not_import_it():
     imported, _ = _imports()
-    below = "env ops backends/base autotune/store autotune/tables autotune/notes autotune/lock".split()
+    below = "env ops backends/base autotune/store autotune/tables autotune/lock".split()
     above = {f"liger_hw/{name}.py" for name in ("registry", "autotune/tuner", "runtime/operator")}
     assert not {name: wrong for name in below if (wrong := imported[f"liger_hw/{name}.py"] & above)}
 

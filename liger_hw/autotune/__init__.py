@@ -1,8 +1,9 @@
 """Finding, storing and sharing launch configurations.
 
 Below the registry, which reads them at the first launch:
-    tables, store      the text form of a table; the user cache and the shipped tables, read as one table of a device
-    lock, notes        a job's pinned configurations; misses and failures that processes note for later ones
+    tables, store      the text form of a table; the user cache and the shipped tables, read as one table of a device,
+                       and what a process notes there for later ones
+    lock               a job's pinned configurations
 
 Above it, for `liger-hw autotune`, `compile` and `lock`:
     models, jobs       from a model, op or miss to what is tuned

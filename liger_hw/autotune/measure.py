@@ -12,17 +12,16 @@ The tuner calls `LocalMeasurer`, in another process (workers.py).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Mapping
 
 import torch
 
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of, with_index
-from ..registry import Key, Op, Plan, Tunable
+from ..registry import Candidate, Key, Op, Plan, Tunable
 from ..runtime.launch import observing
 from . import check, space, store
 from .clock import Clock, nothing
@@ -30,7 +29,6 @@ from .jobs import Job
 from .record import (
     Call,
     Launch,
-    LaunchRefused,
     Recorder,
     Rejected,
     checksum,
@@ -38,7 +36,6 @@ from .record import (
     everywhere,
     installed,
     mark,
-    plan_for,
     poisoned,
     strictly,
     unasserted,
@@ -59,7 +56,6 @@ CHECK_BYTES = 2 << 30
 class Arm:
     """A prepared candidate: how to restore its arguments, replay it, and launches per replay."""
 
-    config: LaunchConfig
     restore: Callable[[], None]
     replay: Callable[[], None]
     per_replay: int
@@ -80,16 +76,11 @@ class Bench:
         registry.invalidate()
         self.calls: list[Call] = seen.calls
 
-    def stage(self, variant: str, key: Key) -> "Stage":
-        """The Stage for candidates of one tunable and key. Raises `Rejected` if the op does not launch it."""
-        tunable = next(one for one in self.op.tunables if one.variant == variant)
-        for call in self.calls:
-            if any(_is(one, tunable, key) for one in call.launches):
-                return Stage(self, call, tunable, key)
-        raise Rejected(f"{self.op.name}.{variant} is not launched with key {key} at {self.sizes}")
-
     def against_reference(self) -> str:
-        """Why the op and its reference disagree, or `""`, on fewer rows where the full size would not fit."""
+        """Why the op and its reference disagree, or `""`, on fewer rows where the full size would not fit.
+
+        Raises `Rejected` where a configuration fails to launch.
+        """
         sizes = self.sizes
         scale = self.moved // CHECK_BYTES
         while scale > 1 and sizes[0] > 256:
@@ -102,16 +93,21 @@ class Bench:
                 if sizes[0] <= 256:
                     raise
                 sizes = (max(256, sizes[0] // 4), *sizes[1:])
-            except LaunchRefused as failure:
-                return str(failure)
 
 
 class Stage:
-    """One tunable at one key: the baseline's results and the tensors every candidate is timed on."""
+    """One tunable at one key: the baseline's results and the tensors every candidate is timed on.
 
-    def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key) -> None:
-        self.bench, self.call, self.tunable, self.key = bench, call, tunable, key
+    Raises `Rejected` if the op does not launch it.
+    """
+
+    def __init__(self, bench: Bench, tunable: Tunable, key: Key) -> None:
+        self.tunable, self.key = tunable, key
         self.clock, self.target, self.device = bench.clock, bench.target, bench.device
+        calls = [call for call in bench.calls if any(_is(one, tunable, key) for one in call.launches)]
+        if not calls:
+            raise Rejected(f"{tunable.name} is not launched with key {key} at {bench.sizes}")
+        self.call = calls[0]
         self.timed: set[tuple[str, int]] | None = None  # names of launches; None: every one
         self.baseline = self._first_that_runs()
         self.timed = self._affected()
@@ -164,8 +160,8 @@ class Stage:
 
     def _would_launch(self, config: LaunchConfig) -> dict[tuple[str, int], tuple[bool, tuple]]:
         """Kernel -> (whether it is the tunable's, its grids and arguments) under `config`; nothing runs."""
-        plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), unasserted(), self._installed(plan):
+        plan = self.plan(config)
+        with torch.no_grad(), unasserted(), installed(plan):
             with observing(Recorder(launching=False), every_thread=True) as seen:
                 self.call.again()
         kernels: dict[tuple[str, int], tuple[bool, tuple]] = {}
@@ -175,24 +171,17 @@ class Stage:
             kernels[one.name] = (is_own or one.plan is plan, (*looks, (one.grid, args)))
         return kernels
 
-    @contextlib.contextmanager
-    def _installed(self, plan: Plan) -> Iterator[None]:
-        registry.invalidate()  # a plan that has launched before would bypass the recorder
-        try:
-            with installed(plan):
-                yield
-        finally:
-            registry.invalidate()
+    def plan(self, config: LaunchConfig) -> Plan:
+        """A plan for one candidate, outside the registry's layers."""
+        chosen = Candidate("explicit", config, {"kind": "explicit"}, "tuner")
+        return Plan(self.tunable, self.target, self.device, self.key, chosen)
 
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
         """Results of the operator under `config`, and its launches that are timed."""
-        plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), self._installed(plan), observing(Recorder(keep), every_thread=True) as seen:
-            try:
-                with strictly(), poisoned():
-                    outputs = self.call.again()
-            except LaunchRefused as failure:
-                raise Rejected(str(failure)) from None
+        plan = self.plan(config)
+        with torch.no_grad(), installed(plan), observing(Recorder(keep), every_thread=True) as seen:
+            with strictly(), poisoned():
+                outputs = self.call.again()
         launches = [one for call in seen.calls for one in call.launches]
         if not any(one.plan is plan for one in launches):
             raise Rejected("the operator did not launch the kernel with this configuration")
@@ -229,7 +218,7 @@ class Stage:
                 run_once()
 
         replay = self.clock.captured(run)
-        return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats)
+        return Arm(self.restore_all if in_place else nothing, replay, self.copies * repeats)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
         """The launches on set `number` of the shared tensors; tensors of other shapes are copied for each set."""
@@ -254,12 +243,6 @@ class Stage:
         """Microseconds of one launch, `rounds` samples for each arm, interleaved."""
         raw = self.clock.interleaved([(arm.restore, arm.replay) for arm in arms], rounds)
         return [[1e3 * ms / arm.per_replay for ms in samples] for arm, samples in zip(arms, raw)]
-
-    def verify(self, config: LaunchConfig) -> str:
-        """Why the whole op under `config` disagrees with its reference, or `""`."""
-        plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with everywhere(plan):
-            return self.bench.against_reference()
 
 
 def _is(one: Launch, tunable: Tunable, key: Key) -> bool:
@@ -347,12 +330,17 @@ class LocalMeasurer:
         """
         self._arms.clear()
         self._stage = None
-        bench = self._open_bench(job.op, sizes, job.dtype)
-        if self._shape not in self._reference:
-            self._reference[self._shape] = bench.against_reference()
-        if self._reference[self._shape]:
-            raise Rejected(f"the heuristic disagrees with the reference: {self._reference[self._shape]}")
-        self._stage = bench.stage(job.variant, job.key)
+        shape = job.op, sizes, job.dtype
+        if shape != self._shape:
+            self.close()
+            self._free()
+            self._bench = Bench(registry.get_op(job.op), sizes, getattr(torch, job.dtype), self.clock)
+            self._shape = shape
+        if shape not in self._reference:
+            self._reference[shape] = self._bench.against_reference()
+        if self._reference[shape]:
+            raise Rejected(f"the heuristic disagrees with the reference: {self._reference[shape]}")
+        self._stage = Stage(self._bench, registry.get_tunable(job.name), job.key)
         return self._stage.baseline, self._stage.bytes
 
     def prepare(self, config: LaunchConfig) -> None:
@@ -372,20 +360,12 @@ class LocalMeasurer:
 
     def verify(self, config: LaunchConfig) -> str:
         """Why the whole op under `config` disagrees with its reference, or `""`."""
-        return self._stage.verify(config)
+        with everywhere(self._stage.plan(config)):
+            return self._bench.against_reference()
 
     def close(self) -> None:
         self._arms.clear()
         self._stage = self._bench = self._shape = None
-
-    def _open_bench(self, op: str, sizes: tuple[int, ...], dtype: str) -> Bench:
-        shape = (op, sizes, dtype)
-        if shape != self._shape:
-            self.close()
-            self._free()
-            self._bench = Bench(registry.get_op(op), sizes, getattr(torch, dtype), self.clock)
-            self._shape = shape
-        return self._bench
 
     def _free(self) -> None:
         """Give memory back only when it may run out: returning it costs more than a measurement."""

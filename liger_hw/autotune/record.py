@@ -10,12 +10,13 @@ import contextlib
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Callable, Iterator, Mapping, Sequence
+from unittest import mock
 
 import torch
 
 from .. import private, registry
-from ..backends import LaunchConfig, Target
-from ..registry import Candidate, Key, Plan, Tunable
+from ..backends import Target
+from ..registry import Key, Plan
 from ..runtime import launch as _launch
 from ..runtime.launch import Foreseen, Observer, observing
 from ..text import first_line
@@ -144,28 +145,13 @@ class Recorder(Observer):
             self._call = before
 
 
-@contextlib.contextmanager
-def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace attributes, (owner, name, value) each, inside a `with` block."""
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
-    for change in changes:
-        setattr(*change)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)  # it was inherited
-            else:
-                setattr(owner, name, value)
-
-
-def unasserted() -> contextlib.AbstractContextManager[None]:
+def unasserted() -> contextlib.AbstractContextManager[Any]:
     """Skips assertions on the device, which would read uninitialised memory where nothing is launched."""
-    return _replaced((private, "assert_async", lambda *args: None))
+    return mock.patch.object(private, "assert_async", lambda *args: None)
 
 
-def poisoned() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
     """Fills what `torch.empty` and its kin return with NaN, so that an element that no kernel wrote shows.
 
     By replacing the functions: a torch function mode is switched off inside the operators that it intercepts.
@@ -178,8 +164,11 @@ def poisoned() -> contextlib.AbstractContextManager[None]:
 
         return poisoned_tensor
 
-    makers = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
-    return _replaced(*((owner, name, poisoning(getattr(owner, name))) for owner, name in makers))
+    with contextlib.ExitStack() as stack:
+        makers = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
+        for owner, name in makers:
+            stack.enter_context(mock.patch.object(owner, name, poisoning(getattr(owner, name))))
+        yield
 
 
 def mark(launch: Launch) -> None:
@@ -206,24 +195,16 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def plan_for(tunable: Tunable, target: Target, device: Any, key: Key, config: LaunchConfig) -> Plan:
-    """A plan for one candidate, outside the registry's layers."""
-    return Plan(tunable, target, device, key, Candidate("explicit", config, {"kind": "explicit"}, "tuner"))
-
-
 @contextlib.contextmanager
 def installed(plan: Plan) -> Iterator[None]:
-    """Let launchers use `plan` for its (device, key); nothing else is invalidated."""
-    plans, place = plan.tunable.plans, (plan.device, plan.key)
-    before = plans.get(place)
-    plans[place] = plan
+    """Let launchers use `plan` for its (device, key). All others are resolved anew, before and after: a plan that has
+    launched would bypass the recorder."""
+    registry.invalidate()
+    plan.tunable.plans[plan.device, plan.key] = plan
     try:
         yield
     finally:
-        if before is None:
-            plans.pop(place, None)
-        else:
-            plans[place] = before
+        registry.invalidate()
 
 
 @contextlib.contextmanager
@@ -245,24 +226,17 @@ class Rejected(Exception):
     """A candidate that must not be timed; the message says why. A worker's is raised as a `WorkerError`."""
 
 
-class LaunchRefused(Exception):
-    """A configuration failed to compile or launch inside `strictly()`."""
-
-    def __init__(self, plan: Plan, cause: BaseException) -> None:
-        super().__init__(first_line(cause))
-        self.plan = plan
-
-
 class _Strict(Observer):
     def launch(self, proceed: Any, plan: Plan, *call: Any) -> Any:
         try:
             return proceed(plan, *call)
         except _launch.LaunchFailed as failure:
-            raise LaunchRefused(plan, failure.cause) from failure
+            raise Rejected(first_line(failure.cause)) from failure
 
     routine = launch
 
 
 def strictly() -> contextlib.AbstractContextManager:
-    """A configuration that fails raises `LaunchRefused`, instead of being quarantined for the next layer."""
+    """A configuration that fails to compile or launch raises `Rejected`, instead of being quarantined for the next
+    layer."""
     return observing(_Strict(), every_thread=True)

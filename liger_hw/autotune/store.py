@@ -19,19 +19,21 @@ Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<de
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import logging
 import os
 import re
 import tempfile
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, Callable, Collection, Iterable
+from typing import Any, Collection, Hashable, Iterable
 
 from .. import env, files
 from ..backends import Target, known_target
-from ..ops import Entry
+from ..ops import Entry, Plan
 from ..text import first_line, printable
 from . import lock, tables
 from .tables import SCHEMA, Line, Name
@@ -210,17 +212,17 @@ def _merged(lines: Iterable[Line]) -> list[Line]:
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
     """`tables.load` for a file of the user cache: with the header of a shipped table, and the newest line first."""
-    about, lines, problems = tables.load(path)
-    if (device := about.pop("device", None)) != path.stem:
-        raise ValueError(f"made for {device!r}, found as {path.name}")
+    about, lines, problems = tables.load(path, device=path.stem)
+    del about["device"]
     lines.sort(key=lambda line: str(line[1].provenance.get("date", "")), reverse=True)
     return about, lines, problems
 
 
-def lines_in(path: Path, problems: list[str], load: Callable = load) -> list[Line]:
-    """The lines of a file; errors are added to `problems`. load: `load` or `tables.load`"""
+def lines_in(path: Path, problems: list[str], **expected: Any) -> list[Line]:
+    """The lines of a shipped table, whose header has the expected values; errors are added to `problems`. Without any,
+    of a file of the user cache."""
     try:
-        _, lines, wrong = load(path)
+        _, lines, wrong = tables.load(path, **expected) if expected else load(path)
     except ValueError as error:
         problems.append(f"{path}: {error}")
         return []
@@ -254,7 +256,8 @@ def read(target: Target) -> Table:
     offers: list[tuple[str, Line]] = [("user", line) for line in lines_of(target, problems)]
     if not env.LIGER_HW_DISABLE_SHIPPED:
         for layer, path in _shipped_files(target):
-            offers += [(layer, line) for line in lines_in(path, problems, partial(_load_shipped, target))]
+            lines = lines_in(path, problems, vendor=target.vendor, warp_size=target.warp_size)
+            offers += [(layer, line) for line in lines]
     if problems:
         words = f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
         warn_once(f"ignored what cannot be read: {words}; `liger-hw cache verify` lists all of it")
@@ -314,8 +317,36 @@ def _same_family(arch: str, target: Target) -> bool:
     return same and bool(target.family)
 
 
-def _load_shipped(target: Target, path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    about, lines, problems = tables.load(path)
-    if about.get("vendor") != target.vendor or about.get("warp_size") != target.warp_size:
-        raise ValueError(f"made for {about.get('vendor')} with warps of {about.get('warp_size')}")
-    return about, lines, problems
+# -- what this process notes for later ones --------------------------------------------------------------------------
+
+_pending: dict[Target, dict[Hashable, Line]] = {}
+_muted = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pending.clear)  # the parent writes its own
+
+
+def note(plan: Plan, kind: str, **why: str) -> None:
+    """Keep a line about a plan: a configuration that failed, or a key without an entry. `flush` writes it."""
+    if not _muted:
+        entry = Entry(plan.config, {"kind": kind, **why, "triton": triton_version()}, plan.tunable.version)
+        _pending.setdefault(plan.target, {})[plan.name, kind, plan.config] = plan.name, entry
+
+
+@atexit.register
+def flush() -> None:
+    """Write what was noted so far. Runs at exit too."""
+    with contextlib.suppress(Exception):  # an error must not fail a finished run
+        while _pending and not _muted:
+            target, lines = _pending.popitem()
+            add(target, lines.values())
+
+
+def forget() -> None:
+    """Drop notes that are not written yet."""
+    _pending.clear()
+
+
+def mute() -> None:
+    """Write nothing from this process: the tuner's workers provoke failures on purpose."""
+    global _muted
+    _muted = True

@@ -55,10 +55,11 @@ def render(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
     return f'{head}, "entries": [\n{text}\n]}}\n' if texts else f'{head}, "entries": []}}\n'
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
+def load(path: Path, **expected: Any) -> tuple[dict[str, Any], list[Line], list[str]]:
     """(header, valid lines, one error for each invalid line) of a file. Raises `ValueError` where it cannot be used.
 
-    The source of a line is `<path>:<line number>`, right for a file that `render` wrote.
+    expected: what its header must have. The source of a line is `<path>:<line number>`, right for a file that `render`
+    wrote.
     """
     try:
         data = json.loads(files.read_text(path, TABLE_BYTES))
@@ -72,6 +73,9 @@ def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
         raise ValueError("not a table of liger_hw: no list of entries")
     if data.get("schema") not in (1, SCHEMA):
         raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
+    for name, value in expected.items():
+        if data.get(name) != value:
+            raise ValueError(f"made for {name} {data.get(name)!r}, not {value!r}")
     lines, problems = [], []
     for number, record in enumerate(data.pop("entries"), 2):
         try:

@@ -216,10 +216,10 @@ def serve(make: Callable[[], Callable[[str, tuple], Any]], device: str = "") -> 
     """Answer the parent's calls until it ends. make: returns a function (name, arguments) -> answer."""
     pipe = Connection(int(sys.argv[3]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    from . import notes
+    from . import store
     from .record import Rejected
 
-    notes.mute()
+    store.mute()
     handler = make()
     pipe.send(("value", "ready"))
     while True:

@@ -171,7 +171,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
     """(lines in these files, shipped entries, errors and outdated lines of the files, and of the shipped tables)."""
-    from ..autotune import store, tables
+    from ..autotune import store
     from ..backends import VENDORS
 
     problems: list[str] = []
@@ -184,7 +184,7 @@ def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
                 problems.append(f"{entry.source}: {name[0]}.{name[1]} {name[2]}: {state}")
     for vendor in VENDORS:
         for path in sorted(store.shipped_folder(vendor).glob("*.json")):
-            for name, entry in store.lines_in(path, outdated, tables.load):
+            for name, entry in store.lines_in(path, outdated, vendor=vendor):
                 shipped += 1
                 if state := _stale(name, entry):
                     outdated.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")

@@ -13,7 +13,7 @@ import torch
 
 from liger_hw import env, files, registry
 from liger_hw.autotune import compile as aot
-from liger_hw.autotune import lock, notes, store, tables
+from liger_hw.autotune import lock, store, tables
 from liger_hw.backends import known_target
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, entry, other_config, tunable
@@ -122,7 +122,7 @@ def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
 def test_misses_are_written_at_exit_not_before(h200):
     tunable().plan(DEVICE, KEY)
     assert not store.file_of(H200).exists()
-    notes.flush()
+    store.flush()
     assert store.misses(H200) == [NAME]
 
 
@@ -131,8 +131,8 @@ def test_what_is_pretended_leaves_no_trace_in_the_cache(clean_registry):
     with registry.pretend(H200):
         assert registry.quarantine(fwd.plan(DEVICE, KEY), RuntimeError("PTXAS error"))
         assert fwd.plan(DEVICE, KEY).layer == "safe"
-        notes.flush()
-    notes.flush()
+        store.flush()
+    store.flush()
     assert not registry.misses() and not store.file_of(H200).exists()
 
 
