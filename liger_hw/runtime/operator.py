@@ -503,8 +503,13 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
     def apart(result: torch.Tensor, pair: int | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
         if pair is None:
             return (result,)
-        # torch's plain chunk would also record that both share memory, which takes host time
-        return (result, None) if saved[pair] is None else result.unsafe_chunk(2)
+        second = saved[pair]
+        if second is None:
+            return result, None
+        size = min(second.numel(), result.numel())  # 0 where no gradient is needed
+        # torch's plain split would also record that both share memory, which takes host time
+        a, b = result.unsafe_split_with_sizes([result.numel() - size, size])
+        return a, b if second.dim() == 1 else b.view(second.shape)
 
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad

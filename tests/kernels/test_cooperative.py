@@ -148,7 +148,7 @@ def test_kernels_of_a_group(lane, sizes, block, channels, stages, dtype, seed):
     words, out = before.clone(), torch.full_like(x, torch.nan)
     partial = torch.full((batch * parts, 2 * num_channels), torch.nan)
     kernels._group_norm_cooperative_bwd_kernel[grid](
-        dy, x, w, stats, out, partial, words, *numbers, True, even, lanes, block, channels, stages
+        dy, x, w, stats, out, partial, words, *numbers, True, even, lanes, block, channels
     )
     check_words(words, before)
     torch.testing.assert_close(out, dx, rtol=2e-3, atol=1e-3 if dtype is torch.float16 else 1e-5)

@@ -14,8 +14,8 @@ from ...registry import Sample, Tunable, normal
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import dense, empty_like, row_major, rows_of
 from ...runtime.triton_import import tl, triton
-from ..norms.forward import out_dtype
-from ..rows.blocks import load_columns, load_scale, load_tile, store_tile, tile_mask, to_fp32
+from ..norms.forward import out_dtype, scale_and_shift
+from ..rows.blocks import load_columns, load_tile, store_tile, tile_mask
 from .float8_linear import as_rows
 from .formats import E4M3
 from .quantize_float8 import rows_reference
@@ -62,8 +62,8 @@ def _normed_rows_kernel(
         r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_HINT)
         x = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
         store_tile(S_ptr, rows, n_cols, cols, x, mask)
-    w = load_scale(W_ptr, cols, exist, offset)
-    b = to_fp32(load_columns(B_ptr, cols, exist))
+    w = load_columns(W_ptr, cols, exist)
+    b = load_columns(B_ptr, cols, exist)
     y = x.to(tl.float32)
     if SUBTRACT_MEAN:
         mean = tl.sum(y, axis=1) / n_cols
@@ -72,13 +72,7 @@ def _normed_rows_kernel(
         y = tl.where(mask, y - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(y * y, axis=1) / n_cols + eps)
     tl.store(STATS_ptr + rows, rstd, mask=row_mask)
-    y = y * rstd[:, None]
-    if CASTING == 0:
-        y = y.to(x.dtype).to(tl.float32)
-    if w is not None:
-        y = y * w[None, :]
-    if b is not None:
-        y = y + b[None, :]
+    y = scale_and_shift(y * rstd[:, None], w, b, offset, x.dtype, CASTING)
     if NARROW:
         y = y.to(x.dtype)
     store_float8_rows(Q_ptr, SCALE_ptr, y, rows, row_mask, cols, Q_row_stride, LARGEST, ROUND_FIRST)

@@ -47,20 +47,8 @@ from ..rows.blocks import (
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.row import row_pad
 from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, row_tunable, tile_rule
+from .forward import normalised
 from .wide_backward import norm_wide_bwd_kernel, wide_heuristic
-
-
-@triton.jit
-def normalised(x, mean, rstd, CASTING: tl.constexpr):
-    """(h, h as the forward multiplied it) in fp32."""
-    h = x.to(tl.float32)
-    if mean is not None:
-        h = h - mean
-    h = h * rstd
-    rounded = h
-    if CASTING == 0:
-        rounded = h.to(x.dtype).to(tl.float32)
-    return h, rounded
 
 
 @triton.jit
@@ -89,13 +77,8 @@ def _products(x, dy, w, mean, rstd, CASTING: tl.constexpr):
 @triton.jit
 def _input_gradient(m, h, shift, dot, rstd, ds):
     """dx of one block in fp32; shift, mean(m), and ds may be None."""
-    dx = m
-    if shift is not None:
-        dx = m - shift
-    dx = rstd * (dx - h * dot)
-    if ds is not None:
-        dx += ds.to(tl.float32)
-    return dx
+    dx = rstd * ((m if shift is None else m - shift) - h * dot)
+    return dx if ds is None else dx + ds.to(tl.float32)
 
 
 @triton.jit

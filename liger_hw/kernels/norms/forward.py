@@ -49,31 +49,34 @@ the promoted dtype of x and w."""
 
 
 @triton.jit
-def _add_residual(x, r):
-    """x + r, rounded to x's dtype; x where there is no residual, None where there is no x."""
-    total = None
-    if x is not None:
-        total = x
-        if r is not None:
-            total = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
-    return total
+def _load_sum(
+    X_ptr, R_ptr, rows, X_stride, R_stride, cols, mask, LOAD_HINT: tl.constexpr, touched=None, VECTOR: tl.constexpr = 1
+):
+    """`load_tile` of x + residual, rounded to x's dtype; of x where there is no residual."""
+    x = load_tile(X_ptr, rows, X_stride, cols, mask, LOAD_HINT, touched, VECTOR)
+    r = load_tile(R_ptr, rows, R_stride, cols, mask, LOAD_HINT, touched, VECTOR)
+    x = x if x is None or r is None else (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def normalised(x, mean, rstd, CASTING: tl.constexpr):
+    """(h, h as the forward multiplies it) in fp32."""
+    h = (x.to(tl.float32) if mean is None else x.to(tl.float32) - mean) * rstd
+    return h, h.to(x.dtype).to(tl.float32) if CASTING == 0 else h
 
 
 @triton.jit
 def _centred(x, mean, mask):
     """x - mean in fp32, 0 outside `mask`."""
-    centred = None
-    if x is not None:
-        centred = tl.where(mask, x.to(tl.float32) - as_column(mean), 0.0)
+    centred = None if x is None else tl.where(mask, x.to(tl.float32) - as_column(mean), 0.0)
     return centred
 
 
 @triton.jit
-def _scale_and_shift(h, w, b, offset, DTYPE: tl.constexpr, CASTING: tl.constexpr):
+def scale_and_shift(h, w, b, offset, DTYPE: tl.constexpr, CASTING: tl.constexpr):
     """h * (offset + w) + b in fp32; DTYPE: x's."""
-    y = h
-    if CASTING == 0:
-        y = y.to(DTYPE).to(tl.float32)
+    y = h.to(DTYPE).to(tl.float32) if CASTING == 0 else h
     if w is not None:
         scale = w.to(tl.float32)
         if offset is not None:
@@ -127,8 +130,7 @@ def _norm_by_tiles(
     for start in range(0, n_cols, BLOCK_SIZE):
         cols = start + positions
         mask = tile_mask(row_mask, cols < n_cols)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "")
-        x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, ""))
+        x = _load_sum(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, "")
         if S_ptr is not None:
             store_tile(S_ptr, rows, n_cols, cols, x, mask)
         if SUBTRACT_MEAN:
@@ -149,13 +151,12 @@ def _norm_by_tiles(
         cols = (tiles - 1 - tile) * BLOCK_SIZE + positions
         exist = cols < n_cols
         mask = tile_mask(row_mask, exist)
-        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "")
-        h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "")).to(tl.float32)
+        h = _load_sum(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, "").to(tl.float32)
         if SUBTRACT_MEAN:
             h = h - as_column(mean)
         w = load_columns(W_ptr, cols, exist)
         b = load_columns(B_ptr, cols, exist)
-        y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
+        y = scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
         store_tile(Y_ptr, rows, n_cols, cols, y, mask)
     _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
 
@@ -222,15 +223,13 @@ def _norm_fwd_kernel(
             mask_2 = tile_mask(row_mask, exist_2)
             touched = touched_mask(row_mask, cols, pad, n_cols, VECTOR)
             touched_2 = touched_mask(row_mask, cols_2, pad, n_cols, VECTOR)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
-            r = load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
-            x = _add_residual(x, r)
+            x = _load_sum(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
             if not (LOOP or LATE):
                 w = load_columns(W_ptr, cols, exist, pad)
                 b = load_columns(B_ptr, cols, exist, pad)
-            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
-            r_2 = load_tile(R_ptr, rows, R_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
-            x_2 = _add_residual(x_2, r_2)
+            x_2 = _load_sum(
+                X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR
+            )
             if not LOOP:
                 w_2 = load_columns(W_ptr, cols_2, exist_2, pad)
                 b_2 = load_columns(B_ptr, cols_2, exist_2, pad)
@@ -261,13 +260,13 @@ def _norm_fwd_kernel(
             # to 3% on an H200, Triton 3.6), a layer norm of 4096 columns wants them last (2%: 80 registers, not 96)
             if not SUBTRACT_MEAN:
                 y_ptrs = Y_ptr + align_down(rows[:, None] * n_cols, VECTOR) + cols[None, :]
-            y = _scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
+            y = scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
             if SUBTRACT_MEAN:
                 y_ptrs = Y_ptr + align_down(rows[:, None] * n_cols, VECTOR) + cols[None, :]
             store_at(y_ptrs, y, mask, whole)
             if BLOCK_2:
                 h_2 = h_2.to(tl.float32) * as_column(rstd)
-                y = _scale_and_shift(h_2, w_2, b_2, offset, DTYPE, CASTING)
+                y = scale_and_shift(h_2, w_2, b_2, offset, DTYPE, CASTING)
                 store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2, whole_2, VECTOR)
             _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
     else:

@@ -136,13 +136,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         )
 
 
-WORKLOADS = {
-    "mistral_7b": (16384, 4096),
-    "llama3_8b": (8192, 4096),
-    "llama3_70b": (8192, 8192),
-    "gemma2_2b": (8192, 2304),
-    "llama3_2_1b": (8192, 2048),
-}
+WORKLOADS = {name: sizes for name, sizes in rms_norm.WORKLOADS.items() if name != "qwen3_8b_qk"}
 
 
 def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0) -> Sample:

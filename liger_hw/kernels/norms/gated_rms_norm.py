@@ -37,6 +37,7 @@ from ...runtime.operator import (
     rows_of,
 )
 from ...runtime.triton_import import tl, triton
+from ..pointwise.elementwise import activation
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import (
     persistent_misfit,
@@ -83,20 +84,9 @@ def _out_dtype(x: torch.Tensor, w: torch.Tensor, llama: bool, norm_first: bool) 
 
 
 @triton.jit
-def _gate_and_slope(g, SIGMOID: tl.constexpr):
-    """(act(g), its derivative)"""
-    s = tl.sigmoid(g)
-    if SIGMOID:
-        return s, s * (1.0 - s)
-    return g * s, s + g * s * (1.0 - s)
-
-
-@triton.jit
 def _load(P_ptr, rows, row_stride, at, mask, LOAD_HINT: tl.constexpr):
     """A tile of rows in fp32, zero outside `mask`."""
-    pointers = P_ptr + rows * row_stride + at
-    tile = load_with_hint(pointers, LOAD_HINT, mask=mask, other=0.0)
-    return tile.to(tl.float32)
+    return load_with_hint(P_ptr + rows * row_stride + at, LOAD_HINT, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -112,7 +102,7 @@ def _gated_rms_norm_fwd_kernel(
     n_rows,
     n_cols,
     eps,
-    SIGMOID: tl.constexpr,
+    KIND: tl.constexpr,
     LLAMA: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -130,10 +120,8 @@ def _gated_rms_norm_fwd_kernel(
     x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_HINT)
     g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_HINT)
     w = tl.load(W_ptr + at, mask=cols < n_cols, other=0.0)
-    factor, _ = _gate_and_slope(g, SIGMOID)
-    u = x
-    if not NORM_FIRST:
-        u = u * factor
+    factor, _ = activation(g, KIND)
+    u = x if NORM_FIRST else x * factor
     rstd = tl.rsqrt(tl.sum(u * u, axis=1)[:, None] / n_cols + eps)
     h = u * rstd
     y = h * w.to(tl.float32)
@@ -165,7 +153,7 @@ def _gated_rms_norm_bwd_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    SIGMOID: tl.constexpr,
+    KIND: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -188,23 +176,15 @@ def _gated_rms_norm_bwd_kernel(
         x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_HINT)
         g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_HINT)
         rstd = tl.load(RSTD_ptr + group * n_rows.to(tl.int64) + rows, mask=rows < n_rows, other=0.0)
-        factor, slope = _gate_and_slope(g, SIGMOID)
-        u = x
-        dn = dy
-        if NORM_FIRST:
-            dn = dy * factor
-        else:
-            u = x * factor
+        factor, slope = activation(g, KIND)
+        u = x if NORM_FIRST else x * factor
+        dn = dy * factor if NORM_FIRST else dy
         h = u * rstd
         dw += dn * h
         m = dn * w
         du = rstd * (m - h * (tl.sum(m * h, axis=1)[:, None] / n_cols))
-        if NORM_FIRST:
-            dx = du
-            dg = dy * h * w * slope
-        else:
-            dx = du * factor
-            dg = du * x * slope
+        dx = du if NORM_FIRST else du * factor
+        dg = (dy * h * w if NORM_FIRST else du * x) * slope
         tl.store(DX_ptr + rows * DX_row_stride + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)
         tl.store(DG_ptr + rows * DX_row_stride + at, dg.to(DG_ptr.dtype.element_ty), mask=mask)
     partial = Partial_ptr + tl.program_id(0) * (tl.num_programs(1) * n_cols) + group * n_cols + tl.arange(0, BLOCK_SIZE)
@@ -259,6 +239,11 @@ DW = column_sum_tunable("gated_rms_norm")
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
+def _kind(sigmoid: bool) -> str:
+    """The kernels' name of the gate's activation."""
+    return "sigmoid" if sigmoid else "silu"
+
+
 def _fwd(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
     x, gate, w = row_major(x), row_major(gate), dense(w)
     n_rows, n_cols, stride = rows_of(x)
@@ -269,7 +254,7 @@ def _fwd(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
         plan = FWD.plan(x.device, row_key(n_rows, group_size, x.itemsize))
         args = (x, gate, w, y, rstd, stride, rows_of(gate)[2], n_cols, n_rows, group_size, eps)
         grid = cdiv(n_rows, plan.config.blocks["ROWS"]), n_groups
-        launch(plan, _gated_rms_norm_fwd_kernel, grid, args, (sigmoid, llama, norm_first))
+        launch(plan, _gated_rms_norm_fwd_kernel, grid, args, (_kind(sigmoid), llama, norm_first))
     return y, rstd
 
 
@@ -287,7 +272,7 @@ def _bwd(dy, x, gate, w, rstd, eps, sigmoid, llama, norm_first, group_size):
     partial = partial_sums(x, programs, n_cols, w.dtype)
     strides = rows_of(dy)[2], stride, rows_of(gate)[2], n_cols
     args = (dy, x, gate, w, rstd, dx, dgate, partial, *strides, n_rows, group_size, n_tiles)
-    launch(plan, _gated_rms_norm_bwd_kernel, (programs, n_groups), args, (sigmoid, norm_first))
+    launch(plan, _gated_rms_norm_bwd_kernel, (programs, n_groups), args, (_kind(sigmoid), norm_first))
     return dx, dgate, column_sum(DW, partial, w.dtype)
 
 

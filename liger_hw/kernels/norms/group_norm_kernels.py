@@ -421,7 +421,6 @@ def _group_norm_cooperative_bwd_kernel(
     LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Programs as in the forward; Words_ptr is where tiles publish their sums of m and m * h.
 
@@ -434,14 +433,9 @@ def _group_norm_cooperative_bwd_kernel(
     size = channels.to(tl.int64) * spatial
     parts = tl.cdiv(spatial, BLOCK_SIZE)
     width = n_groups * channels
-    first_row = tl.program_id(0) // splits
-    if STAGES > 1:
-        x = tl.load(X_ptr + first_row * size + offsets, mask=mask, other=0.0)
-        dy = tl.load(DY_ptr + first_row * size + offsets, mask=mask, other=0.0)
-    for row in tl.range(first_row, n_rows, groups_at_once):
-        if STAGES == 1:
-            x = tl.load(X_ptr + row * size + offsets, mask=mask, other=0.0)
-            dy = tl.load(DY_ptr + row * size + offsets, mask=mask, other=0.0)
+    for row in tl.range(tl.program_id(0) // splits, n_rows, groups_at_once):
+        x = tl.load(X_ptr + row * size + offsets, mask=mask, other=0.0)
+        dy = tl.load(DY_ptr + row * size + offsets, mask=mask, other=0.0)
         mean = tl.load(STATS_ptr + row)
         rstd = tl.load(STATS_ptr + n_rows + row)
         channel = (row % n_groups) * channels + in_group
@@ -451,10 +445,6 @@ def _group_norm_cooperative_bwd_kernel(
         total, dot = _channel_sums(totals, dots, rstd, W_ptr, row_ptr, width, channel, channel_mask, HAS_BIAS)
         words_ptr = Words_ptr + row * tl.full([], LANES, tl.int64)
         publish(words_ptr + split, tl.sum(total, axis=0), tl.sum(dot, axis=0))
-        if STAGES > 1:
-            following, more = (row + groups_at_once) * size + offsets, mask & (row + groups_at_once < n_rows)
-            x_next = tl.load(X_ptr + following, mask=more, other=0.0)
-            dy_next = tl.load(DY_ptr + following, mask=more, other=0.0)
         totals, dots = collect(words_ptr, splits, LANES)
         total, dot = tl.sum(totals, axis=0), tl.sum(dots, axis=0)
         centred = keep_narrow(x, dot).to(tl.float32) - mean
@@ -462,6 +452,3 @@ def _group_norm_cooperative_bwd_kernel(
         dx = _dx(dy, centred, rstd, total, dot, size.to(tl.float32), W_ptr, channel, channel_mask)
         dx_ptrs = DX_ptr + row * size + offsets
         tl.store(dx_ptrs, dx.to(DX_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        if STAGES > 1:
-            x = x_next
-            dy = dy_next

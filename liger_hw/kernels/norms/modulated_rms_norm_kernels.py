@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
-from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...registry import Key, LaunchConfig, Target, row_key, tile_space
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     as_column,
@@ -32,8 +32,9 @@ from ..rows.blocks import (
     which_exist,
 )
 from ..rows.reduce import column_sum_tunable
-from ..rows.tuning import WIDEST_BLOCK, persistent_misfit, rows_per_program, safe
-from .backward import means_tunable, normalised, store_partial_sums, two_gradients_heuristic, two_gradients_space
+from ..rows.tuning import WIDEST_BLOCK, persistent_misfit, row_tiles, row_tunable, rows_per_program
+from .backward import means_tunable, store_partial_sums, two_gradients_heuristic, two_gradients_space
+from .forward import normalised
 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
@@ -41,12 +42,10 @@ from .backward import means_tunable, normalised, store_partial_sums, two_gradien
 @triton.jit
 def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
     """(offset + W) * (1 + scale) in fp32, [mods, columns]; None for columns that are None."""
-    gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, ""))
-    if gain is not None:
-        gain = 1.0 + gain
-        w = load_scale(W_ptr, cols, exist, offset)
-        if w is not None:
-            gain = gain * w[None, :]
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
+    w = load_scale(W_ptr, cols, exist, offset)
+    gain = None if scale is None else 1.0 + scale.to(tl.float32)
+    gain = gain if gain is None or w is None else gain * w[None, :]
     return gain
 
 
@@ -54,10 +53,7 @@ def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offs
 def _modulated(x, rstd, gain, shift, CASTING: tl.constexpr):
     """y in fp32; shift may be None."""
     _, h = normalised(x, None, as_column(rstd), CASTING)
-    y = h * gain
-    if shift is not None:
-        y = y + shift
-    return y
+    return h * gain if shift is None else h * gain + shift
 
 
 @triton.jit(do_not_specialize=["rows_per_mod", "rows_per_group", "n_tiles", "chunks"])
@@ -488,12 +484,9 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     configs = []
     for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)}):
-        tiles = [
-            {"BLOCK_SIZE": block, "ROWS": rows} for rows in (1, 2, 4, 8, 16, 32) if rows * block <= max(block, 8192)
-        ]
         how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16)}
         in_flight = 3 * key[2] * most_columns(block) // block  # a row in two blocks has more columns than its first
-        configs += tile_space(target, tiles, (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
+        configs += tile_space(target, row_tiles({block}), (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
     return configs
 
 
@@ -510,46 +503,34 @@ def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 32))
 
 
-def _tunable(variant: str, kernel: Any, heuristic, safe, space, **more: Any) -> Tunable:
-    more = {"key": _wide_key, "dependent_launch": is_small_launch, **more}
-    return Tunable(
-        "modulated_rms_norm",
-        variant,
-        kernels=(kernel,),
-        dims=_DIMS,
-        heuristic=heuristic,
-        safe=safe,
-        space=space,
-        **more,
-    )
-
-
-FWD = _tunable("fwd", _modulated_rms_norm_fwd_kernel, _fwd_heuristic, safe, _fwd_space, key=_key)
+_tunable = partial(row_tunable, "modulated_rms_norm", dims=_DIMS)
+FWD = _tunable("fwd", _modulated_rms_norm_fwd_kernel, key=_key, heuristic=_fwd_heuristic, space=_fwd_space)
 BWD = _tunable(
     "bwd",
     _modulated_rms_norm_bwd_kernel,
-    _bwd_heuristic,
-    safe,
-    lambda target, key: two_gradients_space(target, key, _BWD_STREAMS),
     key=_key,
+    heuristic=_bwd_heuristic,
+    space=lambda target, key: two_gradients_space(target, key, _BWD_STREAMS),
     valid=persistent_misfit,
 )
 BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _wide_key, _DIMS)
 BWD_SUMS = _tunable(
     "bwd_sums",
     _modulated_rms_norm_bwd_sums_kernel,
-    lambda target, key: LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4)),
-    lambda target, key: LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1),
-    _sums_space,
+    key=_wide_key,
+    heuristic=lambda target, key: LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4)),
+    safe=lambda target, key: LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1),
+    space=_sums_space,
     dependent_launch=None,
 )
 BWD_ALL_SUMS = _tunable(
     "bwd_all_sums",
     _modulated_rms_norm_bwd_all_sums_kernel,
+    key=_wide_key,
     # narrow tiles, for there is a program for each column tile only
-    lambda target, key: LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32)),
-    lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),
-    lambda target, key: [LaunchConfig({"BLOCK_N": n}, warps) for n in (8, 16, 32) for warps in (2, 4, 8, 16)],
+    heuristic=lambda target, key: LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32)),
+    safe=lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),
+    space=lambda target, key: [LaunchConfig({"BLOCK_N": n}, warps) for n in (8, 16, 32) for warps in (2, 4, 8, 16)],
     dependent_launch=None,
 )
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)

@@ -20,13 +20,12 @@ from ...registry import Sample, normal, row_key
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import (
-    Function,
+    OperatorFunction,
     cdiv,
     check_numbers,
     define,
     dense,
     empty_like,
-    first_order,
     launch,
     row_major,
     rows_of,
@@ -268,36 +267,20 @@ def _bwd(dy, x, w, b, rstd, eps):
     return dx, params[:3] if b is None else params
 
 
-poly_norm_fwd = define(
-    "poly_norm_fwd(Tensor X, Tensor W, Tensor? B, float eps) -> (Tensor Y, Tensor rstd)",
-    shapes="X [*, n]; W [3]; B of 1",
-    launcher=_fwd,
-    reference=_fwd_reference,
-)
-poly_norm_bwd = define(
-    "poly_norm_bwd(Tensor dY, Tensor X, Tensor W, Tensor? B, Tensor rstd, float eps) -> (Tensor dX, Tensor dW_dB)",
-    shapes="X, dY [*, n]; W [3]; B of 1; rstd [3, rows]",
-    launcher=_bwd,
-    derivative_of=poly_norm_fwd,
-)
-
-
-class PolyNormFunction(Function):
+class PolyNormFunction(OperatorFunction):
     sharding = RowsRule(inputs=("X",), weights=("W", "B"))
-
-    @staticmethod
-    def forward(ctx, X, W, B, eps):
-        ctx.eps = float(eps)
-        Y, RSTD = poly_norm_fwd(X, W, B, ctx.eps)
-        ctx.save_for_backward(X, W, B, RSTD)
-        return Y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad_output):
-        X, W, B, RSTD = ctx.saved_tensors
-        dX, dP = poly_norm_bwd(grad_output, X, W, B, RSTD, ctx.eps)
-        return dX, dP[:3], None if B is None else dP[3:].view(B.shape), None
+    fwd = define(
+        "poly_norm_fwd(Tensor X, Tensor W, Tensor? B, float eps) -> (Tensor Y, Tensor rstd)",
+        shapes="X [*, n]; W [3]; B of 1",
+        launcher=_fwd,
+        reference=_fwd_reference,
+    )
+    bwd = define(
+        "poly_norm_bwd(Tensor dY, Tensor X, Tensor W, Tensor? B, Tensor rstd, float eps) -> (Tensor dX, Tensor dW_dB)",
+        shapes="X, dY [*, n]; W [3]; B of 1; rstd [3, rows]",
+        launcher=_bwd,
+        derivative_of=fwd,
+    )
 
 
 def liger_poly_norm(

@@ -13,6 +13,7 @@ from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import cdiv
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import load_scale
+from .forward import normalised
 
 NARROWEST_SHARED = 16384
 """Columns from which a row is shared; of 16 bits with one gradient, from twice as many."""
@@ -78,14 +79,10 @@ def norm_wide_bwd_kernel(
         mask = exist & valid
         x = _load_part(X_ptr, next_row, X_row_stride, cols, mask)
         dy = _load_part(DY_ptr, next_row, DY_row_stride, cols, mask)
-        h = x.to(tl.float32)
-        if SUBTRACT_MEAN:
-            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 outside the columns, but dy is
-        h = h * tl.load(rstd_ptr + next_row, mask=valid, other=0.0)
+        # with a mean h is not 0 outside the columns, but dy is
+        mean = tl.load(STATS_ptr + next_row, mask=valid, other=0.0) if SUBTRACT_MEAN else None
+        h, rounded = normalised(x, mean, tl.load(rstd_ptr + next_row, mask=valid, other=0.0), CASTING)
         if Partial_ptr is not None:
-            rounded = h
-            if CASTING == 0:
-                rounded = h.to(x.dtype).to(tl.float32)
             dw += dy.to(tl.float32) * rounded
             if HAS_BIAS:
                 db += dy.to(tl.float32)

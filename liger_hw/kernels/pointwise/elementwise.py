@@ -31,6 +31,9 @@ def activation(x, KIND: tl.constexpr):
         share = tl.sigmoid(x)
         value = x * share
         slope = share + value * (1.0 - share)
+    elif KIND == "sigmoid":
+        value = tl.sigmoid(x)
+        slope = value * (1.0 - value)
     elif KIND == "relu_squared":
         value = tl.where(x <= 0.0, 0.0, x * x)
         slope = 2.0 * x
@@ -66,6 +69,17 @@ def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZ
     else:
         start = (pid % TILES).to(tl.int64) * BLOCK_SIZE
         return (pid // TILES).to(tl.int64), start + lanes, start + lanes < n_cols, start + BLOCK_SIZE <= n_cols
+
+
+@triton.jit
+def _both_at(A_ptr, B_ptr, row, a_stride, b_stride, cols, b_offset):
+    """Pointers to a and b. B_ptr None: b lies b_offset elements behind a, or there is none if that is None."""
+    a = A_ptr + row * a_stride + cols
+    if B_ptr is not None:
+        b = B_ptr + row * b_stride + cols
+    else:
+        b = a if b_offset is None else a + b_offset
+    return a, b
 
 
 @triton.jit
@@ -126,12 +140,7 @@ def _activation_fwd_kernel(
     wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
     row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
-    a = A_ptr + row * A_row_stride + cols
-    b = a
-    if B_ptr is not None:
-        b = B_ptr + row * B_row_stride + cols
-    elif IS_GATED:
-        b = a + b_offset
+    a, b = _both_at(A_ptr, B_ptr, row, A_row_stride, B_row_stride, cols, b_offset)
     c = C_ptr + row * n_cols + cols
     by, down = gate_multiplier, down_multiplier
     unmasked = whole if SPLIT else False
@@ -214,18 +223,9 @@ def _activation_bwd_kernel(
     IS_GATED: tl.constexpr = b_offset is not None
     row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
-    a = A_ptr + row * A_row_stride + cols
-    b = a
-    if B_ptr is not None:
-        b = B_ptr + row * B_row_stride + cols
-    elif IS_GATED:
-        b = a + b_offset
-    da = DA_ptr + row * (n_cols if D_row_stride is None else D_row_stride) + cols
-    db = da
-    if DB_ptr is not None:
-        db = DB_ptr + row * D_row_stride + cols
-    elif IS_GATED:
-        db = da + b_offset
+    a, b = _both_at(A_ptr, B_ptr, row, A_row_stride, B_row_stride, cols, b_offset)
+    d_stride = n_cols if D_row_stride is None else D_row_stride
+    da, db = _both_at(DA_ptr, DB_ptr, row, d_stride, d_stride, cols, b_offset)
     by, down = gate_multiplier, down_multiplier
     unmasked = whole if SPLIT else False
     if unmasked:

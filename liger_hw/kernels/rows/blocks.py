@@ -89,21 +89,15 @@ def share_tiles(programs: int, n_tiles: int, vector: int) -> int:
 @triton.jit
 def tile_count(n_rows, ROWS: tl.constexpr, VECTOR: tl.constexpr):
     """`count_tiles` on the device."""
-    if VECTOR == 1:
-        count = tl.cdiv(n_rows, ROWS)
-    else:
-        count = n_rows // (ROWS * VECTOR) * VECTOR + tl.minimum(n_rows % (ROWS * VECTOR), VECTOR)
-    return count
+    full = n_rows // (ROWS * VECTOR) * VECTOR
+    return tl.cdiv(n_rows, ROWS) if VECTOR == 1 else full + tl.minimum(n_rows % (ROWS * VECTOR), VECTOR)
 
 
 @triton.jit
 def tile_rows(tile, ROWS: tl.constexpr, VECTOR: tl.constexpr):
     """The rows of a tile, int64: VECTOR apart."""
-    if VECTOR == 1:
-        rows = tile * ROWS + tl.arange(0, ROWS)
-    else:
-        rows = tile // VECTOR * (VECTOR * ROWS) + tile % VECTOR + VECTOR * tl.arange(0, ROWS)
-    return rows.to(tl.int64)
+    first = tile * ROWS if VECTOR == 1 else tile // VECTOR * (VECTOR * ROWS) + tile % VECTOR
+    return (first + VECTOR * tl.arange(0, ROWS)).to(tl.int64)
 
 
 @triton.jit
@@ -121,48 +115,36 @@ def first_columns(start, n_cols, BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr
 @triton.jit
 def second_columns(BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr):
     """The positions of the second block, or None."""
-    positions = None
-    if BLOCK_2:
-        positions = BLOCK_SIZE + tl.arange(0, BLOCK_2)
+    positions = BLOCK_SIZE + tl.arange(0, BLOCK_2) if BLOCK_2 else None
     return positions
 
 
 @triton.jit
 def which_exist(positions, n_cols, pad=0, VECTOR: tl.constexpr = 1):
     """Which of these positions hold columns."""
-    exist = None
-    if positions is not None:
-        exist = holds_column(positions, pad, n_cols, VECTOR)
+    exist = None if positions is None else holds_column(positions, pad, n_cols, VECTOR)
     return exist
 
 
 @triton.jit
 def tile_mask(row_mask, exist):
     """[rows, columns]: which elements of a tile exist."""
-    mask = None
-    if exist is not None:
-        mask = row_mask[:, None] & exist[None, :]
+    mask = None if exist is None else row_mask[:, None] & exist[None, :]
     return mask
 
 
 @triton.jit
 def touched_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
     """[rows, positions]: the whole vectors that `load_tile` reads, beyond the row's ends; None if VECTOR is 1."""
-    mask = None
-    if VECTOR > 1:
-        if positions is not None:
-            mask = tile_mask(row_mask, in_touched_vector(positions, pad, n_cols, VECTOR))
-    return mask
+    exist = None if VECTOR == 1 or positions is None else in_touched_vector(positions, pad, n_cols, VECTOR)
+    return tile_mask(row_mask, exist)
 
 
 @triton.jit
 def whole_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
     """[rows, positions]: the whole vectors that `store_tile` stores at once; None if VECTOR is 1."""
-    mask = None
-    if VECTOR > 1:
-        if positions is not None:
-            mask = tile_mask(row_mask, in_whole_vector(positions, pad, n_cols, VECTOR))
-    return mask
+    exist = None if VECTOR == 1 or positions is None else in_whole_vector(positions, pad, n_cols, VECTOR)
+    return tile_mask(row_mask, exist)
 
 
 # -- loads and stores ------------------------------------------------------------------------------------------------
@@ -212,10 +194,7 @@ def store_at(ptrs, value, mask, whole):
 @triton.jit
 def load_columns(Ptr, positions, exist, pad=0):
     """The elements at these positions of a tensor [n_cols], such as a weight, in its own dtype."""
-    w = None
-    if Ptr is not None:
-        if positions is not None:
-            w = tl.load(Ptr + (positions - pad), mask=exist, other=0.0)
+    w = None if Ptr is None or positions is None else tl.load(Ptr + (positions - pad), mask=exist, other=0.0)
     return w
 
 
@@ -237,9 +216,7 @@ def load_row_values(Ptr, rows, row_mask):
 @triton.jit
 def to_fp32(x):
     """x in fp32."""
-    wide = None
-    if x is not None:
-        wide = x.to(tl.float32)
+    wide = None if x is None else x.to(tl.float32)
     return wide
 
 
@@ -247,19 +224,14 @@ def to_fp32(x):
 def load_scale(W_ptr, cols, exist, offset, pad=0):
     """offset + the weight at these positions, in fp32; offset may be None."""
     w = to_fp32(load_columns(W_ptr, cols, exist, pad))
-    if w is not None:
-        if offset is not None:
-            w = w + offset
+    w = w if w is None or offset is None else w + offset
     return w
 
 
 @triton.jit
 def squared(x):
     """x * x in fp32."""
-    result = None
-    if x is not None:
-        wide = x.to(tl.float32)
-        result = wide * wide
+    result = None if x is None else x.to(tl.float32) * x.to(tl.float32)
     return result
 
 
@@ -270,17 +242,13 @@ def scalar_if_single(values):
     A scalar has no layout. As a tensor it would have the layout of one block, and Triton would move the whole other
     block through shared memory into it, several times a row, where the second is too narrow for 16 bytes a thread.
     """
-    if values.shape[0] == 1:
-        values = tl.sum(values, axis=0)
-    return values
+    return tl.sum(values, axis=0) if values.shape[0] == 1 else values
 
 
 @triton.jit
 def as_column(values):
     """The result of `scalar_if_single` for use with tiles: [rows, 1] or a scalar."""
-    if values.type.is_block():
-        values = values[:, None]
-    return values
+    return values[:, None] if values.type.is_block() else values
 
 
 @triton.jit

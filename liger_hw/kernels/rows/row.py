@@ -98,28 +98,19 @@ def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: in
 @triton.jit
 def row_pad(offset, VECTOR: tl.constexpr):
     """Elements from the last boundary to a row that begins `offset` elements into its tensor."""
-    pad = 0
-    if VECTOR > 1:
-        pad = (offset % VECTOR).to(tl.int32)
-    return pad
+    return (offset % VECTOR).to(tl.int32) if VECTOR > 1 else 0
 
 
 @triton.jit
 def align_down(offset, VECTOR: tl.constexpr):
     """The last boundary at or before `offset`, which the compiler then knows to be one."""
-    if VECTOR > 1:
-        offset = offset // VECTOR * VECTOR
-    return offset
+    return offset // VECTOR * VECTOR if VECTOR > 1 else offset
 
 
 @triton.jit
 def holds_column(positions, pad, n_cols, VECTOR: tl.constexpr):
     """Which positions hold columns of the row."""
-    if VECTOR == 1:
-        exist = positions < n_cols
-    else:
-        exist = (positions >= pad) & (positions < pad + n_cols)
-    return exist
+    return positions < n_cols if VECTOR == 1 else (positions >= pad) & (positions < pad + n_cols)
 
 
 @triton.jit
@@ -139,11 +130,8 @@ def in_whole_vector(positions, pad, n_cols, VECTOR: tl.constexpr):
 def _row_mask(rows_exist, pad, n_cols, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
     """[rows, WIDTH]: which positions hold columns."""
     positions = tl.arange(0, WIDTH)
-    if VECTOR == 1:
-        mask = rows_exist & (positions < n_cols)[None, :]
-    else:
-        mask = rows_exist & holds_column(positions[None, :], pad, n_cols, VECTOR)
-    return mask
+    exist = (positions < n_cols)[None, :] if VECTOR == 1 else holds_column(positions[None, :], pad, n_cols, VECTOR)
+    return rows_exist & exist
 
 
 @triton.jit
@@ -182,26 +170,19 @@ def store_row(ptrs, value, rows_exist, pad, n_cols, VECTOR: tl.constexpr):
 @triton.jit
 def row_head(offset, VECTOR: tl.constexpr):
     """Elements before the first boundary, in a row that begins `offset` elements into its tensor."""
-    head = 0
-    if VECTOR > 1:
-        head = ((VECTOR - offset % VECTOR) % VECTOR).to(tl.int32)
-    return head
+    return ((VECTOR - offset % VECTOR) % VECTOR).to(tl.int32) if VECTOR > 1 else 0
 
 
 @triton.jit
 def body_start(offset, head, VECTOR: tl.constexpr):
     """Where the body begins, which the compiler then knows to be a boundary."""
-    if VECTOR > 1:
-        offset = (offset + head) // VECTOR * VECTOR
-    return offset
+    return (offset + head) // VECTOR * VECTOR if VECTOR > 1 else offset
 
 
 @triton.jit
 def body_width(n_cols, head, VECTOR: tl.constexpr):
     """Columns of the body, which the compiler then knows to be a multiple of VECTOR."""
-    if VECTOR > 1:
-        n_cols = tl.maximum(n_cols - head, 0) // VECTOR * VECTOR
-    return n_cols
+    return tl.maximum(n_cols - head, 0) // VECTOR * VECTOR if VECTOR > 1 else n_cols
 
 
 @triton.jit
