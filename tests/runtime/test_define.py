@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_hw.kernels.pointwise.elementwise import activation_tunables, gated_operators
+from liger_hw.kernels.pointwise.elementwise import activation_operators, activation_tunables
 from liger_hw.runtime.operator import OperatorFunction
 
 
@@ -59,7 +59,7 @@ def operator(define):
 @pytest.mark.cpu
 def test_a_gate_needs_no_arguments_beside_its_tensors(define):
     tunables = activation_tunables("plain_gate", fwd={}, bwd={})
-    operators = gated_operators(
+    operators = activation_operators(
         tunables, ("a", "b"), "", lambda: ("silu", 1.0, 1.0), lambda a, b: torch.nn.functional.silu(a) * b
     )
     fwd, bwd, _ = operators

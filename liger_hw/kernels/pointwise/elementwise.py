@@ -135,7 +135,7 @@ def _activation_fwd_kernel(
     """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) where b_offset, B_ptr and the multipliers are None.
 
     B_ptr None: b lies b_offset elements behind a in its row. IS_SCALED: a multiplier is not 1. SPLIT: see
-    `launch_activation`.
+    `_launch`.
     """
     wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
@@ -316,25 +316,31 @@ def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.contiguous(), x.shape[-1]
 
 
-def launch_activation(
-    tunable: Tunable,
-    kind: str,
-    tensors: tuple[torch.Tensor | None, ...],
-    strides: tuple[int | None, ...],
-    n_elements: int,
-    n_cols: int,
-    b_offset: int | None = None,
-    multipliers: tuple[float | None, float | None] = (None, None),
+def _launch(
+    tunable: Tunable, dc: tuple, inputs: tuple, outputs: tuple, is_gated: bool, kind: str, *multipliers: float
 ) -> None:
-    """Launch the tunable's kernel over n_elements elements in rows of n_cols.
+    """Launch over a and b, over one tensor whose rows hold both, or over an ungated x. dc: (dc,) in backward, else ().
 
-    tensors, strides: as the kernel takes them, None where the op has none. With a column count that is no multiple of
-    16, masks would narrow the accesses: the kernel is then SPLIT, with unmasked code for tiles inside a row.
+    With a column count that is no multiple of 16, masks would narrow the accesses: the kernel is then SPLIT, with
+    unmasked code for tiles inside a row.
     """
+    n_elements = (dc or outputs)[0].numel()
     if not n_elements:
         return
-    first, n_rows = tensors[0], n_elements // n_cols
-    plan = tunable.plan(first.device, _key(n_rows, n_cols, first.itemsize))
+    spaced = [evenly_spaced(t) for t in (*dc, *inputs)]
+    tensors, strides = [t for t, _ in spaced], [stride for _, stride in spaced]
+    n_cols = inputs[0].shape[-1]
+    b_offset, d_stride = (0, n_cols) if is_gated else (None, None)
+    if len(inputs) == 1:
+        if is_gated:
+            n_cols = b_offset = n_cols // 2
+        tensors.append(None)
+        strides.append(strides[-1] if is_gated else None)
+        outputs = (*outputs, None) if dc else outputs
+    if dc:
+        strides.append(d_stride)
+    n_rows = n_elements // n_cols
+    plan = tunable.plan(tensors[0].device, _key(n_rows, n_cols, tensors[0].itemsize))
     width = block = plan.config.blocks["BLOCK_SIZE"]
     split, spacing = n_cols & 15 != 0, [stride for stride in strides if stride is not None]
     if n_rows == 1 or all([stride == n_cols for stride in spacing]):
@@ -344,61 +350,46 @@ def launch_activation(
         tiles = cdiv(n_cols, width)
         grid = cdiv(n_rows, block // width) * tiles
         split = split and width == block and any([stride & 15 == 0 for stride in spacing])
-    scaled = any([m not in (None, 1.0) for m in multipliers])
-    args = (*tensors, *strides, n_rows, n_cols, b_offset, *multipliers)
+    scaled = any([m != 1.0 for m in multipliers])
+    args = (*tensors, *outputs, *strides, n_rows, n_cols, b_offset, *(multipliers or (None, None)))
     launch(plan, tunable.kernels[0], (grid,), args, (kind, scaled, tiles, width, split))
 
 
-def _launch_gated(tunable: Tunable, dc: tuple, inputs: tuple, outputs: tuple, kind: str, *multipliers: float) -> None:
-    """Launch over a and b, or over one tensor whose rows hold both. dc: (dc,) in backward, () in forward."""
-    spaced = [evenly_spaced(t) for t in (*dc, *inputs)]
-    tensors, strides = [t for t, _ in spaced], [stride for _, stride in spaced]
-    n_cols, b_offset = inputs[0].shape[-1], 0
-    d_stride = n_cols
-    if len(inputs) == 1:
-        n_cols = b_offset = n_cols // 2
-        tensors.append(None)
-        strides.append(strides[-1])
-        outputs = (*outputs, None) if dc else outputs
-    if dc:
-        strides.append(d_stride)
-    n_elements = (dc or outputs)[0].numel()
-    launch_activation(tunable, kind, (*tensors, *outputs), tuple(strides), n_elements, n_cols, b_offset, multipliers)
-
-
-def gated_operators(
+def activation_operators(
     tunables: tuple[Tunable, Tunable],
     inputs: tuple[str, ...],
     arguments: str,
     how: Callable[..., tuple],
     reference: Callable[..., torch.Tensor],
+    is_gated: bool = True,
 ) -> tuple[Any, Any, Any]:
     """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, in place, `<op>_bwd_`.
 
-    inputs: the names of a and b, or of one tensor whose rows hold both; arguments: the rest of the schema, which may be
-    ""; how: those arguments -> (name of f, gate_multiplier, down_multiplier)
+    inputs: the names of a and b, or of one tensor whose rows hold both, or, if ungated, of x alone; arguments: the rest
+    of the schema, which may be ""; how: those arguments -> (name of f, and if gated gate_multiplier, down_multiplier)
     """
     fwd_tunable, bwd_tunable = tunables
     op, n = fwd_tunable.op, len(inputs)
+    holds_both = is_gated and n == 1
 
     def fwd(*args):
         a = args[0]
-        c = empty_like(a, a.dtype) if n == 2 else a.new_empty((*a.shape[:-1], a.shape[-1] // 2))
-        _launch_gated(fwd_tunable, (), args[:n], (c,), *how(*args[n:]))
+        c = a.new_empty((*a.shape[:-1], a.shape[-1] // 2)) if holds_both else empty_like(a, a.dtype)
+        _launch(fwd_tunable, (), args[:n], (c,), is_gated, *how(*args[n:]))
         return c
 
     def bwd(dc, *args):
         gradients = tuple([empty_like(t, t.dtype) for t in args[:n]])
-        _launch_gated(bwd_tunable, (dc,), args[:n], gradients, *how(*args[n:]))
+        _launch(bwd_tunable, (dc,), args[:n], gradients, is_gated, *how(*args[n:]))
         return gradients if n == 2 else gradients[0]
 
     def bwd_(dc, *args):
-        _launch_gated(bwd_tunable, (dc,), args[:n], args[:n], *how(*args[n:]))
+        _launch(bwd_tunable, (dc,), args[:n], args[:n], is_gated, *how(*args[n:]))
 
     takes, gives = (", ".join(f"Tensor {before}{name}" for name in inputs) for before in ("", "d"))
     writes = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("ab", inputs))
     arguments = f", {arguments}" if arguments else ""
-    shapes = "T a, b [*, n]" if n == 2 else f"{inputs[0]} [*, 2n]"
+    shapes = "T a, b [*, n]" if n == 2 else f"{inputs[0]} [*, {'2n' if holds_both else 'n'}]"
     forward = define(
         f"{op}_fwd({takes}{arguments}) -> Tensor c",
         shapes=shapes,

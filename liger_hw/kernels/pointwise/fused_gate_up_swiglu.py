@@ -13,7 +13,7 @@ from ...recompute.recipes import owns_outputs, project, tileable
 from ...registry import Sample
 from ...runtime.operator import OperatorFunction, check_flags, check_numbers
 from ...runtime.sharding import RowsRule
-from .elementwise import activation_tunables, gated_operators
+from .elementwise import activation_operators, activation_tunables
 from .swiglu import check_silu, swiglu_reference
 
 
@@ -27,7 +27,7 @@ TUNABLES = activation_tunables("fused_gate_up_swiglu", fwd={}, bwd={})
 
 class FusedGateUpSiLUMulFunction(OperatorFunction):
     sharding, is_cheap = RowsRule(inputs=("y",)), True
-    fwd, bwd, in_place = gated_operators(
+    fwd, bwd, in_place = activation_operators(
         TUNABLES,
         ("y",),
         "float gate_multiplier, float down_multiplier",

@@ -19,7 +19,7 @@ from ... import registry
 from ...recompute.recipes import owns_outputs, project, tileable
 from ...runtime.operator import OperatorFunction, check, check_flags
 from ...runtime.sharding import RowsRule
-from .elementwise import activation_tunables, gated_operators, gated_sample
+from .elementwise import activation_operators, activation_tunables, gated_sample
 from .tiled_mlp import apply_tiled_mlp
 
 APPROXIMATIONS = ("tanh", "none")
@@ -36,7 +36,7 @@ TUNABLES = activation_tunables("geglu", fwd={}, bwd={"load_bytes": 8})
 
 class GELUMulFunction(OperatorFunction):
     sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
-    fwd, bwd, in_place = gated_operators(
+    fwd, bwd, in_place = activation_operators(
         TUNABLES,
         ("a", "b"),
         "bool tanh",

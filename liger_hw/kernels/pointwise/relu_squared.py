@@ -12,9 +12,9 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import OperatorFunction, define, empty_like
+from ...runtime.operator import OperatorFunction
 from ...runtime.sharding import RowsRule
-from .elementwise import activation_tunables, evenly_spaced, launch_activation
+from .elementwise import activation_operators, activation_tunables
 
 
 def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
@@ -22,39 +22,17 @@ def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 # Two or three streams of memory, where swiglu has three or five: 16 bytes a thread pay sooner.
-TUNABLES = FWD, BWD = activation_tunables(
+TUNABLES = activation_tunables(
     "relu_squared",
     fwd={"small_launch": 1024, "small_block": 1024, "waves": 2},
     bwd={"small_launch": 1024, "small_block": 1024, "waves": 2},
 )
 
 
-def _fwd(x):
-    x, stride = evenly_spaced(x)
-    y = empty_like(x, x.dtype)
-    launch_activation(FWD, "relu_squared", (x, None, y), (stride, None), x.numel(), x.shape[-1])
-    return y
-
-
-def _bwd(dy, x):
-    (dy, dy_stride), (x, x_stride) = evenly_spaced(dy), evenly_spaced(x)
-    dx = empty_like(x, x.dtype)
-    tensors, strides = (dy, x, None, dx, None), (dy_stride, x_stride, None, None)
-    launch_activation(BWD, "relu_squared", tensors, strides, x.numel(), x.shape[-1])
-    return dx
-
-
 class ReLUSquaredFunction(OperatorFunction):
     sharding, is_cheap = RowsRule(inputs=("x",), gathered=()), True
-    fwd = define(
-        "relu_squared_fwd(Tensor x) -> Tensor y",
-        shapes="x [*, n]",
-        launcher=_fwd,
-        reference=lambda x: relu_squared_reference(x).contiguous(),
-        fake=("x",),
-    )
-    bwd = define(
-        "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor dx", shapes="x, dy [*, n]", launcher=_bwd, derivative_of=fwd
+    fwd, bwd, _ = activation_operators(
+        TUNABLES, ("x",), "", lambda: ("relu_squared",), relu_squared_reference, is_gated=False
     )
 
 

@@ -17,7 +17,7 @@ from ... import registry
 from ...recompute.recipes import owns_outputs, project, tileable
 from ...runtime.operator import OperatorFunction, check, check_flags, check_numbers
 from ...runtime.sharding import RowsRule
-from .elementwise import activation_tunables, gated_operators, gated_sample
+from .elementwise import activation_operators, activation_tunables, gated_sample
 from .tiled_mlp import apply_tiled_mlp
 
 
@@ -33,7 +33,7 @@ TUNABLES = activation_tunables("swiglu", fwd={"small_launch": 32768}, bwd={"smal
 
 class SiLUMulFunction(OperatorFunction):
     sharding, is_cheap = RowsRule(inputs=("a", "b"), gathered=()), True
-    fwd, bwd, in_place = gated_operators(
+    fwd, bwd, in_place = activation_operators(
         TUNABLES,
         ("a", "b"),
         "float gate_multiplier, float down_multiplier",
