@@ -73,7 +73,7 @@ def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZ
 
 @triton.jit
 def _both_at(A_ptr, B_ptr, row, a_stride, b_stride, cols, b_offset):
-    """Pointers to a and b. B_ptr None: b lies b_offset elements behind a, or there is none if that is None."""
+    """Pointers to a and b. B_ptr None: b lies b_offset elements behind a, and does not exist without a b_offset."""
     a = A_ptr + row * a_stride + cols
     if B_ptr is not None:
         b = B_ptr + row * b_stride + cols
