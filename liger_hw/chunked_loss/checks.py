@@ -59,13 +59,12 @@ class LossFunction:
 
 
 class LossModule(OptionsModule):
-    """A chunked loss as a module. `loss(...)` computes it, from tensors and from the module's options by name.
+    """A chunked loss as a module.
 
     compiled and chunk_size are Liger's and change nothing: kernels are always compiled, and the chunks follow from the
     memory budget.
     """
 
-    loss: Any
     without_effect = ("compiled", "chunk_size")
 
     def __post_init__(self) -> None:
@@ -82,17 +81,18 @@ def function_of(module: type[LossModule], required: str, optional: str, **defaul
     defaults: those in which Liger's function differs from its module
     """
     name = module.__name__.removesuffix("Loss") + "Function"
-    known = {field.name: field.default for field in fields(module)} | defaults
-    known = {argument: known.get(argument) for argument in optional.split()}
-    names = [*required.split(), *known]
+    options = {field.name: field.default for field in fields(module)} | defaults
+    known = {argument: options.get(argument) for argument in optional.split()}
+    names, of_forward = [*required.split(), *known], {"weight": "lin_weight"}
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         by_place = dict(zip(names, args))
         arguments = {**known, **by_place, **kwargs}
         if len(args) > len(names) or len(arguments) != len(names) or any(key in by_place for key in kwargs):
             apply.__signature__.bind(*args, **kwargs)  # raises TypeError, which names the wrong argument
-        options = {key: value for key, value in arguments.items() if key not in module.without_effect}
-        return module.loss(**options)
+        tensors = {of_forward.get(key, key): value for key, value in arguments.items() if key not in options}
+        used = {key: arguments[key] for key in options if key in arguments and key not in module.without_effect}
+        return module(**used).forward(**tensors)
 
     kind = Parameter.POSITIONAL_OR_KEYWORD
     apply.__signature__ = Signature([Parameter(n, kind, default=known.get(n, Parameter.empty)) for n in names])

@@ -14,6 +14,7 @@ Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -35,18 +36,11 @@ OPERATOR = linear_distillation_operator("chunked_distillation", FWD, scale=2)
 """Takes the launch configurations of fused_linear_kl_div, whose logits also have the dtype of their head."""
 
 
-def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss) -> None:
-    """Raise unless the options are valid, as far as can be checked without tensors; modules do this when made."""
-    check_ignore_index(name, ignore_index)
-    check_floats(name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature)
-    check_flags(name, return_soft_hard_loss=return_soft_hard_loss)
-    if not 0.0 < temperature < float("inf"):
-        check(False, name, f"temperature must be positive and finite, got {temperature}")
-
-
 @dataclass(eq=False, repr=False)
 class DistillationLoss(LossModule):
     """What the distillation modules share."""
+
+    name: ClassVar[str]
 
     weight_hard_loss: float = 0.5
     weight_soft_loss: float = 0.5
@@ -58,53 +52,18 @@ class DistillationLoss(LossModule):
     return_soft_hard_loss: bool = False
 
     def check(self) -> None:
-        weights = self.weight_hard_loss, self.weight_soft_loss
-        options = self.ignore_index, self.temperature, self.return_soft_hard_loss
-        check_options(type(self).__name__, *weights, *options)
-        self.soft_loss(self.beta, self.ignore_index)
+        name, temperature = self.name, self.temperature
+        check_ignore_index(name, self.ignore_index)
+        weights = {"weight_hard_loss": self.weight_hard_loss, "weight_soft_loss": self.weight_soft_loss}
+        check_floats(name, **weights, temperature=temperature)
+        check_flags(name, return_soft_hard_loss=self.return_soft_hard_loss)
+        if not 0.0 < temperature < float("inf"):
+            check(False, name, f"temperature must be positive and finite, got {temperature}")
+        self.soft_loss()
 
-    @classmethod
-    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
+    def soft_loss(self) -> tuple[int, float, float]:
         """(kind of distance, its beta, factor of the soft loss); raises for a beta that makes no sense."""
         raise NotImplementedError
-
-    @classmethod
-    def loss(
-        cls,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        true_labels,
-        student_bias,
-        teacher_bias,
-        weight_hard_loss,
-        weight_soft_loss,
-        beta,
-        ignore_index,
-        temperature,
-        return_soft_hard_loss,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        name = cls.name
-        rows = student_input, teacher_input, true_labels
-        if all(isinstance(t, torch.Tensor) for t in rows) and student_input.dim() > 2:
-            if student_input.shape[:-1] == teacher_input.shape[:-1]:
-                student_input, teacher_input = student_input.flatten(0, -2), teacher_input.flatten(0, -2)
-                true_labels = true_labels.flatten()
-        kind, beta, soft_scale = cls.soft_loss(beta, ignore_index)
-        check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss)
-        x, weight, bias = checked_head(name, student_input, student_weight, student_bias, STUDENT, "tokens")
-        teacher = checked_teacher(name, teacher_input, teacher_weight, teacher_bias, x, weight, "tokens")
-        check_indices(name, "true_labels", true_labels, x)
-        weights = float(weight_soft_loss * soft_scale), float(weight_hard_loss)
-        options = Distillation(kind, float(beta), 0.0, float(temperature), ignore_index, *weights)
-        with_hard = bool(return_soft_hard_loss) or weight_hard_loss != 0.0
-        call = DistillationCall(options, with_hard, per_row=1, wide=False)
-        result = LinearDistillationFunction.apply(x, weight, bias, *teacher, true_labels, OPERATOR, call)
-        if not call.with_hard:
-            return result
-        loss, soft, hard = result
-        return (loss, soft * soft_scale, hard) if return_soft_hard_loss else loss
 
     def forward(
         self,
@@ -118,8 +77,25 @@ class DistillationLoss(LossModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Inputs: [..., hidden], of the teacher's own hidden size; weights: [vocab, hidden]; true_labels: one for each
         row; biases: [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
-        heads = student_input, student_weight, teacher_input, teacher_weight
-        return self.loss(*heads, true_labels, student_bias, teacher_bias, **self.options())
+        self.check()
+        name, rows = self.name, (student_input, teacher_input, true_labels)
+        if all(isinstance(t, torch.Tensor) for t in rows) and student_input.dim() > 2:
+            if student_input.shape[:-1] == teacher_input.shape[:-1]:
+                student_input, teacher_input = student_input.flatten(0, -2), teacher_input.flatten(0, -2)
+                true_labels = true_labels.flatten()
+        x, weight, bias = checked_head(name, student_input, student_weight, student_bias, STUDENT, "tokens")
+        teacher = checked_teacher(name, teacher_input, teacher_weight, teacher_bias, x, weight, "tokens")
+        check_indices(name, "true_labels", true_labels, x)
+        kind, beta, soft_scale = self.soft_loss()
+        weights = float(self.weight_soft_loss * soft_scale), float(self.weight_hard_loss)
+        options = Distillation(kind, float(beta), 0.0, float(self.temperature), self.ignore_index, *weights)
+        with_hard = bool(self.return_soft_hard_loss) or self.weight_hard_loss != 0.0
+        call = DistillationCall(options, with_hard, per_row=1, wide=False)
+        result = LinearDistillationFunction.apply(x, weight, bias, *teacher, true_labels, OPERATOR, call)
+        if not call.with_hard:
+            return result
+        loss, soft, hard = result
+        return (loss, soft * soft_scale, hard) if self.return_soft_hard_loss else loss
 
 
 _FUNCTION = (
@@ -137,9 +113,8 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
 
     name = "liger_fused_linear_jsd_distillation"
 
-    @classmethod
-    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
-        return jsd_options(cls.name, beta, ignore_index).kind, beta, 1.0
+    def soft_loss(self) -> tuple[int, float, float]:
+        return jsd_options(self.name, self.beta, self.ignore_index).kind, self.beta, 1.0
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
@@ -147,10 +122,9 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     name = "liger_fused_linear_cosine"
 
-    @classmethod
-    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
-        check_floats(cls.name, beta=beta)
-        return COSINE, 0.0, beta
+    def soft_loss(self) -> tuple[int, float, float]:
+        check_floats(self.name, beta=self.beta)
+        return COSINE, 0.0, self.beta
 
 
 LigerFusedLinearJSDFunction = function_of(LigerFusedLinearJSDLoss, *_FUNCTION)

@@ -22,92 +22,46 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import logsigmoid
 
 from ..runtime.operator import check, check_flags
-from .checks import LossModule, function_of
-from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss
-
-
-def _sigmoid(c, r, o):
-    margin = o.beta * (c - r)
-    return by_margin(-F.logsigmoid(margin), -o.beta * torch.sigmoid(-margin))
-
-
-def _hinge(c, r, o):
-    short = 1 - o.beta * (c - r)
-    return by_margin(torch.relu(short), -o.beta * (short > 0).to(short.dtype))
-
-
-def _ipo(c, r, o):
-    off = c - r - 0.5 / o.beta
-    return by_margin(off.square(), 2 * off)
+from .checks import function_of
+from .preference import PAIR_LOSSES, Output, PairLoss, Pairs, checked_pairs, preference_loss
 
 
 def _robust(c, r, o):
-    margin, e, rest = o.beta * (c - r), o.label_smoothing, 1 - 2 * o.label_smoothing
-    slope = -(1 - e) * torch.sigmoid(-margin) - e * torch.sigmoid(margin)
-    return by_margin((e * F.logsigmoid(-margin) - (1 - e) * F.logsigmoid(margin)) / rest, o.beta * slope / rest)
+    margin, e = o.beta * (c - r), o.label_smoothing
+    return (e * logsigmoid(-margin) - (1 - e) * logsigmoid(margin)) / (1 - 2 * e)
 
 
 def _exo_pair(c, r, o):
     margin, e = o.beta * (c - r), o.label_smoothing
-    p, q = torch.sigmoid(margin), torch.sigmoid(-margin)
-    over_p, over_q = F.logsigmoid(margin) - math.log1p(-e), F.logsigmoid(-margin) - math.log(e)
-    return by_margin(p * over_p + q * over_q, o.beta * p * q * (over_p - over_q))
-
-
-def _bco_pair(c, r, o):
-    up, down = o.beta * c, o.beta * r
-    return -F.logsigmoid(up) - F.logsigmoid(-down), -o.beta * torch.sigmoid(-up), o.beta * torch.sigmoid(down)
-
-
-def _sppo_hard(c, r, o):
-    up, down = c - 0.5 / o.beta, r + 0.5 / o.beta
-    return up.square() + down.square(), 2 * up, 2 * down
+    over_p, over_q = logsigmoid(margin) - math.log1p(-e), logsigmoid(-margin) - math.log(e)
+    return torch.sigmoid(margin) * over_p + torch.sigmoid(-margin) * over_q
 
 
 def _nca_pair(c, r, o):
     up, down = o.beta * c, o.beta * r
-    loss = -F.logsigmoid(up) - 0.5 * F.logsigmoid(-up) - 0.5 * F.logsigmoid(-down)
-    return loss, o.beta * (0.5 * torch.sigmoid(up) - torch.sigmoid(-up)), 0.5 * o.beta * torch.sigmoid(down)
-
-
-def _bump(x):
-    """The slope of sigmoid."""
-    return torch.sigmoid(x) * torch.sigmoid(-x)
-
-
-def _apo_zero(c, r, o):
-    up, down = o.beta * c, o.beta * r
-    return torch.sigmoid(-up) + torch.sigmoid(down), -o.beta * _bump(up), o.beta * _bump(down)
-
-
-def _apo_down(c, r, o):
-    up, margin = o.beta * c, o.beta * (c - r)
-    by_margin_alone = o.beta * _bump(margin)
-    return torch.sigmoid(up) + torch.sigmoid(-margin), o.beta * _bump(up) - by_margin_alone, by_margin_alone
+    return -logsigmoid(up) - 0.5 * (logsigmoid(-up) + logsigmoid(-down))
 
 
 def _discopop(c, r, o):
     margin = o.beta * (c - r)
-    share, logistic, exponential = torch.sigmoid(margin / o.extra), -F.logsigmoid(margin), torch.exp(-margin)
-    slope = _bump(margin / o.extra) / o.extra * (exponential - logistic)
-    slope = slope - (1 - share) * torch.sigmoid(-margin) - share * exponential
-    return by_margin((1 - share) * logistic + share * exponential, o.beta * slope)
+    share = torch.sigmoid(margin / o.extra)
+    return (1 - share) * -logsigmoid(margin) + share * torch.exp(-margin)
 
 
 DPO_LOSSES = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "sigmoid": lambda c, r, o: -logsigmoid(o.beta * (c - r)),
+    "hinge": lambda c, r, o: torch.relu(1 - o.beta * (c - r)),
+    "ipo": lambda c, r, o: (c - r - 0.5 / o.beta).square(),
     "robust": _robust,
     "exo_pair": _exo_pair,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
+    "bco_pair": lambda c, r, o: -logsigmoid(o.beta * c) - logsigmoid(-o.beta * r),
+    "sppo_hard": lambda c, r, o: (c - 0.5 / o.beta).square() + (r + 0.5 / o.beta).square(),
     "nca_pair": _nca_pair,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    "apo_zero": lambda c, r, o: torch.sigmoid(-o.beta * c) + torch.sigmoid(o.beta * r),
+    "apo_down": lambda c, r, o: torch.sigmoid(o.beta * c) + torch.sigmoid(-o.beta * (c - r)),
     "discopop": _discopop,
 }
 PAIR_LOSSES.update({f"dpo_{kind}": loss for kind, loss in DPO_LOSSES.items()})
@@ -135,7 +89,7 @@ def dpo_pairs(loss_type: str, use_ref_model: bool, *numbers: float, **named: flo
 
 
 @dataclass(eq=False, repr=False)
-class LigerFusedLinearDPOLoss(LossModule):
+class LigerFusedLinearDPOLoss(PairLoss):
     """DPO and its relatives on a linear head.
 
     beta: how far the policy may move
@@ -157,14 +111,8 @@ class LigerFusedLinearDPOLoss(LossModule):
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
 
-    def check(self) -> None:
-        dpo_pairs(**self.options())
-
-    @staticmethod
-    def loss(_input, weight, target, bias, ref_input, ref_weight, ref_bias, **options) -> Output:
-        pairs = dpo_pairs(**options)
-        ref = (ref_input, ref_weight, ref_bias) if options["use_ref_model"] else None
-        return preference_loss(_NAME, pairs, _input, weight, target, bias, options["ignore_index"], ref)
+    def pairs(self) -> Pairs:
+        return dpo_pairs(**self.options())
 
     def forward(
         self,
@@ -182,7 +130,8 @@ class LigerFusedLinearDPOLoss(LossModule):
         Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
         """
-        return self.loss(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **self.options())
+        pairs, ref = self.pairs(), (ref_input, ref_weight, ref_bias) if self.use_ref_model else None
+        return preference_loss(_NAME, pairs, _input, lin_weight, target, bias, self.ignore_index, ref)
 
 
 LigerFusedLinearDPOFunction = function_of(

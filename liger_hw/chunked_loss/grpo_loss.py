@@ -161,39 +161,9 @@ class Policy(NamedTuple):
             losses = losses + self.beta * kl
         return losses, kl, was_clipped
 
-    def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
-        """The loss's derivative, written out; through log w where the loss depends on logp by the ratio."""
-        advantages, share, old, ref, vllm = seen.grouped
-        logp, mask = seen.logp, share != 0
-        log_ratio = logp - (logp if old is None else old)
-        weights = self._weights(log_ratio, mask)
-        ratio = torch.exp(weights)
-        direct, by_weight = torch.zeros_like(logp), torch.zeros_like(logp)
-        if self.kind == "cispo":
-            direct = direct - ratio.clamp(max=self.epsilon_high) * advantages
-        elif self.kind == "vespo":
-            direct = direct - self._vespo_weights(advantages, log_ratio, mask, vllm) * advantages
-        elif self.kind == "sapo":
-            z = self._sapo_temperature(advantages) * (ratio - 1)
-            by_weight = by_weight - 4 * torch.sigmoid(z) * torch.sigmoid(-z) * advantages * ratio
-        else:
-            low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
-            bounded, clipped = ratio.clamp(max=self.delta) * advantages, ratio.clamp(low, high) * advantages
-            one, other = (ratio <= self.delta).to(ratio.dtype), ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-            taken = torch.where(bounded < clipped, one, torch.where(clipped < bounded, other, (one + other) / 2))
-            by_weight = by_weight - taken * advantages * ratio
-        if vllm is not None and self.kind != "vespo":
-            direct, by_weight = direct * vllm, by_weight * vllm
-        if self.beta and ref is not None:
-            by_kl = 1 - torch.exp(ref - logp)
-            if self.use_bias_correction_kl:
-                by_weight = by_weight + self.beta * k3_loss_fn(ref, logp) * ratio
-                by_kl = by_kl * ratio
-            direct = direct + self.beta * by_kl
-        direct, by_weight = (torch.where(mask, t * share, 0.0) for t in (direct, by_weight))
-        if self.by_sequence:
-            by_weight = by_weight.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
-        return direct + by_weight, None
+    def loss(self, seen: Seen) -> torch.Tensor:
+        losses, _, _ = self.terms(seen.logp, *seen.grouped)
+        return masked_sum(losses, seen.grouped[1])
 
     def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         return self.summary(*self.terms(seen.logp, *seen.grouped), seen.grouped[1])
@@ -201,8 +171,7 @@ class Policy(NamedTuple):
     def summary(self, losses: torch.Tensor, kl: torch.Tensor, clipped: torch.Tensor, share: torch.Tensor) -> tuple:
         """From `terms`: the loss, the mean KL (only with beta), the share of tokens (of sequences, by sequence)
         clipped."""
-        mask = share != 0
-        loss = torch.where(mask, losses * share, 0.0).sum()
+        mask, loss = share != 0, masked_sum(losses, share)
         clipped = clipped.to(kl.dtype)
         by_sequence = self.by_sequence and clipped.shape[1] == 1
         clipped = clipped.mean() if by_sequence else masked_mean(clipped, mask)
@@ -210,6 +179,10 @@ class Policy(NamedTuple):
 
 
 LOSSES["policy"] = Policy
+
+
+def masked_sum(losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return torch.where(share != 0, losses * share, 0.0).sum()
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -278,8 +251,7 @@ def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_r
     """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, without
     gradients.
 
-    x_like: a tensor of the call's device and dtype. Entries of old_logps and ref_logps may be anything where the mask
-    is 0.
+    x_like: a tensor of the call's device and dtype. Entries of tokens may be anything where the mask is 0.
     """
     wide = torch.promote_types(x_like.dtype, torch.float32)
     shape = tuple(mask.shape)
@@ -305,6 +277,8 @@ def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_r
     vllm = rows("vllm_is_ratio", vllm_is_ratio, batch, (*batch, 1), shape)
     advantages, vllm = (t.unsqueeze(1) if t is not None and t.dim() == 1 else t for t in (advantages, vllm))
     old, ref = (None if t is None else t.masked_fill(~mask, 0.0) for t in (old, ref))
+    if advantages.shape == mask.shape:
+        advantages = advantages.masked_fill(~mask, 0.0)
     if vllm is not None and kind != "vespo" and vllm.shape == mask.shape:
         vllm = vllm.masked_fill(~mask, 1.0)
     return mask, advantages, old, ref, vllm
@@ -314,12 +288,6 @@ def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_r
 
 _NAME = "liger_fused_linear_grpo"
 _IGNORED = -100
-
-
-def checked_policy(use_ref_model: bool, **options: Any) -> Policy:
-    """The Policy of the options; raises if they are invalid."""
-    check_flags(_NAME, use_ref_model=use_ref_model)
-    return make_policy(_NAME, **options)
 
 
 @dataclass(eq=False, repr=False)
@@ -350,62 +318,15 @@ class LigerFusedLinearGRPOLoss(LossModule):
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
 
+    def policy(self, **differs: Any) -> Policy:
+        """The Policy of the options; raises if they are invalid."""
+        options = self.options() | differs
+        check_flags(_NAME, use_ref_model=options.pop("use_ref_model"))
+        return make_policy(_NAME, **options)
+
     def check(self) -> None:
         """As in Liger, the combination of loss type and sequence-level sampling is checked at the call."""
-        options = self.options()
-        if options["importance_sampling_level"] == "sequence":
-            options["importance_sampling_level"] = "token"
-        checked_policy(**options)
-
-    @staticmethod
-    def loss(
-        _input,
-        weight,
-        selected_token_ids,
-        attention_mask,
-        advantages,
-        bias,
-        ref_per_token_logps,
-        old_per_token_logps,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        vllm_is_ratio,
-        num_items_in_batch,
-        **options,
-    ) -> Output:
-        policy, temperature = checked_policy(**options), float(options["temperature"])
-        use_ref_model, kind, level = options["use_ref_model"], policy.kind, options["importance_sampling_level"]
-        x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
-        check_indices(_NAME, "selected_token_ids", selected_token_ids, x)
-        ids = selected_token_ids
-        if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
-            got = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
-            check(False, _NAME, f"attention_mask must be a tensor of shape {tuple(ids.shape)}, got {got}")
-        target = ids.masked_fill(attention_mask == 0, _IGNORED)
-        if use_ref_model and policy.beta and ref_per_token_logps is None:
-            if ref_input is None:
-                expected = "use_ref_model=True with beta needs ref_per_token_logps, or ref_input and ref_weight"
-                check(False, _NAME, f"{expected}; give them, or use_ref_model=False or beta=0.0")
-            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
-            ref_per_token_logps = token_logps(*ref, target, _IGNORED, temperature)
-        elif use_ref_model and ref_per_token_logps is not None and ref_input is not None:
-            warnings.warn(f"{_NAME}: Using ref_per_token_logps; ref_input is given too and not read", stacklevel=2)
-        if not use_ref_model:
-            ref_per_token_logps = None
-        of_tokens = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
-        mask, *tensors = policy_tensors(_NAME, x, attention_mask, *of_tokens, kind)
-        length = options["max_completion_length"]
-        share = token_shares(_NAME, mask, kind, length, num_items_in_batch, tensors[0].dtype)
-        extras = [tensors[0], share, *tensors[1:]]
-        alone = level == "token" and kind != "vespo"  # slopes depend on one token
-        if alone:
-            extras = [None if t is None else t.expand(mask.shape).reshape(-1, 1) for t in extras]
-        group = TOKEN if alone else SEQUENCE
-        _, *numbers = policy
-        spec = Spec("policy", kind, tuple(numbers), group, len(extras), _IGNORED, temperature)
-        loss, *metrics = run_loss(x, weight, bias, target, spec, extras)
-        return loss, tuple(metrics)
+        self.policy(**{"importance_sampling_level": "token"} if self.importance_sampling_level == "sequence" else {})
 
     def forward(
         self,
@@ -432,9 +353,37 @@ class LigerFusedLinearGRPOLoss(LossModule):
 
         Returns (loss, (KL with beta, share of clipped tokens)), all fp32.
         """
-        tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias
-        reference = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
-        return self.loss(*tensors, *reference, vllm_is_ratio, num_items_in_batch, **self.options())
+        policy, temperature, use_ref_model = self.policy(), float(self.temperature), self.use_ref_model
+        x, weight, bias = checked_head(_NAME, _input, lin_weight, bias, HEAD, SEQUENCES)
+        check_indices(_NAME, "selected_token_ids", selected_token_ids, x)
+        ids = selected_token_ids
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
+            got = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
+            check(False, _NAME, f"attention_mask must be a tensor of shape {tuple(ids.shape)}, got {got}")
+        target = ids.masked_fill(attention_mask == 0, _IGNORED)
+        if use_ref_model and policy.beta and ref_per_token_logps is None:
+            if ref_input is None:
+                expected = "use_ref_model=True with beta needs ref_per_token_logps, or ref_input and ref_weight"
+                check(False, _NAME, f"{expected}; give them, or use_ref_model=False or beta=0.0")
+            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
+            ref_per_token_logps = token_logps(*ref, target, _IGNORED, temperature)
+        elif use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            warnings.warn(f"{_NAME}: Using ref_per_token_logps; ref_input is given too and not read", stacklevel=2)
+        if not use_ref_model:
+            ref_per_token_logps = None
+        of_tokens = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
+        mask, *tensors = policy_tensors(_NAME, x, attention_mask, *of_tokens, policy.kind)
+        how = policy.kind, self.max_completion_length, num_items_in_batch, tensors[0].dtype
+        share = token_shares(_NAME, mask, *how)
+        extras = [tensors[0], share, *tensors[1:]]
+        alone = not policy.by_sequence and policy.kind != "vespo"  # slopes depend on one token
+        if alone:
+            extras = [None if t is None else t.expand(mask.shape).reshape(-1, 1) for t in extras]
+        group = TOKEN if alone else SEQUENCE
+        kind, *numbers = policy
+        spec = Spec("policy", kind, tuple(numbers), group, len(extras), _IGNORED, temperature)
+        loss, *metrics = run_loss(x, weight, bias, target, spec, extras)
+        return loss, tuple(metrics)
 
 
 LigerFusedLinearGRPOFunction = function_of(

@@ -45,29 +45,19 @@ class Labelled(NamedTuple):
         _, ratio = self._logps(seen)
         return -self.beta * sign * (ratio if kl is None else ratio - kl)
 
-    def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
-        sign, counts, _, _ = seen.grouped
-        under = self._under(seen)
-        slopes = -self.beta * sign * torch.sigmoid(under) * torch.sigmoid(-under) / seen.n_groups
-        return (slopes / counts if self.average else slopes)[:, None].expand_as(seen.logp), None
+    def loss(self, seen: Seen) -> torch.Tensor:
+        return torch.sigmoid(self._under(seen)).sum() / seen.n_groups
 
     def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         """The loss; then sums over the good and over the bad answers of log pi, the logits and the reward beta * c."""
-        loss = torch.sigmoid(self._under(seen)).sum() / seen.n_groups
         good = seen.grouped[0] > 0
         logps, ratio = self._logps(seen)
         values = logps, seen.logit_sum.sum(-1), self.beta * ratio
-        return loss, *(torch.where(chosen, v, 0.0).sum() for v in values for chosen in (good, ~good))
+        return self.loss(seen), *(torch.where(chosen, v, 0.0).sum() for v in values for chosen in (good, ~good))
 
 
 LOSSES["kto"] = Labelled
 _NAME = "liger_fused_linear_kto"
-
-
-def _check(ignore_index: int, beta: float, use_ref_model: bool, average_log_prob: bool) -> None:
-    check_ignore_index(_NAME, ignore_index)
-    check_floats(_NAME, beta=beta)
-    check_flags(_NAME, use_ref_model=use_ref_model, average_log_prob=average_log_prob)
 
 
 @dataclass(eq=False, repr=False)
@@ -85,37 +75,9 @@ class LigerFusedLinearKTOLoss(LossModule):
     chunk_size: int = 1
 
     def check(self) -> None:
-        _check(**self.options())
-
-    @staticmethod
-    def loss(_input, weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, **options) -> Output:
-        _check(**options)
-        ignore_index = options["ignore_index"]
-        x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
-        check_indices(_NAME, "target", target, x)
-        batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
-        if not isinstance(preference_labels, torch.Tensor) or preference_labels.dtype is not torch.bool:
-            got = preference_labels.dtype if isinstance(preference_labels, torch.Tensor) else preference_labels
-            check(False, _NAME, f"preference_labels must be a bool tensor, True for good answers, got {got}")
-        if preference_labels.shape != (batch,):
-            check(False, _NAME, f"preference_labels must have shape ({batch},), got {tuple(preference_labels.shape)}")
-        sign = preference_labels.to(x.device, wide) * 2 - 1
-        counts = (target != ignore_index).sum(-1).to(wide)
-        ref_sums = None
-        if options["use_ref_model"]:
-            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
-            ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
-        if kl is not None:
-            if not isinstance(kl, torch.Tensor):  # a tensor may have a number for each sequence
-                check_floats(_NAME, kl=kl)
-            kl = on_device(kl, wide, x.device)
-            if kl.numel() not in (1, batch) or kl.dim() > 1:
-                check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
-            kl = kl.expand(batch)
-        numbers = float(options["beta"]), float(bool(options["average_log_prob"]))
-        spec = Spec("kto", "kto", numbers, SEQUENCE, n_grouped=4, ignore_index=ignore_index)
-        loss, *metrics = run_loss(x, weight, bias, target, spec, (sign, counts, ref_sums, kl))
-        return loss, tuple(metrics)
+        check_ignore_index(_NAME, self.ignore_index)
+        check_floats(_NAME, beta=self.beta)
+        check_flags(_NAME, use_ref_model=self.use_ref_model, average_log_prob=self.average_log_prob)
 
     def forward(
         self,
@@ -136,8 +98,33 @@ class LigerFusedLinearKTOLoss(LossModule):
         Returns (loss, sums over the good and the bad answers (chosen_logps, rejected_logps, chosen_logits,
         rejected_logits, chosen_rewards, rejected_rewards)), all fp32.
         """
-        tensors = _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl
-        return self.loss(*tensors, **self.options())
+        self.check()
+        ignore_index = self.ignore_index
+        x, weight, bias = checked_head(_NAME, _input, lin_weight, bias, HEAD, SEQUENCES)
+        check_indices(_NAME, "target", target, x)
+        batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+        if not isinstance(preference_labels, torch.Tensor) or preference_labels.dtype is not torch.bool:
+            got = preference_labels.dtype if isinstance(preference_labels, torch.Tensor) else preference_labels
+            check(False, _NAME, f"preference_labels must be a bool tensor, True for good answers, got {got}")
+        if preference_labels.shape != (batch,):
+            check(False, _NAME, f"preference_labels must have shape ({batch},), got {tuple(preference_labels.shape)}")
+        sign = preference_labels.to(x.device, wide) * 2 - 1
+        counts = (target != ignore_index).sum(-1).to(wide)
+        ref_sums = None
+        if self.use_ref_model:
+            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
+            ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
+        if kl is not None:
+            if not isinstance(kl, torch.Tensor):  # a tensor may have a number for each sequence
+                check_floats(_NAME, kl=kl)
+            kl = on_device(kl, wide, x.device)
+            if kl.numel() not in (1, batch) or kl.dim() > 1:
+                check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
+            kl = kl.expand(batch)
+        numbers = float(self.beta), float(bool(self.average_log_prob))
+        spec = Spec("kto", "kto", numbers, SEQUENCE, n_grouped=4, ignore_index=ignore_index)
+        loss, *metrics = run_loss(x, weight, bias, target, spec, (sign, counts, ref_sums, kl))
+        return loss, tuple(metrics)
 
 
 LigerFusedLinearKTOFunction = function_of(

@@ -32,6 +32,7 @@ from ..kernels.heads.linear_head import HeadGradients, Needs, plan_groups, scale
 from ..kernels.losses.cross_entropy_rows import absent, check_in_range
 from ..kernels.losses.log_prob_rows import LogProbOptions, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
+from ..runtime.derivative import differentiate
 from ..runtime.operator import Function, define, first_order
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
@@ -85,11 +86,9 @@ class Spec(NamedTuple):
 LOSSES: dict[str, Any] = {}
 """Name -> the class of a loss. Each has
 
-slopes(seen): the loss's derivatives by these groups' logp and second (None without one), of their shape
+loss(seen): the share of these groups in the loss, differentiable in logp and second
 results(seen): (loss, *metrics) of all groups
-sums_logits: whether results needs logit_sum
-
-Derivatives are written out, because an operator in a compiled graph has no autograd."""
+sums_logits: whether results needs logit_sum"""
 
 
 def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -180,13 +179,18 @@ class _Groups(NamedTuple):
 
     def fill_slopes(self, loss: Any, rows: _Rows, scale: float, first: int, last: int) -> torch.Tensor | None:
         """Fill `rows.coef` of the groups first..last; returns the second target's share of it."""
-        coef, other = loss.slopes(self.seen(rows, first, last))
+        seen = self.seen(rows, first, last)
+        logps = [seen.logp] if seen.second is None else [seen.logp, seen.second]
+
+        def of_tokens(*logps: torch.Tensor) -> torch.Tensor:
+            return loss.loss(seen._replace(**dict(zip(("logp", "second"), logps))))
+
         within = slice(first * self.width, last * self.width)
-        coef, other = (t if t is None else (t * scale if scale != 1.0 else t).reshape(-1) for t in (coef, other))
-        if other is None:
+        coef, *others = (t.reshape(-1) for t in differentiate(of_tokens, logps, [seen.logp.new_full((), scale)]))
+        if not others:
             rows.coef[within] = coef
             return None
-        other = torch.where((rows.other | rows.second_is_target)[within], other, 0.0)
+        other = torch.where((rows.other | rows.second_is_target)[within], others[0], 0.0)
         rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + other
         return other
 
@@ -242,6 +246,7 @@ chunked_loss = define(
     reference=partial(_run, plain=True),
     fake=_fake,
     numbers=Spec,
+    recorded=False,
 )
 
 

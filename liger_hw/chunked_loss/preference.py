@@ -22,7 +22,7 @@ Optimization without Reference Model", 2403.07691
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import Callable, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,8 @@ from ..runtime.operator import check, check_flags, check_floats, check_ignore_in
 from .checks import HEAD, SEQUENCES, LossModule, checked_reference, function_of
 from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
-PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-PAIR_LOSSES: dict[str, PairLoss] = {}
-"""Kind -> pair_loss(c, r, numbers) -> (loss, its slope by c, its slope by r), each [pairs]. Each file adds its
-losses."""
+PAIR_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], torch.Tensor]] = {}
+"""Kind -> pair_loss(c, r, numbers) [pairs]. Each file adds its losses."""
 PAIR_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, ...]]] = {}
 """Kind -> the metrics that only this kind reports."""
 AVERAGED = {"dpo_ipo"}
@@ -73,34 +71,20 @@ class Pairs(NamedTuple):
         logp = seen.logp if seen.second is None else seen.second
         return -_halves(logp)[:, 0].sum() / seen.shared[0]
 
-    def slopes(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor | None]:
-        counts, _ = seen.grouped
+    def loss(self, seen: Seen) -> torch.Tensor:
         _, chosen, rejected = self._margins(seen)
-        by_sequence = torch.stack(PAIR_LOSSES[self.kind](chosen, rejected, self)[1:], 1) / seen.n_groups
-        if self.average or self.kind in AVERAGED:
-            by_sequence = by_sequence / counts
-        n_pairs, tokens = seen.logp.shape
-        shape = n_pairs, 2, tokens // 2
-        if not self.has_nll or seen.second is None:
-            if self.has_nll:
-                by_sequence[:, 0] -= self.alpha / seen.shared[0]
-            return by_sequence[:, :, None].expand(shape), None
-        nll = _halves(torch.zeros_like(seen.logp))
-        nll[:, 0] = -self.alpha / seen.shared[0]
-        return by_sequence[:, :, None].expand(shape), nll
+        loss = PAIR_LOSSES[self.kind](chosen, rejected, self).sum() / seen.n_groups
+        return loss + self.alpha * self._nll(seen) if self.has_nll else loss
 
     def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         reported, chosen, rejected = self._margins(seen)
-        nll = self._nll(seen)
-        loss = PAIR_LOSSES[self.kind](chosen, rejected, self)[0].sum() / seen.n_groups
-        loss = loss + self.alpha * nll if self.has_nll else loss
         means = _halves(seen.logit_sum).mean((0, 2)) / seen.vocab
         rewards = self.beta * chosen, self.beta * rejected
         if self.kind in AVERAGED and not self.average:
             rewards = tuple(r * n for r, n in zip(rewards, seen.grouped[0].unbind(1)))
         more = PAIR_METRICS[self.kind](chosen, rejected, self) if self.kind in PAIR_METRICS else ()
         logps = (t.clone() for t in reported.unbind(1))
-        return loss, *logps, *(t.clone() for t in means), nll, *rewards, *more
+        return self.loss(seen), *logps, *(t.clone() for t in means), self._nll(seen), *rewards, *more
 
 
 LOSSES["pairs"] = Pairs
@@ -132,11 +116,6 @@ def checked_pairs(
 def _halves(t: torch.Tensor) -> torch.Tensor:
     """[pairs, tokens of a pair] as [pairs, 2, length]: the chosen sequence, then the rejected one."""
     return t.view(t.shape[0], 2, t.shape[1] // 2)
-
-
-def by_margin(loss: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A pair loss that depends only on c - r, from its slope by c."""
-    return loss, slope, -slope
 
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
@@ -180,19 +159,17 @@ def preference_loss(
     return loss, tuple(metrics)
 
 
-class ReferenceFreeLoss(LossModule):
-    """A loss over pairs without a reference model, as a module. `pairs` is its description from its options."""
+class PairLoss(LossModule):
+    """A loss over pairs as a module."""
 
-    name: str
-    pairs: Callable[..., Pairs]
+    name: ClassVar[str]
+
+    def pairs(self) -> Pairs:
+        """The description of the loss; raises for options that make no sense."""
+        raise NotImplementedError
 
     def check(self) -> None:
-        self.pairs(**self.options())
-
-    @classmethod
-    def loss(cls, _input, weight, target, bias, **options) -> Output:
-        pairs = cls.pairs(**options)
-        return preference_loss(cls.name, pairs, _input, weight, target, bias, options["ignore_index"])
+        self.pairs()
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
@@ -202,7 +179,7 @@ class ReferenceFreeLoss(LossModule):
         Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
         """
-        return self.loss(_input, lin_weight, target, bias, **self.options())
+        return preference_loss(self.name, self.pairs(), _input, lin_weight, target, bias, self.ignore_index)
 
 
 # -- CPO and SimPO ---------------------------------------------------------------------------------------------------
@@ -211,8 +188,10 @@ class ReferenceFreeLoss(LossModule):
 def _smoothed_margin(chosen, rejected, numbers):
     """-log sigmoid of (the margin minus SimPO's gamma)."""
     margin, e = numbers.beta * (chosen - rejected) - numbers.extra, numbers.label_smoothing
-    loss = -(1 - e) * F.logsigmoid(margin) - e * F.logsigmoid(-margin)
-    return by_margin(loss, numbers.beta * (e * torch.sigmoid(margin) - (1 - e) * torch.sigmoid(-margin)))
+    return -(1 - e) * F.logsigmoid(margin) - e * F.logsigmoid(-margin)
+
+
+PAIR_LOSSES["cpo"] = _smoothed_margin
 
 
 def _smoothed_pairs(name: str, *numbers: float, **named: float) -> Pairs:
@@ -223,19 +202,15 @@ def _smoothed_pairs(name: str, *numbers: float, **named: float) -> Pairs:
     return pairs
 
 
-PAIR_LOSSES["cpo"] = _smoothed_margin
-_CPO, _SIMPO, _ORPO = "liger_fused_linear_cpo", "liger_fused_linear_simpo", "liger_fused_linear_orpo"
-
-
 @dataclass(eq=False, repr=False)
-class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
+class LigerFusedLinearCPOLoss(PairLoss):
     """CPO on a linear head.
 
     alpha: weight of the negative log-likelihood, added with compute_nll_loss. average_log_prob: sequences count by the
     mean of their tokens' log-probabilities instead of the sum.
     """
 
-    name, pairs = _CPO, staticmethod(lambda **options: _smoothed_pairs(_CPO, **options))
+    name = "liger_fused_linear_cpo"
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -246,6 +221,9 @@ class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
     average_log_prob: bool = False
     chunk_size: int = 1
 
+    def pairs(self) -> Pairs:
+        return _smoothed_pairs(self.name, **self.options())
+
 
 LigerFusedLinearCPOFunction = function_of(
     LigerFusedLinearCPOLoss,
@@ -255,13 +233,13 @@ LigerFusedLinearCPOFunction = function_of(
 
 
 @dataclass(eq=False, repr=False)
-class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
+class LigerFusedLinearSimPOLoss(PairLoss):
     """SimPO on a linear head.
 
     gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss.
     """
 
-    name, pairs = _SIMPO, staticmethod(lambda **options: _smoothed_pairs(_SIMPO, average_log_prob=True, **options))
+    name = "liger_fused_linear_simpo"
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -271,6 +249,9 @@ class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
     compiled: bool = True
     gamma: float = 0.5
     chunk_size: int = 1
+
+    def pairs(self) -> Pairs:
+        return _smoothed_pairs(self.name, average_log_prob=True, **self.options())
 
 
 LigerFusedLinearSimPOFunction = function_of(
@@ -284,24 +265,19 @@ LigerFusedLinearSimPOFunction = function_of(
 # -- ORPO ------------------------------------------------------------------------------------------------------------
 
 
-def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log of the ratio of the odds, exp(l) - 1 of both [2, pairs]), computed together, in half the launches."""
-    both = torch.stack((chosen, rejected))
-    less = torch.expm1(both)  # log(1 - exp(l)) by expm1: l is near 0 where the model is sure
-    log_odds = both - torch.log(-less)
-    return log_odds[0] - log_odds[1], less
-
-
-def _odds_metrics(chosen, rejected, numbers):
-    log_odds, _ = _log_odds(chosen, rejected)
-    return F.logsigmoid(log_odds).mean(), log_odds.mean()
+def _log_odds_ratio(chosen, rejected):
+    """log(1 - exp(l)) is computed by expm1: l is near 0 where the model is sure."""
+    chosen_odds, rejected_odds = (logp - torch.log(-torch.expm1(logp)) for logp in (chosen, rejected))
+    return chosen_odds - rejected_odds
 
 
 def _orpo(chosen, rejected, numbers):
-    log_odds, less = _log_odds(chosen, rejected)
-    slopes = numbers.beta * torch.sigmoid(-log_odds) / less  # the slope of log(odds(l)) is -1 / expm1(l)
-    loss = -numbers.beta * F.logsigmoid(log_odds)
-    return loss, slopes[0], -slopes[1]
+    return -numbers.beta * F.logsigmoid(_log_odds_ratio(chosen, rejected))
+
+
+def _odds_metrics(chosen, rejected, numbers):
+    log_odds = _log_odds_ratio(chosen, rejected)
+    return F.logsigmoid(log_odds).mean(), log_odds.mean()
 
 
 PAIR_LOSSES["orpo"] = _orpo
@@ -309,11 +285,13 @@ PAIR_METRICS["orpo"] = _odds_metrics
 
 
 @dataclass(eq=False, repr=False)
-class LigerFusedLinearORPOLoss(LossModule):
+class LigerFusedLinearORPOLoss(PairLoss):
     """ORPO on a linear head.
 
     beta: weight of the odds ratio.
     """
+
+    name = "liger_fused_linear_orpo"
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -321,14 +299,8 @@ class LigerFusedLinearORPOLoss(LossModule):
     compiled: bool = True
     chunk_size: int = 1
 
-    def check(self) -> None:
-        checked_pairs(_ORPO, "orpo", average_log_prob=True, **self.options())
-
-    @staticmethod
-    def loss(_input, weight, target, bias, nll_target, **options) -> Output:
-        pairs = checked_pairs(_ORPO, "orpo", average_log_prob=True, **options)
-        ignore_index = options["ignore_index"]
-        return preference_loss(_ORPO, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
+    def pairs(self) -> Pairs:
+        return checked_pairs(self.name, "orpo", average_log_prob=True, **self.options())
 
     def forward(
         self,
@@ -344,7 +316,8 @@ class LigerFusedLinearORPOLoss(LossModule):
         Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32.
         """
-        return self.loss(_input, lin_weight, target, bias, nll_target, **self.options())
+        head = _input, lin_weight, target, bias
+        return preference_loss(self.name, self.pairs(), *head, self.ignore_index, nll_target=nll_target)
 
 
 LigerFusedLinearORPOFunction = function_of(

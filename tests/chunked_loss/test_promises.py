@@ -156,17 +156,18 @@ def test_backward_twice_and_nothing_is_overwritten(name, lane, generator):
         torch.autograd.grad(_loss(op, sample), inputs, create_graph=True)
 
 
-def test_garbage_where_nothing_counts(generator):
-    """Padding of the caller's log-probabilities may be anything, nan too."""
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_garbage_where_nothing_counts(generator, level):
+    """Padding of the caller's log-probabilities and of advantages of tokens may be anything, nan too."""
     inputs = torch.randn(2, 4, 8, generator=generator).requires_grad_(), torch.randn(11, 8, generator=generator)
     ids, mask = torch.randint(11, (2, 4), generator=generator), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     old = torch.randn(2, 4, generator=generator) - 3
-    loss = chunked_loss.LigerFusedLinearGRPOLoss(use_ref_model=True)
-    advantages = torch.tensor([1.0, -0.5])
+    loss = chunked_loss.LigerFusedLinearGRPOLoss(importance_sampling_level=level)
+    advantages = torch.tensor([[1.0], [-0.5]]).expand(2, 4)
 
     def run(fill):
-        padded = old.masked_fill(mask == 0, fill)
-        found = loss(*inputs, ids, mask, advantages, ref_per_token_logps=padded, old_per_token_logps=padded)[0]
+        padded, weighed = (t.masked_fill(mask == 0, fill) for t in (old, advantages))
+        found = loss(*inputs, ids, mask, weighed, ref_per_token_logps=padded, old_per_token_logps=padded)[0]
         return found, torch.autograd.grad(found, inputs[0])[0]
 
     torch.testing.assert_close(run(0.0), run(float("nan")), rtol=0, atol=0)
