@@ -36,8 +36,9 @@ from ...runtime.operator import (
 )
 from ...runtime.recording import repeated
 from ..rows.reduce import column_sum, column_sum_tunable
-from ..rows.tuning import rows_per_program, safe
+from ..rows.tuning import row_tiles, rows_per_program, safe_whole_rows, whole_rows_misfit
 from .multi_token_attention_kernels import (
+    Strides,
     _causal_fill_kernel,
     _causal_softmax_bwd_kernel,
     _causal_softmax_fwd_kernel,
@@ -70,6 +71,8 @@ def _future(x: torch.Tensor) -> torch.Tensor:
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
+WIDEST = 32768
+"""Keys that a program holds at most; the scores of one head of so many take 2 GiB."""
 _DIMS = ("batch", "seq_len", "n_channels")
 
 
@@ -79,25 +82,17 @@ def _key(batch: int, seq_len: int, n_channels: int, itemsize: int) -> Key:
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Whole rows of up to 16384 keys, 16 elements a thread; several rows a program if every multiprocessor still has
-    one."""
-    block = min(key[0], 16384)
-    rows = rows_per_program(target, key[1], max(1, min(16, 2048 // block)))
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
+    """Whole rows, 16 elements a thread; several rows a program if every multiprocessor still has one."""
+    rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(key[0] * rows, 16, 16))
 
 
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
-    tiles = [
-        {"BLOCK_SIZE": block, "ROWS": rows}
-        for block in sorted({min(key[0], 16384), min(key[0], 4096)})
-        for rows in (1, 2, 4, 8, 16)
-        if rows * block <= max(block, 8192)
-    ]
-    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 64))
+    return tile_space(target, row_tiles({key[0]}), (1, 2, 4, 8, 16), per_thread=(4, 64))
 
 
 def _tunable(variant: str, kernel, **rules) -> Tunable:
-    rules = {"heuristic": _heuristic, "safe": safe, "space": _space} | rules
+    rules = {"heuristic": _heuristic, "safe": safe_whole_rows, "space": _space, "valid": whole_rows_misfit} | rules
     return Tunable("multi_token_attention", variant, kernels=(kernel,), key=_key, dims=_DIMS, **rules)
 
 
@@ -110,30 +105,25 @@ _MOST_SUMS = 1024
 
 # Kernels between channels first and channels last:
 
-_WIDEST = 4096
-"""Most keys that a program of these kernels holds."""
+_WIDEST_LAST = 4096
+"""Most keys for which these kernels are launched: a program holds a query of several channels."""
 
 
 def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
     """One query of 16 channels (32 contiguous bytes) a program, at most `most` values; 64 values a thread."""
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
-        block = min(key[0], _WIDEST)
-        channels = max(1, min(16, most // block))
-        return LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, target.warps(block * channels, 64, 16))
+        channels = max(1, min(16, most // key[0]))
+        return LaunchConfig({"BLOCK_SIZE": key[0], "CHANNELS": channels}, target.warps(key[0] * channels, 64, 16))
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
-        tiles = [{"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": channels} for channels in (1, 2, 4, 8, 16, 32)]
+        tiles = [{"BLOCK_SIZE": key[0], "CHANNELS": channels} for channels in (1, 2, 4, 8, 16, 32)]
         return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(8, 64))
 
-    def valid(config: LaunchConfig, key: Key) -> str | None:
-        whole = config.blocks["BLOCK_SIZE"] >= min(key[0], _WIDEST)
-        return None if whole else f"BLOCK_SIZE must hold all {key[0]} keys"
-
     def channels_safe(target: Target, key: Key) -> LaunchConfig:
-        return LaunchConfig({"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": 1}, 4)
+        return LaunchConfig({"BLOCK_SIZE": key[0], "CHANNELS": 1}, 4)
 
-    return _tunable(variant, kernel, heuristic=heuristic, safe=channels_safe, space=space, valid=valid)
+    return _tunable(variant, kernel, heuristic=heuristic, safe=channels_safe, space=space)
 
 
 CHANNELS_FWD = _channels_tunable("channels_fwd", _channels_softmax_fwd_kernel, 32768)
@@ -143,20 +133,18 @@ CHANNELS_FILL = _channels_tunable("channels_fill", _channels_fill_kernel, 32768)
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _over_rows(tunable, tensors, flags=None, numbers=()) -> None:
+def _over_rows(tunable, tensors, flags=(), numbers=()) -> None:
     """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2].
 
-    numbers: arguments behind the sizes; flags: by default, whether a block holds a row.
+    numbers: arguments behind the sizes
     """
     x = tensors[0]
     n_queries, n_keys = x.shape[-2:]
     n_rows = x.numel() // n_keys if n_keys else 0
     if n_rows:
         plan = tunable.plan(x.device, row_key(n_rows, n_keys, x.itemsize))
-        blocks = plan.config.blocks
-        flags = (blocks["BLOCK_SIZE"] >= n_keys,) if flags is None else flags
         args = (*tensors, n_rows, n_queries, n_keys, *numbers)
-        launch(plan, tunable.kernels[0], (cdiv(n_rows, blocks["ROWS"]),), args, flags)
+        launch(plan, tunable.kernels[0], (cdiv(n_rows, plan.config.blocks["ROWS"]),), args, flags)
 
 
 def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: torch.Tensor | None) -> None:
@@ -164,7 +152,7 @@ def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: 
     batch, n_channels, n_queries, n_keys = tensors[0].shape
     if tensors[0].numel():
         plan = tunable.plan(tensors[0].device, row_key(batch * n_channels * n_queries, n_keys, tensors[0].itemsize))
-        strides = [step for t in tensors for step in t.stride()]
+        strides = [Strides(*t.stride()) for t in tensors]
         grid = (batch * n_queries * cdiv(n_channels, plan.config.blocks["CHANNELS"]),)
         args = (*tensors, *others, n_channels, n_queries, n_keys, *strides)
         launch(plan, tunable.kernels[0], grid, args)
@@ -240,7 +228,7 @@ def _convolves_channels_last(
     """Whether the convolution's operands and results should have their channels last."""
     if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
         return False
-    return scores.shape[-1] + 2 * max(padding) <= _WIDEST and backend_of(scores.device).convolves_channels_last
+    return scores.shape[-1] + 2 * max(padding) <= _WIDEST_LAST and backend_of(scores.device).convolves_channels_last
 
 
 def _empty_channels_last(like: torch.Tensor) -> torch.Tensor:
@@ -320,6 +308,8 @@ def _bwd_fake(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
 def _misfit(scores, weight, bias, stride, padding, dilation, groups, sparse) -> str:
     if not (scores.shape[1] and scores.shape[2] and weight.numel()):
         return f"scores and weight need a channel and a row at least, got {tuple(scores.shape)}, {tuple(weight.shape)}"
+    if scores.shape[3] > WIDEST:
+        return f"scores must have at most {WIDEST} keys, got {scores.shape[3]}"
     if weight.shape[1] * groups != scores.shape[1] or weight.shape[0] % groups:
         have = f"{tuple(weight.shape)} with groups={groups}"
         return f"weight must be [out_channels, {scores.shape[1]} / groups, kh, kw] to match scores, got {have}"
@@ -400,9 +390,9 @@ def liger_multi_token_attention(
 ) -> torch.Tensor:
     """conv2d over the causal softmax (or, with `sparse`, sparsemax) of attention scores, causal again afterwards.
 
-    scores: [B, in_channels, L, L] before the mask; weight: [out_channels, in_channels / groups, kh, kw]; bias:
-    [out_channels] or None; one dtype for all: fp32, fp16 or bf16. stride, padding, dilation, groups: of torch's conv2d,
-    integers or pairs.
+    scores: [B, in_channels, L, L] before the mask, L at most 32768; weight: [out_channels, in_channels / groups, kh,
+    kw]; bias: [out_channels] or None; one dtype for all: fp32, fp16 or bf16. stride, padding, dilation, groups: of
+    torch's conv2d, integers or pairs.
     Returns conv2d's shape; where the key's index is larger than the query's it is zero.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """

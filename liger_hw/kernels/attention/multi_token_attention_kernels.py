@@ -8,7 +8,18 @@ contiguous in either layout. A query sees the keys up to its own index; the othe
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ...runtime.triton_import import tl, triton
+
+
+class Strides(NamedTuple):
+    """Of a tensor, in elements."""
+
+    batch: int
+    channel: int
+    query: int
+    key: int
 
 
 @triton.jit
@@ -19,73 +30,30 @@ def _rows_of_program(n_rows, n_queries, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_queries"])
-def _causal_softmax_fwd_kernel(
-    X_ptr, Y_ptr, n_rows, n_queries, n_keys, WHOLE_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr
-):
-    """Rows wider than BLOCK_SIZE are read twice, with a running maximum and sum."""
+def _causal_softmax_fwd_kernel(X_ptr, Y_ptr, n_rows, n_queries, n_keys, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr):
     rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    x_ptrs = X_ptr + rows * n_keys + cols
-    y_ptrs = Y_ptr + rows * n_keys + cols
-    if WHOLE_ROW:
-        visible = exist & (cols <= last) & (cols < n_keys)
-        x = tl.load(x_ptrs, mask=visible, other=-float("inf")).to(tl.float32)
-        x = tl.where(exist, x, 0.0)  # rows past the end: something finite
-        e = tl.exp(x - tl.max(x, axis=1)[:, None])
-        y = e / tl.sum(e, axis=1)[:, None]
-        tl.store(y_ptrs, y.to(Y_ptr.dtype.element_ty), mask=exist & (cols < n_keys))
-    else:
-        top = tl.full([ROWS, 1], -float("inf"), dtype=tl.float32)
-        total = tl.zeros([ROWS, 1], dtype=tl.float32)
-        for start in range(0, n_keys, BLOCK_SIZE):
-            visible = exist & (start + cols <= last) & (start + cols < n_keys)
-            x = tl.load(x_ptrs + start, mask=visible, other=-float("inf")).to(tl.float32)
-            x = tl.where(exist | (start > 0), x, 0.0)
-            higher = tl.maximum(top, tl.max(x, axis=1)[:, None])
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), axis=1)[:, None]
-            top = higher
-        for start in range(0, n_keys, BLOCK_SIZE):
-            visible = exist & (start + cols <= last) & (start + cols < n_keys)
-            x = tl.load(x_ptrs + start, mask=visible, other=-float("inf")).to(tl.float32)
-            y = tl.exp(x - top) / total
-            tl.store(y_ptrs + start, y.to(Y_ptr.dtype.element_ty), mask=exist & (start + cols < n_keys))
+    visible = exist & (cols <= last) & (cols < n_keys)
+    x = tl.load(X_ptr + rows * n_keys + cols, mask=visible, other=-float("inf")).to(tl.float32)
+    x = tl.where(exist, x, 0.0)  # rows past the end: something finite
+    e = tl.exp(x - tl.max(x, axis=1)[:, None])
+    y = e / tl.sum(e, axis=1)[:, None]
+    tl.store(Y_ptr + rows * n_keys + cols, y.to(Y_ptr.dtype.element_ty), mask=exist & (cols < n_keys))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_queries"])
 def _causal_softmax_bwd_kernel(
-    DY_ptr,
-    Y_ptr,
-    DX_ptr,
-    n_rows,
-    n_queries,
-    n_keys,
-    WHOLE_ROW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    DY_ptr, Y_ptr, DX_ptr, n_rows, n_queries, n_keys, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Rows wider than BLOCK_SIZE are read twice; DX may be DY."""
+    """DX may be DY."""
     rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     offsets = rows * n_keys + cols
-    if WHOLE_ROW:
-        visible = exist & (cols <= last) & (cols < n_keys)
-        y = tl.load(Y_ptr + offsets, mask=visible, other=0.0).to(tl.float32)
-        dy = tl.load(DY_ptr + offsets, mask=visible, other=0.0).to(tl.float32)
-        dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
-        tl.store(DX_ptr + offsets, dx.to(DX_ptr.dtype.element_ty), mask=exist & (cols < n_keys))
-    else:
-        dot = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for start in range(0, n_keys, BLOCK_SIZE):
-            visible = exist & (start + cols <= last) & (start + cols < n_keys)
-            y = tl.load(Y_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
-            dot += y * tl.load(DY_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
-        shift = tl.sum(dot, axis=1)[:, None]
-        for start in range(0, n_keys, BLOCK_SIZE):
-            visible = exist & (start + cols <= last) & (start + cols < n_keys)
-            y = tl.load(Y_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
-            dy = tl.load(DY_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
-            dx = (y * (dy - shift)).to(DX_ptr.dtype.element_ty)
-            tl.store(DX_ptr + offsets + start, dx, mask=exist & (start + cols < n_keys))
+    visible = exist & (cols <= last) & (cols < n_keys)
+    y = tl.load(Y_ptr + offsets, mask=visible, other=0.0).to(tl.float32)
+    dy = tl.load(DY_ptr + offsets, mask=visible, other=0.0).to(tl.float32)
+    dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
+    tl.store(DX_ptr + offsets, dx.to(DX_ptr.dtype.element_ty), mask=exist & (cols < n_keys))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_queries", "n_channels"])
@@ -111,29 +79,24 @@ def _causal_fill_kernel(
     """
     rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     channel = (rows // n_queries) % n_channels
-    if Bias_ptr is not None:
-        bias = tl.load(Bias_ptr + channel, mask=exist, other=0.0).to(tl.float32)
-    if Sums_ptr is not None:
-        total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-    for start in range(0, n_keys, BLOCK_SIZE):
-        cols = start + tl.arange(0, BLOCK_SIZE)[None, :]
-        offsets = rows * n_keys + cols
-        mask = exist & (cols < n_keys)
-        visible = mask & (cols <= last)
-        filler = float("-inf") if INFINITE else 0.0
-        if IN_PLACE:
-            nothing = tl.full([ROWS, BLOCK_SIZE], filler, dtype=tl.float32).to(Y_ptr.dtype.element_ty)
-            tl.store(Y_ptr + offsets, nothing, mask=mask & (cols > last))
-        else:
-            x = tl.load(X_ptr + offsets, mask=visible, other=filler)
-            if Sums_ptr is not None:
-                total += x.to(tl.float32)
-            if Bias_ptr is not None:
-                x = tl.where(visible, x.to(tl.float32) + bias, filler).to(Y_ptr.dtype.element_ty)
-            tl.store(Y_ptr + offsets, x, mask=mask)
-    if Sums_ptr is not None:
-        query = rows // n_queries // n_channels * n_queries + last
-        tl.store(Sums_ptr + query * n_channels + channel, tl.sum(total, axis=1)[:, None], mask=exist)
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    offsets = rows * n_keys + cols
+    mask = exist & (cols < n_keys)
+    visible = mask & (cols <= last)
+    filler = float("-inf") if INFINITE else 0.0
+    if IN_PLACE:
+        nothing = tl.full([ROWS, BLOCK_SIZE], filler, dtype=tl.float32).to(Y_ptr.dtype.element_ty)
+        tl.store(Y_ptr + offsets, nothing, mask=mask & (cols > last))
+    else:
+        x = tl.load(X_ptr + offsets, mask=visible, other=filler)
+        if Sums_ptr is not None:
+            query = rows // n_queries // n_channels * n_queries + last
+            total = tl.sum(x.to(tl.float32), axis=1)[:, None]
+            tl.store(Sums_ptr + query * n_channels + channel, total, mask=exist)
+        if Bias_ptr is not None:
+            bias = tl.load(Bias_ptr + channel, mask=exist, other=0.0).to(tl.float32)
+            x = tl.where(visible, x.to(tl.float32) + bias, filler).to(Y_ptr.dtype.element_ty)
+        tl.store(Y_ptr + offsets, x, mask=mask)
 
 
 @triton.jit
@@ -150,9 +113,9 @@ def _query_tile(n_channels, n_queries, n_keys, BLOCK_SIZE: tl.constexpr, CHANNEL
 
 
 @triton.jit
-def _pointers(ptr, batch, query, channels, keys, batch_stride, channel_stride, query_stride, key_stride):
-    row = ptr + batch * batch_stride + query * query_stride
-    return row + (channels.to(tl.int64) * channel_stride)[:, None] + (keys * key_stride)[None, :]
+def _pointers(ptr, batch, query, channels, keys, strides):
+    row = ptr + batch * strides.batch + query * strides.query
+    return row + (channels.to(tl.int64) * strides.channel)[:, None] + (keys * strides.key)[None, :]
 
 
 @triton.jit(do_not_specialize=["n_queries"])
@@ -162,28 +125,21 @@ def _channels_softmax_fwd_kernel(
     n_channels,
     n_queries,
     n_keys,
-    X_batch_stride,
-    X_channel_stride,
-    X_query_stride,
-    X_key_stride,
-    Y_batch_stride,
-    Y_channel_stride,
-    Y_query_stride,
-    Y_key_stride,
+    x_strides,
+    y_strides,
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     batch, query, channels, channel_mask, keys, exist, visible = _query_tile(
         n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS
     )
-    strides = X_batch_stride, X_channel_stride, X_query_stride, X_key_stride
-    x_ptrs = _pointers(X_ptr, batch, query, channels, keys, *strides)
+    x_ptrs = _pointers(X_ptr, batch, query, channels, keys, x_strides)
     x = tl.load(x_ptrs, mask=visible, other=-float("inf")).to(tl.float32)
     x = tl.where(channel_mask[:, None], x, 0.0)  # channels past the end: something finite
     e = tl.exp(x - tl.max(x, axis=1)[:, None])
     y = e * (1.0 / tl.sum(e, axis=1))[:, None]
-    strides = Y_batch_stride, Y_channel_stride, Y_query_stride, Y_key_stride
-    tl.store(_pointers(Y_ptr, batch, query, channels, keys, *strides), y.to(Y_ptr.dtype.element_ty), mask=exist)
+    y_ptrs = _pointers(Y_ptr, batch, query, channels, keys, y_strides)
+    tl.store(y_ptrs, y.to(Y_ptr.dtype.element_ty), mask=exist)
 
 
 @triton.jit(do_not_specialize=["n_queries"])
@@ -194,33 +150,22 @@ def _channels_softmax_bwd_kernel(
     n_channels,
     n_queries,
     n_keys,
-    DY_batch_stride,
-    DY_channel_stride,
-    DY_query_stride,
-    DY_key_stride,
-    Y_batch_stride,
-    Y_channel_stride,
-    Y_query_stride,
-    Y_key_stride,
-    DX_batch_stride,
-    DX_channel_stride,
-    DX_query_stride,
-    DX_key_stride,
+    dy_strides,
+    y_strides,
+    dx_strides,
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     batch, query, channels, channel_mask, keys, exist, visible = _query_tile(
         n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS
     )
-    strides = Y_batch_stride, Y_channel_stride, Y_query_stride, Y_key_stride
-    y_ptrs = _pointers(Y_ptr, batch, query, channels, keys, *strides)
+    y_ptrs = _pointers(Y_ptr, batch, query, channels, keys, y_strides)
     y = tl.load(y_ptrs, mask=visible, other=0.0).to(tl.float32)
-    strides = DY_batch_stride, DY_channel_stride, DY_query_stride, DY_key_stride
-    dy_ptrs = _pointers(DY_ptr, batch, query, channels, keys, *strides)
+    dy_ptrs = _pointers(DY_ptr, batch, query, channels, keys, dy_strides)
     dy = tl.load(dy_ptrs, mask=visible, other=0.0).to(tl.float32)
     dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
-    strides = DX_batch_stride, DX_channel_stride, DX_query_stride, DX_key_stride
-    tl.store(_pointers(DX_ptr, batch, query, channels, keys, *strides), dx.to(DX_ptr.dtype.element_ty), mask=exist)
+    dx_ptrs = _pointers(DX_ptr, batch, query, channels, keys, dx_strides)
+    tl.store(dx_ptrs, dx.to(DX_ptr.dtype.element_ty), mask=exist)
 
 
 @triton.jit(do_not_specialize=["n_queries"])
@@ -232,14 +177,8 @@ def _channels_fill_kernel(
     n_channels,
     n_queries,
     n_keys,
-    X_batch_stride,
-    X_channel_stride,
-    X_query_stride,
-    X_key_stride,
-    Y_batch_stride,
-    Y_channel_stride,
-    Y_query_stride,
-    Y_key_stride,
+    x_strides,
+    y_strides,
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -247,13 +186,11 @@ def _channels_fill_kernel(
     batch, query, channels, channel_mask, keys, exist, visible = _query_tile(
         n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS
     )
-    strides = X_batch_stride, X_channel_stride, X_query_stride, X_key_stride
-    x = tl.load(_pointers(X_ptr, batch, query, channels, keys, *strides), mask=visible, other=0.0)
+    x = tl.load(_pointers(X_ptr, batch, query, channels, keys, x_strides), mask=visible, other=0.0)
     if Sums_ptr is not None:
         total = tl.sum(x.to(tl.float32), axis=1)
         tl.store(Sums_ptr + (batch * n_queries + query) * n_channels + channels, total, mask=channel_mask)
     if Bias_ptr is not None:
         bias = tl.load(Bias_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)
         x = tl.where(visible, x.to(tl.float32) + bias[:, None], 0.0).to(Y_ptr.dtype.element_ty)
-    strides = Y_batch_stride, Y_channel_stride, Y_query_stride, Y_key_stride
-    tl.store(_pointers(Y_ptr, batch, query, channels, keys, *strides), x, mask=exist)
+    tl.store(_pointers(Y_ptr, batch, query, channels, keys, y_strides), x, mask=exist)

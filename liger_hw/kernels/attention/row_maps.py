@@ -1,17 +1,13 @@
-"""What softmax and sparsemax share: maps of a row to a row of its shape, y = f(x), whose backward needs y alone.
+"""The kernels of softmax and sparsemax: maps of a row to a row of its shape, y = f(x), whose backward needs y alone.
 
-Backward has one kernel pair for both, dx = w * (dy - shift): for softmax w = y and shift = sum(y * dy); for sparsemax
-w = 1 where y > 0, else 0, and shift is the mean of dy there.
+Both ops have the same four kernels, which differ where they ask SPARSE, whether the op is sparsemax. Backward is
+dx = w * (dy - shift): for softmax w = y and shift = sum(y * dy); for sparsemax w = 1 where y > 0, else 0, and shift is
+the mean of dy there.
 
 Each direction has two kernels: one that holds a tile of whole rows in registers, and one that reads a row too wide for
 that in tiles of columns, once for its sums and again, from cache, for the result. For rows of odd width see
-rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... Both kernels take
-
-    forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
-
-then constexpr flags, and the plan's BLOCK_SIZE, ROWS, STAGES and others. The flags of the first kernel are ONE_TILE
-(every program has one tile and no loop), NARROW (the tile's fp32 copy would take more than a quarter of the registers)
-and VECTOR; the second kernel takes VECTOR alone. In backward SPARSE is the first flag of both.
+rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... ONE_TILE: every program has one tile and no
+loop. NARROW: the tile's fp32 copy would take more than a quarter of the registers.
 """
 
 from __future__ import annotations
@@ -37,6 +33,272 @@ from ..rows.row import (
     store_row,
 )
 from ..rows.tuning import row_tunable, row_warps, rows_per_program
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _exp(x, anchor):
+    """exp(x - anchor) in three instructions; tl.exp takes twice as many, to be right for results below 1e-38 too."""
+    return tl.exp2((x - anchor) * 1.4426950408889634)
+
+
+@triton.jit
+def _exp_folded(x, anchor, log2_base):
+    """`_exp` in two instructions: the compiler fuses the first product with the subtraction.
+
+    Then only the anchor's product is rounded, which multiplies a row by one factor. The division by the row's sum
+    cancels it. `_log2_base` bounds the factor.
+    """
+    return tl.exp2(x * log2_base - anchor * log2_base)
+
+
+@triton.jit
+def _log2_base(top):
+    """log2(e), or 1 for a row whose maximum reaches 2^30.
+
+    For such a row, rounding in `_exp_folded` could multiply by 2^64 or more; a product with 1 is exact. The result does
+    not depend on the base: two numbers of that size are equal or differ by at least 64.
+    """
+    return tl.where(tl.abs(top) < 1073741824.0, 1.4426950408889634, 1.0)
+
+
+@triton.jit
+def _below_2_30(x, top):
+    """A 16-bit row and its maximum, scaled by a power of two so that the maximum's size is below 2^30.
+
+    Softmax of the scaled row is the same: both before and after, two numbers of the maximum's size are equal or differ
+    by at least 64.
+    """
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    factor = tl.where(exponent < 157, 1.0, ((283 - exponent) << 23).to(tl.float32, bitcast=True))
+    return x * factor.to(x.dtype), top * factor
+
+
+@triton.jit
+def _softmax(x, NARROW: tl.constexpr):
+    """Softmax of whole rows [ROWS, columns]. A NARROW row is kept in its 16-bit dtype across both reductions and its
+    exponentials are computed twice: their fp32 values would not fit the registers."""
+    top = tl.max(x.to(tl.float32), axis=1)[:, None]
+    if NARROW and x.dtype != tl.float32:
+        x, top = _below_2_30(x, top)
+        scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, 1.4426950408889634), axis=1)[:, None]
+        y = _exp_folded(keep_narrow(x, scale).to(tl.float32), top, 1.4426950408889634) * scale
+    else:
+        e = _exp_folded(x.to(tl.float32), top, _log2_base(top))
+        y = e * (1.0 / tl.sum(e, axis=1))[:, None]
+    return y
+
+
+@triton.jit
+def _take_exponentials(x, highest, total):
+    """Each lane's running maximum and sum after one more tile [LANES, PER_LANE]."""
+    higher = tl.maximum(highest, tl.max(x, axis=1))
+    anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
+    return higher, total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, None]), axis=1)
+
+
+@triton.jit
+def _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """Softmax of a row wider than BLOCK_SIZE. A tile is LANES groups of the elements that a thread loads at once. Each
+    group has its own running maximum and sum, so that threads exchange nothing until the whole row is read."""
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    y_type = y_ptr.dtype.element_ty
+    n_body = body_width(n_cols, head, VECTOR)
+    n_full = n_body // BLOCK_SIZE
+    tail = n_full * BLOCK_SIZE + block_cols
+    PER_LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = BLOCK_SIZE // PER_LANE
+    highest = tl.full([LANES], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols, eviction_policy="evict_last").to(tl.float32)
+        highest, total = _take_exponentials(tl.reshape(x, [LANES, PER_LANE]), highest, total)
+    x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
+    highest, total = _take_exponentials(tl.reshape(x, [LANES, PER_LANE]), highest, total)
+    top = tl.max(highest)
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        x_edge = tl.load(x_ptr + edge, mask=edge < n_cols - head, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(top, tl.max(x_edge))
+    anchor = tl.where(top == -float("inf"), 0.0, top)
+    denominator = tl.sum(total * _exp(highest, anchor))
+    if VECTOR > 1:
+        denominator += tl.sum(_exp(x_edge, anchor))
+    scale = tl.where(top == -float("inf"), float("nan"), 1.0 / denominator)
+    if VECTOR > 1:
+        tl.store(y_ptr + edge, (_exp(x_edge, anchor) * scale).to(y_type), mask=edge < n_cols - head)
+    tl.store(y_ptr + tail, (_exp(x, anchor) * scale).to(y_type), mask=tail < n_body, eviction_policy="evict_first")
+    for done in tl.range(0, n_full, num_stages=STAGES):
+        at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
+        x = tl.load(x_ptr + at, eviction_policy="evict_first").to(tl.float32)
+        tl.store(y_ptr + at, (_exp(x, anchor) * scale).to(y_type), eviction_policy="evict_first")
+
+
+# -- sparsemax ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of both, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _finite(top):
+    """A row's largest value, or NaN where that is not finite."""
+    return tl.where(tl.abs(top) < float("inf"), top, float("nan"))
+
+
+@triton.jit
+def _above(z, tau):
+    """max(z - tau, 0), NaN where tau is."""
+    return tl.maximum(z - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sparsemax(x, exist):
+    """Sparsemax of whole rows [ROWS, columns], which stay in registers through all of Newton's steps."""
+    z = x.to(tl.float32)
+    z = tl.where(exist, z - _finite(tl.reduce(z, 1, _larger)[:, None]), 0.0)  # rows past the end: something finite
+    tau = tl.full([z.shape[0], 1], -1.0, dtype=tl.float32)
+    count = tl.full([z.shape[0], 1], float("inf"), dtype=tl.float32)
+    shrinking = tl.program_id(0) >= 0  # true
+    while shrinking:
+        inside = z > tau
+        support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
+        tau = tl.div_rn(tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0, support)
+        n_shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0)
+        count = support
+        shrinking = n_shrinking > 0  # last: Triton 3.4 fails where a carried value follows the condition
+    return _above(z, tau)
+
+
+@triton.jit
+def _lane_sums(x, LANES: tl.constexpr):
+    """[LANES] sums, each of the adjacent elements of one thread's vector load: accumulators in few registers."""
+    return tl.sum(tl.reshape(x, [LANES, x.shape[0] // LANES]), axis=1)
+
+
+@triton.jit
+def _take_support(x, top, tau, above, members):
+    """The sum and the number of a row's values above tau, after one more tile."""
+    z = x.to(tl.float32) - top
+    LANES: tl.constexpr = above.shape[0]
+    return above + _lane_sums(tl.where(z > tau, z, 0.0), LANES), members + _lane_sums((z > tau).to(tl.float32), LANES)
+
+
+@triton.jit
+def _sparsemax_in_tiles(
+    x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr
+):
+    """Sparsemax of a row wider than BLOCK_SIZE, which is read again, from cache, in each of Newton's steps."""
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    y_type = y_ptr.dtype.element_ty
+    n_body = body_width(n_cols, head, VECTOR)
+    n_full = n_body // BLOCK_SIZE
+    tail = n_full * BLOCK_SIZE + block_cols
+    highest = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        highest = _larger(highest, tl.load(x_ptr + i * BLOCK_SIZE + block_cols).to(tl.float32))
+    top = tl.reduce(highest, 0, _larger)
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        x_edge = tl.load(x_ptr + edge, mask=edge < n_cols - head, other=-float("inf")).to(tl.float32)
+        top = _larger(top, tl.reduce(x_edge, 0, _larger))
+    top = _finite(top)
+    tau = tl.cast(-1.0, tl.float32)
+    count = tl.cast(float("inf"), tl.float32)
+    shrinking = tl.program_id(0) >= 0  # true
+    while shrinking:
+        nothing = tl.zeros([BLOCK_SIZE * y_type.primitive_bitwidth // 128], dtype=tl.float32)
+        x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf"))
+        above, members = _take_support(x, top, tau, nothing, nothing)
+        for i in tl.range(0, n_full, num_stages=STAGES):
+            x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols)
+            above, members = _take_support(x, top, tau, above, members)
+        total = tl.sum(above)
+        support = tl.sum(members)
+        if VECTOR > 1:
+            z_edge = x_edge - top
+            total += tl.sum(tl.where(z_edge > tau, z_edge, 0.0))
+            support += tl.sum((z_edge > tau).to(tl.float32))
+        tau = tl.div_rn(total - 1.0, tl.maximum(support, 1.0))
+        shrinking = support < count
+        count = support
+    if VECTOR > 1:
+        tl.store(y_ptr + edge, _above(x_edge - top, tau).to(y_type), mask=edge < n_cols - head)
+    x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
+    tl.store(y_ptr + tail, _above(x - top, tau).to(y_type), mask=tail < n_body)
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        at = i * BLOCK_SIZE + block_cols
+        tl.store(y_ptr + at, _above(tl.load(x_ptr + at).to(tl.float32) - top, tau).to(y_type))
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _row_map_fwd_kernel(
+    X_ptr,
+    Y_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    SPARSE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    NARROW: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Tiles of whole rows."""
+    wait_for_previous(DEPENDENT)
+    cols = tl.arange(0, BLOCK_SIZE)
+    first = tl.program_id(0)
+    end, step = (first + 1, 1) if ONE_TILE and not SPARSE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(first, end, step, num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
+        x = load_row(x_ptrs, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_HINT)
+        if SPARSE:
+            y = _sparsemax(x, exist)
+        else:
+            y = _softmax(x, NARROW)
+        store_row(Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :], y, exist, pad, n_cols, VECTOR)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _row_map_fwd_looped_kernel(
+    X_ptr,
+    Y_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    SPARSE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Rows wider than BLOCK_SIZE."""
+    wait_for_previous(DEPENDENT)
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64)
+        head = row_head(row * n_cols, VECTOR)
+        x_ptr = X_ptr + body_start(row * X_row_stride, head, VECTOR)
+        y_ptr = Y_ptr + body_start(row * n_cols, head, VECTOR)
+        if SPARSE:
+            _sparsemax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR, BLOCK_SIZE, STAGES)
+        else:
+            _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR, BLOCK_SIZE, STAGES)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -85,12 +347,6 @@ def _row_map_bwd_kernel(
 
 
 @triton.jit
-def lane_sums(x, LANES: tl.constexpr):
-    """[LANES] sums, each of the adjacent elements of one thread's vector load: accumulators in few registers."""
-    return tl.sum(tl.reshape(x, [LANES, x.shape[0] // LANES]), axis=1)
-
-
-@triton.jit
 def _load_weighted(Y_ptr, DY_ptr, cols, mask, SPARSE: tl.constexpr, EVICT: tl.constexpr):
     """(w, dy) of some columns in fp32, all if mask is None; where SPARSE, dy is 0 outside the support."""
     if mask is None:
@@ -135,11 +391,11 @@ def _row_map_bwd_looped_kernel(
         n_full = n_body // BLOCK_SIZE
         tail = n_full * BLOCK_SIZE + block_cols
         w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE, "")
-        weights, products = lane_sums(w, LANES), lane_sums(w * dy, LANES)
+        weights, products = _lane_sums(w, LANES), _lane_sums(w * dy, LANES)
         for i in tl.range(0, n_full, num_stages=STAGES):
             w, dy = _load_weighted(y_ptr, dy_ptr, i * BLOCK_SIZE + block_cols, None, SPARSE, "evict_last")
-            products += lane_sums(w * dy, LANES)
-            weights += lane_sums(w, LANES)
+            products += _lane_sums(w * dy, LANES)
+            weights += _lane_sums(w, LANES)
         shift = tl.sum(products)
         support = tl.sum(weights)
         if VECTOR > 1:
@@ -204,15 +460,14 @@ def _misfit(config: LaunchConfig, key: Key) -> str | None:
 
 
 def row_map(
-    op: str, kernels: tuple[Any, Any], reference: Callable[..., Any], bwd_reference: Callable[..., Any], *, sparse: bool
+    op: str, reference: Callable[..., Any], bwd_reference: Callable[..., Any], *, sparse: bool
 ) -> tuple[Tunable, Tunable, Any, Any]:
     """The tunables `<op>.fwd` and `<op>.bwd`, and the operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`.
 
-    kernels: the two forward kernels; reference, bwd_reference: the operators in torch
-    sparse: whether backward has sparsemax's weights, see the top of this file
+    reference, bwd_reference: the operators in torch; sparse: whether the op is sparsemax
     """
 
-    def tunable(variant: str, kernels: tuple[Any, Any], tensors: int) -> Tunable:
+    def tunable(variant: str, *kernels: Any, tensors: int) -> Tunable:
         return row_tunable(
             op,
             variant,
@@ -222,19 +477,19 @@ def row_map(
             valid=_misfit,
         )
 
-    fwd = tunable("fwd", kernels, tensors=1)
-    bwd = tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel), tensors=2)
+    fwd = tunable("fwd", _row_map_fwd_kernel, _row_map_fwd_looped_kernel, tensors=1)
+    bwd = tunable("bwd", _row_map_bwd_kernel, _row_map_bwd_looped_kernel, tensors=2)
 
     def forward(x):
         x = row_major(x)
         y = empty_like(x, x.dtype)
-        _launch(fwd, (x, y), x, ())
+        _launch(fwd, (x, y), sparse)
         return y
 
     def backward(dy, y):
         dy, y = row_major(dy), y.contiguous()
         dx = empty_like(y, y.dtype)
-        _launch(bwd, (dy, y, dx), dy, (sparse,))
+        _launch(bwd, (dy, y, dx), sparse)
         return dx
 
     forward_operator = define(
@@ -254,22 +509,20 @@ def row_map(
     return fwd, bwd, forward_operator, backward_operator
 
 
-def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.Tensor, flags: tuple) -> None:
-    """Launch over row tiles, on a persistent grid if the plan has one; strided: the tensor whose rows may have gaps."""
-    n_rows, n_cols, stride = rows_of(strided)
+def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], sparse: bool) -> None:
+    """Launch over row tiles, on a persistent grid if the plan has one; the first tensor's rows may have gaps."""
+    n_rows, n_cols, stride = rows_of(tensors[0])
     if not n_rows:
         return
-    plan = tunable.plan(strided.device, row_key(n_rows, n_cols, strided.itemsize))
+    plan = tunable.plan(tensors[0].device, row_key(n_rows, n_cols, tensors[0].itemsize))
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
     n_tiles = cdiv(n_rows, rows)
     grid = (min(plan.programs or n_tiles, n_tiles),)
     args = (*tensors, stride, n_rows, n_cols, n_tiles)
     whole_rows_kernel, looped_kernel = tunable.kernels
     if block < n_cols:
-        vector = row_vector(*tensors)
-        launch(plan, looped_kernel, grid, args, (*flags, vector))
+        launch(plan, looped_kernel, grid, args, (sparse, row_vector(*tensors)))
         return
     one_tile = grid[0] == n_tiles <= 4 * plan.target.multiprocessors
     narrow = rows * block > plan.target.registers // 4
-    vector = row_vector(*tensors, width=block)
-    launch(plan, whole_rows_kernel, grid, args, (*flags, one_tile, narrow, vector))
+    launch(plan, whole_rows_kernel, grid, args, (sparse, one_tile, narrow, row_vector(*tensors, width=block)))
