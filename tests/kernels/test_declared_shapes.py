@@ -116,9 +116,10 @@ def _is_free(name: str, args: tuple, label: str, axis: int) -> bool:
     rules = [rule for rule in declared[name].rules if isinstance(args[rule.place], torch.Tensor)]
     rule = next(rule for rule in rules if rule.name == label)
     names = _names(rule, args[rule.place].shape)
-    if label in ("q", "k") and "head_axis" in (arguments := _arguments(name)) and "dout_q" not in arguments:
-        if axis == args[arguments.index("head_axis")]:
-            return True
+    by_name = dict(zip(_arguments(name), args))
+    axis_of_heads = by_name.get("head_axis", by_name.get("unsqueeze_dim"))
+    if label in ("q", "k") and "dout_q" not in by_name and axis == axis_of_heads:
+        return True
     size = names[axis]
     if size in ("", ".") or names.count(size) > 1 and size != "*":
         return False

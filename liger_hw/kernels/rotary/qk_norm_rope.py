@@ -23,9 +23,8 @@ from typing import NamedTuple
 import torch
 
 from ... import registry
-from ...recompute.recipes import offer_all
 from ...registry import LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2, normal, tile_space
-from ...runtime.operator import Function, cdiv, check, check_floats, define, dense, first_order, launch, no_weight
+from ...runtime.operator import OperatorFunction, cdiv, check, check_floats, define, dense, launch, no_weight
 from ...runtime.sharding import RotaryRule
 from ..norms.rms_norm import CASTING_MODES, casting_code
 from ..rows.reduce import column_sum, column_sum_tunable
@@ -230,7 +229,7 @@ def _bwd_fake(
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset,"
-    " int casting, int rotary_dim, int head_axis, bool q_inside, bool k_inside, int angles"
+    " int casting, int rotary_dim, int unsqueeze_dim, bool q_inside, bool k_inside, int angles"
 )
 _SHAPES = "T q, k [batch, ., ., width]; W q_weight, k_weight [width]; cos; sin"
 
@@ -246,45 +245,25 @@ def _bwd_misfit(dq, dk, q, k, *others) -> str:
     return _misfit(q, k, *others[:-1])
 
 
-qk_norm_rope_fwd = define(
-    f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor out_q, Tensor out_k)",
-    shapes=_SHAPES,
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=_fwd_reference,
-    fake=_fwd_fake,
-)
-qk_norm_rope_bwd = define(
-    f"qk_norm_rope_bwd(Tensor dout_q, Tensor dout_k, {_INPUTS}, bool needs_dw)"
-    " -> (Tensor dq, Tensor dk, Tensor dq_weight_dk_weight)",
-    shapes=f"{_SHAPES}; dout_q, dout_k [batch, ., ., width]",
-    misfit=_bwd_misfit,
-    launcher=_bwd,
-    derivative_of=qk_norm_rope_fwd,
-    fake=_bwd_fake,
-)
-
-
-class QKNormRopeFunction(Function):
-    sharding = RotaryRule(weights=("q_weight", "k_weight"))
-
-    @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, norm, unsqueeze_dim, rotary_dim, shared_halves):
-        rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
-        inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
-        ctx.how = *norm, rotary_dim, unsqueeze_dim, *inside, angles
-        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
-        outputs = qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *ctx.how)
-        offer_all(ctx, outputs, qk_norm_rope_fwd, (q, k, q_weight, k_weight, cos, sin, *ctx.how))
-        return outputs
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dq, dk):
-        needs_dwq, needs_dwk = ctx.needs_input_grad[2:4]
-        dq, dk, dw = qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.how, needs_dwq or needs_dwk)
-        dwq, dwk = dw.unsafe_chunk(2) if needs_dwq or needs_dwk else (None, None)
-        return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 6
+class QKNormRopeFunction(OperatorFunction):
+    sharding, is_cheap, params = RotaryRule(weights=("q_weight", "k_weight")), True, ("q_weight", "k_weight")
+    fwd = define(
+        f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor out_q, Tensor out_k)",
+        shapes=_SHAPES,
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=_fwd_reference,
+        fake=_fwd_fake,
+    )
+    bwd = define(
+        f"qk_norm_rope_bwd(Tensor dout_q, Tensor dout_k, {_INPUTS}, bool needs_params)"
+        " -> (Tensor dq, Tensor dk, Tensor dq_weight_dk_weight)",
+        shapes=f"{_SHAPES}; dout_q, dout_k [batch, ., ., width]",
+        misfit=_bwd_misfit,
+        launcher=_bwd,
+        derivative_of=fwd,
+        fake=_bwd_fake,
+    )
 
 
 def liger_qk_norm_rope(
@@ -315,8 +294,10 @@ def liger_qk_norm_rope(
     check_rope("liger_qk_norm_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves=shared_halves)
     casting = casting_code("liger_qk_norm_rope", casting_mode, MODES)
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
-    norm = (eps, offset, casting)
-    return QKNormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, norm, unsqueeze_dim, rotary_dim, shared_halves)
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
+    inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
+    how = eps, offset, casting, rotary_dim, unsqueeze_dim, *inside, angles
+    return QKNormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, *how)
 
 
 class LigerQKNormRope(torch.nn.Module):
