@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a GPU shows of docs/safety.md, on one GPU with 16 cores in less than three minutes.
 #   bash benchmarks/faults.sh OUT
-#   ONLY=soak SOAK=480 STATE=soak.json bash benchmarks/faults.sh OUT      a third of the soak of 24 minutes: three times
+#   ONLY=soak SOAK=1440 bash benchmarks/faults.sh OUT      the soak alone, for 24 minutes
 # All at once: 200 steps of a training loop with configurations that fail and memory that runs out, against the same loop
 # without; a tuner whose worker hangs and loses the device in the middle of such a loop; the soak, sizes that change while
 # host and device memory are watched; random sizes of every op against fp64, in several processes; every kernel at odd
@@ -11,8 +11,7 @@
 # that is cut leaves figures. The exit status is 1 where something did not hold or gave no result.
 #   LIMIT=seconds of wall time for all (165)  WORKERS=5 processes of random sizes  PARTS=8 processes of the sweep
 #   ONLY="faults tuner soak numbers sweep" which of these; sweep is with the memory checker  SOAK=seconds of the soak
-#   (LIMIT - 50)  STATE=FILE the record that this soak is a piece of (tests/fuzz/soak.py)  PY=python3  DRY=1 a few steps
-#   on a CPU
+#   (LIMIT - 50)  PY=python3  DRY=1 a few steps on a CPU
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 OUT=$(realpath -m "${1:?OUT, the folder for results}") ONLY=${ONLY:-faults tuner soak numbers sweep}
@@ -59,7 +58,7 @@ checked() { # number of its ports, name of its files, what tests.fuzz.device doe
 for what in faults tuner; do
     ! wants "$what" || device "$what" "$what" &
 done
-! wants soak || device soak soak --seconds "$soak" ${STATE:+--state "$STATE"} &
+! wants soak || device soak soak --seconds "$soak" &
 for w in $(seq "$WORKERS"); do
     run "$PY" -m tests.fuzz --areas numerics --seconds "$numbers" --seed "10$w" \
         --json "$OUT/numbers-$w.json" > "$OUT/numbers-$w.log" 2>&1 &

@@ -2,7 +2,7 @@
 
     python -m tests.fuzz.device faults OUT.json
     python -m tests.fuzz.device tuner OUT.json
-    python -m tests.fuzz.device soak OUT.json --seconds 480 --state soak.json      a piece of a soak: soak.py
+    python -m tests.fuzz.device soak OUT.json --seconds 480
     compute-sanitizer --tool memcheck python -m tests.fuzz.device sweep OUT.json --checked --part 0/4 --seconds 60
     compute-sanitizer --tool memcheck python -m tests.fuzz.device planted OUT.json --checked      what it must find
 
@@ -68,7 +68,6 @@ def main() -> int:
     parser.add_argument("out", help="JSON file")
     parser.add_argument("--seconds", type=float, default=180.0, help="of the soak, at most of the sweep (default 180)")
     parser.add_argument("--part", default="0/1", help="of the sweep, as 0/4 (default 0/1)")
-    parser.add_argument("--state", metavar="FILE", help="of the soak: the record that this piece is added to")
     parser.add_argument(
         "--checked", action="store_true", help="memory of the sweep as a memory checker wants it: sweep.py"
     )

@@ -1,5 +1,5 @@
-"""What runs on a GPU alone does what it says: the sweep launches every kernel, its memory ends at 16 bytes, a soak's
-pieces are one record. `bash benchmarks/faults.sh` runs it there."""
+"""What runs on a GPU alone does what it says: the sweep launches every kernel, its memory ends at 16 bytes.
+`bash benchmarks/faults.sh` runs it there."""
 
 from __future__ import annotations
 
