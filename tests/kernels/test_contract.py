@@ -259,27 +259,6 @@ def test_fakes_run_no_autograd(op, seed, monkeypatch):
             func(*fakes)
 
 
-# test_numerics.py compares the gradients of every op and option set with the reference's in fp64.
-@pytest.mark.daily(op=ONE_OF_A_FAMILY, options="default")
-@pytest.mark.cpu
-def test_gradcheck(case, seed):
-    """The backward formulas in fp64 against finite differences."""
-    op, options = case
-    sizes = tuple(min(s, 3 + i) for i, s in enumerate(few_sizes(op)))
-    sample = make(op, sizes, torch.float64, "cpu", seed, options)
-    inputs = checked_inputs(sample)
-
-    def differentiable(function):
-        def call(*_):
-            return tuple(o for o in forward(function, sample) if o.requires_grad)
-
-        return call
-
-    if not torch.autograd.gradcheck(differentiable(op.reference), inputs, raise_exception=False):
-        pytest.skip("the definition itself takes a factor as a constant: its gradient is not its derivative")
-    assert torch.autograd.gradcheck(differentiable(op.function), inputs)
-
-
 def test_forward_mode_is_refused(lane, op, seed):
     """A tangent is never dropped in silence, whether or not the inputs require grad."""
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
