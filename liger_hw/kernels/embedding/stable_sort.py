@@ -101,7 +101,9 @@ def _chunk(n_tokens: int) -> int:
     return SINGLE_CHUNK if CHUNK < n_tokens <= SINGLE_CHUNK else CHUNK
 
 
-def _tunable(variant: str, kernel, names: tuple[str, ...], heuristic, space) -> Tunable:
+def _tunable(variant: str, kernel, names: tuple[str, ...], heuristic) -> Tunable:
+    """Nothing is searched: both launches are a few microseconds beside the sum over the rows."""
+
     def valid(config: LaunchConfig, key: Key) -> str | None:
         return None if config.blocks["BLOCK_T"] <= CHUNK else f"BLOCK_T must be at most {CHUNK}"
 
@@ -115,7 +117,7 @@ def _tunable(variant: str, kernel, names: tuple[str, ...], heuristic, space) -> 
         safe=lambda target, key: LaunchConfig(
             dict.fromkeys(names, 16) | {"BLOCK_T": 16 * CHUNK // _chunk(1 << key[0])}, 1
         ),
-        space=space,
+        space=lambda target, key: [],
         neutral=frozenset({"num_warps", "BLOCK_T", "CHUNKS"}),
         valid=valid,
     )
@@ -126,31 +128,12 @@ def _sort_heuristic(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_T": 65536 // _chunk(1 << key[0])}, target.warps(65536, 256, 8))
 
 
-def _sort_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_T": tokens}, warps)
-        for tokens in (16, 32, 64)
-        for warps in (2, 4, 8, 16)
-        if tokens * _chunk(1 << key[0]) <= 2048 * warps * target.warp_size
-    ]
-
-
 def _merge_heuristic(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_T": 64, "CHUNKS": 16}, target.warps(1024, 8, 8))
 
 
-def _merge_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_T": tokens, "CHUNKS": chunks}, warps)
-        for tokens in (16, 32, 64, 128)
-        for chunks in (8, 16, 32)
-        for warps in (1, 2, 4, 8)
-        if 4 <= tokens * chunks // (warps * target.warp_size) <= 32
-    ]
-
-
-SORT = _tunable("sort", _embedding_sort_kernel, ("BLOCK_T",), _sort_heuristic, _sort_space)
-MERGE = _tunable("merge", _embedding_merge_kernel, ("BLOCK_T", "CHUNKS"), _merge_heuristic, _merge_space)
+SORT = _tunable("sort", _embedding_sort_kernel, ("BLOCK_T",), _sort_heuristic)
+MERGE = _tunable("merge", _embedding_merge_kernel, ("BLOCK_T", "CHUNKS"), _merge_heuristic)
 
 
 def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ them. Only the device knows the actual number, so the grid has this many program
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -158,10 +157,9 @@ def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, ite
     return next_power_of_2(n_experts + 1), (max(1, n_tokens * top_k) - 1).bit_length()
 
 
-def _tunable(
-    variant: str, kernel, blocks: dict[str, int], tile: int, per_thread: int, space: list[LaunchConfig]
-) -> Tunable:
-    """A tunable whose results are integers, which no option changes.
+def _tunable(variant: str, kernel, blocks: dict[str, int], tile: int, per_thread: int) -> Tunable:
+    """A tunable whose results are integers, which no option changes. Nothing is searched: all five launches take
+    microseconds, while the products take milliseconds.
 
     blocks: the heuristic's; tile, per_thread: how many integers a program and a thread hold at a time
     """
@@ -173,7 +171,7 @@ def _tunable(
         dims=DIMS,
         heuristic=lambda target, key: LaunchConfig(dict(blocks), target.warps(tile, per_thread)),
         safe=lambda target, key: LaunchConfig(dict.fromkeys(blocks, 16), target.warps(16, 16)),
-        space=lambda target, key: space,
+        space=lambda target, key: [],
         neutral=frozenset({"num_warps", "num_stages", "hint", *blocks}),
     )
 
@@ -184,18 +182,11 @@ _COLS = 16
 """Columns of a program of prefix."""
 
 
-def _space(warps: tuple[int, ...], **blocks: tuple[int, ...]) -> list[LaunchConfig]:
-    """Every number of warps with every choice of block sizes."""
-    choices = itertools.product(warps, *blocks.values())
-    return [LaunchConfig(dict(zip(blocks, sizes)), n_warps) for n_warps, *sizes in choices]
-
-
-# Few candidates each: all five take microseconds, while the products take milliseconds.
-COUNT = _tunable("count", _fused_moe_count_kernel, {}, _SLOTS, 2, _space((1, 2, 4, 8)))
-PREFIX = _tunable("prefix", _fused_moe_prefix_kernel, {"BLOCK_T": 64}, 64 * _COLS, 8, _space((4,), BLOCK_T=(32, 128)))
-OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, {"BLOCK_T": 16}, 16 * 256, 32, _space((8,), BLOCK_T=(16, 32)))
-PLACE = _tunable("place", _fused_moe_place_kernel, {"CHUNK": 16}, 16 * _SLOTS, 16, _space((4, 8), CHUNK=(16, 32)))
-TILES = _tunable("tiles", _fused_moe_tiles_kernel, {"BLOCK_T": 32}, 32, 1, _space((2, 4), BLOCK_T=(32,)))
+COUNT = _tunable("count", _fused_moe_count_kernel, {}, _SLOTS, 2)
+PREFIX = _tunable("prefix", _fused_moe_prefix_kernel, {"BLOCK_T": 64}, 64 * _COLS, 8)
+OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, {"BLOCK_T": 16}, 16 * 256, 32)
+PLACE = _tunable("place", _fused_moe_place_kernel, {"CHUNK": 16}, 16 * _SLOTS, 16)
+TILES = _tunable("tiles", _fused_moe_tiles_kernel, {"BLOCK_T": 32}, 32, 1)
 TUNABLES = (COUNT, PREFIX, OFFSETS, PLACE, TILES)
 
 
