@@ -66,20 +66,19 @@ def _coefficients(mix, b, alphas, n, options):
     return parts[0].sigmoid() + options.pre_eps, options.post_mult * parts[1].sigmoid(), k, torch.stack(sums, -2)
 
 
-def _mixed(x, phi, eps):
-    """(x @ phi, 1 / sqrt(mean(x^2) + eps)) of flattened streams."""
-    flat = x.flatten(-2)
-    return flat @ phi.to(x.dtype), torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+def _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    flat, phi, b = x.to(wide).flatten(-2), phi.to(wide), b.to(wide)
+    alphas = [alpha.to(wide).flatten() for alpha in (alpha_pre, alpha_post, alpha_res)]  # one, or one for each column
+    z, rstd = flat @ phi, torch.rsqrt(flat.square().mean(-1, keepdim=True) + options.rms_eps)
+    if z.requires_grad and x.dtype is not wide:
+        z.register_hook(lambda gradient: gradient.to(x.dtype).to(wide))
+    h_pre, h_post, h_res, sums = _coefficients(z * rstd, b, alphas, x.shape[-2], options)
+    return h_pre, h_post, h_res, (z * rstd)[None].flatten(0, -2), rstd[None].flatten(), sums[None].flatten(0, -3)
 
 
 def mhc_coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, **numbers):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    options = Options(**numbers)
-    z, rstd = _mixed(x.to(wide), phi.to(wide), options.rms_eps)
-    if z.requires_grad and x.dtype is not wide:
-        z.register_hook(lambda gradient: gradient.to(x.dtype).to(wide))
-    alphas = [alpha.to(wide).view(()) for alpha in (alpha_pre, alpha_post, alpha_res)]
-    return _coefficients(z * rstd, b.to(wide), alphas, x.shape[-2], options)[:3]
+    return _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, Options(**numbers))[:3]
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -464,16 +463,6 @@ def _bwd(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, 
     args = (x, phi, dz, shrink, dx, partial, n_rows, n_inner, n_mix, steps)
     launch(plan, _mhc_project_bwd_kernel, (columns, shares), args, (max(16, next_power_of_2(n_mix)),))
     return dx, column_sum(DW, partial, phi.dtype).view(phi.shape), column_sum(DW, params, torch.float32)
-
-
-def _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    w, phi, bias = (t.to(wide) for t in (x, phi, b))
-    alphas = [alpha.to(wide).flatten() for alpha in (alpha_pre, alpha_post, alpha_res)]  # one, or one for each column
-    z, rstd = _mixed(w, phi, options.rms_eps)
-    h_pre, h_post, h_res, sums = _coefficients(z * rstd, bias, alphas, x.shape[-2], options)
-    mix, sums = (z * rstd)[None].flatten(0, -2), sums[None].flatten(0, -3)
-    return h_pre, h_post, h_res, mix, rstd[None].flatten(), sums
 
 
 def _bwd_reference(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, mix, rstd, sums, options):
