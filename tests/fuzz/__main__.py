@@ -55,15 +55,10 @@ def main() -> int:
         return 0
     print(f"seed {seed}, {arguments.seconds:g} seconds for {', '.join(areas)}", flush=True)
     found: dict[str, Any] = {}
-    head = {"seed": seed, **versions()} if arguments.json else {}
-
-    def save() -> None:
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps({**head, "areas": found}, indent=1) + "\n")
-
+    report = Report(arguments.json)
     for area in areas:
-        run(area, seed, arguments.seconds / len(areas), found, save)
-    save()
+        run(area, seed, arguments.seconds / len(areas), found, lambda: report.save({"seed": seed, "areas": found}))
+    report.save({"seed": seed, "areas": found}, finished=True)
     failed = sum(len(area["findings"]) for area in found.values())
     print(f"{sum(area['attempts'] for area in found.values())} attempts, {failed} findings (seed {seed})")
     return 1 if failed else 0
@@ -86,26 +81,43 @@ def versions() -> dict[str, Any]:
     }
 
 
+class Report:
+    """The JSON file of one run, replaced as a whole every few seconds, so that a run that is cut leaves figures.
+
+    Without a path nothing is written.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path, self.head = path and Path(path), versions() if path else {}
+        self.began, self.written = time.monotonic(), 0.0
+
+    def save(self, found: dict[str, Any], finished: bool = False) -> None:
+        now = time.monotonic()
+        if self.path and (finished or now - self.written > 2.0):
+            self.written, took = now, round(now - self.began, 1)
+            fresh = self.path.with_suffix(".new")
+            fresh.write_text(json.dumps({**self.head, "finished": finished, "took": took, **found}, indent=1) + "\n")
+            fresh.replace(self.path)
+
+
 def run(
     area: str, seed: int, seconds: float, found: dict[str, Any] | None = None, save: Callable[[], Any] = lambda: None
 ) -> dict[str, Any]:
     """Attempts of one area for `seconds`, in worker processes: how many, what became of them, and the findings.
 
-    found: gets them under the area's name; save: called every few seconds, so that a run that is cut leaves figures
+    found: gets them under the area's name; save: called after each attempt
     """
     outcomes: collections.Counter[str] = collections.Counter()
     findings: list[dict[str, Any]] = []
     limit = importlib.import_module(f"tests.fuzz.{area}").SECONDS
-    end, number, saved = time.monotonic() + seconds, 0, time.monotonic()
+    end, number = time.monotonic() + seconds, 0
     result = {"attempts": 0, "outcomes": outcomes, "findings": findings}
     if found is not None:
         found[area] = result
     while time.monotonic() < end:
         for event in worker_events(area, seed, number, end - time.monotonic(), limit):
             number = result["attempts"] = event["attempt"] + 1
-            if time.monotonic() > saved + 3:
-                save()
-                saved = time.monotonic()
+            save()
             if "outcome" in event:
                 outcomes[event["outcome"]] += 1
                 continue

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from liger_hw.autotune import workers
 from liger_hw.autotune.jobs import Job
 from liger_hw.autotune.tuner import Effort, Tuner
 from liger_hw.backends import LaunchConfig, target_of
-from tests.fuzz.__main__ import ROOT, versions
+from tests.fuzz.__main__ import ROOT, Report
 from tests.fuzz.soak import soak
 from tests.fuzz.sweep import planted, round_allocations, sweep
 
@@ -42,24 +41,6 @@ STEPS = 200
 WIDE, VOCAB, TOKENS = 256, 32000, (2, 256)
 Event = dict[str, Any]
 Save = Callable[[dict[str, Any]], None]
-
-
-class Report:
-    """The JSON file of one run: replaced as a whole every few seconds, so that a run that is cut leaves figures."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.head, self.began, self.written = Path(path), versions(), time.monotonic(), 0.0
-
-    def save(self, found: dict[str, Any], finished: bool = False) -> None:
-        now = time.monotonic()
-        if finished or now - self.written > 2.0:
-            self.written = now
-            text = json.dumps(
-                {**self.head, "finished": finished, "took": round(now - self.began, 1), **found}, indent=1
-            )
-            fresh = self.path.with_suffix(".new")
-            fresh.write_text(text + "\n")
-            fresh.replace(self.path)
 
 
 def main() -> int:
