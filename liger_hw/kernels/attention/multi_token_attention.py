@@ -192,7 +192,7 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     # torch's convolution would add the bias in a launch of its own, and sum its gradient
     y = torch.conv2d(*_summable(p, weight), None, stride, padding, dilation, groups).to(p.dtype)
     if channels_last:
-        return _fill_from_channels_last(y, dense(bias)), p, weight
+        return _fill_channels(y, dense(bias), None, False), p, weight
     y = y.contiguous()
     _fill(y, y, bias=dense(bias))
     return y, p, no_weight(p)
@@ -202,7 +202,7 @@ def _bwd(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
     channels_last = _convolves_channels_last(p, weight.shape[0], padding, groups, sparse)
     sums = _empty_sums(dy) if needs[2] else None
     if channels_last:
-        g, weight = _fill_to_channels_last(dy, sums), weight.contiguous(memory_format=torch.channels_last)
+        g, weight = _fill_channels(dy, None, sums, True), weight.contiguous(memory_format=torch.channels_last)
     else:
         dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
         _fill(dy, g, sums=sums)
@@ -250,19 +250,13 @@ def _softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 @repeated
-def _fill_from_channels_last(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x up to the diagonal, plus `bias`, and zero after it, with its channels first."""
-    y = x.new_empty(x.shape)
-    _over_queries(CHANNELS_FILL, (x, y), bias, None)
+def _fill_channels(
+    x: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor | None, channels_last: bool
+) -> torch.Tensor:
+    """x up to the diagonal, plus `bias`, and zero after it, in the other layout; `sums` from `_empty_sums`."""
+    y = _empty_channels_last(x) if channels_last else x.new_empty(x.shape)
+    _over_queries(CHANNELS_FILL, (x, y), bias, sums)
     return y
-
-
-@repeated
-def _fill_to_channels_last(dy: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
-    """dy up to the diagonal and zero after it, with its channels last; `sums` from `_empty_sums`."""
-    g = _empty_channels_last(dy)
-    _over_queries(CHANNELS_FILL, (dy, g), None, sums)
-    return g
 
 
 # -- the convolution, torch's ----------------------------------------------------------------------------------------
