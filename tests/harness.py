@@ -257,28 +257,6 @@ def oracle(op: Op, sample: Sample, incoming: list[torch.Tensor | None]) -> Resul
     return reference(op, stated, incoming, torch.Tensor.double)
 
 
-def sensitivity(
-    op: Op, sample: Sample, incoming: list[torch.Tensor | None], exact: Result, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """How much `exact` (outputs, then gradients) moves when every input moves by the accumulator's rounding error."""
-    most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
-    for draw in range(3):
-        generators: dict[str, torch.Generator] = {}
-
-        def nudged(t: torch.Tensor) -> torch.Tensor:
-            device = str(t.device)
-            generator = generators.setdefault(device, torch.Generator(device).manual_seed(draw))  # noqa: B023
-            sign = torch.randint(2, t.shape, generator=generator, device=t.device) * 2 - 1
-            return t.double() * (1 + unit(dtype) * sign)
-
-        moved = reference(op, sample, incoming, nudged).bits()
-        most = [
-            torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m
-            for m, a, b in zip(most, moved, exact.bits())
-        ]
-    return most
-
-
 class _Rounded(TorchDispatchMode):
     """Every floating result of an operation moves up or down by `unit`, forward and backward, in a softmax too;
     what is only copied or viewed, and what is changed in place, stays."""
@@ -306,15 +284,36 @@ class _Rounded(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in self._COPIES or any(r.alias_info for r in func._schema.returns):
             return out
-        return mapped(out, self._moved)
+        return mapped(out, self.moved)
 
-    def _moved(self, t: torch.Tensor) -> torch.Tensor:
+    def moved(self, t: torch.Tensor) -> torch.Tensor:
         if not t.is_floating_point():
             return t
         if t.device not in self.generators:
             self.generators[t.device] = torch.Generator(t.device).manual_seed(self.draw)
         sign = torch.randint(2, t.shape, generator=self.generators[t.device], device=t.device) * 2 - 1
         return t * (1 + self.unit * sign)
+
+
+def _farthest(exact: Result, moved: Callable[[int], Result]) -> list[torch.Tensor]:
+    """How far from `exact` (outputs, then gradients) the results of three draws are."""
+    most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
+    for draw in range(3):
+        drawn = zip(most, moved(draw).bits(), exact.bits())
+        most = [torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m for m, a, b in drawn]
+    return most
+
+
+def sensitivity(
+    op: Op, sample: Sample, incoming: list[torch.Tensor | None], exact: Result, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """How much `exact` (outputs, then gradients) moves when every input moves by the accumulator's rounding error."""
+
+    def moved(draw: int) -> Result:
+        rounded = _Rounded(unit(dtype), draw)
+        return reference(op, sample, incoming, lambda t: rounded.moved(t.double()))
+
+    return _farthest(exact, moved)
 
 
 def roundings(
@@ -325,15 +324,12 @@ def roundings(
     That shows terms which cancel whatever the inputs are, as `sensitivity` does not: dy - n mean(dy n) in the gradient
     of a normalisation where one element is most of the row's norm, a logit less the log-sum-exp of one class.
     """
-    most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
-    for draw in range(3):
+
+    def moved(draw: int) -> Result:
         with _Rounded(unit(dtype), draw):
-            moved = reference(op, sample, incoming, torch.Tensor.double).bits()
-        most = [
-            torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m
-            for m, a, b in zip(most, moved, exact.bits())
-        ]
-    return most
+            return reference(op, sample, incoming, torch.Tensor.double)
+
+    return _farthest(exact, moved)
 
 
 def check(op: Op, sample: Sample, result: Result) -> None:

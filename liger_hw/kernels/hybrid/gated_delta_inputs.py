@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, tile_space
+from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal
 from ...runtime.operator import OperatorFunction, cdiv, check_integers, check_numbers, define, dense, empty_like, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
@@ -283,14 +283,10 @@ def _gates_safe(target, key):
     return LaunchConfig({"BLOCK_T": 4}, target.warps(4 * key[0], 8, 8))
 
 
-def _gates_space(target, key):
-    tiles = [{"BLOCK_T": tokens} for tokens in (8, 16, 32, 64, 128)]
-    return tile_space(target, tiles, (1, 2, 4), per_thread=(1, 32), width=key[0])
-
-
 def _gates_tunable(variant, kernel):
-    rules = {"key": _gates_key, "dims": DIMS, "heuristic": _gates_heuristic, "safe": _gates_safe, "space": _gates_space}
-    return Tunable("gated_delta_inputs", variant, kernels=(kernel,), **rules)
+    """Nothing is searched: the gates are a hundredth of what the convolution reads."""
+    rules = {"heuristic": _gates_heuristic, "safe": _gates_safe, "space": lambda target, key: []}
+    return Tunable("gated_delta_inputs", variant, kernels=(kernel,), key=_gates_key, dims=DIMS, **rules)
 
 
 def _columns(batch, n_tokens, n_k_heads, n_v_heads, k_dim, v_dim):
