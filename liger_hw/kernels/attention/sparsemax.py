@@ -19,7 +19,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order, no_view
+from ...runtime.operator import OperatorFunction, check, check_numbers, check_tensors
 from .row_maps import row_map
 
 
@@ -47,24 +47,8 @@ def _bwd_reference(dy, y):
 FWD, BWD, sparsemax_fwd, sparsemax_bwd = row_map("sparsemax", sparsemax_reference, _bwd_reference, sparse=True)
 
 
-class SparsemaxFunction(Function):
-    @staticmethod
-    def forward(ctx, x, dim):
-        ctx.dim = -1 if dim == x.dim() - 1 else dim
-        if ctx.dim == -1:
-            y = sparsemax_fwd(x)
-        else:
-            y = no_view(sparsemax_fwd(x.movedim(dim, -1)).movedim(-1, dim))
-        ctx.save_for_backward(y)  # the output itself, so that autograd notices a write into it
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad_out):
-        (y,) = ctx.saved_tensors
-        if ctx.dim == -1:
-            return sparsemax_bwd(grad_out, y), None
-        return sparsemax_bwd(grad_out.movedim(ctx.dim, -1), y.movedim(ctx.dim, -1)).movedim(-1, ctx.dim), None
+class SparsemaxFunction(OperatorFunction):
+    fwd, bwd = sparsemax_fwd, sparsemax_bwd
 
 
 def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -77,7 +61,9 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     check_numbers("liger_sparsemax", dim=dim)
     if not isinstance(dim, int) or dim is True or dim is False or not -input.dim() <= dim < input.dim():
         check(False, "liger_sparsemax", f"dim must be a dimension of input, which has {input.dim()}, got {dim!r}")
-    return SparsemaxFunction.apply(input, dim)
+    if dim in (-1, input.dim() - 1):
+        return SparsemaxFunction.apply(input)
+    return SparsemaxFunction.apply(input.movedim(dim, -1)).movedim(-1, dim)
 
 
 class LigerSparsemax(torch.nn.Module):
