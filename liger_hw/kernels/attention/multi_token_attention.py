@@ -72,7 +72,7 @@ def _future(x: torch.Tensor) -> torch.Tensor:
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 WIDEST = 32768
-"""Keys that a program holds at most; the scores of one head of so many take 2 GiB."""
+"""Most keys, which a program holds; the scores of one head take 2 GiB then."""
 _DIMS = ("batch", "seq_len", "n_channels")
 
 
