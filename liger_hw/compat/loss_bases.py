@@ -30,7 +30,7 @@ numbers that the function returns are summed over the chunks, vectors are concat
 
 from __future__ import annotations
 
-from typing import Any, Callable, NoReturn, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -157,15 +157,6 @@ def _reference_logps(cls: Any, ref: tuple, x: torch.Tensor, labels: torch.Tensor
         return token_logps(*checked_reference(cls.__name__, *ref, x), labels, ignore_index, float(temperature))
 
 
-def _unstated(cls: str, name: str) -> Any:
-    """The loss function of a base class, which raises: subclasses define it."""
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{cls}: a subclass defines its loss as a static method `{name}`")
-
-    return staticmethod(refuse)
-
-
 class _Base(torch.autograd.Function):
     @classmethod
     @torch.compiler.disable
@@ -181,8 +172,6 @@ class LigerFusedLinearPreferenceBase(_Base):
     beta=beta, **loss_kwargs), with ref_chosen_logps and ref_rejected_logps where use_ref_model. It returns the loss, or
     a tuple of the loss and metrics. nll: the mean over the chosen sequences' tokens, zero without compute_nll_loss.
     """
-
-    preference_loss_fn = _unstated("LigerFusedLinearPreferenceBase", "preference_loss_fn")
 
     @staticmethod
     def forward(
@@ -225,47 +214,27 @@ class LigerFusedLinearPreferenceBase(_Base):
             ref = _of_sequences(logps, target, ignore_index, average_log_prob)
 
         def chunk_loss(chunk, x, weight, bias):
-            options = ignore_index, compute_nll_loss, _rows(nll_target, chunk[:1]), average_log_prob
-            chosen, rejected, *logits, nll = LigerFusedLinearPreferenceBase.chunk_forward(
-                x, weight, _rows(target, chunk), bias, *options
-            )
+            logits, labels = _logits(x, weight, bias), _rows(target, chunk)
+            logps = _token_logps(logits, labels, ignore_index)
+            chosen, rejected = _of_sequences(logps, labels, ignore_index, average_log_prob).tensor_split(2)
             refs = {} if ref is None else {"ref_chosen_logps": ref[chunk[0]], "ref_rejected_logps": ref[chunk[1]]}
             loss = cls.preference_loss_fn(chosen, rejected, target, beta=beta, **loss_kwargs, **refs)
             loss, more = _loss_and_more(loss)
+            nll = logps.new_zeros(())
             if compute_nll_loss:
-                nll = nll / n_nll_tokens
+                of_chosen, _ = logps.tensor_split(2)
+                if nll_target is not None:
+                    of_chosen = _token_logps(logits[: len(chosen)], nll_target[chunk[0]], ignore_index)
+                nll = -of_chosen.sum() / n_nll_tokens
                 loss = loss + alpha * nll
-            return loss, (chosen, rejected, *(t.sum() / n_logits for t in logits), nll, *more)
+            means = (t.sum() / n_logits for t in logits.tensor_split(2))
+            return loss, (chosen, rejected, *means, nll, *more)
 
         chunks = _chunks(half, batch // (2 * chunk_size), offsets=(0, half))
         loss, *metrics = _sum_of_chunks(ctx, _input, weight, bias, chunks, chunk_loss)
         return loss, tuple(metrics)
 
     backward = _backward(3, 8)
-
-    @staticmethod
-    def chunk_forward(
-        input_chunk,
-        weight,
-        target_chunk,
-        bias=None,
-        ignore_index=-100,
-        compute_nll_loss=True,
-        chosen_nll_target_chunk=None,
-        average_log_prob=True,
-    ):
-        """(log-probabilities of the chosen sequences, of the rejected ones, logits of both, the chosen ones' nll summed
-        over tokens)"""
-        logits = _logits(input_chunk, weight, bias)
-        logps = _token_logps(logits, target_chunk, ignore_index)
-        half = target_chunk.shape[0] // 2
-        nll = logps.new_zeros(())
-        if compute_nll_loss and chosen_nll_target_chunk is None:
-            nll = -logps[:half].sum()
-        elif compute_nll_loss:
-            nll = -_token_logps(logits[:half], chosen_nll_target_chunk, ignore_index).sum()
-        by_sequence = _of_sequences(logps, target_chunk, ignore_index, average_log_prob)
-        return by_sequence[:half], by_sequence[half:], logits[:half], logits[half:], nll
 
 
 class LigerFusedLinearUnpairedPreferenceBase(_Base):
@@ -274,8 +243,6 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
     The loss is preference_loss_fn(log_probs [sequences of the chunk], preference_labels [the same], full_target,
     **loss_kwargs), with ref_log_prob_chunk where use_ref_model. It returns the loss, or a tuple of it and metrics.
     """
-
-    preference_loss_fn = _unstated("LigerFusedLinearUnpairedPreferenceBase", "preference_loss_fn")
 
     @staticmethod
     def forward(
@@ -310,12 +277,14 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
             ref = _of_sequences(logps, target, ignore_index, average_log_prob)
 
         def chunk_loss(chunk, x, weight, bias):
-            labels = _rows(preference_labels, chunk)
-            logps, *sums = LigerFusedLinearUnpairedPreferenceBase.chunk_forward(
-                x, weight, _rows(target, chunk), labels, bias, ignore_index, average_log_prob
-            )
+            logits, labels, kinds = _logits(x, weight, bias), _rows(target, chunk), _rows(preference_labels, chunk)
+            logps = _token_logps(logits, labels, ignore_index)
+            logps = _of_sequences(logps, labels, ignore_index, average_log_prob)
             refs = {} if ref is None else {"ref_log_prob_chunk": _rows(ref, chunk)}
-            loss, more = _loss_and_more(cls.preference_loss_fn(logps, labels, target, **loss_kwargs, **refs))
+            loss, more = _loss_and_more(cls.preference_loss_fn(logps, kinds, target, **loss_kwargs, **refs))
+            good = kinds.bool()
+            values = [logps, logits.sum((1, 2))]
+            sums = (torch.where(which, t, 0.0).sum() for t in values for which in (good, ~good))
             return loss, (*sums, *more)
 
         batch = _input.shape[0]
@@ -323,24 +292,6 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
         return loss, tuple(metrics)
 
     backward = _backward(4, 5)
-
-    @staticmethod
-    def chunk_forward(
-        input_chunk,
-        weight,
-        target_chunk,
-        preference_labels_chunk,
-        bias=None,
-        ignore_index=-100,
-        average_log_prob=False,
-    ):
-        """(log-probability of each sequence, their sums over good and over bad ones, the same sums of logits)"""
-        logits = _logits(input_chunk, weight, bias)
-        logps = _token_logps(logits, target_chunk, ignore_index)
-        by_sequence = _of_sequences(logps, target_chunk, ignore_index, average_log_prob)
-        good = preference_labels_chunk.bool()
-        values = [by_sequence, logits.sum((1, 2))]
-        return by_sequence, *(torch.where(which, t, 0.0).sum() for t in values for which in (good, ~good))
 
 
 class LigerFusedLinearDistillationBase(_Base):
@@ -351,8 +302,6 @@ class LigerFusedLinearDistillationBase(_Base):
     vocab], teacher_logits, target=labels, ignore_index=ignore_index, beta=beta, **loss_kwargs), a sum over rows, of
     logits over temperature. If the teacher's vocabulary is larger, the student's missing logits are zero.
     """
-
-    distillation_loss_fn = _unstated("LigerFusedLinearDistillationBase", "distillation_loss_fn")
 
     @staticmethod
     def forward(
@@ -386,17 +335,16 @@ class LigerFusedLinearDistillationBase(_Base):
         n_padded = max(0, teacher_weight.shape[0] - student_weight.shape[0])
 
         def chunk_loss(chunk, x, weight, bias):
-            labels = _rows(target, chunk)
-            heads = x, weight, _rows(teacher_input, chunk), teacher_weight
-            more = bias, teacher_bias, ignore_index, with_hard
-            student, teacher, hard = LigerFusedLinearDistillationBase.chunk_forward(*heads, labels, *more)
+            labels, student = _rows(target, chunk), _logits(x, weight, bias)
+            with torch.no_grad():
+                teacher = _logits(_rows(teacher_input, chunk), teacher_weight, teacher_bias)
+            hard = student.new_zeros(())
+            if with_hard:
+                hard = -_token_logps(student, labels, ignore_index).sum() / n_counted
             student = F.pad(student / temperature, (0, n_padded))
             named = {"target": labels, "ignore_index": ignore_index, "beta": beta, **loss_kwargs}
             soft = cls.distillation_loss_fn(student, teacher / temperature, **named) / n_counted
-            loss = weight_soft_loss * soft
-            if with_hard:
-                hard = hard / n_counted
-                loss = loss + weight_hard_loss * hard
+            loss = weight_soft_loss * soft + (weight_hard_loss * hard if with_hard else 0)
             return loss, (soft, hard)
 
         n_rows = student_input.shape[0]
@@ -409,25 +357,6 @@ class LigerFusedLinearDistillationBase(_Base):
 
     backward = _backward(5, 6)
 
-    @staticmethod
-    def chunk_forward(
-        student_input_chunk,
-        student_weight,
-        teacher_input_chunk,
-        teacher_weight,
-        target_chunk,
-        student_bias=None,
-        teacher_bias=None,
-        ignore_index=-100,
-        compute_ce_loss=True,
-    ):
-        """(student's logits, teacher's logits, without gradient, cross entropy summed over rows)"""
-        student = _logits(student_input_chunk, student_weight, student_bias)
-        with torch.no_grad():
-            teacher = _logits(teacher_input_chunk, teacher_weight, teacher_bias)
-        hard = -_token_logps(student, target_chunk, ignore_index).sum() if compute_ce_loss else student.new_zeros(())
-        return student, teacher, hard
-
 
 class LigerFusedLinearPPOBase(_Base):
     """A policy loss of the log-probabilities of chosen tokens.
@@ -436,8 +365,6 @@ class LigerFusedLinearPPOBase(_Base):
     ref_per_token_logps=, old_per_token_logps=, vllm_is_ratio= of the chunk (or None), full_attention_mask=[batch,
     length], and the options by name), a tuple of the loss and a sequence of metrics.
     """
-
-    ppo_loss_fn = _unstated("LigerFusedLinearPPOBase", "ppo_loss_fn")
 
     @staticmethod
     def forward(
