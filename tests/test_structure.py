@@ -402,7 +402,7 @@ FLOORS = (
     "transformers/functional transformers/source transformers/probing",
     "recompute",
     "transformers",
-    "megatron megatron_head hub trl",
+    "megatron hub trl",
     "compat",
     "bench",
     "cli",
