@@ -52,7 +52,7 @@ MODULES = {
     "transformers.experimental": "kernels.embedding.embedding",
     "transformers.model": "",
     "transformers.model.loss_utils": "compat.loss_utils",
-    "transformers.model.output_classes": "compat.output_classes",
+    "transformers.model.output_classes": "compat.forwards",
     "ops": "compat.functions compat.grpo kernels kernels.pointwise.tiled_mlp",
     "ops.mlp": "compat.functions",
     "ops.tiled_mlp": "compat.functions kernels.pointwise.tiled_mlp",
@@ -101,7 +101,7 @@ def homes(name: str) -> tuple[str, ...] | None:
     if name in MODULES:
         modules = MODULES[name]
     elif family := _family(name):
-        modules = "compat.forwards compat.loss_utils compat.output_classes"
+        modules = "compat.forwards compat.loss_utils"
         if not _forwards().classes_of(family):
             return None
     elif group in ("transformers", "ops") and (home := home_of(_RENAMED.get(op, op))):

@@ -5,11 +5,16 @@
 
 A family's `lce_forward` is its class's forward in transformers, as it is when this module is imported, with the fused
 loss of a patch (transformers/loss.py). It works for any model with an `lm_head` and what else that forward reads.
+
+Outputs of `liger_kernel.transformers.model.output_classes` are here too: `Liger<X>CausalLMOutputWithPast` is
+`<X>CausalLMOutputWithPast` of transformers, with `token_accuracy` and `predicted_tokens`, which are None unless given.
+Classes of families that this transformers does not have are missing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from types import ModuleType
 from typing import Any, Callable
@@ -33,6 +38,7 @@ _NAMES = {
 _FAMILIES = {"hunyuan_v1": "hunyuan_v1_dense"}
 """Modules that are not named like their family."""
 _PART = "fused_linear_cross_entropy"
+_OUTPUT = "CausalLMOutputWithPast"
 
 
 def classes_of(family: str) -> dict[str, str]:
@@ -102,3 +108,37 @@ def lce_maybe_trainable_lm_head(
 
     total = head_loss(self.lm_head, hidden_states, loss)
     return dataclasses.replace(losses[0], loss=total) if isinstance(losses[0], CrossEntropyOutput) else total
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=None)
+def _with_fields(base: type) -> type:
+    fields = [("token_accuracy", torch.Tensor | None, None), ("predicted_tokens", torch.Tensor | None, None)]
+    return dataclasses.make_dataclass(
+        f"Liger{base.__name__}", fields, bases=(base,), namespace={"__module__": __name__}
+    )
+
+
+def _output(name: str) -> type | None:
+    """The class of transformers called `name`, among its common outputs or a family's own."""
+    from transformers import modeling_outputs
+
+    if hasattr(modeling_outputs, name):
+        return getattr(modeling_outputs, name)
+    model = name.removesuffix(_OUTPUT) + "ForConditionalGeneration"
+    for spec in specs().values():
+        if model in spec.models:
+            try:
+                return getattr(importlib.import_module(spec.modeling_module), name, None)
+            except ModuleNotFoundError:
+                return None
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    base = _output(name.removeprefix("Liger")) if name.startswith("Liger") and name.endswith(_OUTPUT) else None
+    if base is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _with_fields(base)

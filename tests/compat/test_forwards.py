@@ -14,7 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from liger_hw.compat import checked, forwards, output_classes  # noqa: E402
+from liger_hw.compat import checked, forwards  # noqa: E402
 from liger_hw.compat.loss_utils import LigerForCausalLMLoss  # noqa: E402
 from liger_hw.transformers import apply_liger_kernel_to_llama  # noqa: E402
 from liger_hw.transformers.models import specs  # noqa: E402
@@ -149,7 +149,7 @@ def test_a_forward_put_in_the_module_is_its_class_s(of_llama):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "modules_to_save"])
 def test_a_forward_of_one_s_own_takes_the_head_s_loss(wrapped):
-    output = output_classes.LigerCausalLMOutputWithPast
+    output = forwards.LigerCausalLMOutputWithPast
 
     class Own(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels, **kwargs):
@@ -176,16 +176,16 @@ def test_a_forward_of_one_s_own_takes_the_head_s_loss(wrapped):
 
 
 def test_outputs_have_two_fields_more():
-    output = output_classes.LigerMoeCausalLMOutputWithPast
+    output = forwards.LigerMoeCausalLMOutputWithPast
     assert issubclass(output, transformers.modeling_outputs.MoeCausalLMOutputWithPast)
     made = output(loss=torch.ones(()), token_accuracy=torch.tensor(0.5))
     assert list(made) == ["loss", "token_accuracy"] and made.predicted_tokens is None and made.aux_loss is None
     assert made.to_tuple() == (made.loss, made["token_accuracy"]) and type(pickle.loads(pickle.dumps(made))) is output
-    gemma = output_classes.LigerGemma3CausalLMOutputWithPast
+    gemma = forwards.LigerGemma3CausalLMOutputWithPast
     assert {"image_hidden_states", "image_outputs"} & inspect.signature(gemma).parameters.keys()  # from 5.24 the latter
-    assert gemma is output_classes.LigerGemma3CausalLMOutputWithPast
+    assert gemma is forwards.LigerGemma3CausalLMOutputWithPast
     for name in ("LigerNothingCausalLMOutputWithPast", "CausalLMOutputWithPast", "LigerLlamaCausalLMOutputWithPast"):
-        assert not hasattr(output_classes, name)
+        assert not hasattr(forwards, name)
 
 
 def test_a_loss_of_hidden_states_that_are_not_contiguous():
