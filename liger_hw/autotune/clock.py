@@ -31,7 +31,8 @@ class _WallEvent:
 class Clock:
     """Times work on a device.
 
-    `with clock:` sends work to a side stream, where graphs can be captured; create everything that is measured inside.
+    Where it has graphs, a stream of the clock's own becomes the current one until `close()` (or the end of a `with`
+    block): a capture must not meet autograd nodes that were made on the default stream.
     module: torch's module of its type, None for a CPU; graph: that module's class of graphs, None where it has none
     """
 
@@ -40,20 +41,27 @@ class Clock:
         self.device = device
         self.module = module if device.type == "cpu" else torch.get_device_module(device)
         self.graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
-        self._context: Any = contextlib.nullcontext()
+        self._before = None
+        if device.type != "cpu":
+            self.module.set_device(device)
+        if self.graph is not None:
+            self._before = self.module.current_stream()
+            self._before.synchronize()
+            self.module.set_stream(self.module.Stream())
+
+    def close(self) -> None:
+        """Put the stream back that was current before."""
+        if self._before is not None:
+            self.module.set_stream(self._before)
 
     def __enter__(self) -> "Clock":
-        if self.module is not None:
-            self.module.set_device(self.device)
-            self._context = self.module.stream(self.module.Stream(self.device))
-        self._context.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+        self.close()
 
-    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """`run` captured into a graph, as a replay; `run` itself where the device cannot capture.
+    def captured(self, run: Callable[[], Any], **options: Any) -> Callable[[], Any]:
+        """`run` captured into a graph, as a replay; `run` itself where the device cannot capture. options: of the begin
 
         torch's own context manager collects garbage and empties the allocator's cache on every capture, about 100 ms.
         """
@@ -61,11 +69,14 @@ class Clock:
             return run
         graph = self.graph()
         self.synchronize()
-        graph.capture_begin()
+        graph.capture_begin(**options)
         try:
             run()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # says only that the capture failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph.replay
 
     def synchronize(self) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of, with_index
-from ..registry import Candidate, Key, Op, Plan, Tunable
+from ..registry import Entry, Key, Op, Plan, Tunable
 from ..runtime.launch import observing
 from . import check, space, store
 from .clock import Clock, nothing
@@ -62,7 +62,7 @@ class Arm:
 
 
 class Bench:
-    """One op at one shape on one device: the operator calls of its forward and backward. Use inside `with clock:`."""
+    """One op at one shape on one device: the operator calls of its forward and backward."""
 
     def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock) -> None:
         self.op, self.sizes, self.dtype, self.clock, self.device = op, sizes, dtype, clock, clock.device
@@ -173,7 +173,7 @@ class Stage:
 
     def plan(self, config: LaunchConfig) -> Plan:
         """A plan for one candidate, outside the registry's layers."""
-        chosen = Candidate("explicit", config, {"kind": "explicit"}, "tuner")
+        chosen = Entry(config, {"kind": "explicit"}, source="tuner", layer="explicit")
         return Plan(self.tunable, self.target, self.device, self.key, chosen)
 
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
@@ -304,7 +304,6 @@ class LocalMeasurer:
         self.target = target_of(self.device)
         registry.set_table(self.target, {})  # so that the baseline is the heuristic
         self.clock = Clock(self.device)
-        self.clock.__enter__()
         self._bench: Bench | None = None
         self._shape: tuple | None = None
         self._reference: dict[tuple, str] = {}

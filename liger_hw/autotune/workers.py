@@ -9,6 +9,7 @@ libraries is kept for the message of `WorkerDied`. A worker ends with its parent
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
+from queue import LifoQueue
 from types import MappingProxyType
 from typing import Any, Callable, Hashable, Mapping
 
@@ -37,7 +39,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One worker process. Calls are synchronous and have a time limit.
+    """A worker process, started by the first call, and by the first one after it died. Calls have a time limit.
 
     kind: `measure` (on `device`) or `compile`; settings: environment variables of the process
     """
@@ -46,17 +48,23 @@ class Worker:
     """The module whose `main` the process runs."""
 
     def __init__(self, kind: str, device: str = "", settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.kind, self.device, self.settings = kind, device, settings
+        self.process: subprocess.Popen | None = None
+        self._closed, self._starting = False, threading.Lock()
+
+    def _start(self) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
         kept |= {"LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
-        if kind == "compile":
+        if self.kind == "compile":
             kept = {k: v for k, v in kept.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
             kept["CUDA_VISIBLE_DEVICES"] = ""
         package = str(Path(__file__).resolve().parents[2])
-        kept |= settings
+        kept |= self.settings
         kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "PYTHONUNBUFFERED": "1"}
         self._pipe, theirs = Pipe()
+        program = f"from {self.module} import main; main()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from {self.module} import main; main()", kind, device, str(theirs.fileno())],
+            [sys.executable, "-c", program, self.kind, self.device, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -65,24 +73,26 @@ class Worker:
             env=kept,
         )
         theirs.close()
-        self._said: deque[bytes] = deque(maxlen=20)
-        self._listener = threading.Thread(target=lambda: self._said.extend(self.process.stdout), daemon=True)
+        output, self._last_words = self.process.stdout, deque(maxlen=3)
+        self._listener = threading.Thread(target=self._last_words.extend, args=(output,), daemon=True)
         self._listener.start()
-        self._ready = False
 
     def call(self, name: str, *args: Any, seconds: float) -> Any:
         """The value of a call. Raises `WorkerDied` (the process is gone then) or `WorkerError`."""
+        with self._starting:
+            if self._closed:
+                raise WorkerError("it is closed")
+            if is_new := self.process is None:
+                self._start()
         try:
-            if not self._ready:
+            if is_new:
                 self._answer(START_SECONDS)
-                self._ready = True
             self._pipe.send((name, args))
             kind, value = self._answer(seconds)
         except (EOFError, OSError):
             raise self._died("crashed") from None
         if kind == "fatal":
-            self.kill()
-            raise WorkerDied(f"crashed the device: {value}")
+            raise self._died(f"crashed the device: {value}")
         if kind == "error":
             raise WorkerError(value)
         return value
@@ -93,53 +103,46 @@ class Worker:
         return self._pipe.recv()
 
     def _died(self, what: str) -> WorkerDied:
-        self.kill()
+        process = self.kill()
+        self.process = None  # the next call starts another
         if what == "crashed":
             self._listener.join(10.0)  # until all its output is read, also on a busy machine
-            code = self.process.returncode
+            code = process.returncode
             what += f" (signal {-code})" if code and code < 0 else ""
-            last_words = b"".join([*self._said][-3:]).decode(errors="replace").strip()
+            last_words = b"".join(self._last_words).decode(errors="replace").strip()
             what += f": {last_words[-300:]}" if last_words else ""
         return WorkerDied(what)
 
-    def kill(self) -> None:
+    def kill(self) -> subprocess.Popen | None:
         """End the process, from any thread: a call that waits in another one raises `WorkerDied`."""
-        if self.process.poll() is None:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)  # its own session: ptxas children too
-            except ProcessLookupError:
-                pass
-        self.process.wait()
-
-
-class RemoteMeasurer:
-    """`measure.LocalMeasurer`'s methods in another process, which is restarted when it dies."""
-
-    LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "verify": 180.0, "facts": 120.0}
-    """Seconds a call may take."""
-
-    def __init__(self, device: str, limits: dict[str, float] | None = None) -> None:
-        self.device, self.limits = device, {**self.LIMITS, **(limits or {})}
-        self._worker: Worker | None = None
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args: self._call(name, *args)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        if self._worker is None:
-            self._worker = Worker("measure", self.device)
-        try:
-            return self._worker.call(name, *args, seconds=self.limits.get(name, 60.0))
-        except WorkerDied:
-            self._worker = None
-            raise
+        if (process := self.process) is not None:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # its own session: ptxas children too
+            process.wait()
+        return process
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        """End the process for good."""
+        with self._starting:
+            self._closed = True
+        self.kill()
+
+
+class RemoteMeasurer(Worker):
+    """`measure.LocalMeasurer`'s methods in another process, which is started again when it dies."""
+
+    LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "verify": 180.0, "facts": 120.0}
+    """The methods, and the seconds that a call may take."""
+
+    def __init__(self, device: str, limits: dict[str, float] | None = None) -> None:
+        super().__init__("measure", device)
+        self.limits = {**self.LIMITS, **(limits or {})}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in self.LIMITS:
+            raise AttributeError(name)
+        return lambda *args: self.call(name, *args, seconds=self.limits[name])
 
 
 class CompilePool:
@@ -151,11 +154,12 @@ class CompilePool:
     def __init__(
         self, workers: int = 2, seconds: float = 300.0, settings: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self._seconds, self._settings = seconds, settings
-        self._threads, self._of_thread = ThreadPool(workers), threading.local()
-        self._workers: list[Worker] = []
+        self._seconds, self._threads = seconds, ThreadPool(workers)
+        self._workers = [Worker("compile", settings=settings) for _ in range(workers)]
+        self._idle: LifoQueue[Worker] = LifoQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
         self._answers: dict[Hashable, AsyncResult] = {}
-        self._closed, self._lock = False, threading.Lock()
 
     def __enter__(self) -> "CompilePool":
         return self
@@ -174,32 +178,21 @@ class CompilePool:
         return self._answers[name].get()
 
     def _answer(self, call: str, args: tuple) -> dict[str, Any]:
-        """Each thread calls its own worker."""
-        began = time.monotonic()
+        began, worker = time.monotonic(), self._idle.get()  # there are as many threads
         try:
-            answer = self._worker().call(call, *args, seconds=self._seconds)
+            answer = worker.call(call, *args, seconds=self._seconds)
         except WorkerError as error:
             answer = {"unknown": str(error)}
         except WorkerDied as error:
-            self._of_thread.worker = None
             answer = {"error": f"the compiler {error}"}
+        finally:
+            self._idle.put(worker)
         return {**answer, "seconds": time.monotonic() - began}
-
-    def _worker(self) -> Worker:
-        with self._lock:
-            if self._closed:
-                raise WorkerError("the pool is closed")
-            if getattr(self._of_thread, "worker", None) is None:
-                self._of_thread.worker = Worker("compile", settings=self._settings)
-                self._workers.append(self._of_thread.worker)
-            return self._of_thread.worker
 
     def close(self) -> None:
         """End the processes. Waiting calls end, and queued requests are dropped."""
-        with self._lock:
-            self._closed = True
         for worker in self._workers:
-            worker.kill()
+            worker.close()
         self._threads.close()
         self._threads.join()
 

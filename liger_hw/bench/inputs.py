@@ -130,13 +130,13 @@ class Work:
                 torch._foreach_copy_([tensor for tensor, _ in pairs], [kept for _, kept in pairs])
 
 
-def sample_sets(make: Callable[[int], Inputs], l2: int, most: int = 32) -> list[Inputs]:
+def sample_sets(make: Callable[[int], Inputs], l2: int) -> list[Inputs]:
     """Enough input sets to exceed L2 in a sweep: 4 times its size, or one set that alone is 16 times its size.
 
-    `make(seed)` draws one. At most `most`, so tiny inputs do stay in L2, as they would in use (`Replay` says when).
+    `make(seed)` draws one. At most 32, so tiny inputs do stay in L2, as they would in use (`Replay` says when).
     """
     first = make(0)
     if first.bytes >= 16 * l2:
         return [first]
-    count = max(2, min(most, -(-4 * l2 // max(1, first.bytes))))
+    count = max(2, min(32, -(-4 * l2 // max(1, first.bytes))))
     return [first, *(make(seed) for seed in range(1, count))]

@@ -84,23 +84,12 @@ class Stats:
 
 
 class Meter(Clock):
-    """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it.
-
-    Where they can, a stream of its own becomes the current one until `close()` (or the end of a `with` block): a
-    capture must not meet autograd nodes that were made on the default stream.
-    """
+    """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it."""
 
     def __init__(self, device: torch.device | str, module: Any = None) -> None:
         super().__init__(with_index(device), module)
-        if self.device.type != "cpu":
-            self.module.set_device(self.device.index)
         self.l2 = target_of(self.device).l2
         self._pool: Any = None
-        self._before = None
-        if self.graphs:
-            self._before = self.module.current_stream()
-            self._before.synchronize()
-            self.module.set_stream(self.module.Stream())
         self._filler: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -119,17 +108,6 @@ class Meter(Clock):
         if self.module is not None:
             self.synchronize()
             self.module.empty_cache()
-
-    def close(self) -> None:
-        """Put the stream back that was current before."""
-        if self._before is not None:
-            self.module.set_stream(self._before)
-
-    def __enter__(self) -> "Meter":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
 
     # -- capture
 
@@ -162,24 +140,18 @@ class Meter(Clock):
         if self._pool is None:
             self._pool = self.module.graph_pool_handle()  # one pool: arms never run at the same time
         options = {"capture_error_mode": "thread_local"} if self.device.type == "cuda" else {}
-        graph = self.graph()
-        self.synchronize()
-        graph.capture_begin(pool=self._pool, **options)
-        try:
+
+        def sweeps() -> None:
             for _ in range(rounds):
                 work.sweep()
-        except BaseException as error:
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                pass  # says only that the capture failed, which `error` explains better
-            if isinstance(error, Exception):
-                raise NotCapturable(f"capture failed: {first_line(error)}") from error
-            raise
-        graph.capture_end()
+
+        try:
+            replay = self.captured(sweeps, pool=self._pool, **options)
+        except Exception as error:
+            raise NotCapturable(f"capture failed: {first_line(error)}") from error
         self.synchronize()
         work.restore()
-        return Replay(self, work, graph, rounds)
+        return Replay(self, work, replay, rounds)
 
     def runner(self, work: Work, floor_ms: float) -> Runner:
         """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
@@ -292,13 +264,13 @@ class Replay(Runner):
     each replay.
     """
 
-    def __init__(self, meter: Meter, work: Work, graph: Any, rounds: int) -> None:
-        self.meter, self.work, self.graph, self.rounds = meter, work, graph, rounds
+    def __init__(self, meter: Meter, work: Work, replay: Callable[[], None], rounds: int) -> None:
+        self.meter, self.work, self.replay, self.rounds = meter, work, replay, rounds
         self.calls = rounds * len(work.sets)
         self.flushes = 8 * work.bytes > meter.l2
 
     def burst(self, times: int) -> list[float]:
-        return [ms / self.calls for ms in self.meter.each(times, self.graph.replay, self._before)]
+        return [ms / self.calls for ms in self.meter.each(times, self.replay, self._before)]
 
     def _before(self) -> None:
         self.work.restore()

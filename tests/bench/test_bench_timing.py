@@ -125,7 +125,7 @@ def test_every_arm_finds_the_same_in_l2(meter, function, fits, monkeypatch):
     monkeypatch.setattr(meter, "busy", lambda: None)
     monkeypatch.setattr(meter, "_fill", lambda most: (order.append(most), fill(most)))
     monkeypatch.setattr(work, "restore", lambda: (order.append("restore"), restore()))
-    monkeypatch.setattr(runner.graph, "replay", lambda: order.append("replay"))
+    monkeypatch.setattr(runner, "replay", lambda: order.append("replay"))
     runner.burst(2)
     assert order == ["restore", *([] if fits else [2 * meter.l2]), "replay"] * 2
 
