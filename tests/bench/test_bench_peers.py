@@ -67,15 +67,6 @@ def test_an_option_a_peer_has_not_is_unsupported():
         peers.arm("aten", op)(inputs.args[0], inputs.args[1], 1e-6, 1.0)
 
 
-@pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0), ("none", 0.0)])
-def test_eager_rms_norm_has_every_casting_mode(casting_mode, offset):
-    op, inputs = few("rms_norm")
-    x, w = inputs.args[:2]
-    torch.testing.assert_close(
-        peers.arm("torch", op)(x, w, 1e-6, offset, casting_mode), op.reference(x, w, 1e-6, offset, casting_mode)
-    )
-
-
 class Quack:
     """quack's functions in plain torch, with its argument lists and its limits."""
 

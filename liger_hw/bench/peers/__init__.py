@@ -1,4 +1,4 @@
-"""Other implementations: one file a peer, with each op's function under the argument list of `liger_<op>`.
+"""Other implementations: one file a peer, with each op's function for the arguments that the op's sample has.
 
     torch    eager, as models write it
     compile  torch.compile of the same

@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator
 import torch
 
 from ...registry import Op
-from .common import Absent, only
+from .common import Absent
 
 
 @contextlib.contextmanager
@@ -59,98 +59,75 @@ def environment() -> dict[str, Any] | None:
 def build(op: Op) -> Callable[..., Any]:
     if op.name in ELSEWHERE:
         return ELSEWHERE[op.name]
-    functional = importlib.import_module("liger_kernel.transformers.functional")
-    function = getattr(functional, f"liger_{op.name}", None)
-    if function is None:
-        raise Absent(f"liger-kernel has no liger_{op.name}")
-    narrower = {"swiglu": _swiglu, "geglu": _geglu}.get(op.name)
-    return functools.partial(narrower, function) if narrower else function
+    try:
+        return _from("transformers.functional", f"liger_{op.name}")
+    except AttributeError:
+        raise Absent(f"liger-kernel has no liger_{op.name}") from None
 
 
-def _swiglu(function, a, b, gate_multiplier=1.0, down_multiplier=1.0):
-    options = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
-    only({"gate_multiplier": 1.0, "down_multiplier": 1.0}, **options)
-    return function(a, b)
+@functools.cache
+def _from(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"liger_kernel.{module}"), name)
 
 
-def _geglu(function, a, b, approximate="tanh"):
-    only({"approximate": "tanh"}, approximate=approximate)
-    return function(a, b)
+def _swiglu(a, b, *multipliers):
+    return _from("transformers.functional", "liger_swiglu")(a, b)
 
 
-def _fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
-    loss = importlib.import_module("liger_kernel.transformers").LigerFusedCETVDLoss(ignore_index)
-    return loss(student_logits, teacher_logits, target)
+def _geglu(a, b, approximate):
+    return _from("transformers.functional", "liger_geglu")(a, b)
 
 
-def _linear_log_probs(
-    input,
-    weight,
-    target,
-    bias=None,
-    temperature=1.0,
-    softcap=None,
-    ignore_index=-100,
-    return_entropy=False,
-    return_top1=False,
-    selected_token_ids=None,
-    **more,
-):
-    """Minus Liger's scaled cross entropy."""
-    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    only({}, bias=bias, softcap=softcap, **{name: value for name, value in more.items() if value})
-    options = temperature, ignore_index, 1, return_entropy, selected_token_ids
-    result = module.LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target, *options)
-    only({"return_top1": False}, return_top1=return_top1)
+def _fused_ce_tvd(student_logits, teacher_logits, target):
+    return _from("transformers", "LigerFusedCETVDLoss")(-100)(student_logits, teacher_logits, target)
+
+
+def _linear_log_probs(input, weight, target, bias):
+    """Minus Liger's scaled cross entropy, at temperature 1."""
+    function = _from("ops.fused_linear_scaled_cross_entropy", "LigerFusedLinearScaledCrossEntropyFunction")
+    result = function.apply(input, weight, target, 1.0, -100, 1, False, None)
     return (-result[0], *result[1:]) if isinstance(result, tuple) else -result
 
 
-def _fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **more):
-    only({}, **more)
-    function = importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction
+def _fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+    function = _from("ops", "LigerFusedMoEFunction")
     return function.apply(x, gate_up_proj, down_proj, top_k_index.to(torch.int32), top_k_weights)
 
 
-def _vocab_parallel(logits, target, tp_group=None, ignore_index=-100, label_smoothing=0.0, *rest, **more):
-    module = importlib.import_module("liger_kernel.transformers")
-    loss = module.LigerVocabParallelCrossEntropy(ignore_index, label_smoothing, "none", *rest, **more)
-    return loss(logits[:, None], target[:, None], tp_group)[:, 0]
+def _vocab_parallel(logits, target):
+    loss = _from("transformers", "LigerVocabParallelCrossEntropy")(-100, 0.0, "none")
+    return loss(logits[:, None], target[:, None], None)[:, 0]
 
 
-def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
-    only({}, rotary_dim=rotary_dim)  # Liger always assumes that cos and sin have equal halves
-    function = importlib.import_module("liger_kernel.transformers.functional").liger_rope
-    return function(q, k, cos, sin, position_ids, unsqueeze_dim)
+def _rope(q, k, cos, sin, shared_halves):  # which Liger always assumes
+    return _from("transformers.functional", "liger_rope")(q, k, cos, sin)
 
 
-def _mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
-    function = importlib.import_module("liger_kernel.transformers.functional").liger_qwen2vl_mrope
-    return function(q, k, cos, sin, mrope_section, unsqueeze_dim)
+def _mrope(q, k, cos, sin, mrope_section, shared_halves):
+    return _from("transformers.functional", "liger_qwen2vl_mrope")(q, k, cos, sin, mrope_section)
 
 
 def _llama4(xq, xk, freqs_cis):
-    module = importlib.import_module("liger_kernel.transformers.llama4_rope")
-    return module.liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis)
+    return _from("transformers.llama4_rope", "liger_llama4_text_rotary_pos_emb")(xq, xk, freqs_cis)
 
 
-def _vision(q, k, cos, sin, shared_halves=False):
-    return importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb_vision(q, k, cos, sin)
+def _vision(q, k, cos, sin, shared_halves):
+    return _from("transformers.rope", "liger_rotary_pos_emb_vision")(q, k, cos, sin)
 
 
-def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", **more):
+def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *how, shared_halves):
     """Liger's norm, then its rope, as Liger's patch calls them."""
-    only({"shared_halves": True}, **{name: value for name, value in more.items() if value})
-    module = importlib.import_module("liger_kernel.transformers.functional")
-    q, k = (module.liger_rms_norm(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
-    return module.liger_rope(q, k, cos, sin)
+    norm = _from("transformers.functional", "liger_rms_norm")
+    return _rope(norm(q, q_weight, *how), norm(k, k_weight, *how), cos, sin, shared_halves)
 
 
-def _embedding(weight, indices, padding_idx=None):
-    module = importlib.import_module("liger_kernel.ops.experimental.embedding")
-    return module.LigerEmbeddingFunction.apply(weight, indices)
+def _embedding(weight, indices):
+    return _from("ops.experimental.embedding", "LigerEmbeddingFunction").apply(weight, indices)
 
 
 ELSEWHERE: dict[str, Callable[..., Any]] = {
+    "swiglu": _swiglu,
+    "geglu": _geglu,
     "rope": _rope,
     "qwen2vl_mrope": _mrope,
     "llama4_rope": _llama4,
