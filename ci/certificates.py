@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from liger_hw import __version__, files, registry
     from liger_hw.autotune import store
-    from liger_hw.cli.compile import _targets
+    from liger_hw.cli.launches import _targets
 
     try:
         targets, ops = (

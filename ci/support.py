@@ -450,7 +450,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if len(arguments) == 4 and arguments[0] == "--stale":
         from liger_hw import registry
-        from liger_hw.cli.compile import _targets
+        from liger_hw.cli.launches import _targets
 
         targets = [target.arch for target in _targets(arguments[3])]
         print(",".join(stale_compiled(list(registry.ops()), arguments[1], arguments[2], targets)))

@@ -1,12 +1,13 @@
 """The command `liger-hw`. `main(argv)` does the same as a function: it returns the exit code and never exits.
 
-A sub-command is one module of this package, with its name and two functions, imported only when it is called:
+A sub-command is two functions in a module of this package, of its name or as `HOME` says, which is imported only when
+the command is called:
 
-    add_arguments(parser)      fill an argparse parser
-    run(arguments) -> int      do it; 0 is success, 1 a check that failed
+    NAME_arguments(parser)        fill an argparse parser
+    run_NAME(arguments) -> int    do it; 0 is success, 1 a check that failed
 
-Its line in `COMMANDS` is what `liger-hw --help` prints. A user's mistake raises `UsageError` with a message that says
-what to do, and becomes exit code 2.
+The docstring of the latter, or else of the module, is its help; its line in `COMMANDS` is what `liger-hw --help`
+prints. A user's mistake raises `UsageError` with a message that says what to do, and becomes exit code 2.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import textwrap
 import traceback
-from typing import Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 from .. import __version__, env
 from ..backends import VENDORS
@@ -44,8 +46,14 @@ COMMANDS = {
     "prebuild": "lock file and compiled kernels of a model in one folder, for a container image",
     "lock": "write liger-hw.lock, which pins every configuration of a model",
 }
-
-
+HOME = {
+    **dict.fromkeys(("info", "doctor"), "machine"),
+    **dict.fromkeys(("explain", "compile"), "launches"),
+    **dict.fromkeys(("shim", "hub"), "folders"),
+    "prebuild": "lock",
+    "estimate": "plan",
+}
+"""Command -> its module, where that has another name."""
 EXTRAS = {
     "transformers": "transformers",
     **dict.fromkeys(("trl", "peft", "datasets", "accelerate"), "examples"),
@@ -191,7 +199,7 @@ def _dispatch(argv: list[str]) -> int:
     try:
         # options may be between the values of one argument, which argparse allows only without sub-parsers
         parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-        return importlib.import_module(f"{__name__}.{name}").run(parse(argv[1:]))
+        return getattr(_module_of(name), f"run_{name}")(parse(argv[1:]))
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in (*EXTRAS, "triton"):
@@ -201,10 +209,15 @@ def _dispatch(argv: list[str]) -> int:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of a sub-command."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    parser = _Parser(prog=f"liger-hw {name}", description=module.__doc__, formatter_class=_Help)
-    module.add_arguments(parser)
+    module = _module_of(name)
+    help = inspect.getdoc(getattr(module, f"run_{name}")) or module.__doc__
+    parser = _Parser(prog=f"liger-hw {name}", description=help, formatter_class=_Help)
+    getattr(module, f"{name}_arguments")(parser)
     return parser
+
+
+def _module_of(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{HOME.get(name, name)}")
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..backends import Target
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def autotune_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
     add = what.add_argument
     add("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_autotune(arguments: argparse.Namespace) -> int:
     from .. import env
     from ..autotune import store
 

@@ -28,7 +28,7 @@ def _mode(text: str) -> str:
 WORDS = listed(str, "names")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help="ops (default: all)")
     add("--device", help="torch device (default: the accelerator, else cpu)")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sizes", type=WORDS, default=[], help=sizes + "`small` (default on a CPU)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_bench(arguments: argparse.Namespace) -> int:
     from ..bench import ops, peers, report, timing
 
     device = usable_device("bench", arguments.device)

@@ -30,7 +30,7 @@ _CLEARS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def cache_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     stored = "cuda:0, h200, sm90, or part of a file's name"
 
@@ -69,7 +69,7 @@ def _agreed(arguments: argparse.Namespace, action: str, done: str) -> bool:
     return False
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_cache(arguments: argparse.Namespace) -> int:
     return _ACTIONS[arguments.action](arguments)
 
 
@@ -298,13 +298,9 @@ def _clear(arguments: argparse.Namespace) -> int:
     for path in _files(arguments):
         problems: list[str] = []
         counts[path] = sum(entry.kind in kinds for _, entry in store.lines_in(path, problems))
-        print(
-            fold(
-                "\n".join(
-                    [f"{path.stem}: {counts[path]} lines to remove", *(f"  unreadable: {one}" for one in problems)]
-                )
-            )
-        )
+        print(fold(f"{path.stem}: {counts[path]} lines to remove"))
+        for problem in problems:
+            print(fold(f"  unreadable: {problem}"))
     total = sum(counts.values())
     if total and not _agreed(arguments, f"remove {total} lines {where}", "removed"):
         return 1

@@ -20,12 +20,12 @@ from ..text import StatusLine, first_line, fold, json_text
 from . import UsageError, needs
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face id, a config.json or its folder, or a model type such as mistral")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_check(arguments: argparse.Namespace) -> int:
     needs("check", "transformers")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     screen = StatusLine()

@@ -20,7 +20,7 @@ def test_table(capsys):
 def test_lines_and_progress(capsys, monkeypatch):
     """A line says which dtype and options it is of; what is done so far goes to stderr, also where that is no
     terminal."""
-    from liger_hw.cli import compile as command
+    from liger_hw.cli import launches as command
 
     monkeypatch.setattr(command.StatusLine, "EVERY", 0.0)
     assert main(["compile", "--target", "gfx1151", "--ops", "softmax", "--workers", "1", "--depth", "deep"]) == 0

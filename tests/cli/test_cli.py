@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from harness import printed, python, said
 
 import liger_hw
 from liger_hw import registry
-from liger_hw.cli import COMMANDS, info, main
+from liger_hw.cli import COMMANDS, machine, main, parser_of
 
 pytestmark = pytest.mark.cpu
 
@@ -53,9 +52,7 @@ def _arguments(parser: argparse.ArgumentParser):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_argument_has_help_that_names_its_default(command):
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"liger_hw.cli.{command}").add_arguments(parser)
-    for action in _arguments(parser):
+    for action in _arguments(parser_of(command)):
         assert action.help, action.dest
         if action.default in (None, False, [], argparse.SUPPRESS):
             continue
@@ -93,7 +90,7 @@ def test_every_error_is_one_line_and_one_document(capsys, monkeypatch, set_env, 
     def fails(arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(info, "run", fails)
+    monkeypatch.setattr(machine, "run_info", fails)
     got, out, err = said(capsys, "info", "--json")
     assert got == code and err.startswith(f"liger-hw: {line}") and err.count("\n") == 1
     assert json.loads(out)["error"] in err
@@ -166,7 +163,7 @@ def test_info_opens_with_what_matters(capsys):
 
 def test_what_is_missing_is_json_where_that_is_asked_for(capsys, monkeypatch):
     for missing in (["torch sees no cuda device"], []):
-        monkeypatch.setattr(info, "lacking", lambda vendor, missing=missing: missing)
+        monkeypatch.setattr(machine, "lacking", lambda vendor, missing=missing: missing)
         assert main(["info", "--require", "cuda", "--json"]) == len(missing)
         out, err = capsys.readouterr()
         assert json.loads(out) == {"require": "cuda", "missing": missing} and not err
@@ -192,10 +189,10 @@ def installed(monkeypatch):
                 raise ImportError("No module named 'triton'")
             return SimpleNamespace(__version__=imports)
 
-        monkeypatch.setattr(info.metadata, "version", version)
-        monkeypatch.setattr(info.metadata, "packages_distributions", lambda: {"triton": list(distributions)})
-        monkeypatch.setattr(info.importlib, "import_module", import_module)
-        return info.triton_facts()
+        monkeypatch.setattr(machine.metadata, "version", version)
+        monkeypatch.setattr(machine.metadata, "packages_distributions", lambda: {"triton": list(distributions)})
+        monkeypatch.setattr(machine.importlib, "import_module", import_module)
+        return machine.triton_facts()
 
     return pretend
 

@@ -154,12 +154,12 @@ def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch, words
 
 
 def test_what_an_import_misses_is_named_by_its_extra(capsys, monkeypatch):
-    from liger_hw.cli import info
+    from liger_hw.cli import machine
 
     def fails(arguments):
         raise ModuleNotFoundError("No module named 'trl.trainer'", name="trl.trainer")
 
-    monkeypatch.setattr(info, "run", fails)
+    monkeypatch.setattr(machine, "run_info", fails)
     assert printed(capsys, "info", code=2) == "liger-hw: info: needs trl: pip install 'liger_hw[examples]'\n"
 
 

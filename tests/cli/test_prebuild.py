@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from liger_hw.autotune import lock, store
+from liger_hw.autotune import store
+from liger_hw.autotune.lock import read
 from liger_hw.backends import known_target
-from liger_hw.cli import main, prebuild
+from liger_hw.cli import lock, main
 
 pytestmark = pytest.mark.cpu
 OP = ["--batch", "1", "--seq", "512", "--ops", "rms_norm", "--workers", "2"]
@@ -34,7 +35,7 @@ def test_the_folder_holds_a_lock_file_and_the_kernels_that_another_process_looks
     assert binaries(first / "triton") == binaries(
         second / "triton"
     )  # the names are Triton's keys: a later process hits
-    header, table = lock.read(first / "liger-hw.lock")
+    header, table = read(first / "liger-hw.lock")
     assert table and header["device"] == known_target("h100").name
     assert answer["dockerfile"] == [
         "COPY second /opt/liger-hw",
@@ -49,8 +50,8 @@ def test_what_was_tuned_here_goes_along(tmp_path, monkeypatch, capsys):
     tuned = tmp_path / "tuned.jsonl"
     tuned.write_text("")
     monkeypatch.setattr(store, "file_of", lambda target: tuned)
-    monkeypatch.setattr(prebuild, "_compile", lambda *_: (1, []))
-    monkeypatch.setattr(prebuild.lock, "pin", lambda *_: None)
+    monkeypatch.setattr(lock, "_compile", lambda *_: (1, []))
+    monkeypatch.setattr(lock, "pin", lambda *_: None)
     folder = tmp_path / "image"
     assert main(["prebuild", "llama-3.2-1b", "--device", "h100", "-o", str(folder), *OP]) == 0
     assert (folder / "cache" / "tuned.jsonl").exists()

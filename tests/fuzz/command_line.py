@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -30,7 +29,7 @@ SETTINGS += ["LIGER_HW_DETERMINISTIC", "LIGER_HW_DISABLE_SHIPPED", "LIGER_HW_TYP
 
 def attempt(chance: random.Random, folder: Path) -> str:
     command = chance.choice(list(cli.COMMANDS))
-    words = [command, *_words(chance, folder, _parser(command))]
+    words = [command, *_words(chance, folder, cli.parser_of(command))]
     settings = {}
     if chance.random() < 0.2:
         settings[chance.choice(SETTINGS)] = hostile.word(chance, folder).replace("\0", "").replace("\udc80", "")
@@ -80,12 +79,6 @@ def call(words: Sequence[str], patience: float = 0) -> tuple[int, str, str]:
 
 def _refuse(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
-
-
-def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"liger_hw.cli.{command}").add_arguments(parser)
-    return parser
 
 
 def _words(chance: random.Random, folder: Path, parser: argparse.ArgumentParser) -> list[str]:
