@@ -27,11 +27,12 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored configuration, with its provenance, which `explain` shows.
+    """A configuration that is stored, or that a layer of the registry offers, and its provenance, which `explain` has.
 
-    provenance: at least `{"kind": ...}`, a kind of `autotune/store.py`
+    provenance: at least `{"kind": ...}`, of stored ones a kind of `autotune/store.py`
     version: of the kernel (`Tunable.version`) it was stored for; for another version the entry is stale
-    source: file and line it was read from; layer: which of the registry's layers that file is
+    source: file and line it was read from; layer: which of the registry's layers offers it
+    rejected: why the registry did not take it, "" for the one that was taken
     """
 
     config: LaunchConfig
@@ -39,25 +40,14 @@ class Entry:
     version: int = 1
     source: str = ""
     layer: str = ""
+    rejected: str = ""
 
     @property
     def kind(self) -> str:
         return str(self.provenance.get("kind", ""))
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration that a layer offered. rejected: why it was not taken, "" for the one that was."""
-
-    layer: str
-    config: LaunchConfig
-    provenance: Mapping[str, Any]
-    source: str = ""
-    rejected: str = ""
-
     def to_json(self) -> dict[str, Any]:
-        config, provenance = self.config.to_json(), dict(self.provenance)
-        return {**vars(self), "config": config, "provenance": provenance}
+        return {**vars(self), "config": self.config.to_json(), "provenance": dict(self.provenance)}
 
 
 def next_power_of_2(n: int) -> int:
@@ -174,7 +164,7 @@ class Plan:
     __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance", "source")
     __slots__ += ("constexprs", "options", "programs", "compiled")
 
-    def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:
+    def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Entry) -> None:
         vendor, config = backend(target.vendor), chosen.config
         self.tunable, self.target, self.device, self.key = tunable, target, device, key
         self.layer, self.config, self.provenance, self.source = chosen.layer, config, chosen.provenance, chosen.source

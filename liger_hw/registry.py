@@ -13,9 +13,9 @@ legal answer wins:
     3 shipped table of the exact device             7 the op's always-legal safe configuration
 
 Layers 1 to 5 are one dictionary per device, read when the device is first used (`table`). A key is a tuple of ints and
-nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted in `misses()`. A configuration
-that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate and why it was or was
-not taken.
+nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted in the user cache. A
+configuration that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate and why
+it was or was not taken.
 
 Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py` (what is stored, and what this process
 notes for later ones). Callers take all their names from here.
@@ -36,7 +36,6 @@ from .autotune.store import Table
 from .backends import LaunchConfig, Target, known_target, target_of
 from .locks import fork_safe
 from .ops import (  # noqa: F401
-    Candidate,
     Entry,
     Key,
     Op,
@@ -82,7 +81,6 @@ _tables: dict[Target, Table] = {}
 _overrides: list[tuple[str, LaunchConfig]] = []
 _failed: dict[Mark, str] = {}
 """Configurations that failed to launch in this process; earlier failures are in the tables."""
-_misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
 """Recorded calls of the current plans (`runtime/recording.py`); a new dictionary whenever plans change, so that a
@@ -101,10 +99,9 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
             return plan
         target, quiet = pretended() or target_of(device), is_quiet()
         plan = Plan(tunable, target, device, key, choose(tunable, target, key))
-        if plan.layer in _ALWAYS_TAKEN and not pretended() and not _is_measured_best(plan):
-            _misses[plan.name] = target
-            if device.type != "cpu":
-                store.note(plan, "missed")
+        is_missed = plan.layer in _ALWAYS_TAKEN and not _is_measured_best(plan)
+        if is_missed and device.type != "cpu" and not pretended():
+            store.note(plan, "missed")
         if not quiet or target in _tables:  # else the tables are still unread: resolve again when files may be opened
             tunable.plans[device, key] = plan
         return plan
@@ -119,7 +116,7 @@ def _is_measured_best(plan: Plan) -> bool:
     return any(entry.kind == "heuristic" and entry.version == plan.tunable.version for entry in entries)
 
 
-def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
+def choose(tunable: Tunable, target: Target, key: Key) -> Entry:
     """The first legal answer of the layers for one key. Resolves nothing and notes no miss."""
     with _lock:
         for candidate in _candidates(tunable, target, key):
@@ -135,7 +132,7 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
     )
 
 
-def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidate]:
+def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Entry]:
     """Every layer's configuration, best first, with the reason if it is refused."""
     entries = table(target).get((tunable.op, tunable.variant, key), ())
     failed = {
@@ -157,25 +154,25 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
 
 def _offers(
     tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig, entries: Sequence[Entry]
-) -> Iterator[Candidate]:
+) -> Iterator[Entry]:
     """Every layer's configuration, `rejected` only if the layer itself has a reason."""
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
-            yield Candidate("explicit", config, {"kind": "explicit"}, "override()")
+            yield Entry(config, {"kind": "explicit"}, source="override()", layer="explicit")
     if (forced := forced_config(tunable)) is not None:
         name, text = forced
+        offer = Entry(heuristic, {"kind": "explicit"}, source=name, layer="explicit")
         try:
-            yield Candidate("explicit", LaunchConfig.from_json(json.loads(text)), {"kind": "explicit"}, name)
+            yield replace(offer, config=LaunchConfig.from_json(json.loads(text)))
         except (ValueError, RecursionError) as error:
-            why_invalid = f"{name} is not a launch configuration: {error}"
-            yield Candidate("explicit", heuristic, {"kind": "explicit"}, name, why_invalid)
+            yield replace(offer, rejected=f"{name} is not a launch configuration: {error}")
     for entry in entries:
         stale = ""
         if entry.layer != "lock" and entry.version != tunable.version:  # locks hold for newer versions too
             stale = f"stored for version {entry.version} of the kernel, this is version {tunable.version}"
-        yield Candidate(entry.layer, entry.config, entry.provenance, entry.source, stale)
-    yield Candidate("heuristic", heuristic, {"kind": "heuristic"})
-    yield Candidate("safe", tunable.safe(target, key), {"kind": "safe"})
+        yield replace(entry, rejected=stale)
+    yield Entry(heuristic, {"kind": "heuristic"}, layer="heuristic")
+    yield Entry(tunable.safe(target, key), {"kind": "safe"}, layer="safe")
 
 
 def forced_config(tunable: Tunable) -> tuple[str, str] | None:
@@ -276,7 +273,7 @@ def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
 
     contents: a table for `target`, used instead of the stored ones
 
-    Nothing is written to the user's cache or counted in `misses()` inside the block.
+    Nothing is written to the user's cache inside the block.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
     with _pushed(pretending, (target, contents)):
@@ -319,7 +316,7 @@ def reset() -> None:
     global _deterministic
     with _lock:
         _deterministic = None
-        for state in (_overrides, pretending, _failed, _misses):
+        for state in (_overrides, pretending, _failed):
             state.clear()
         store.forget()
         reload()
@@ -379,11 +376,6 @@ def release(marks: Iterable[Mark]) -> None:
         invalidate()
 
 
-def misses() -> dict[tuple[str, str, Key], Target]:
-    """(op, variant, key) -> Target of every launch on a real device that found no table entry in this process."""
-    return dict(_misses)
-
-
 # -- explain ---------------------------------------------------------------------------------------------------------
 
 
@@ -394,10 +386,10 @@ class Explanation:
     tunable: str
     target: Target
     key: Key
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Entry, ...]
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> Entry:
         return next(c for c in self.candidates if not c.rejected)
 
     def to_json(self) -> dict[str, Any]:

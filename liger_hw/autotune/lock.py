@@ -18,7 +18,7 @@ from typing import Any, Mapping
 from .. import files
 from ..backends import Target
 from ..env import SettingError
-from ..ops import Candidate, Entry, Plan, get_tunable, plans
+from ..ops import Entry, Plan, get_tunable, plans
 from . import tables
 from .tables import Name
 
@@ -83,7 +83,7 @@ def entries(path: Path, target: Target) -> dict[Name, Entry]:
     return table
 
 
-def pinned(chosen: Candidate | Plan) -> Entry:
+def pinned(chosen: Entry | Plan) -> Entry:
     """A chosen configuration as a lock entry, which stays valid for newer versions of the kernel."""
     kept = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
     kind = str(chosen.provenance.get("kind", "heuristic"))

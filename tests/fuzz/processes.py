@@ -69,7 +69,6 @@ def _override(chance: random.Random) -> None:
 
 def _reload(chance: random.Random) -> None:
     registry.reload()
-    registry.misses()
     registry.plans()
 
 
