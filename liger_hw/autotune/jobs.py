@@ -147,31 +147,20 @@ def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> t
     order = list(dict.fromkeys(op for op, _ in pairs))
     jobs = [Job(*name, sizes, dtype) for name, sizes in best.items()]
     jobs.sort(key=lambda job: (order.index(job.op), _position(job.sizes)))
-    for op, variant, key in (name for name in shared if name not in best):
-        if job := at_key(op, variant, key):
-            jobs.append(job)
-        else:
-            problems.append(f"{op}.{variant} {key}: no sizes of {op} have this key; tune it with --shapes")
-    return jobs, problems
+    more, unplanned = at_keys(name for name in shared if name not in best)
+    return jobs + more, problems + unplanned
 
 
-def at_key(op: str, variant: str, key: Key) -> Job | None:
-    """A job at sizes that have the key, found by trial; None if there are none."""
-    guess = space.sizes_for(registry.get_op(op), registry.get_tunable(f"{op}.{variant}"), key)
-    return None if guess is None else Job(op, variant, key, *guess)
-
-
-def from_misses(misses: Iterable[tuple[str, str, Key]], ops: Iterable[str]) -> tuple[list[Job], list[str]]:
-    """(jobs, what could not be planned) for recorded misses, which have only a key: sizes are found by trial."""
-    chosen, known = set(ops), registry.tunables()
+def at_keys(names: Iterable[tuple[str, str, Key]]) -> tuple[list[Job], list[str]]:
+    """(jobs, what could not be planned) for (op, variant, key) names, such as recorded misses. Sizes that have the key
+    are found by trial."""
+    known = registry.tunables()
     jobs, problems = [], []
-    for op, variant, key in misses:
-        if op not in chosen:
-            continue
-        if f"{op}.{variant}" not in known:
+    for op, variant, key in names:
+        if (tunable := known.get(f"{op}.{variant}")) is None:
             problems.append(f"{op}.{variant}: this version has no such tunable")
-        elif job := at_key(op, variant, key):
-            jobs.append(job)
+        elif guess := space.sizes_for(registry.get_op(op), tunable, key):
+            jobs.append(Job(op, variant, key, *guess))
         else:
             problems.append(f"{op}.{variant} {key}: no sizes known for this key; tune it with --shapes")
     return jobs, problems

@@ -125,7 +125,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
         ops = list(dict.fromkeys(registry.get_op(name.partition(".")[0]).name for name in names))
         chosen = [models.find(name) for name in arguments.model]
     if arguments.from_misses:
-        chosen_jobs, problems = jobs.from_misses(store.misses(target), ops)
+        chosen_jobs, problems = jobs.at_keys(name for name in store.misses(target) if name[0] in ops)
     else:
         pairs = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
         if arguments.first:

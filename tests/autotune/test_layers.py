@@ -85,14 +85,6 @@ def test_a_config_that_fails_at_launch_is_set_aside_in_every_layer(h200, layer, 
     assert fwd.plan(DEVICE, (4096, 14, 2)).layer != layer or layer == "explicit", "other keys are untouched"
 
 
-def test_a_failing_heuristic_gives_way_to_the_safe_one_and_that_to_nobody(h200):
-    fwd = tunable()
-    plan = fwd.plan(DEVICE, KEY)
-    assert plan.layer == "heuristic" and registry.quarantine(plan, RuntimeError("PTXAS error"))
-    safe = fwd.plan(DEVICE, KEY)
-    assert safe.layer == "safe" and not registry.quarantine(safe, RuntimeError("PTXAS error"))
-
-
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), RuntimeError("too many blocks in cooperative launch")]
 )

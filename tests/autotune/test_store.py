@@ -241,15 +241,6 @@ def test_a_cache_that_is_a_link_is_used(clean_registry, monkeypatch, tmp_path):
     assert store.add(H200, [(NAME, entry(fwd.safe(H200, KEY), fwd))]) and taken().layer == "user"
 
 
-def test_an_illegal_entry_is_refused_with_its_reason(stored):
-    fwd, config, _ = stored
-    store.add(H200, [(NAME, entry(replace(config, num_warps=64), fwd))])
-    registry.reload()
-    assert taken().layer == "heuristic"
-    explained = registry.explain("rms_norm", (8192, 4096), _bf16(), H200)[0]
-    assert any("2048 threads" in c.rejected for c in explained.candidates if c.layer == "user")
-
-
 def test_a_read_only_cache_costs_one_warning(stored, caplog, monkeypatch):
     fwd, config, _ = stored
 

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-
-class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later: "Event") -> float:
-        return (later.at - self.at) * 1e3
+from liger_hw.autotune.clock import Clock
 
 
 class Stream:
@@ -26,7 +15,8 @@ class Stream:
 class FakeDevice:
     """`replayed` and `captured` count graphs; a `wait` inside a call is a host synchronisation."""
 
-    Event, Stream = Event, Stream
+    Event = staticmethod(lambda enable_timing: Clock(torch.device("cpu")).event())
+    Stream = Stream
 
     def __init__(self) -> None:
         self.current, self.debug, self.capturing = Stream(), 0, False
