@@ -99,10 +99,10 @@ def _fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weig
     return jsd_beta * by_teacher + (1 - jsd_beta) * by_student
 
 
-def _multi_token_attention(scores, weight, padding):
+def _multi_token_attention(scores, weight, bias, padding):
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     p = torch.softmax(scores.masked_fill(future, -float("inf")), -1)
-    return torch.conv2d(p, weight, padding=padding).masked_fill(future, 0.0)
+    return torch.conv2d(p, weight, bias, padding=padding).masked_fill(future, 0.0)
 
 
 def _fused_neighborhood_attention(query, key, value, kernel_size, dilation, scale):
