@@ -152,7 +152,7 @@ def tile_space(
 class Plan:
     """A resolved launch: the configuration, lowered to arguments of the kernel and of Triton.
 
-    layer, config, provenance, source: the registry's answer and where it came from
+    layer, config, provenance: the registry's answer
     constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration,
     STAGES, LOAD_HINT (the memory hint), LOAD_EVICT (the hint where it is an eviction policy, which stores take too),
     FAST_LOG2, and DEPENDENT (launched with programmatic dependent launch)
@@ -161,13 +161,13 @@ class Plan:
     compiled: specialisation -> compiled kernel (see `runtime/launch.py`), or None where Triton's own launcher is used
     """
 
-    __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance", "source")
+    __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance")
     __slots__ += ("constexprs", "options", "programs", "compiled")
 
     def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Entry) -> None:
         vendor, config = backend(target.vendor), chosen.config
         self.tunable, self.target, self.device, self.key = tunable, target, device, key
-        self.layer, self.config, self.provenance, self.source = chosen.layer, config, chosen.provenance, chosen.source
+        self.layer, self.config, self.provenance = chosen.layer, config, chosen.provenance
         cache, evict = vendor.load_hint(config.hint)
         interpreted = interpreting()
         dependent = (

@@ -36,12 +36,10 @@ def digest(table: Mapping[Name, Entry]) -> str:
 
 def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
     """(header, entries). Raises `ValueError` that says what is wrong."""
-    header, lines, problems = tables.load(path)
+    header, lines, problems = tables.load(path, kind="lock")
     table = dict(lines)
     if problems:
         raise ValueError(problems[0])
-    if header.get("kind") != "lock":
-        raise ValueError(f"this is a {header.get('kind')!r}, not a lock file; `liger-hw lock` writes one")
     if header.get("digest") != digest(table):
         raise ValueError("its digest does not match its entries: it was edited; write it again with `liger-hw lock`")
     return header, table
