@@ -316,14 +316,11 @@ def test_one_folder_a_vendor():
 UNDERSCORES_LEFT = {"transformers/auto_model.py"}  # names that frameworks look for
 
 
-@functools.cache
-def _imports() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
-    """(file -> files of the package it imports, file -> underscore names it takes from them); function-level ones
-    too.
-    """
+def _underscores() -> dict[str, list[str]]:
+    """File -> underscore names it takes from files of the package; function-level imports too."""
     files = {p.relative_to(PACKAGE.parent).as_posix(): p for p in SOURCES}
     modules = {name[:-3].replace("/", ".").removesuffix(".__init__"): name for name in files}
-    imported, taken = collections.defaultdict(set), collections.defaultdict(list)
+    taken = collections.defaultdict(list)
     for name, path in files.items():
         module = name[:-3].replace("/", ".")
         package = module.rpartition(".")[0].split(".")
@@ -339,7 +336,6 @@ def _imports() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
                 home = modules.get(whole) or modules.get(base)
                 if home is None or home == name:
                     continue
-                imported[name].add(home)
                 if whole in modules:
                     known[alias.asname or alias.name] = whole
                 elif alias.name.startswith("_") and not alias.name.startswith("__"):
@@ -351,22 +347,17 @@ def _imports() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
                 hidden = node.attr.startswith("_") and not node.attr.startswith("__")
                 if hidden and f"{known[node.value.id]}.{node.attr}" not in modules:
                     taken[name].append(f"{node.value.id}.{node.attr}")
-    return imported, taken
+    return taken
 
 
 def test_underscore_names_stay_in_their_module():
-    _, taken = _imports()
-    wrong = {n: names for n, names in taken.items() if n.removeprefix("liger_hw/") not in UNDERSCORES_LEFT}
+    wrong = {n: names for n, names in _underscores().items() if n.removeprefix("liger_hw/") not in UNDERSCORES_LEFT}
     assert not wrong, f"make these names public, or move what uses them: {wrong}"
 
 
 def test_no_import_circles():
     """Imports inside functions and modules named in strings count; what a type checker alone imports does too."""
     imported = collections.defaultdict(set)
-    for name, files in _imports()[0].items():
-        imported[name.removeprefix("liger_hw/").removesuffix(".py")] |= {
-            file.removeprefix("liger_hw/").removesuffix(".py") for file in files
-        }
     for name, file, _ in _arrows():
         if "*" not in file and name != file:
             imported[name].add(file)
@@ -427,40 +418,41 @@ def _floor_of(file: str) -> int:
 
 
 @functools.cache
-def _arrows() -> list[tuple[str, str, bool]]:
-    """(file, file it imports, whether only when a function runs) of the package, without suffixes.
+def _arrows() -> list[tuple[str, str, str]]:
+    """(file, file it imports, when) of the package, without suffixes. When: `now`, `later`, as a function runs, or
+    `typing`, by a type checker alone.
 
     A string that names a module counts as well: somebody imports it later. `room/*` is any file of a room, where only
-    the beginning of the name is known. What a type checker alone imports does not count.
+    the beginning of the name is known.
     """
     files = {p.relative_to(PACKAGE).as_posix().removesuffix(".py"): p for p in SOURCES}
     modules = {f"liger_hw.{name}".replace("/", ".").removesuffix(".__init__"): name for name in files}
-    del modules["liger_hw"]  # everybody's name; what is imported from it are its modules, or the version
+    root = {"liger_hw": modules.pop("liger_hw")}  # everybody's name; what is imported from it is the version
     found = []
 
-    def look(name: str, node: ast.AST, later: bool) -> None:
+    def look(name: str, node: ast.AST, when: str) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
+            when = "typing"
         homes: set[str | None] = set()
         package = ["liger_hw", *name.split("/")[:-1]]
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
-            homes = {modules.get(f"{base}.{alias.name}") or modules.get(base) for alias in node.names}
+            homes = {modules.get(f"{base}.{alias.name}") or (modules | root).get(base) for alias in node.names}
         elif isinstance(node, ast.Import):
             homes = {modules.get(alias.name) for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            homes, later = {modules.get(node.value)}, True
+            homes, when = {modules.get(node.value)}, "later"
         elif isinstance(node, ast.JoinedStr) and _variable(node.values[0]) == "__package__":
             whole = ".".join(package) + getattr(node.values[1], "value", "")
             room = modules.get(whole.removesuffix("."), "").removesuffix("/__init__")
-            homes, later = {modules.get(whole) if len(node.values) == 2 else f"{room}/*"}, True
-        found.extend((name, home, later) for home in homes if home)
+            homes, when = {modules.get(whole) if len(node.values) == 2 else f"{room}/*"}, "later"
+        found.extend((name, home, when) for home in homes if home)
         for child in ast.iter_child_nodes(node):
-            look(name, child, later or isinstance(node, (ast.FunctionDef, ast.Lambda)))
+            look(name, child, "later" if when == "now" and isinstance(node, (ast.FunctionDef, ast.Lambda)) else when)
 
     for name, path in files.items():
-        look(name, ast.parse(path.read_text()), False)
+        look(name, ast.parse(path.read_text()), "now")
     return found
 
 
@@ -470,11 +462,11 @@ def _variable(node: ast.AST) -> str:
 
 
 def test_imports_go_down():
-    climbing = [arrow for arrow in _arrows() if _floor_of(arrow[1]) > _floor_of(arrow[0])]
+    climbing = [a for a in _arrows() if _floor_of(a[1]) > _floor_of(a[0]) and a[2] != "typing"]
     found = {pair for a, b, _ in climbing for pair in ((a, b), (a, "*")) if pair in UPWARDS}
     wrong = {f"{a} -> {b}" for a, b, _ in climbing if not {(a, b), (a, "*")} & found}
     assert not wrong, f"these import what is above them (FLOORS): {sorted(wrong)}"
-    eager = {f"{a} -> {b}" for a, b, later in climbing if not later}
+    eager = {f"{a} -> {b}" for a, b, when in climbing if when == "now"}
     assert not eager, f"these may be imported inside a function alone: {sorted(eager)}"
     assert found == UPWARDS.keys(), f"drop what is gone from UPWARDS: {UPWARDS.keys() - found}"
 
