@@ -89,7 +89,7 @@ def measured(bench, todo, pool):
     """One row for each tunable of what `planned_at` returned."""
     op, sizes = bench.op, bench.sizes
     for tunable, key, answer, configs in todo:
-        stage = bench.stage(tunable.variant, key)
+        stage = measure.Stage(bench, tunable, key)
         arms, refused = [], 0
         for config in configs:
             pool.wait(f"{tunable.name} {sizes} {config.to_text()}")

@@ -104,7 +104,7 @@ def kernels_of(op, sizes, clock, gb_s):
             continue
         chosen = registry.explain_tunable(named[variant], target, key).chosen
         resources = resources_of(op, sizes, target, name, chosen.config)
-        stage = bench.stage(variant, key)
+        stage = measure.Stage(bench, named[variant], key)
         arm = stage.prepare(chosen.config)
         us = statistics.median(stage.time([arm], 20)[0])
         floor_us = stage.bytes / gb_s / 1e3

@@ -153,7 +153,8 @@ def collect(arguments: argparse.Namespace) -> None:
                     place, bench = (job["op"], job["sizes"]), None
                     torch.cuda.empty_cache()
                     bench = measure.Bench(registry.get_op(job["op"]), job["sizes"], torch.bfloat16, clock)
-                stage = bench.stage(job["variant"], job["key"])
+                tunable = registry.get_tunable(f"{job['op']}.{job['variant']}")
+                stage = measure.Stage(bench, tunable, job["key"])
                 times, rejected = timed(stage, job["configs"], measure.Rejected)
             except Exception as error:
                 print(f"{job['op']}.{job['variant']} {job['sizes']}: {type(error).__name__}: {error}", flush=True)

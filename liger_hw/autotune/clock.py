@@ -31,8 +31,8 @@ class _WallEvent:
 class Clock:
     """Times work on a device.
 
-    Where it has graphs, a stream of the clock's own becomes the current one until `close()` (or the end of a `with`
-    block): a capture must not meet autograd nodes that were made on the default stream.
+    `with clock:` makes a side stream the current one where the device has graphs; create everything that is measured
+    inside, since a capture must not meet autograd nodes that were made on the default stream.
     module: torch's module of its type, None for a CPU; graph: that module's class of graphs, None where it has none
     """
 
@@ -41,24 +41,22 @@ class Clock:
         self.device = device
         self.module = module if device.type == "cpu" else torch.get_device_module(device)
         self.graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
-        self._before = None
-        if device.type != "cpu":
-            self.module.set_device(device)
-        if self.graph is not None:
+        self._before: Any = None
+
+    def __enter__(self) -> "Clock":
+        if self.device.type != "cpu":
+            self.module.set_device(self.device)
+        if self.graph is not None and self._before is None:
             self._before = self.module.current_stream()
             self._before.synchronize()
             self.module.set_stream(self.module.Stream())
-
-    def close(self) -> None:
-        """Put the stream back that was current before."""
-        if self._before is not None:
-            self.module.set_stream(self._before)
-
-    def __enter__(self) -> "Clock":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.close()
+        """Put the stream back that was current before."""
+        if self._before is not None:
+            self.module.set_stream(self._before)
+            self._before = None
 
     def captured(self, run: Callable[[], Any], **options: Any) -> Callable[[], Any]:
         """`run` captured into a graph, as a replay; `run` itself where the device cannot capture. options: of the begin

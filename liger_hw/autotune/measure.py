@@ -56,6 +56,7 @@ CHECK_BYTES = 2 << 30
 class Arm:
     """A prepared candidate: how to restore its arguments, replay it, and launches per replay."""
 
+    config: LaunchConfig
     restore: Callable[[], None]
     replay: Callable[[], None]
     per_replay: int
@@ -218,7 +219,7 @@ class Stage:
                 run_once()
 
         replay = self.clock.captured(run)
-        return Arm(self.restore_all if in_place else nothing, replay, self.copies * repeats)
+        return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
         """The launches on set `number` of the shared tensors; tensors of other shapes are copied for each set."""
@@ -303,7 +304,7 @@ class LocalMeasurer:
         self.device = with_index(device)
         self.target = target_of(self.device)
         registry.set_table(self.target, {})  # so that the baseline is the heuristic
-        self.clock = Clock(self.device)
+        self.clock = Clock(self.device).__enter__()
         self._bench: Bench | None = None
         self._shape: tuple | None = None
         self._reference: dict[tuple, str] = {}

@@ -84,13 +84,17 @@ class Stats:
 
 
 class Meter(Clock):
-    """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it."""
+    """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it.
+
+    Where they can, its side stream is the current one from its making until the end of a `with` block.
+    """
 
     def __init__(self, device: torch.device | str, module: Any = None) -> None:
         super().__init__(with_index(device), module)
         self.l2 = target_of(self.device).l2
         self._pool: Any = None
         self._filler: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.__enter__()
 
     @property
     def graphs(self) -> bool:

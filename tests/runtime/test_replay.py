@@ -20,7 +20,7 @@ from harness import few_sizes, in_threads, make, python, run, tensors
 
 import liger_hw
 from liger_hw import registry
-from liger_hw.autotune.record import everywhere, plan_for
+from liger_hw.autotune.record import everywhere
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
@@ -546,7 +546,8 @@ def test_the_tuner_checks_the_plan_it_says(driver, monkeypatch, meanwhile):
     for _ in range(3):
         norm(x, w)
     (plan,) = registry.plans()
-    other = plan_for(plan.tunable, plan.target, plan.device, plan.key, LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1))
+    chosen = registry.Entry(LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1), layer="explicit")
+    other = registry.Plan(plan.tunable, plan.target, plan.device, plan.key, chosen)
 
     def change(tunable, name, value):
         for _ in range(meanwhile):
