@@ -16,7 +16,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, row_key
+from ...registry import Key, LaunchConfig, Tunable, next_power_of_2, row_key
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
@@ -317,45 +317,19 @@ def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims
     )
 
 
-WIDEST_TWO_GRADIENTS = 8192
-"""Most columns that a program holds with two parameters' gradients in registers: half as many as with one's."""
-
-
-def two_gradients_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
-    """`bwd_heuristic` of a program with two gradients in registers; wider rows in column tiles of 4096."""
-    block = key[0] if key[0] <= WIDEST_TWO_GRADIENTS else 4096
-    return bwd_heuristic(target, (block, *key[1:]), streams, grads=2)
-
-
-def two_gradients_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
-    return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= WIDEST_TWO_GRADIENTS]
-
-
 def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: int = 1) -> BackwardTunables:
     """The tunables of an op whose backward is `norm_backward`.
 
     means: the variant of the second; streams: 3 with a ds; grads: 2 with a bias
     """
-
-    def heuristic(target: Target, key: Key) -> LaunchConfig:
-        shared = wide_heuristic(target, key, grads)
-        if shared is not None:
-            return shared
-        if grads == 2:
-            return two_gradients_heuristic(target, key, streams)
-        return bwd_heuristic(target, key, streams, grads)
-
-    def space(target: Target, key: Key) -> list[LaunchConfig]:
-        return two_gradients_space(target, key, streams) if grads == 2 else bwd_space(target, key, streams)
-
     bwd = row_tunable(
         op,
         "bwd",
         _norm_bwd_kernel,
         norm_wide_bwd_kernel,
         key=blocks_key,
-        heuristic=heuristic,
-        space=space,
+        heuristic=lambda target, key: wide_heuristic(target, key, grads) or bwd_heuristic(target, key, streams, grads),
+        space=lambda target, key: bwd_space(target, key, streams, grads),
         valid=lambda config, key: (
             persistent_misfit(config, key) or cooperative_misfit(config, cdiv(key[0], config.blocks["BLOCK_SIZE"]))
         ),

@@ -52,6 +52,7 @@ from ..rows.tuning import (
 
 _NAME = "liger_gated_rms_norm"
 ACTIVATIONS = ("silu", "sigmoid")
+"""Named as `activation` in ../pointwise/elementwise.py; an operator's `sigmoid` is the index."""
 CASTING_MODES = ("llama", "gemma")
 
 
@@ -239,11 +240,6 @@ DW = column_sum_tunable("gated_rms_norm")
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _kind(sigmoid: bool) -> str:
-    """The kernels' name of the gate's activation."""
-    return "sigmoid" if sigmoid else "silu"
-
-
 def _fwd(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
     x, gate, w = row_major(x), row_major(gate), dense(w)
     n_rows, n_cols, stride = rows_of(x)
@@ -254,7 +250,7 @@ def _fwd(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
         plan = FWD.plan(x.device, row_key(n_rows, group_size, x.itemsize))
         args = (x, gate, w, y, rstd, stride, rows_of(gate)[2], n_cols, n_rows, group_size, eps)
         grid = cdiv(n_rows, plan.config.blocks["ROWS"]), n_groups
-        launch(plan, _gated_rms_norm_fwd_kernel, grid, args, (_kind(sigmoid), llama, norm_first))
+        launch(plan, _gated_rms_norm_fwd_kernel, grid, args, (ACTIVATIONS[sigmoid], llama, norm_first))
     return y, rstd
 
 
@@ -272,7 +268,7 @@ def _bwd(dy, x, gate, w, rstd, eps, sigmoid, llama, norm_first, group_size):
     partial = partial_sums(x, programs, n_cols, w.dtype)
     strides = rows_of(dy)[2], stride, rows_of(gate)[2], n_cols
     args = (dy, x, gate, w, rstd, dx, dgate, partial, *strides, n_rows, group_size, n_tiles)
-    launch(plan, _gated_rms_norm_bwd_kernel, (programs, n_groups), args, (_kind(sigmoid), norm_first))
+    launch(plan, _gated_rms_norm_bwd_kernel, (programs, n_groups), args, (ACTIVATIONS[sigmoid], norm_first))
     return dx, dgate, column_sum(DW, partial, w.dtype)
 
 

@@ -84,12 +84,6 @@ def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
     return {"BLOCK_SIZE": min(key[0], tile // channels), "CHANNELS": channels}
 
 
-def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Groups that one program or a cooperative grid can hold are read once, all others twice."""
-    whole = _whole_group(target, key, tensors)
-    return whole or _cooperative(target, key, tensors) or _two_sweeps(target, key, tensors)
-
-
 def _whole_group(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
     """One program for each group of 2048 to 4096 values, several a multiprocessor, so that one loads while others sum.
     Channels that are not aligned, whose values threads load one by one, take twice the warps, and only if there is a
@@ -151,14 +145,21 @@ def _valid(config: LaunchConfig, key: Key) -> str | None:
 
 
 def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
-    """tensors: how many tensors of x's size the kernel reads."""
+    """Groups that one program or a cooperative grid can hold are read once, all others twice.
+
+    tensors: how many tensors of x's size the kernel reads
+    """
     return Tunable(
         "group_norm",
         variant,
         kernels=kernels,
         key=_key,
         dims=_DIMS,
-        heuristic=lambda target, key: _heuristic(target, key, tensors),
+        heuristic=lambda target, key: (
+            _whole_group(target, key, tensors)
+            or _cooperative(target, key, tensors)
+            or _two_sweeps(target, key, tensors)
+        ),
         safe=_safe,
         space=lambda target, key: _space(target, key, tensors),
         valid=_valid,

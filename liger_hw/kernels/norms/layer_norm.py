@@ -55,8 +55,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     many = 1 << key[1] > 32 * target.multiprocessors
     fits = 1024 <= key[0] <= 4096 if key[3:] == (1,) else key[0] == 16384 and not key[3:]
     if fits and key[2] <= 2 and many:
-        persistent = _persistent(target, key, warps, 3, max(1, 12288 // key[0]))
-        return config if persistent is None else persistent
+        return _persistent(target, key, warps, 3, max(1, 12288 // key[0])) or config
     return config
 
 

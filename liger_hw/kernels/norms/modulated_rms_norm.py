@@ -78,10 +78,7 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         plan = FWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
         block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
         whole, block_2 = row_blocks(n_cols, block)
-        if whole and n_rows <= rows * plan.programs:
-            keep = 2
-        else:
-            keep = int(whole and rows_per_mod >= 2 * rows)
+        keep = 2 if whole and n_rows <= rows * plan.programs else int(whole and rows_per_mod >= 2 * rows)
         groups = n_rows // rows_per_mod if keep == 1 else 1
         n_tiles = cdiv(n_rows // groups, rows)
         chunks = max(1, min(_programs_a_group(plan.programs or n_rows, groups), n_tiles))

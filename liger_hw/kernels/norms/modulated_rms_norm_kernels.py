@@ -32,8 +32,16 @@ from ..rows.blocks import (
     which_exist,
 )
 from ..rows.reduce import column_sum_tunable
-from ..rows.tuning import WIDEST_BLOCK, persistent_misfit, row_tiles, row_tunable, rows_per_program
-from .backward import means_tunable, store_partial_sums, two_gradients_heuristic, two_gradients_space
+from ..rows.tuning import (
+    WIDEST_BLOCK,
+    bwd_heuristic,
+    bwd_space,
+    persistent_misfit,
+    row_tiles,
+    row_tunable,
+    rows_per_program,
+)
+from .backward import means_tunable, store_partial_sums
 from .forward import normalised
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -234,15 +242,11 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     mods = tl.arange(0, MODS).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     exist, is_mod = cols < n_cols, mods < n_mods
-    width = n_cols
-    if DShift_ptr is not None:
-        width = 2 * n_cols
+    width = n_cols if DShift_ptr is None else 2 * n_cols
     mask = (is_mod[:, None] & (chunk < chunks)[None, :])[:, :, None] & exist[None, None, :]
     partial_ptrs = Partial_ptr + (mods[:, None] * chunks + chunk[None, :])[:, :, None] * width + cols[None, None, :]
     q = tl.sum(tl.load(partial_ptrs, mask=mask, other=0.0), axis=1)
-    shift = None
-    if DShift_ptr is not None:
-        shift = tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
+    shift = None if DShift_ptr is None else tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
     mask = is_mod[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
     w = load_scale(W_ptr, cols, exist, offset)
@@ -376,16 +380,12 @@ def _modulated_rms_norm_bwd_kernel(
                 CASTING, SUM_MODS, SUM_ROWS,
             )  # fmt: skip
             return
-    if PER_ROW:
-        group, first_tile = (pid * 0).to(tl.int64), pid
-    else:
-        group, first_tile = (pid // chunks).to(tl.int64), pid % chunks
+    group = (pid * 0 if PER_ROW else pid // chunks).to(tl.int64)
+    first_tile = pid if PER_ROW else pid % chunks
     cols, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, BLOCK_2)
     cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
     exist_2 = which_exist(cols_2, n_cols)
-    mod_ptr = None
-    if not PER_ROW:
-        mod_ptr = Scale_ptr + group * Scale_row_stride
+    mod_ptr = None if PER_ROW else Scale_ptr + group * Scale_row_stride
     w = _load_factor(W_ptr, mod_ptr, cols, exist, offset)
     w_2 = _load_factor(W_ptr, mod_ptr, cols_2, exist_2, offset)
     if SUMS:
@@ -492,7 +492,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """layer_norm's, which keeps two sums in registers as well; where rows are few, 8 elements a thread."""
-    config = two_gradients_heuristic(target, key, _BWD_STREAMS)
+    config = bwd_heuristic(target, key, _BWD_STREAMS, grads=2)
     if 1 << key[1] > target.multiprocessors:
         return config
     return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
@@ -510,7 +510,7 @@ BWD = _tunable(
     _modulated_rms_norm_bwd_kernel,
     key=_key,
     heuristic=_bwd_heuristic,
-    space=lambda target, key: two_gradients_space(target, key, _BWD_STREAMS),
+    space=lambda target, key: bwd_space(target, key, _BWD_STREAMS, grads=2),
     valid=persistent_misfit,
 )
 BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _wide_key, _DIMS)

@@ -13,8 +13,9 @@ from ...runtime.dependent_launch import is_small_launch
 from .blocks import most_columns
 
 DIMS = ("n_rows", "n_cols")
-WIDEST_BLOCK = 16384
-"""Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
+WIDEST_BLOCK, WIDEST_TWO_GRADIENTS = 16384, 8192
+"""Columns a program holds at most by default, and with the gradients of two parameters: beyond it fp32 weight-gradient
+registers spill on every vendor."""
 
 
 def row_sample(sizes: tuple[int, int], dtype: Any, args: tuple, moved: int = 5, **more: Any) -> Sample:
@@ -77,7 +78,8 @@ def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) -> LaunchConfig:
-    """Tiles of 4096 elements with two more in flight, on a persistent grid of 8192 elements a multiprocessor.
+    """Tiles of 4096 elements with two more in flight, on a persistent grid of 8192 elements a multiprocessor; rows too
+    wide to hold in column tiles of 4096.
 
     Where every program has but one tile there is nothing to keep in flight.
 
@@ -87,7 +89,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     columns with two gradients are taken so too by one program a multiprocessor, if in two blocks or with masks; with
     one gradient, many of them are taken two at a time.
     """
-    block = min(key[0], WIDEST_BLOCK if key[0] <= WIDEST_BLOCK else 4096)
+    block = key[0] if key[0] <= (WIDEST_TWO_GRADIENTS if grads > 1 else WIDEST_BLOCK) else 4096
     rows = rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
     ctas = max(1, min(4, 8192 // (block * rows)))
     deepest = 3
@@ -116,8 +118,9 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, min(deepest, room), ctas)
 
 
-def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
-    tiles = row_tiles({key[0]} if key[0] <= 8192 else {2048, 4096, min(key[0], 16384)})
+def bwd_space(target: Target, key: Key, streams: int = 2, grads: int = 0) -> list[LaunchConfig]:
+    widest = {min(key[0], WIDEST_BLOCK)} if grads < 2 else set()
+    tiles = row_tiles({key[0]} if key[0] <= WIDEST_TWO_GRADIENTS else {2048, 4096} | widest)
     how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6), "hints": ("none", "stream")}
     size = streams * key[2]
 
