@@ -21,7 +21,7 @@ from .. import functional
 from ..choice import CHOICE, NAME
 from ..marks import is_ours
 from ..replacing import Guards, stands_for
-from ..source import EVERYTHING, Facts, open_branch, reads
+from ..source import Facts, open_branch
 from .probe import (
     LARGE,
     Match,
@@ -29,7 +29,9 @@ from .probe import (
     agrees,
     generator,
     has_same_gradients,
+    lost_weights,
     normal,
+    numbers_read,
     probe_copy,
     random,
     required_inputs,
@@ -159,8 +161,8 @@ def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
 
 def _formula(module: nn.Module, forward: Callable) -> Formula | str:
     """The formula, or why the op has no formula for this module."""
-    if lost := owners.forgotten(module):
-        return f"FSDP1 holds its {lost[0]}: patch the model before it is wrapped, or pass the wrapper itself"
+    if lost := lost_weights(module):
+        return lost
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
     up = next((name for name in _UP if name in shapes), "")
     known = {up, _DOWN, up + _BIASES, _DOWN + _BIASES}
@@ -323,7 +325,5 @@ class _Probe:
 
     def _numbers(self) -> list[float]:
         """Positive finite numbers among the attributes that its forward reads, without sizes."""
-        named = reads(type(self.module), self.forward)
-        attributes = vars(self.module).items()
-        values = [v for n, v in attributes if type(v) in (int, float) and (n in named or EVERYTHING in named)]
+        values = numbers_read(self.module, self.forward, int, float).values()
         return [float(v) for v in values if 0 < v < float("inf") and v not in self.layout.sizes]

@@ -19,7 +19,7 @@ from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
 from .. import functional
 from ..replacing import Cast, gated_replacement, halves_replacement, is_customised, one_projection_replacement
-from ..source import EVERYTHING, Facts, open_branch, reads
+from ..source import Facts, open_branch
 from .probe import (
     BATCH,
     LARGE,
@@ -29,6 +29,7 @@ from .probe import (
     generator,
     has_same_gradients,
     is_equal,
+    numbers_read,
     probe_copy,
     random,
     required_inputs,
@@ -141,9 +142,7 @@ class _Probe:
 
     def __init__(self, module: nn.Module, forward: Callable, projections: dict[str, nn.Module]) -> None:
         self.module, self.forward, self.projections = module, forward, projections
-        names = reads(type(module), forward)
-        floats = [name for name, value in vars(module).items() if type(value) is float]
-        self.numbers = [name for name in floats if name in names or EVERYTHING in names]
+        self.numbers = numbers_read(module, forward, float)
         self.multipliers: dict[str, float] = {}
         others = frozenset(list(inspect.signature(forward).parameters)[2:])  # a call with one runs the original
         self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}), dtypes=True)
@@ -157,7 +156,7 @@ class _Probe:
             self.multipliers = {}
             result = self._answer()
         rates = [child.p for child in self.module._modules.values() if isinstance(child, nn.Dropout)]
-        rates += [getattr(self.module, name) for name in self.numbers if "drop" in name]
+        rates += [value for name, value in self.numbers.items() if "drop" in name]
         dropped = next((rate for rate in rates if rate > 0), None)
         if dropped is not None and isinstance(result, Refused):
             return Refused(f"it drops out (p={dropped})", result.kernel)

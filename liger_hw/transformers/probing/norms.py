@@ -16,7 +16,7 @@ from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
 from ..replacing import gated_rms_norm_replacement, layer_norm_replacement, rms_norm_replacement, weights_fit_kernel
-from ..source import EVERYTHING, Facts, open_branch, reads
+from ..source import Facts, open_branch
 from .probe import (
     BATCH,
     LARGE,
@@ -26,6 +26,8 @@ from .probe import (
     autocast,
     generator,
     has_same_gradients,
+    lost_weights,
+    numbers_read,
     probe_copy,
     random,
     required_inputs,
@@ -54,11 +56,8 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
         return Refused(f"it takes {' and '.join(named) or 'no input'}", kind)
     if module._buffers:
         return Refused(f"it keeps buffers ({', '.join(module._buffers)})", kind)
-    if lost := owners.forgotten(module):
-        return Refused(
-            f"FSDP1 holds its {' and '.join(lost)}: patch the model before it is wrapped, or pass the wrapper itself",
-            kind,
-        )
+    if lost := lost_weights(module):
+        return Refused(lost, kind)
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
     if len(shapes) > 2 or any(len(shape) != 1 or not shape[0] for shape in shapes.values()):
         return Refused(f"its parameters are {', '.join(f'{n} {list(s)}' for n, s in shapes.items())}", kind)
@@ -199,9 +198,7 @@ class _Probe:
 
     def _epsilons(self) -> list[str | float]:
         """Candidates for epsilon: attributes that the forward reads, and small numbers in its code."""
-        names = reads(type(self.module), self.forward)
-        floats = [name for name, value in vars(self.module).items() if type(value) is float]
-        attributes = [name for name in floats if name in names or EVERYTHING in names]
+        attributes = numbers_read(self.module, self.forward, float)
         code = getattr(self.forward, "__code__", None)
         constants = code.co_consts if code is not None else ()
         return [*attributes, *(c for c in constants if type(c) is float and 0.0 < c < 1e-2)]

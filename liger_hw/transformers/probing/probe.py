@@ -15,12 +15,14 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
+from ...distributed import owners
 from ...private import n_dispatch_modes
 from ...text import first_line
 from ..replacing import (
     INSTANCE_FORWARDS,
     Match,  # noqa: F401  each kind of module takes it from here
 )
+from ..source import EVERYTHING, reads
 
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
@@ -101,6 +103,18 @@ def required_inputs(forward: Callable) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+
+
+def numbers_read(module: nn.Module, forward: Callable, *kinds: type) -> dict[str, Any]:
+    """Name -> value of a module's attributes of these types that its forward may read."""
+    names = reads(type(module), forward)
+    return {n: v for n, v in vars(module).items() if type(v) in kinds and (n in names or EVERYTHING in names)}
+
+
+def lost_weights(module: nn.Module) -> str:
+    """Why a module's weights cannot be probed under FSDP1, or ""."""
+    lost = " and ".join(owners.forgotten(module))
+    return f"FSDP1 holds its {lost}: patch the model before it is wrapped, or pass the wrapper itself" if lost else ""
 
 
 def probe_copy(
