@@ -94,8 +94,8 @@ class DeferredLogits:
     `y = scale * head(hidden) + added`.
 
     hidden: [..., hidden_size], sliced and reshaped like the logits
-    head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `cross_entropy(...)` the
-    loss, `vocab_size` is the length of the last dimension where it is known without computing
+    head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `fused_loss(...)` the loss
+    without logits, `vocab_size` is the length of the last dimension where it is known without computing
     added: [vocab], which has no gradient, or None for zeros
     head_input: the head's argument, if that is a shard of `hidden`
     parent, replay: the object this one was derived from and how, for computing it operation by operation
@@ -287,7 +287,8 @@ class DeferredLogits:
         self._check_gradient()
         target, options, is_known = loss_arguments(*args, **kwargs)
         if is_known and self.is_rows_for(target):
-            return self._head.cross_entropy(self, target, options)
+            loss = self._head.fused_loss(self, target, options)
+            return self._head.loss_of_computed(self, self.materialise(), target, options) if loss is None else loss
         return F.cross_entropy(self.materialise(), *args, **kwargs)
 
     def is_rows_for(self, target: Any) -> bool:

@@ -10,6 +10,7 @@ recognised keep their own code, and the report says why.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
@@ -313,9 +314,8 @@ class _ModelPatcher(_Patcher):
         return self.forwards[key]
 
     def patch_rope(self) -> None:
-        results: dict[Callable, Match | Refused] = {}
-        copies: dict[tuple, Callable | str] = {}
-        methods: dict[Callable, Callable] = {}
+        recognise, copy_calling = functools.cache(rotary.recognise), functools.cache(_copy_calling)
+        bound_by_class = functools.cache(if_class_unchanged)
         for module in self.model.modules():
             slot = forward_slot(module)
             if _is_foreign(module, getattr(module, slot)):
@@ -332,24 +332,17 @@ class _ModelPatcher(_Patcher):
                 if hasattr(function, PATCH_MARK):
                     self.keep("rope", function_at, "rope", ALREADY)
                     continue
-                if function not in results:
-                    results[function] = rotary.recognise(function)
-                result = results[function]
+                result = recognise(function)
                 if isinstance(result, Refused):
                     self.keep("rope", function_at, "rope", f"left alone: {result.reason}", module)
                     continue
-                key = (forward, name)
-                if key not in copies:
-                    copies[key] = _copy_calling(forward, name, function, result)
-                if isinstance(copies[key], str):
-                    self.keep("rope", where, "rope", copies[key], module)
+                copied = copy_calling(forward, name, function, result)
+                if isinstance(copied, str):
+                    self.keep("rope", where, "rope", copied, module)
                     continue
-                forward = method = copies[key]  # may call a second rotary function
-                if unpatched is type(module).forward:
-                    if forward not in methods:
-                        methods[forward] = if_class_unchanged(unpatched, forward)
-                        mark(methods[forward], "rope", result.kernel)
-                    method = methods[forward]
+                forward = copied  # may call a second rotary function
+                method = bound_by_class(unpatched, forward) if unpatched is type(module).forward else forward
+                mark(method, "rope", result.kernel)
                 bound = types.MethodType(method, module)
                 self.change("rope", where, result.kernel, Patch(module, slot, bound), result.variant)
 
@@ -367,11 +360,9 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
             replacement = if_global_unchanged(module, name, function, replacement)
         scope.__globals__[private] = marked(replacement, "rope", match.kernel, function)
     try:
-        copied = rebind(forward, name, private)
+        return rebind(forward, name, private)
     except (CannotRebind, NoSource) as error:
         return f"left alone: {error}; patch the classes instead (model=None)"
-    mark(copied, "rope", match.kernel)
-    return copied
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------

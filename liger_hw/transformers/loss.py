@@ -193,21 +193,17 @@ class OutputHead:
         """Weight and bias of a fused head's linear layer, as in the call."""
         return [t for t in (self.access.linear.weight, self.access.linear.bias) if t is not None]
 
-    def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
-        loss = self.fused_loss(logits, target, options)
-        return self.loss_of_computed(logits, logits.materialise(), target, options) if loss is None else loss
-
     def loss_of_computed(
         self, logits: DeferredLogits, computed: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """`cross_entropy` from `computed`, these logits' values."""
+        """Loss of `logits` [n, vocab], whose values are `computed`, for `target` int64 [n]; options: torch's weight,
+        ignore_index, ..."""
         if self._is_left_to_torch(logits):
             return torch.nn.functional.cross_entropy(computed, target, **options)
         return self._loss_of(functional.liger_cross_entropy(computed, target, **self._more(), **options))
 
     def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
-        """`cross_entropy` from hidden states and weight, or None if it cannot be computed so."""
+        """The same loss from hidden states and weight, or None if it cannot be computed so."""
         self.loss_called = True
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
