@@ -373,14 +373,11 @@ class PatchReport:
         return cells
 
     def _others(self) -> list[str]:
-        """Lines about packing, modules that were not examined, and launched ops that are in no row."""
+        """Lines about packing and modules that were not examined."""
         lines = [self.packing] if self.packing else []
         if self.unnamed:
             classes = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.unnamed).items())
             lines.append(f"not looked at, as the names say neither norm nor MLP: {classes}")
-        others = sorted({plan.tunable.op for plan in registry.plans()} - {row.kernel for row in self.rows})
-        if others:
-            lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others))
         return lines
 
 

@@ -157,15 +157,6 @@ def test_rope_on_an_instance_leaves_the_module_function_to_others(family, batch,
         assert len(eager) == 2
 
 
-def test_models_made_before_and_after_a_class_patch(family, batch, calls):
-    early = family.model()
-    with family.apply():
-        late = family.model()
-        torch.testing.assert_close(early(**batch).loss, late(**batch).loss)
-        assert calls["fused"] == 2
-    assert type(early(**batch).logits) is torch.Tensor
-
-
 def test_idempotent(family, batch, calls):
     before = identities(family)
     first = family.apply()
@@ -182,16 +173,6 @@ def test_idempotent(family, batch, calls):
     assert all(value is once[key] for key, value in identities(family).items())
     first.revert()
     assert all(value is before[key] for key, value in identities(family).items())
-
-
-def test_idempotent_on_an_instance(family):
-    model = family.model()
-    first = family.apply(model=model)
-    once = forwards(model)
-    assert family.apply(model=model).patched == []
-    assert forwards(model) == once
-    first.revert()
-    assert forwards(model) == forwards(family.model())
 
 
 def test_parts_added_by_a_second_call(family):
@@ -312,13 +293,6 @@ def test_an_mlp_without_a_kernel_keeps_its_own_forward(family, batch, scope, mon
             assert states == {"left alone: it is gated by relu: no kernel"}
 
 
-def test_swish_is_silu(family, batch):
-    model = family.model(hidden_act="swish")
-    with family.apply(model=model) as report:
-        assert sum(row.part == "swiglu" for row in report.patched) == 2
-        assert torch.isfinite(model(**batch).loss)
-
-
 def test_report_reads_as_a_table(family, caplog):
     with caplog.at_level(logging.INFO, "liger_hw"):
         report = family.apply(model=family.model(hidden_act="relu"))
@@ -334,16 +308,10 @@ def test_report_reads_as_a_table(family, caplog):
     report.revert()
 
 
-def test_report_names_the_kernels_of_other_ops_that_were_launched(family, clean_registry):
-    """The fused linear loss launches cross entropy's sums; where their configuration came from is shown too."""
+def test_report_ends_with_what_it_means(family):
     with family.apply() as report:
-        assert "also launched" not in str(report)
-        stats = next(t for t in clean_registry.get_op("cross_entropy").tunables if t.variant == "stats")
-        stats.plan(torch.device("cpu"), (13,))
-        launched, in_short = str(report).splitlines()[-2:]
-        assert launched == "also launched: cross_entropy (stats: heuristic)"
         words = "A training step with labels never holds the logits; nothing that was recognised is left alone."
-        assert in_short == words
+        assert str(report).splitlines()[-1] == words
 
 
 def test_forward_keeps_its_signature(family):
@@ -356,18 +324,6 @@ def test_forward_keeps_its_signature(family):
         assert [n for n in patched if n not in extra] == list(original)
         assert list(inspect.signature(family.norm.forward).parameters) == list(norm)
         assert list(inspect.signature(family.modeling.apply_rotary_pos_emb).parameters) == list(rotary)
-
-
-def test_a_deep_copy_of_a_patched_model_is_patched_and_its_own(family, batch, calls):
-    model = family.model()
-    with family.apply(model=model):
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            twin.lm_head.weight.zero_()
-        assert twin(**batch).logits.is_deferred
-        torch.testing.assert_close(twin(**batch).loss, torch.log(torch.tensor(float(twin.config.vocab_size))))
-        assert model(**batch).loss != twin(**batch).loss
-        assert calls["fused"] == 4
 
 
 def test_a_patched_model_pickles_and_saves(family, batch, tmp_path, calls):
