@@ -110,12 +110,14 @@ def test_auto_model(tmp_path):
     model = tiny_model(transformers.LlamaForCausalLM)
     model.save_pretrained(tmp_path)
     auto = liger_hw.transformers.AutoLigerKernelForCausalLM
-    loaded = auto.from_pretrained(tmp_path, swiglu=False, dtype=torch.float32)
-    assert type(loaded) is transformers.LlamaForCausalLM
+    loaded, info = auto.from_pretrained(tmp_path, swiglu=False, dtype=torch.float32, output_loading_info=True)
+    assert type(loaded) is transformers.LlamaForCausalLM and not info["missing_keys"]
     forwards = {type(m).__name__ for m in loaded.modules() if "forward" in vars(m)}
     assert "LlamaRMSNorm" in forwards and "LlamaMLP" not in forwards
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
+    made = auto.from_config(model.config, swiglu=False)
+    assert "forward" in vars(made.model.norm) and "forward" not in vars(made.model.layers[0].mlp)
 
 
 @pytest.mark.daily(name="llama")

@@ -174,19 +174,3 @@ def test_a_row_with_a_gradient_gets_it(head, hidden, labels):
         gradients.append(row.grad)
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0
-
-
-@pytest.mark.parametrize("name", ["Bart", "Pegasus", "MBart"])
-def test_final_logits_bias_reaches_the_fused_loss(name, calls, same_step):
-    sizes = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "vocab_size": 61, "dropout": 0.0}
-    config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0, decoder_start_token_id=1)
-    model, reference = (getattr(transformers, f"{name}ForConditionalGeneration")(config).train() for _ in range(2))
-    torch.nn.init.normal_(model.final_logits_bias)
-    reference.load_state_dict(model.state_dict())
-    ids = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
-    with liger_hw.patch(model):
-        outputs = same_step(model, reference, input_ids=ids, labels=ids.masked_fill(ids < 9, -100))
-        assert outputs.logits.is_deferred and calls == {"fused": 1, "plain": 0}
-        inputs = {"input_ids": ids, "labels": ids}
-        torch.testing.assert_close(model(**inputs).logits + 0, reference(**inputs).logits)

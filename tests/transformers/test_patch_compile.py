@@ -33,16 +33,6 @@ def test_fullgraph_training_step(mistral, batch, calls, scope):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.full  # mistral stands for the families, which are patched alike
-def test_fullgraph_llama(llama, batch):
-    model = llama.model(num_hidden_layers=1)
-    expected = model(**batch).loss
-    with llama.apply():
-        found = torch.compile(model, backend="eager", fullgraph=True)(**batch)
-    assert found.logits is None
-    torch.testing.assert_close(found.loss, expected, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -61,16 +51,6 @@ def test_fullgraph_with_other_arguments(mistral, batch, changes):
     assert found.keys() | {"logits"} == expected.keys() | {"logits"} and {"loss", "logits"} & set(found)
     for key in {"loss", "logits", "token_accuracy"} & set(found):
         torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.full  # an autocast dtype is one more argument of the operators, which test_torch_compile.py compiles
-def test_fullgraph_autocast(mistral, batch):
-    model = mistral.model(num_hidden_layers=1)
-    with mistral.apply(model=model), torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = model(**batch).loss
-        found = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch).loss
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
 
 
 def test_new_shapes_recompile_once_for_dynamic_sizes(mistral):

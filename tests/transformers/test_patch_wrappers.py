@@ -122,13 +122,11 @@ def test_a_program_s_accelerate_hook_runs_on_every_part(mistral, batch, patch_af
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_autocast(family, batch, calls, same_step, dtype):
+def test_autocast(family, batch, calls, same_step):
     model, reference = family.model(), family.model()
     family.apply(model=model)
-    tolerance = {"rtol": 0.05, "atol": 0.02} if dtype is torch.bfloat16 else {"rtol": 2e-4, "atol": 2e-6}
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
-        outputs = same_step(model, reference, **batch, **tolerance)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = same_step(model, reference, **batch, rtol=0.05, atol=0.02)
     assert outputs.loss.dtype == torch.float32 and calls["fused"] == 1
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -138,16 +136,6 @@ def test_bfloat16_weights(family, batch, calls, same_step):
     family.apply(model=model)
     outputs = same_step(model, reference, **batch, rtol=0.06, atol=0.03)
     assert outputs.loss.dtype == torch.float32 and calls["fused"] == 1
-
-
-def test_norm_weights_kept_in_fp32(family):
-    norm = family.norm(16).float()
-    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected = norm(x)
-    with family.apply():
-        found = norm(x)
-    assert found.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
 
 
 def test_distributed_data_parallel(family, batch, calls, same_step, one_rank):
@@ -250,48 +238,6 @@ def test_a_head_that_is_no_linear(family, batch, calls, same_step, caplog):
     with caplog.at_level(logging.WARNING, "liger_hw"):
         same_step(model, reference, **batch)
     assert calls["fused"] == 0 and "it is a Scaled, not an nn.Linear" in caplog.text
-
-
-def test_a_head_with_bias(family, batch, calls, same_step):
-    model, reference = family.model(), family.model()
-    for each in (model, reference):
-        each.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, each.config.vocab_size))
-    family.apply(model=model)
-    same_step(model, reference, **batch)
-    assert calls["fused"] == 1 and model.lm_head.bias.grad.any()
-
-
-def test_a_subclass_that_calls_super(family, batch, calls):
-    class Mine(family.causal_lm):
-        def forward(self, input_ids, labels=None, **kwargs):
-            outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
-            outputs.loss = outputs.loss * 2
-            return outputs
-
-    base = family.model()
-    expected = base(**batch).loss * 2
-    mine = Mine(base.config).train()
-    mine.load_state_dict(base.state_dict())
-    for model in (None, mine):
-        with family.apply(model=model):
-            torch.testing.assert_close(mine(**batch).loss, expected, rtol=1e-4, atol=1e-6)
-    assert calls["fused"] == 2
-
-
-def test_a_norm_with_its_own_forward_is_left_alone(family, batch):
-    class Loud(family.norm):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    model = family.model()
-    model.model.norm.__class__ = Loud
-    expected = model(**batch).loss
-    with family.apply(model=model) as report:
-        torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
-    assert [r.state for r in report.rows if r.part == "rms_norm"].count(
-        "left alone: it computes neither an RMSNorm nor a LayerNorm"
-    ) == 1
-    assert sum(r.part == "rms_norm" for r in report.patched) == 4
 
 
 def test_a_forward_replaced_by_a_function_is_left_alone(family, batch):

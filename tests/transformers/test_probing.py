@@ -394,6 +394,7 @@ NOT_MLPS = {
     ),
     "other input": (lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(2 * x)) * s.up_proj(x))), "own input"),
     "dropout": (lambda: _with_dropout(0.25), "drops out (p=0.25)"),
+    "a dropout module, in eval mode": (lambda: _with_dropout_module(0.5).eval(), "drops out (p=0.5)"),
 }
 
 
@@ -415,6 +416,12 @@ def _with_dropout(p):
 
     module = mlp(forward)
     module.residual_dropout = p
+    return module
+
+
+def _with_dropout_module(p):
+    module = mlp(lambda self, x: self.dropout(_gated(self, x)))
+    module.dropout = nn.Dropout(p)
     return module
 
 

@@ -57,16 +57,6 @@ def test_class_and_instance_in_any_order(family, batch):
         assert forwards(model) == forwards(family.model()) and type(model(**batch).logits) is torch.Tensor
 
 
-def test_under_accelerate_s_hook(family):
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = family.model()
-    report = family.apply(model=model, rope=False)
-    hooks.add_hook_to_module(model.model.norm, hooks.AlignDevicesHook(execution_device="cpu"))
-    report.revert()
-    hooks.remove_hook_from_module(model.model.norm)
-    assert forwards(model) == forwards(family.model()) and report.patches == []
-
-
 def test_under_somebody_s_wrapper_it_is_tried_again(family, caplog):
     model = family.model()
     report = family.apply(model=model, rope=False, fused_linear_cross_entropy=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import types
 
 import pytest
@@ -142,16 +141,6 @@ def test_a_switch_after_the_patch_is_obeyed(switch, scope, llama, batch, kernel_
         to_an_adapter: {"fused_linear_cross_entropy"},  # on the head
         to_an_adapter_that_is_off: {"fused_linear_cross_entropy"},
     }.get(switch, set())
-
-
-def test_another_s_kernel_is_left_in_place_by_revert(llama, batch, caplog):
-    model = llama.model()
-    report = liger_hw.patch(model)
-    to_a_kernel_of_another(model)
-    with caplog.at_level(logging.WARNING, "liger_hw"):
-        report.revert()
-    assert "was changed after patching; left as it is" in caplog.text
-    assert "forward" in vars(model.model.norm) and "forward" not in vars(model.model.layers[0].mlp)
 
 
 # -- which implementation runs the experts ----------------------------------------------------------------------------
