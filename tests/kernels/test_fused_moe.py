@@ -172,6 +172,19 @@ def test_only_what_is_wanted(lane, generator, wanted):
     assert all(torch.equal(everything[i], g) for i, g in zip(wanted, part))
 
 
+@contextlib.contextmanager
+def _products(blocks, tunables=products.TUNABLES, config=None):
+    """Force a configuration (default: the safe one) with these blocks for products, of which those of rows have no
+    TILES."""
+    with contextlib.ExitStack() as stack:
+        for tunable in tunables:
+            base = config or tunable.safe(known_target("sm90"), ())
+            of_weights = tunable in (products.UP_WEIGHTS, products.DOWN_WEIGHTS)
+            sizes = {name: n for name, n in (base.blocks | blocks).items() if of_weights or name != "TILES"}
+            stack.enter_context(override(tunable.name, replace(base, blocks=sizes)))
+        yield
+
+
 @pytest.mark.daily("interpret", tile="(16, 32, 16)")
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("tile", [(16, 32, 16), (32, 16, 32), (64, 64, 64)])
@@ -179,11 +192,7 @@ def test_tiles(lane, seed, tile):
     """Tiles that fit nothing."""
     op, sizes = get_op("fused_moe"), get_op("fused_moe").small[0]
     blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile))
-    config = products.UP.safe(known_target("sm90"), ())
-    changed = type(config)({**config.blocks, **blocks, "GROUP": 2}, config.num_warps)
-    with contextlib.ExitStack() as forced:
-        for tunable in products.TUNABLES:
-            forced.enter_context(override(tunable.name, changed))
+    with _products({**blocks, "GROUP": 2}):
         verify(op, make(op, sizes, torch.float32, lane.device, seed, op.options[1]), seed)
 
 
@@ -191,11 +200,7 @@ def test_tiles(lane, seed, tile):
 def test_the_last_tile_is_of_half_the_height(lane, generator, seed):
     """Experts of 64, 65, 129 and no rows under tiles of 128."""
     route = [[0, 3]] * 64 + [[1, 1]] + [[1, 2]] * 63 + [[2, 2]] * 33
-    with contextlib.ExitStack() as forced:
-        for tunable in (products.UP, products.DOWN, products.DOWN_BWD, products.UP_BWD):
-            config = tunable.safe(known_target("sm90"), ())
-            blocks = {**config.blocks, "BLOCK_M": 128, "BLOCK_K": 16}
-            forced.enter_context(override(tunable.name, type(config)(blocks, config.num_warps)))
+    with _products({"BLOCK_M": 128, "BLOCK_K": 16}, (products.UP, products.DOWN, products.DOWN_BWD, products.UP_BWD)):
         verify(get_op("fused_moe"), sample(lane, generator, route), seed)
 
 
@@ -252,17 +257,6 @@ def test_the_tuner_is_offered_both_engines():
                 assert {config.blocks["ENGINE"] for config in near} == engines, (target, tunable.name, key)
 
 
-@contextlib.contextmanager
-def _every_product(config):
-    """Force a configuration for all products, of which those of rows have no TILES."""
-    with contextlib.ExitStack() as stack:
-        for tunable in products.TUNABLES:
-            of_weights = tunable in (products.UP_WEIGHTS, products.DOWN_WEIGHTS)
-            blocks = {name: size for name, size in config.blocks.items() if of_weights or name != "TILES"}
-            stack.enter_context(override(tunable.name, replace(config, blocks=blocks)))
-        yield
-
-
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("tiles", [1, 2, 16])
 @pytest.mark.parametrize("route", ["all to one expert", "most experts without a token", "some slots of nobody"])
@@ -294,7 +288,7 @@ def test_the_library(lane, monkeypatch, seed, options):
         pytest.skip("this device has no grouped GEMM of its own")
     config = products.UP_WEIGHTS.heuristic(target, LARGE)
     assert config.blocks["ENGINE"] == products.LIBRARY
-    with _every_product(config) if lane.device != "cpu" else pretend(known_target("sm80")):
+    with _products({}, config=config) if lane.device != "cpu" else pretend(known_target("sm80")):
         verify(op, make(op, (40, 64, 32, 9, 2), dtype, lane.device, seed, op.options[options]), seed)
     assert len(called) == 6
 
@@ -311,7 +305,7 @@ def test_a_library_that_fails_is_quarantined(lane, monkeypatch, generator, seed,
     monkeypatch.setattr(private, "grouped_matmul", refused)
     monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == products.LIBRARY)
     by_library = products._tile(16, 16, 16, 1, 1, products.LIBRARY, TILES=1)
-    with caplog.at_level("WARNING", "liger_hw"), _every_product(by_library):
+    with caplog.at_level("WARNING", "liger_hw"), _products({}, config=by_library):
         for _ in range(2):
             verify(get_op("fused_moe"), sample(lane, generator, ROUTES["one token"]), seed)
     assert len(called) == len(products.TUNABLES)

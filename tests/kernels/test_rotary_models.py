@@ -26,9 +26,9 @@ def _angles(generator, *shape):
     return torch.rand(shape, generator=generator, dtype=torch.float64) * 6
 
 
-def _same(op: str, sample: Sample, theirs) -> None:
-    """Our op and their function on the same tensors; theirs may compute in fp32."""
-    ours = run(get_op(op).function, sample, 3)
+def _same(ours, sample: Sample, theirs) -> None:
+    """Our function, or the op of this name, and theirs on the same tensors; theirs may compute in fp32."""
+    ours = run(get_op(ours).function if isinstance(ours, str) else ours, sample, 3)
     expected = run(theirs, sample, grads=ours.incoming)
     for found, wanted in zip(ours.bits(), expected.bits()):
         torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-6, atol=1e-6)
@@ -106,10 +106,7 @@ def test_llama4_vision(generator):
     q, k = _states(generator, 2, 5, 4, 8), _states(generator, 2, 5, 4, 8)
     angles = _angles(generator, 5, 1, 4)
     sample = Sample((q, k, torch.polar(torch.ones_like(angles), angles)))
-    found = run(ours, sample, 3)
-    expected = run(_model("llama4").vision_apply_rotary_emb, sample, grads=found.incoming)
-    for a, b in zip(found.bits(), expected.bits()):
-        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-6, atol=1e-6)
+    _same(ours, sample, _model("llama4").vision_apply_rotary_emb)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
