@@ -31,8 +31,6 @@ OF_ANY_SHAPE = {
     ("modulated_rms_norm_bwd", "scale"): "the same",
     ("fused_linear_log_probs_keep", "tail"): "memory that torch's views divide, which raise where it is too short",
     ("fused_linear_log_probs_keep", "rest"): "the same",
-    ("fused_linear_log_probs_keep_bwd", "tail"): "the same",
-    ("fused_linear_log_probs_keep_bwd", "rest"): "the same",
 }
 """Tensors whose shapes decide how much is computed, or are the package's own."""
 
@@ -83,8 +81,6 @@ def _calls() -> _Calls:
     numbers = *LogProbOptions(-100), False, False, False, False, True, True, True
     kept = w.new_empty(0), w.new_empty(0), w.new_empty(4, 64), 0, 0  # logits are kept where no mode watches
     seen.calls["fused_linear_log_probs_keep"] = [(x, w, target, None, *kept, *numbers)]
-    saved = torch.zeros(4), torch.zeros(0), torch.ones(4), None, None
-    seen.calls["fused_linear_log_probs_keep_bwd"] = [(x, w, target, None, *saved, *kept, *numbers)]
     return seen
 
 

@@ -14,7 +14,7 @@ from liger_hw.kernels.heads.fused_linear_log_probs import (
     fused_linear_log_probs_reference,
     liger_fused_linear_log_probs,
 )
-from liger_hw.kernels.heads.kept_logits import plan_kept, rest_groups
+from liger_hw.kernels.heads.kept_logits import plan_kept
 from liger_hw.kernels.heads.linear_head import Needs
 from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
 from liger_hw.kernels.losses.vocab_parts import IGNORED, VocabPart, own_targets
@@ -26,9 +26,7 @@ CASES = {  # sizes, kept rows of the rest
     "the rest kept": ((16, 9, 101), 7),
     "the rest kept in part": ((16, 9, 101), 4),
     "the rest not kept": ((16, 9, 96), 0),
-    "two groups, one kept in part": ((41, 9, 101), 20),
-    "two groups, one kept": ((41, 9, 50), 18),
-    "two groups, none kept": ((41, 9, 33), 0),
+    "more than three slabs": ((41, 9, 50), 18),
     "no slab": ((8, 72, 50), 8),
 }
 
@@ -169,16 +167,13 @@ def test_words_that_cannot_be(lane, narrow, generator, rest):
 )
 def test_memory(n_rows, hidden, vocab):
     """Kept rows, tail and fp32 sums take at most SPARE of the weight gradient, up to 8192 rows of 4096 at most 2.5 GiB
-    with the gradients; every row is in one group."""
+    with the gradients."""
     kept = plan_kept(n_rows, hidden, vocab, 2)
     if kept is None:
         assert n_rows > kept_logits.MAX_SLABS * hidden
         return
-    groups = rest_groups(n_rows, kept.slab)
-    edges = [kept.slab, *(b for _, b in groups)]
-    assert edges[-1] == n_rows and [a for a, _ in groups] == edges[:-1] and len(groups) <= 2
-    whole = kept.slab + kept.rest
-    most = max((b - a for a, b in groups if b > whole), default=0)
+    rest = n_rows - kept.slab
+    most = rest if kept.rest < rest else 0
     sums = max(most, kept.slab if kept.width < 2 * kept.slab else 0) * hidden * 4
     spare = 2 * (kept.tail + kept.rest * vocab) + sums
     assert spare <= kept_logits.SPARE * 2 * vocab * hidden or not kept.slab

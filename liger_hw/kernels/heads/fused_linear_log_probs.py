@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ... import registry
+from ... import env, registry
 from ...private import innermost_transform, is_batched, n_dispatch_modes
 from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order, graph_is_kept
 from ...runtime.sharding import LossRule
+from ...runtime.triton_import import INTERPRET
 from ..losses.cross_entropy_rows import absent, assert_targets, check_arguments
 from ..losses.log_prob_rows import (
     LOGP,
@@ -192,23 +193,6 @@ def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogPr
     return results_of(out)
 
 
-@torch.no_grad()
-def _keep_bwd(
-    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, call, plain=False
-):
-    dlogp, softmax_coef = _row_coefficients(lse, dlogp, None, here)
-    dentropy = dense(dentropy)
-    saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
-    target, bias = target.contiguous(), dense(bias)
-    rows = x, weight, bias, target, saved, dlogp, dentropy, kept, call.needs
-    dx, dweight, dbias = keeping_backward(*rows, call.options, softmax_coef, plain)
-    return (
-        absent(x) if dx is None else dx,
-        absent(x) if dweight is waiting else dweight,
-        absent(x) if dbias is None else dbias.to(x.dtype),
-    )
-
-
 def _fwd_fake(x, weight, target, bias, ids, call: LogProbsCall):
     out = log_prob_buffers(x.shape[0], x, entropy=call.entropy, top=call.top)
     return *results_of(out), absent(out.lse) if ids is None else out.lse.new_empty((x.shape[0], ids.shape[0]))
@@ -222,15 +206,9 @@ def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, call: 
     return _fwd_fake(x, weight, target, bias, None, call)[:4]
 
 
-def _keep_bwd_fake(x, weight, target, bias, *others):
-    slab, _, call = others[-3:]
-    return fake_gradients(x, weight, bias, call.needs._replace(dweight=not slab))
-
-
 _INPUTS = "Tensor input, Tensor weight, Tensor target, Tensor? bias"
 _SHAPES = "T input [n_rows, hidden]; T weight [vocab, hidden]; int target [n_rows]; T bias [vocab]"
 _SHAPES_BWD = "lse, dlogp, dentropy [n_rows]; any here [n_rows]; saved_entropy [0] | [n_rows]"
-_SHAPES_KEPT = "T waiting [0] | [vocab, hidden]; T tail [n_tail]; T rest [n_kept, n_padded]"
 
 
 def _bwd_misfit(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, call) -> str:
@@ -239,22 +217,12 @@ def _bwd_misfit(x, weight, target, bias, ids, lse, entropy, selected, dlogp, den
     return entropy_misfit(lse, entropy, dentropy)
 
 
-def _kept_misfit(weight, waiting, rest, slab) -> str:
+def _keep_misfit(x, weight, target, bias, waiting, tail, rest, slab, width, call) -> str:
     if rest.shape[1] != padded(weight.shape[0]):
         return f"rest must be [n_kept, {padded(weight.shape[0])}], got {list(rest.shape)}"
     return "waiting must have weight's shape where a slab waits in it" if slab and waiting.dim() != 2 else ""
 
 
-def _keep_misfit(x, weight, target, bias, waiting, tail, rest, slab, width, call) -> str:
-    return _kept_misfit(weight, waiting, rest, slab)
-
-
-def _keep_bwd_misfit(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, *kept_and_call) -> str:
-    waiting, _, rest, slab, _, _ = kept_and_call
-    return entropy_misfit(lse, entropy, dentropy) or _kept_misfit(weight, waiting, rest, slab)
-
-
-_KEPT = "Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) rest, int slab, int width"
 linear_log_probs_fwd = define(
     f"fused_linear_log_probs_fwd({_INPUTS}, Tensor? selected_token_ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     shapes=f"{_SHAPES}; int selected_token_ids [k]",
@@ -277,23 +245,13 @@ linear_log_probs_bwd = define(
     recorded=False,
 )
 linear_log_probs_keep = define(
-    f"fused_linear_log_probs_keep({_INPUTS}, {_KEPT}) -> (Tensor, Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; {_SHAPES_KEPT}",
+    f"fused_linear_log_probs_keep({_INPUTS}, Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) rest, int slab, int width)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; T waiting [0] | [vocab, hidden]; T tail [n_tail]; T rest [n_kept, n_padded]",
     misfit=_keep_misfit,
     launcher=_keep,
     reference=partial(_keep, plain=True),
     fake=_keep_fake,
-    numbers=LogProbsCall,
-    recorded=False,
-)
-linear_log_probs_keep_bwd = define(
-    f"fused_linear_log_probs_keep_bwd({_INPUTS}, Tensor lse, Tensor saved_entropy, Tensor? dlogp, "
-    f"Tensor? dentropy, Tensor? here, {_KEPT}) -> (Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; {_SHAPES_BWD}; {_SHAPES_KEPT}",
-    misfit=_keep_bwd_misfit,
-    launcher=_keep_bwd,
-    reference=partial(_keep_bwd, plain=True),
-    fake=_keep_bwd_fake,
     numbers=LogProbsCall,
     recorded=False,
 )
@@ -350,9 +308,11 @@ def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tu
         for written in memory:  # before the launch, so that after an out-of-memory error a second backward raises
             torch.autograd.graph.increment_version(written)
         kept = KeptLogits(*memory, plan.slab, plan.width)
-        rest = lse, entropy, dlogp, dentropy, here, *kept
-        dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *rest, call)
-        gradients = dx, kept.waiting.detach() if kept.slab else dw, db
+        plain = env.LIGER_HW_DISABLE or x.is_cpu and not INTERPRET
+        of_logp, softmax_coef = _row_coefficients(lse, dlogp, None, here)
+        rows = x, weight, dense(bias), target.contiguous(), LogProbs(lse, lse, entropy), of_logp, dense(dentropy)
+        dx, dw, db = keeping_backward(*rows, kept, call.needs, call.options, softmax_coef, plain)
+        gradients = dx, dw.detach(), db if db is None else db.to(x.dtype)
     return tuple(g if w else None for g, w in zip(gradients, call.needs))
 
 

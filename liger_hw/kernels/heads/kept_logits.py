@@ -10,9 +10,8 @@ either kept or computed again, which is a fourth GEMM beside the head's three. T
   free; dweight of slice 1 over the logits of slice 0, which are no longer needed; and so on.
 - The rest, the rows after the slab: as many of them as memory allows are kept in a buffer of their own.
 
-The rest is one group of rows or two (`rest_groups`). A group of which all logits are kept is one chunk. For any other,
-backward goes through slices of the vocabulary, and computes the missing logits of each again in the tail's memory. So
-the weight's gradient is always rounded twice, or three times with more than 3 x hidden rows.
+If all are, the rest is one chunk. Else backward goes through slices of the vocabulary, and computes the missing logits
+of each again in the tail's memory. So the weight's gradient is always rounded twice.
 
 With up to half as many rows as the hidden size there is no slab: all logits are in a buffer of their own, which is
 smaller.
@@ -106,25 +105,17 @@ def plan_kept(n_rows: int, hidden: int, vocab: int, itemsize: int) -> KeepPlan |
     width = vocab // max(2, count) // SLICE_STEP * SLICE_STEP
     if not width or n_rows > MAX_SLABS * slab:
         return None
-    largest = max((stop - start for start, stop in rest_groups(n_rows, slab)), default=0)
-    tail = _tail_size(largest, vocab, slab, width)
+    rest = n_rows - slab
+    first, last = _slab_slices(vocab, width)[-1]
+    tail = max(slab * padded(last - first), rest * SLICE_STEP)  # at least a narrow slice of the rest
     room -= tail * itemsize
     slab_sums = slab * hidden * 4 if itemsize == 2 and width < 2 * slab else 0
-    if (n_rows - slab) * row <= room - slab_sums:
-        return KeepPlan(slab, width, tail, n_rows - slab)
-    room -= max(slab_sums, largest * hidden * 4 if itemsize == 2 else 0)
+    if rest * row <= room - slab_sums:
+        return KeepPlan(slab, width, tail, rest)
+    room -= max(slab_sums, rest * hidden * 4 if itemsize == 2 else 0)
     if room < 0 and budget is not None:
         return None
     return KeepPlan(slab, width, tail, max(0, room // row) // STEP * STEP)
-
-
-def rest_groups(n_rows: int, slab: int) -> list[tuple[int, int]]:
-    """(start, stop) of the groups of rows after the slab."""
-    rest = n_rows - slab
-    if rest <= 2 * slab or not slab:
-        return [(slab, n_rows)] if rest else []
-    half = cdiv(cdiv(rest, 2), STEP) * STEP
-    return [(slab, slab + half), (slab + half, n_rows)] if half < rest else [(slab, n_rows)]
 
 
 Slices = list[tuple[int, int]]
@@ -141,12 +132,6 @@ def _rest_slices(vocab: int, most: int) -> Slices:
     """Slices of at most `most` columns, of about equal width."""
     width = min(most, cdiv(cdiv(vocab, cdiv(vocab, most)), SLICE_STEP) * SLICE_STEP)
     return [(start, min(start + width, vocab)) for start in range(0, vocab, width)]
-
-
-def _tail_size(largest: int, vocab: int, slab: int, width: int) -> int:
-    """Elements of the tail: the slab's last slice, and at least a narrow slice of the largest group of the rest."""
-    first, last = _slab_slices(vocab, width)[-1]
-    return max(slab * padded(last - first), largest * SLICE_STEP)
 
 
 def _logits_at(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -281,37 +266,35 @@ def keeping_backward(
         del total
         for columns, dlogits in zip(slices, slab_logits):
             add_dweight(dlogits, rows, slice(*columns), True)
-    kept_rows = min(kept.rest.shape[0], n_rows - slab)
-    for start, stop in rest_groups(n_rows, slab):
-        rows, n_kept = slice(start, stop), min(max(slab + kept_rows - start, 0), stop - start)
-        logits = kept.rest[start - slab :][:n_kept, :vocab]
-        if n_kept == stop - start:
+    rows, n_kept = slice(slab, n_rows), min(kept.rest.shape[0], n_rows - slab)
+    logits = kept.rest[:n_kept, :vocab]
+    if n_kept == n_rows - slab:
+        if n_kept:
             coefs = {"entropy_coef": dentropy, "softmax_coef": softmax_coef}
-            _gradients(logits, target, saved, dlogp, options, bias=bias, row_start=start, plain=plain, **coefs)
+            _gradients(logits, target, saved, dlogp, options, bias=bias, row_start=slab, plain=plain, **coefs)
             if dx is not None:
                 dx_of(logits, weight, dx[rows], True)
             add_dweight(logits, rows, slice(None), not slab)
-            continue
-        slices = _rest_slices(vocab, kept.tail.numel() // (stop - start) // 16 * 16)
-        targets, here = _targets_by_slice(target[rows], ignore_index, slices)
-        dlogp_here = torch.where(here, dlogp[rows], 0.0)
-        results = _select(saved, rows)
-        coefs = {"entropy_coef": None if dentropy is None else dentropy[rows], "softmax_coef": sliced_coef[rows]}
-        total = _dx_sum(dx, rows)
-        for i, (first, last) in enumerate(slices):
-            part = slice(first, last)
-            how = {"bias": bias_of(part), "plain": plain, **coefs}
-            dlogits = _logits_at(kept.tail, stop - start, last - first)
-            new = dlogits[n_kept:]
-            logits_of(x[start + n_kept : stop], weight[part], new)
-            row = targets[i], results, dlogp_here[i], sliced
-            _gradients(new, *row, row_start=n_kept, **how)
-            _gradients(logits[:, part], *row, dlogits=dlogits[:n_kept], **how)
-            if total is not None:
-                dx_of(dlogits, weight[part], total, i == 0)
-            add_dweight(dlogits, rows, part, False)
-        _round_into(dx, rows, total)
-        del total
+        return dx, dweight, sums
+    slices = _rest_slices(vocab, kept.tail.numel() // (n_rows - slab) // 16 * 16)
+    targets, here = _targets_by_slice(target[rows], ignore_index, slices)
+    dlogp_here = torch.where(here, dlogp[rows], 0.0)
+    results = LogProbs(*(None if t is None else t[rows] for t in saved))
+    coefs = {"entropy_coef": None if dentropy is None else dentropy[rows], "softmax_coef": sliced_coef[rows]}
+    total = _dx_sum(dx, rows)
+    for i, (first, last) in enumerate(slices):
+        part = slice(first, last)
+        how = {"bias": bias_of(part), "plain": plain, **coefs}
+        dlogits = _logits_at(kept.tail, n_rows - slab, last - first)
+        new = dlogits[n_kept:]
+        logits_of(x[slab + n_kept :], weight[part], new)
+        row = targets[i], results, dlogp_here[i], sliced
+        _gradients(new, *row, row_start=n_kept, **how)
+        _gradients(logits[:, part], *row, dlogits=dlogits[:n_kept], **how)
+        if total is not None:
+            dx_of(dlogits, weight[part], total, i == 0)
+        add_dweight(dlogits, rows, part, False)
+    _round_into(dx, rows, total)
     return dx, dweight, sums
 
 
@@ -329,11 +312,6 @@ def _round_into(dx: torch.Tensor | None, rows: slice, total: torch.Tensor | None
     """Copy the sum of `_dx_sum` into dx, unless it was computed in place."""
     if total is not None and total.dtype != dx.dtype:
         dx[rows] = total
-
-
-def _select(results: LogProbs, which: slice) -> LogProbs:
-    """Some rows of every result."""
-    return LogProbs(*(None if t is None else t[which] for t in results))
 
 
 def _gradients(*args: Any, **options: Any) -> None:
