@@ -285,17 +285,10 @@ def plan_groups(
     if env.LIGER_HW_LOSS_MEMORY_MIB is not None:
         options = {"gradients": gradients, "with_targets": True, "device": device}
         limit = plan_chunks(n_rows, hidden, vocab, itemsize, **options).rows
-    rounds = gradients and itemsize == 2
-    if group > limit or group == 1:
-        most = MAX_CHUNKS_WITH_TARGETS if rounds else n_rows
+    most = MAX_CHUNKS_WITH_TARGETS if gradients and itemsize == 2 else n_rows
+    if group > limit or group <= 1:
         return _at_most(most, n_rows, limit, row_bytes, vocab * hidden, False, device)
-    n_groups, together, wide = n_rows // group if group else 0, max(1, limit // max(group, 1)), False
-    if rounds and cdiv(n_groups, together) > MAX_CHUNKS_WITH_TARGETS:
-        fewer = cdiv(n_groups, MAX_CHUNKS_WITH_TARGETS) * group
-        rows, wide = _larger_or_wide(together * group, fewer, row_bytes, vocab * hidden)
-        together = rows // group
-    step = cdiv(n_groups, cdiv(n_groups, together)) * group if n_groups else 1
-    return Chunks(tuple((start, min(start + step, n_rows)) for start in range(0, n_rows, step)), wide)
+    return _at_most(most, n_rows, limit, row_bytes, vocab * hidden, False, None, group)
 
 
 def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: torch.device, world: int = 1) -> Chunks:
@@ -335,12 +328,12 @@ def padded(columns: int) -> int:
     return cdiv(columns, 16) * 16
 
 
-def divide(n_rows: int, rows: int, device: torch.device | None = None) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of chunks of at most `rows` rows, multiples of STEP but for the last.
+def divide(n_rows: int, rows: int, device: torch.device | None = None, step: int = 0) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of chunks of at most `rows` rows, multiples of `step` (0: STEP) but for the last.
 
     Tall chunks have an even number of steps where the device's GEMM library wants it; other chunks are of equal size.
     """
-    return _divided(n_rows, rows, min(STEP, rows), _even_above(device))
+    return _divided(n_rows, rows, min(step or STEP, rows), _even_above(device))
 
 
 @lru_cache(maxsize=1024)  # every training step asks for the same
@@ -372,21 +365,25 @@ def _even_if_tall(steps: int, even_above: int | None, change: int) -> int:
 
 
 def _at_most(
-    most: int, n_rows: int, rows: int, row_bytes: int, weight: int, wide: bool, device: torch.device | None
+    most: int,
+    n_rows: int,
+    rows: int,
+    row_bytes: int,
+    weight: int,
+    wide: bool,
+    device: torch.device | None,
+    step: int = 0,
 ) -> Chunks:
-    """Chunks of `rows` rows; if those are more than `most`, larger chunks or a wide gradient of `weight` elements."""
-    if len(divide(n_rows, rows, device)) > most:
-        fewer = STEP * _even_if_tall(cdiv(cdiv(n_rows, STEP), most), _even_above(device), 1)
-        rows, wide = _larger_or_wide(rows, fewer, row_bytes, weight)
-        rows = max(rows, 2 * MIN_ROWS) if wide else rows
-    return Chunks(divide(n_rows, rows, device), wide)
-
-
-def _larger_or_wide(rows: int, larger: int, row_bytes: int, weight: int) -> tuple[int, bool]:
-    """(rows, wide) where chunks of `rows` rows are too many: `larger` ones, or these with a wide gradient of `weight`
-    elements, whichever takes less memory."""
-    wide = (larger - rows) * row_bytes > 4 * weight
-    return (rows if wide else larger), wide
+    """Chunks of `rows` rows; if those are more than `most`, larger chunks or a wide gradient of `weight` elements,
+    whichever takes less memory."""
+    if len(divide(n_rows, rows, device, step)) > most:
+        unit = step or STEP
+        fewer = unit * _even_if_tall(cdiv(cdiv(n_rows, unit), most), _even_above(device), 1)
+        if (fewer - rows) * row_bytes > 4 * weight:
+            rows, wide = max(rows, 2 * MIN_ROWS), True
+        else:
+            rows = fewer
+    return Chunks(divide(n_rows, rows, device, step), wide)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
