@@ -377,7 +377,7 @@ def _scan_cosine(
 
 
 @triton.jit
-def _slope_tile(
+def slope_tile(
     s,
     t,
     m_s,
@@ -415,16 +415,11 @@ def _slope_tile(
         elif KIND == 2:
             ds = tl.where(q == 0.0, 0.0, q * (soft_slope * (x - y) + q_coef))
         else:
-            ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
+            p = tl.exp2(y)
+            ds = q * tl.where(q > p, q_coef + soft_slope, tl.where(q < p, q_coef - soft_slope, q_coef))
     if HARD == 2:
         ds += hard_slope * tl.exp2((s - m_s) * 1.4426950408889634 - l_hard)
     return ds
-
-
-@triton.jit
-def tvd_slope(q, p, slope, q_coef):
-    """The factor of q in the gradient of a total variation distance: q_coef, and slope by the sign of q - p."""
-    return tl.where(q > p, q_coef + slope, tl.where(q < p, q_coef - slope, q_coef))
 
 
 # -- kernel ----------------------------------------------------------------------------------------------------------
@@ -555,7 +550,7 @@ def _distill_kernel(
                 cols = tile * BLOCK_SIZE + block
                 s = logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_cols, S_row_stride, outside, PART == LAST, 1)
                 t = logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_cols, t_stored, t_outside, PART == LAST, 1)
-                ds = _slope_tile(
+                ds = slope_tile(
                     s, t, m_s, l_s, m_t, l_t, l_hard, scale, soft_slope, hard_slope, q_coef, beta,
                     KIND, HARD, FAST_LOG2,
                 )  # fmt: skip

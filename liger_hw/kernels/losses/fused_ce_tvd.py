@@ -38,11 +38,10 @@ from .distill_rows import (
     distill_reference,
     distill_slopes,
     distill_tunable,
-    log2_pair,
     logits_tile,
     loss_of_lanes,
     scan_pair,
-    tvd_slope,
+    slope_tile,
 )
 from .divergence_rows import TVD
 from .divergence_rows import WORKLOADS as WORKLOADS
@@ -152,6 +151,7 @@ def _ce_tvd_bwd_kernel(
 ):
     """One program a row, read once, backwards. DS is contiguous."""
     LOG2E: tl.constexpr = 1.4426950408889634
+    KIND: tl.constexpr = 4  # TVD
     row = tl.program_id(0).to(tl.int64)
     head = row_head(row * S_row_stride, VECTOR)
     S_ptr += body_start(row * S_row_stride, head, VECTOR)
@@ -183,18 +183,14 @@ def _ce_tvd_bwd_kernel(
             cols = tile * BLOCK_SIZE + block
             s = logits_tile(S_ptr, None, cols, 0, n_body, n_body, float("-inf"), PART == 0, 1)
             t = logits_tile(T_ptr, None, cols, 0, n_body, n_body, float("-inf"), PART == 0, 1)
-            x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
-            q = tl.exp2(x)
-            ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
+            ds = slope_tile(s, t, m_s, l_s, m_t, l_t, 0.0, LOG2E, soft_slope, 0.0, q_coef, 0.0, KIND, 0, False)
             ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
             tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_body)
     if VECTOR > 1:
         cols = edge_columns(head, n_body, n_cols, VECTOR)
         s = logits_tile(S_ptr, None, cols, 0, n_right, n_right, float("-inf"), True, 1)
         t = logits_tile(T_ptr, None, cols, 0, n_right, n_right, float("-inf"), True, 1)
-        x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, LOG2E)
-        q = tl.exp2(x)
-        ds = q * tvd_slope(q, tl.exp2(y), soft_slope, q_coef)
+        ds = slope_tile(s, t, m_s, l_s, m_t, l_t, 0.0, LOG2E, soft_slope, 0.0, q_coef, 0.0, KIND, 0, False)
         ds = tl.where(cols == label_col, ds - hard_slope, ds)
         tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_right)
 
