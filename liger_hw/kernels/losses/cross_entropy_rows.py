@@ -70,22 +70,35 @@ class Options(NamedTuple):
         return dtype is torch.float16 and self.reduction == MEAN
 
 
-def cross_entropy_options(op: str, *numbers: Any, **settings: Any) -> Options:
-    """The Options of public arguments, which take None where there is no softcap.
-
-    Raises `TypeError` for an option of another type, `ValueError` for its value.
-    """
-    options = Options(*numbers, **({"softcap": None} if len(numbers) < 5 else {}) | settings)
-    ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *flags = options
+def cross_entropy_options(
+    op: str,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = MEAN,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    use_token_scaling: bool = False,
+) -> Options:
+    """The Options of public arguments. Raises `TypeError` for an option of another type, `ValueError` for its value."""
     check_ignore_index(op, ignore_index)
     check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
-    check_flags(op, **dict(zip(Options._fields[5:], flags)))
+    check_flags(
+        op,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        use_token_scaling=use_token_scaling,
+    )
     if not 0.0 <= label_smoothing <= 1.0:
         check(False, op, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if reduction not in REDUCTIONS:
         check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    floats = float(lse_square_scale), float(label_smoothing)
-    return Options(ignore_index, *floats, reduction, checked_softcap(op, softcap), *map(bool, flags))
+    flags = bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens), bool(use_token_scaling)
+    numbers = ignore_index, float(lse_square_scale), float(label_smoothing)
+    return Options(*numbers, reduction, checked_softcap(op, softcap), *flags)
 
 
 def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: int, weight: Any = None) -> None:
