@@ -437,15 +437,9 @@ class DeferredLogits:
     __hash__ = object.__hash__
 
 
-_RECORDED = {
-    torch.add: "add",
-    torch.tanh: "tanh",
-    torch.mul: "mul",
-    torch.div: "div",
-    torch.reshape: "reshape",
-    torch.flatten: "flatten",
-}
-"""Functional forms of the recorded operations."""
+FUNCTIONS = ("tanh", "mul", "multiply", "div", "divide", "true_divide", "reshape", "flatten")
+"""Recorded operations that torch has as functions too; `add` is recorded in the model's forward alone."""
+_RECORDED = {getattr(torch, name): name for name in (*FUNCTIONS, "add")}
 
 
 def _computing(name: str) -> Callable[..., Any]:

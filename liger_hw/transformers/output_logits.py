@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private import refuses_data_ptr, without_torch_function
 from ..runtime.operator import first_order
-from .deferred import DeferredLogits, GradientWouldBeLost, NotRecorded, inside_a_function, loss_arguments
+from .deferred import FUNCTIONS, DeferredLogits, GradientWouldBeLost, NotRecorded, inside_a_function, loss_arguments
 
 
 class OutputLogitsFunction(torch.autograd.Function):
@@ -368,10 +368,9 @@ _OF_GRAPH = {
 _CLONES = {torch.Tensor.clone, torch.clone}
 """Recorded only under no_grad, for DDP, whose Function clones every output."""
 _METHODS = ("float", "to", "contiguous", "view", "__getitem__", "__mul__", "__rmul__", "__truediv__")
-_METHODS_AND_FUNCTIONS = ("tanh", "mul", "multiply", "div", "divide", "true_divide", "reshape", "flatten")
 _RECORDED = {
     getattr(owner, name): (name, inspect.signature(getattr(DeferredLogits, name)))
-    for owner, names in ((torch.Tensor, _METHODS + _METHODS_AND_FUNCTIONS), (torch, _METHODS_AND_FUNCTIONS))
+    for owner, names in ((torch.Tensor, _METHODS + FUNCTIONS), (torch, FUNCTIONS))
     for name in names
 }
 """torch's function -> the method of `DeferredLogits` that records it, and its arguments."""
