@@ -22,30 +22,37 @@ from .routing import Routing, moe_tunable
 
 
 @triton.jit
-def _gated(gate, up, GATE: tl.constexpr):
-    """(act(gate) * (up + up_offset), its derivative by gate, by up) in fp32; what is not used is not computed."""
-    LIMIT: tl.constexpr = GATE.limit
+def _gated(
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):
+    """(act(gate) * (up + UP_OFFSET), its derivative by gate, by up) in fp32; what is not used is not computed."""
     by_gate = tl.full(gate.shape, 1.0, tl.float32)
     by_up = by_gate
     if LIMIT > 0.0:
         by_gate = tl.where(gate > LIMIT, 0.0, 1.0)
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        if GATE.has_gate:
+        if HAS_GATE:
             by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, 1.0)
             up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    if GATE.activation == "relu":
+    if ACTIVATION == "relu":
         value = tl.where(gate <= 0.0, 0.0, gate)
         slope = tl.where(gate <= 0.0, 0.0, 1.0)
-    elif GATE.activation == "relu2":
+    elif ACTIVATION == "relu2":
         value, slope = activation(gate, "relu_squared")
         slope = tl.where(gate <= 0.0, 0.0, slope)
-    elif GATE.alpha == 1.0:
-        value, slope = activation(gate, GATE.activation)
+    elif ALPHA == 1.0:
+        value, slope = activation(gate, ACTIVATION)
     else:
-        value, slope = activation(gate * GATE.alpha, GATE.activation)
-        value = value * (1.0 / GATE.alpha)
-    if GATE.has_gate:
-        up = up + GATE.up_offset
+        value, slope = activation(gate * ALPHA, ACTIVATION)
+        value = value * (1.0 / ALPHA)
+    if HAS_GATE:
+        up = up + UP_OFFSET
         return value * up, slope * up * by_gate, value * by_up
     return value, slope * by_gate, by_up
 
@@ -61,16 +68,18 @@ def _biased(Z_ptr, Bias_ptr, cols, mask):
 
 
 @triton.jit
-def _pre_activations(Z_ptr, Bias_ptr, start, inner, GATE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _pre_activations(
+    Z_ptr, Bias_ptr, start, inner, HAS_GATE: tl.constexpr, CONCATENATED: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
     """(g, u) of BLOCK_SIZE columns of a row, in fp32; without a gate both are g."""
     cols = start + tl.arange(0, BLOCK_SIZE)
-    if GATE.has_gate and not GATE.is_concatenated:
+    if HAS_GATE and not CONCATENATED:
         wide = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
         gate, up = tl.split(tl.reshape(_biased(Z_ptr, Bias_ptr, wide, wide < 2 * inner), [BLOCK_SIZE, 2]))
     else:
         gate = _biased(Z_ptr, Bias_ptr, cols, cols < inner)
         up = gate
-        if GATE.has_gate:
+        if HAS_GATE:
             up = _biased(Z_ptr, Bias_ptr, inner + cols, cols < inner)
     return gate.to(tl.float32), up.to(tl.float32)
 
@@ -85,7 +94,12 @@ def _fused_moe_gate_kernel(
     Act_ptr,
     n_experts,
     inner,
-    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    CONCATENATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Act[row] = the gate of Z[row] + Bias[expert], which is stored in Z; with Weights_ptr, times the slot's weight.
@@ -95,20 +109,20 @@ def _fused_moe_gate_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order_ptr + row)
     expert = tl.load(Index_ptr + slot).to(tl.int64)
-    n_z = 2 * inner if GATE.has_gate else inner
+    n_z = 2 * inner if HAS_GATE else inner
     Z_ptr += row * n_z
     start = tl.program_id(1) * BLOCK_SIZE
     if (expert < 0) | (expert >= n_experts):
         if Weights_ptr is None:  # no product has written this row
             cols = start + tl.arange(0, BLOCK_SIZE)
-            if GATE.has_gate:
+            if HAS_GATE:
                 cols = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
             tl.store(Z_ptr + cols, tl.zeros(cols.shape, dtype=Z_ptr.dtype.element_ty), mask=cols < n_z)
         return
     if Bias_ptr is not None:
         Bias_ptr += expert * n_z
-    gate, up = _pre_activations(Z_ptr, Bias_ptr, start, inner, GATE, BLOCK_SIZE)
-    act, _, _ = _gated(gate, up, GATE)
+    gate, up = _pre_activations(Z_ptr, Bias_ptr, start, inner, HAS_GATE, CONCATENATED, BLOCK_SIZE)
+    act, _, _ = _gated(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, HAS_GATE)
     if Weights_ptr is not None:
         act = act.to(Act_ptr.dtype.element_ty).to(tl.float32) * tl.load(Weights_ptr + slot).to(tl.float32)
     cols = start + tl.arange(0, BLOCK_SIZE)
@@ -131,7 +145,12 @@ def _fused_moe_gate_bwd_kernel(
     inner,
     hidden,
     top_k,
-    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    CONCATENATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """DZ[row] from DA[row] and Z[row]; DWeights[slot] = DA[row] . act, with a bias plus DOut[token] . Bias[expert]."""
@@ -141,7 +160,7 @@ def _fused_moe_gate_bwd_kernel(
     if (expert < 0) | (expert >= n_experts):
         tl.store(DWeights_ptr + slot, 0.0)
         return
-    n_z = 2 * inner if GATE.has_gate else inner
+    n_z = 2 * inner if HAS_GATE else inner
     Z_ptr += row * n_z
     DZ_ptr += row * n_z
     DA_ptr += row * inner
@@ -151,18 +170,18 @@ def _fused_moe_gate_bwd_kernel(
     for start in range(0, inner, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
         da = tl.load(DA_ptr + cols, mask=cols < inner, other=0.0).to(tl.float32)
-        gate, up = _pre_activations(Z_ptr, None, start, inner, GATE, BLOCK_SIZE)
-        act, by_gate, by_up = _gated(gate, up, GATE)
+        gate, up = _pre_activations(Z_ptr, None, start, inner, HAS_GATE, CONCATENATED, BLOCK_SIZE)
+        act, by_gate, by_up = _gated(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, HAS_GATE)
         total += da * act.to(dtype).to(tl.float32)
         da = da * weight
         dgate = (da * by_gate).to(dtype)
-        if GATE.has_gate and not GATE.is_concatenated:
+        if HAS_GATE and not CONCATENATED:
             wide = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
             dz = tl.reshape(tl.join(dgate, (da * by_up).to(dtype)), [2 * BLOCK_SIZE])
             tl.store(DZ_ptr + wide, dz, mask=wide < n_z)
         else:
             tl.store(DZ_ptr + cols, dgate, mask=cols < inner)
-            if GATE.has_gate:
+            if HAS_GATE:
                 tl.store(DZ_ptr + inner + cols, (da * by_up).to(dtype), mask=cols < inner)
     if Bias_ptr is not None:
         DOut_ptr += (slot // top_k).to(tl.int64) * DOut_row_stride
@@ -213,7 +232,7 @@ def gated(z, bias, weights, top_k_index, gate: Gate, where: Routing, n_experts: 
     plan = GATE.plan(z.device, _key(n_tokens, 0, inner, 0, top_k, z.itemsize))
     grid = n_rows, cdiv(inner, plan.config.blocks["BLOCK_SIZE"])
     args = (z, bias, weights, top_k_index, where.order, act, n_experts, inner)
-    launch(plan, _fused_moe_gate_kernel, grid, args, (gate,))
+    launch(plan, _fused_moe_gate_kernel, grid, args, tuple(gate))
     return act
 
 
@@ -225,5 +244,5 @@ def gated_bwd(
     dz, dweights = torch.empty_like(z), torch.empty_like(weights)
     plan = GATE_BWD.plan(z.device, _key(n_tokens, 0, inner, 0, top_k, z.itemsize))
     args = (da, z, weights, dout, down_bias, top_k_index, where.order, dz, dweights, dout.stride(0), n_experts)
-    launch(plan, _fused_moe_gate_bwd_kernel, (z.shape[0],), (*args, inner, dout.shape[1], top_k), (gate,))
+    launch(plan, _fused_moe_gate_bwd_kernel, (z.shape[0],), (*args, inner, dout.shape[1], top_k), tuple(gate))
     return dz, dweights
