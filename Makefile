@@ -23,7 +23,7 @@ CONSTRAINTS := $(if $(findstring =,$(TORCH)),$(VENV)/constraints.txt,ci/constrai
 help:
 	@echo "make demo    train a small Mistral before and after patching and compare  (DEMO='--size tiny' adds options)"
 	@echo "make check   lint and a quick look at every part: two minutes on two cores"
-	@echo "make test    the lanes that need no GPU: seven minutes  (LANES=full: with everything; LANES='cpu gpu' picks lanes)"
+	@echo "make test    the lanes that need no GPU: eight minutes  (LANES=full: with everything; LANES='cpu gpu' picks lanes)"
 	@echo "make lint    ruff, its formatter, shellcheck, and whether what is generated in ci/ and docs/ is current"
 	@echo "make release-check   the wheel in environments of its own, the sdist's tests, types, version and changelog"
 	@echo "make docs    build the site into site/; a broken link fails  (make docs-serve: look at it while writing)"
@@ -64,7 +64,7 @@ install: $(STAMP)
 
 # torch first and alone, so that nothing else decides which build it is. Then Triton, only where torch did not bring one:
 # the vendors' builds share the import name and would be overwritten.
-$(STAMP): pyproject.toml ci/constraints.txt ci/transformers4.txt
+$(STAMP): pyproject.toml ci/constraints.txt ci/transformers4.txt ci/oldest.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "liger_hw needs Python 3.10 or newer; say make PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
@@ -76,8 +76,9 @@ $(STAMP): pyproject.toml ci/constraints.txt ci/transformers4.txt
 	@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) triton
 	@echo "  2 of 3: liger_hw, transformers, and what its tests, plots and docs need"
 	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[transformers,bench,docs,dev]'
-	@echo "  3 of 3: transformers 4 beside it, for the tests"
+	@echo "  3 of 3: transformers 4 and the oldest Triton beside it, for the tests"
 	@$(PIP) --no-deps --upgrade --target $(VENV)/transformers4 -r ci/transformers4.txt
+	@$(PIP) --no-deps --upgrade --target $(VENV)/oldest -r ci/oldest.txt
 	@touch $@
 
 clean:

@@ -5,10 +5,11 @@
 #     distributed                      tests/distributed with two gloo ranks; ci/distributed.sh installs the engines
 #     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt; without
 #                                      `full` those in which that release has code of its own
+#     oldest                           every option of every op compiled for sm90 by the Triton of ci/oldest.txt
 #     models                           every causal LM patched against unpatched; lines of figures in $OUT
 #     fuzz                             tests/fuzz for FUZZ_SECONDS (1200) with FUZZ_SEED (drawn and printed)
 #     check kernels                    `make check`: a quick set of lane cpu, and the default options of every op interpreted
-# Without names: cpu transformers4 interpret aot, which need no GPU. `full` before the names, or alone, runs those lanes
+# Without names: cpu transformers4 interpret aot oldest, which need no GPU. `full` before the names, or alone, runs those lanes
 # with what is marked `full` (tests/conftest.py), which they leave out otherwise; lanes gpu, multigpu, trl and distributed run everything.
 # Fails if any lane fails or runs no test; every lane is run all the same.
 set -uo pipefail
@@ -19,7 +20,7 @@ workers=${PYTEST_WORKERS:-$(env -u OMP_NUM_THREADS nproc 2> /dev/null || echo 2)
 chosen=" and not full"
 [ "${1:-}" != full ] || { chosen="" && shift; }
 lanes=("$@")
-[ ${#lanes[@]} -gt 0 ] || lanes=(cpu transformers4 interpret aot)
+[ ${#lanes[@]} -gt 0 ] || lanes=(cpu transformers4 interpret aot oldest)
 failed=()
 # Lane check: the structure of the package, the engine, the references, what recognises a model, the tuner's store.
 check=(
@@ -66,6 +67,11 @@ for lane in "${lanes[@]}"; do
             [ -d "$overlay" ] || { echo "ci/test.sh: lane distributed needs $overlay; run bash ci/distributed.sh" >&2; exit 2; }
             command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q -m cpu tests/distributed) # a test is two processes
             ;;
+        oldest)
+            overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/oldest
+            [ -d "$overlay" ] || { echo "ci/test.sh: lane oldest needs $overlay; run make install" >&2; exit 2; }
+            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m aot tests/aot/test_aot.py -k "test_every_option_compiles and sm90")
+            ;;
         cpu | aot) command+=(-m "$lane$chosen") ;;
         interpret) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "$lane$chosen") ;;
         kernels) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "interpret and not full" "${kernels[@]}") ;;
@@ -77,7 +83,7 @@ for lane in "${lanes[@]}"; do
             ;;
         gpu) command=(on_gpu) ;;
         multigpu) command=("$python" -m pytest -q -m multigpu) ;;
-        *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 distributed trl interpret aot models fuzz gpu multigpu" >&2; exit 2 ;;
+        *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 distributed trl interpret aot oldest models fuzz gpu multigpu" >&2; exit 2 ;;
     esac
     echo "== lane $lane"
     started=$SECONDS

@@ -47,6 +47,14 @@ SPILLS: dict[tuple[str, tuple[str, ...]], tuple[str | int, ...]] = {
     ),
     ("fused_linear_cross_entropy.fwd", ("sm90",)): (2, "the same kernel"),
     ("fused_linear_cross_entropy.fwd", ("sm100",)): (4, "with the column of the largest logit: ptxas stops at 128"),
+    ("fused_neighborhood_attention.fwd", ("sm90",)): (
+        12,
+        "fp32, with a head of 64: all 255 registers",
+        "3.4",
+        "3.5",
+        "3.6",
+    ),
+    ("fused_neighborhood_attention.bwd_keys", ("sm90",)): (12, "the same", "3.4", "3.5", "3.6"),
     ("group_norm.fwd", ("sm80", "sm120")): (
         4,
         "teams of 32 x 32 x 4096 x 512: 80 registers for six programs a multiprocessor",

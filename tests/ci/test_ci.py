@@ -79,7 +79,7 @@ def test_another_triton_is_laid_over_the_environment():
 @pytest.mark.parametrize(
     "script, more, lanes",
     [("cpu.sh", {}, "cpu interpret"), ("cpu.sh", {"TRANSFORMERS": "4.57.6"}, "transformers4")]
-    + [("aot.sh", {}, "aot")],
+    + [("aot.sh", {}, "aot oldest"), ("aot.sh", {"TRITON": "3.9.0"}, "aot")],
 )
 def test_full_runs_the_same_lanes_with_everything(script, more, lanes):
     assert steps(script, **more)[-1].endswith(f"bash ci/test.sh {lanes}")
