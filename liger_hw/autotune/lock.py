@@ -36,7 +36,9 @@ def digest(table: Mapping[Name, Entry]) -> str:
 
 def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
     """(header, entries). Raises `ValueError` that says what is wrong."""
-    header, lines, problems = tables.load(path, kind="lock")
+    header, lines, problems = tables.load(path)
+    if header.get("kind") != "lock":
+        raise ValueError(f"this is a {header.get('kind')!r}, not a lock file; `liger-hw lock` writes one")
     table = dict(lines)
     if problems:
         raise ValueError(problems[0])

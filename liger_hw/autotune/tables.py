@@ -75,7 +75,7 @@ def load(path: Path, **expected: Any) -> tuple[dict[str, Any], list[Line], list[
         raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
     for name, value in expected.items():
         if data.get(name) != value:
-            raise ValueError(f"made for {name} {data.get(name)!r}, not {value!r}")
+            raise ValueError(f"its {name} is {data.get(name)!r}, not {value!r}")
     lines, problems = [], []
     for number, record in enumerate(data.pop("entries"), 2):
         try:
