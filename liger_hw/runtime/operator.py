@@ -509,7 +509,9 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
         size = min(second.numel(), result.numel())  # 0 where no gradient is needed
         # torch's plain split would also record that both share memory, which takes host time
         a, b = result.unsafe_split_with_sizes([result.numel() - size, size])
-        return a, b if second.dim() == 1 else b.view(second.shape)
+        if size and second.dim() != 1:
+            b = b.view(second.shape)
+        return a, b
 
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
