@@ -47,7 +47,7 @@ def measured(name):
 
 
 def agrees(one, gib, seconds=None, *, memory=0.01, time=0.03, what=None):
-    """Whether a prediction is as near to what was measured as the docs say."""
+    """Fail unless a prediction is as near to what was measured as the docs say."""
     assert one.peak / GIB == pytest.approx(gib, rel=memory), what
     assert seconds is None or one.seconds == pytest.approx(seconds, rel=time), what
 

@@ -7,7 +7,8 @@ the mean of dy there.
 Each direction has two kernels: one that holds a tile of whole rows in registers, and one that reads a row too wide for
 that in tiles of columns, once for its sums and again, from cache, for the result. For rows of odd width see
 rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... ONE_TILE: every program has one tile and no
-loop. NARROW: the tile's fp32 copy would take more than a quarter of the registers.
+loop (sparsemax's forward has a loop always). NARROW: the tile's fp32 copy would take more than a quarter of the
+registers.
 """
 
 from __future__ import annotations
