@@ -628,8 +628,21 @@ def vision_bert():
     return seen_and_told(transformers.BertConfig(**TEXT, add_cross_attention=True, is_decoder=True))
 
 
-def marian():
-    return tiny_model(transformers.MarianMTModel, decoder_start_token_id=0), {"input_ids": torch.randint(3, 60, (2, 6))}
+def marian(cls=transformers.MarianMTModel):
+    """Its `final_logits_bias` is added to what its head returns."""
+    return tiny_model(cls, decoder_start_token_id=0), {"input_ids": torch.randint(3, 60, (2, 6))}
+
+
+def bart():
+    return marian(transformers.BartForConditionalGeneration)
+
+
+def mbart():
+    return marian(transformers.MBartForConditionalGeneration)
+
+
+def pegasus():
+    return marian(transformers.PegasusForConditionalGeneration)
 
 
 def blip2(name="Blip2", **text):
@@ -679,7 +692,7 @@ def kosmos2_5():
 
 
 SCOPES_OF = {
-    **dict.fromkeys((vision_gpt2, vision_bert, blip2_t5, instruct_blip_t5), ["live"]),
+    **dict.fromkeys((vision_gpt2, vision_bert, blip2_t5, instruct_blip_t5, bart, mbart, pegasus), ["live"]),
     **dict.fromkeys((marian, blip2_bert), ["class", "live"]),
     **dict.fromkeys((kosmos2, kosmos2_5), ["live", "text model"]),
 }
