@@ -81,7 +81,7 @@ class Worker:
         """The value of a call. Raises `WorkerDied` (the process is gone then) or `WorkerError`."""
         with self._starting:
             if self._closed:
-                raise WorkerError("it is closed")
+                raise WorkerError("the worker is closed")
             if is_new := self.process is None:
                 self._start()
         try:

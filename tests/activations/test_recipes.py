@@ -283,7 +283,8 @@ def test_what_is_read_of_an_output(between, autocast, ledger):
         return [x.grad, head.grad]
 
     assert identical(run("cheap"), run("keep"))
-    assert len(ledger.computed) <= count if autocast else len(ledger.computed) == count
+    n_computed = len(ledger.computed)
+    assert n_computed == count or autocast and n_computed < count
 
 
 def test_an_output_can_be_pickled_and_copied():

@@ -63,7 +63,8 @@ def _load_sum(
 def normalised(x, mean, rstd, CASTING: tl.constexpr):
     """(h, h as the forward multiplies it) in fp32."""
     h = (x.to(tl.float32) if mean is None else x.to(tl.float32) - mean) * rstd
-    return h, h.to(x.dtype).to(tl.float32) if CASTING == 0 else h
+    rounded = h.to(x.dtype).to(tl.float32) if CASTING == 0 else h
+    return h, rounded
 
 
 @triton.jit
