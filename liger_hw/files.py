@@ -61,19 +61,23 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     A regular file is replaced as a whole and keeps its mode; a symbolic link stays one, its target is written. Anything
     else, such as /dev/stdout or a FIFO, is written to as a stream.
     """
-    path, target = os.fspath(path), Path(os.path.realpath(path))
-    if not os.path.basename(path):
-        raise IsADirectoryError(errno.EISDIR, "this names a folder, not a file", path)
-    if not os.path.exists(path):
+    path = os.fspath(path)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        if not os.path.basename(path):
+            raise IsADirectoryError(errno.EISDIR, "this names a folder, not a file", path) from None
+        target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, data)
-    elif not os.path.isfile(path):
+        return
+    if not stat.S_ISREG(status.st_mode):
         with open(path, "wb") as file:
             file.write(data)
     elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     else:
-        replace_file(target, data, stat.S_IMODE(os.stat(path).st_mode))
+        replace_file(Path(os.path.realpath(path)), data, stat.S_IMODE(status.st_mode))
 
 
 def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
