@@ -91,9 +91,12 @@ EMPTY = {"no sequences": (0, 3, VOCAB), "no tokens": (2, 0, VOCAB), "all ignored
 
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("mib", [None, 64])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_nothing_counts(lane, name, empty, generator):
+def test_nothing_counts(lane, name, mib, empty, generator, set_env):
     """As in the formulas means over nothing are nan and sums zero; gradients are zero, or nan where the loss is."""
+    if mib is not None:
+        set_env("LIGER_HW_LOSS_MEMORY_MIB", mib)
     op, sample = CASES[name](EMPTY[empty], torch.float32, lane.device, generator)
 
     def ignored(t):

@@ -284,7 +284,7 @@ def plan_groups(
     limit = max(MIN_ROWS, (DEFAULT_MIB << 20) // row_bytes)
     if env.LIGER_HW_LOSS_MEMORY_MIB is not None:
         options = {"gradients": gradients, "with_targets": True, "device": device}
-        limit = plan_chunks(n_rows, hidden, vocab, itemsize, **options).rows
+        limit = max(1, plan_chunks(n_rows, hidden, vocab, itemsize, **options).rows)
     most = MAX_CHUNKS_WITH_TARGETS if gradients and itemsize == 2 else n_rows
     if group > limit or group <= 1:
         return _at_most(most, n_rows, limit, row_bytes, vocab * hidden, False, device)
