@@ -298,19 +298,19 @@ class DeferredLogits:
 
     # -- recorded ----------------------------------------------------------------------------------------------------
 
-    def tanh(self) -> Any:
-        if self._cap is not None:
-            return self.materialise().tanh()
+    def tanh(self, **kwargs: Any) -> Any:
+        if self._cap is not None or kwargs:
+            return self.materialise().tanh(**kwargs)
         return self._derive(lambda x: x.tanh(), cap=1.0)
 
-    def mul(self, other: Any) -> Any:
-        if not _is_number(other):
-            return self.materialise() * _plain(other)
+    def mul(self, other: Any, **kwargs: Any) -> Any:
+        if not _is_number(other) or kwargs:
+            return self.materialise().mul(_plain(other), **kwargs)
         return self._derive(lambda x: x * other, **self._scaled(float(other)))
 
-    def div(self, other: Any) -> Any:
-        if not _is_number(other) or other == 0:
-            return self.materialise() / _plain(other)
+    def div(self, other: Any, **kwargs: Any) -> Any:
+        if not _is_number(other) or other == 0 or kwargs:
+            return self.materialise().div(_plain(other), **kwargs)
         return self._derive(lambda x: x / other, **self._scaled(1.0 / float(other)))
 
     __mul__ = __rmul__ = multiply = mul

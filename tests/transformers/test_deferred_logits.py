@@ -108,6 +108,13 @@ def test_recorded_operations_reach_the_fused_loss(head, hidden, labels, calls, n
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", [torch.div, torch.divide, lambda x, by, **how: x.div(by, **how)])
+def test_a_rounded_quotient_is_computed(head, hidden, form):
+    """A program's forward that divided so ended in a TypeError and ran again, with its logits computed."""
+    logits = form(OutputHead(head, True)(hidden), 0.25, rounding_mode="floor")
+    assert torch.equal(logits, head(hidden).div(0.25, rounding_mode="floor"))
+
+
 def test_only_the_loss_is_replaced_when_not_fused(head, hidden, labels, calls):
     (logits, *found), (real, *expected) = both(head, hidden, lambda x: FUSED["view"](x, labels), fused=False)
     assert calls == {"fused": 0, "plain": 1}
