@@ -1,11 +1,11 @@
 """Measuring candidates on a device: their results are checked, then only the tunable's kernel is timed.
 
-A `Bench` holds one op at one shape. It runs the op once, forward and backward, and keeps the operator calls. For a
-candidate its `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in
-every fresh output; compares the results with the heuristic's (which was compared with the op's reference); and
-captures the kernel's launches alone into a graph. Launches rotate over copies of their arguments that together exceed
-the L2 cache several times. Arguments that a kernel overwrites in place are restored before each replay, outside the
-clock.
+A `Bench` holds one op at one shape. It runs the op once, forward and backward, and keeps the operator calls. For each
+candidate a `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs and with NaN in
+every fresh output. It compares the results with the heuristic's results, which were compared with the op's reference.
+It then captures only the kernel's launches into a graph. Launches rotate over copies of their arguments that together
+exceed the L2 cache several times. Arguments that a kernel overwrites in place are restored before each replay,
+outside the clock.
 
 The tuner calls `LocalMeasurer`, in another process (workers.py).
 """
@@ -45,7 +45,7 @@ COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
 MAX_COPIES = 48
 MOST_ARMS = 12
-"""Number of candidates that stay prepared, each with a graph and some tensors; fewer are timed together."""
+"""Candidates that stay prepared, each with a graph and some tensors. At most this many can be timed together."""
 REPLAY_US = 150.0
 """A replay repeats short kernels up to about this long, so that the graph's launch is negligible."""
 CHECK_BYTES = 2 << 30
@@ -78,7 +78,7 @@ class Bench:
         self.calls: list[Call] = seen.calls
 
     def against_reference(self) -> str:
-        """Why the op and its reference disagree, or `""`, on fewer rows where the full size would not fit.
+        """Why the op disagrees with its reference, or `""`. Runs fewer rows if the full size would not fit in memory.
 
         Raises `Rejected` where a configuration fails to launch.
         """
@@ -148,10 +148,10 @@ class Stage:
         raise Rejected(f"neither the heuristic nor the safe configuration launches: {'; '.join(failed)}")
 
     def _affected(self) -> set[tuple[str, int]]:
-        """The kernels a candidate's time must include: the tunable's, and any other whose launch depends on it.
+        """Kernels that a candidate's time includes: the tunable's, and others whose launches depend on the candidate.
 
-        A persistent backward's grid decides how many partial sums another kernel adds up; a narrow block may need a
-        second kernel. They are found from what the extremes of the space would launch.
+        For example, a persistent backward's grid sets how many partial sums another kernel adds, and a narrow block may
+        need a second kernel. Such kernels are those whose launches differ between the extremes of the search space.
         """
         legal, _ = space.legal(self.tunable, self.target, self.key)
         launched = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
@@ -222,7 +222,7 @@ class Stage:
         return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
-        """The launches on set `number` of the shared tensors; tensors of other shapes are copied for each set."""
+        """The launches on tensor set `number`. A tensor whose layout differs from the set's is copied for each set."""
         steps = []
         copies: dict[tuple, torch.Tensor] = {}
         for one in launches:
@@ -267,7 +267,7 @@ def _roles(one: Launch) -> dict[int, str]:
 
 
 def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
-    """Bytes of the tensors among the arguments, each memory once; with `roles`, tensors overwritten in place twice."""
+    """Bytes of the tensor arguments. Shared memory counts once; with `roles`, memory overwritten in place twice."""
     sizes: dict[int, int] = {}
     for i in _tensor_indices(args) if roles is None else roles:
         size = args[i].numel() * args[i].element_size() * (2 if roles and roles[i] == "inout" else 1)

@@ -1,14 +1,14 @@
-"""Losses over pairs of a chosen and a rejected sequence: what they share, and CPO, SimPO and ORPO (DPO: dpo_loss.py).
+"""Losses over pairs of a chosen and a rejected sequence: their common code, and CPO, SimPO, ORPO (DPO: dpo_loss.py).
 
-A batch holds the P chosen sequences, then the P rejected ones in the same order. With l the log-probability of a
-sequence (the sum of its tokens', or their mean), l_ref the same of the reference model, c = l_chosen - l_ref_chosen and
-r likewise,
+A batch holds the P chosen sequences, then the P rejected ones in the same order. l is the log-probability of a
+sequence: the sum, or the mean, of its tokens' log-probabilities. l_ref is the same under the reference model, 0 without
+one. With c = l_chosen - l_ref_chosen and r = l_rejected - l_ref_rejected,
 
     loss = mean over pairs of pair_loss(c, r) + alpha * nll
     nll = mean over the chosen sequences' tokens of -log p(token)
 
-Only pair_loss differs. A token's slope is known once its pair's log-probabilities are: groups are pairs (see
-log_prob_loss.py).
+Only pair_loss differs. The gradient of a token depends on the log-probabilities of its pair only, so a group (see
+log_prob_loss.py) is a pair.
 
     CPO    -log sigmoid(beta (c - r)); label_smoothing is the share of pairs assumed to be labelled the wrong way round
     SimPO  -log sigmoid(beta (c - r) - gamma), l a mean: the chosen answer must be ahead by a margin; smoothed as CPO
@@ -41,7 +41,7 @@ AVERAGED = {"dpo_ipo"}
 
 
 class Pairs(NamedTuple):
-    """A loss over pairs. grouped: tokens that count [pairs, 2], l_ref [pairs, 2] or None; shared: tokens of the nll."""
+    """A loss over pairs. Seen.grouped: counts of tokens [pairs, 2], l_ref [pairs, 2] or None; shared: nll's count."""
 
     kind: str
     beta: float
@@ -143,7 +143,7 @@ def preference_loss(
         check(False, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")
     counted = target != ignore_index
     half = batch // 2
-    # a float, so that averages can divide by it: 0 / 0 is nan, as in torch's mean of no elements
+    # token counts are floats: 0 / 0 is then nan, as in torch's mean of no elements
     wide = torch.promote_types(x.dtype, torch.float32)
     counts = counted.sum(-1).view(2, half).t().to(wide)
     ref_sums = None
@@ -186,7 +186,7 @@ class PairLoss(LossModule):
 
 
 def _smoothed_margin(chosen, rejected, numbers):
-    """-log sigmoid of (the margin minus SimPO's gamma)."""
+    """-log sigmoid(beta (c - r) - gamma) with label smoothing; gamma is 0 for CPO."""
     margin, e = numbers.beta * (chosen - rejected) - numbers.extra, numbers.label_smoothing
     return -(1 - e) * F.logsigmoid(margin) - e * F.logsigmoid(-margin)
 
@@ -206,8 +206,8 @@ def _smoothed_pairs(name: str, *numbers: float, **named: float) -> Pairs:
 class LigerFusedLinearCPOLoss(PairLoss):
     """CPO on a linear head.
 
-    alpha: weight of the negative log-likelihood, added with compute_nll_loss. average_log_prob: sequences count by the
-    mean of their tokens' log-probabilities instead of the sum.
+    alpha: weight of the negative log-likelihood, added with compute_nll_loss. average_log_prob: l is the mean
+    of a sequence's token log-probabilities instead of their sum.
     """
 
     name = "liger_fused_linear_cpo"
@@ -266,7 +266,7 @@ LigerFusedLinearSimPOFunction = function_of(
 
 
 def _log_odds_ratio(chosen, rejected):
-    """log(1 - exp(l)) is computed by expm1: l is near 0 where the model is sure."""
+    """log(odds(c) / odds(r)). Uses expm1 for 1 - exp(l), since l is near 0 where the model is certain."""
     chosen_odds, rejected_odds = (logp - torch.log(-torch.expm1(logp)) for logp in (chosen, rejected))
     return chosen_odds - rejected_odds
 
@@ -288,7 +288,7 @@ PAIR_METRICS["orpo"] = _odds_metrics
 class LigerFusedLinearORPOLoss(PairLoss):
     """ORPO on a linear head.
 
-    beta: weight of the odds ratio.
+    beta: weight of -log sigmoid(log odds ratio).
     """
 
     name = "liger_fused_linear_orpo"
@@ -311,7 +311,7 @@ class LigerFusedLinearORPOLoss(PairLoss):
         nll_target: torch.Tensor | None = None,
     ) -> Output:
         """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab];
-        nll_target: the nll's own targets, where it covers the prompt too.
+        nll_target: targets of the nll if not `target`, for example to include the prompt.
 
         Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
         nll_loss, chosen_rewards [pairs], rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32.

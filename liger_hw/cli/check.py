@@ -37,7 +37,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         screen.update(f"[2/3] building the model of a {type(config).__name__} without weights")
         model = _model(config)
         screen.update(
-            f"[3/3] running the parts of {type(model).__name__} on small inputs, beside the kernels' references"
+            f"[3/3] running the parts of {type(model).__name__} on small inputs, to compare them with the references"
         )
         function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
         report = function(model=model)
@@ -50,13 +50,13 @@ def run_check(arguments: argparse.Namespace) -> int:
         rows = [dict(zip(names, (*group, count))) for group, count in groups.items()]
         print(json_text({"model": type(model).__name__, "model_type": config.model_type, "call": call, "rows": rows}))
     else:
-        how = "(model); its family has no function" if function is patch else "(), before or after a model is made"
+        how = "(model); its family has no function" if function is patch else "(), before or after building a model"
         print(fold(f"{type(model).__name__}, model type {config.model_type}\n{report}\nDo it: {call}{how}"))
     return 0 if report.patched else 1
 
 
 def _config(name: str) -> Any:
-    """The configuration of this name. Raises `UsageError` that says what was tried."""
+    """The configuration of this name. Raises `UsageError` with the reason and a model type that works."""
     from transformers import CONFIG_MAPPING
 
     from ..autotune import models

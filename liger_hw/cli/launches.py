@@ -19,17 +19,17 @@ def explain_arguments(parser: argparse.ArgumentParser) -> None:
     add("op", help="name of an op, for example rms_norm")
     add("--shape", type=shape, metavar="AxB", help="problem sizes (default: each of the op's own workloads)")
     add("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
-    names = "cuda:0, xpu, cpu, or what need not be here: a device such as h200, mi300x, max1550, an architecture such "
-    add("--device", help=names + "as sm90 (default: the one here)")
+    names = "cuda:0, xpu or cpu; or, even if not in this machine, a device such as h200, mi300x or max1550, or an "
+    add("--device", help=names + "architecture such as sm90 (default: this machine's device)")
     add("--json", action="store_true", help="print JSON")
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device h200]`: what `registry.explain` says.
 
-    If Triton is installed, also which kernels one forward and backward with default options launches, including kernels
-    of other ops (a loss's sums, the scaling of its gradients). Works for a device that is not in this machine too: name
-    it (h200) or its architecture (sm90).
+    With Triton installed it also lists the kernels that one forward and backward with default options launches. These
+    include kernels of other ops, such as a loss's sums and the scaling of its gradients. The device need not be in this
+    machine: name it (h200) or its architecture (sm90).
     """
     from .. import registry
 
@@ -51,7 +51,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
             print(f"workload {name}: {'x'.join(map(str, shapes[name]))}")
         for one, launched in explanations:
             head, *answers = str(one).splitlines()
-            if launched == [] or runs_reference:  # nothing takes its configuration
+            if launched == [] or runs_reference:  # no launch uses this configuration
                 answers = [line.replace(": taken", ": would be taken") for line in answers]
             if launched is not None:
                 head = f"{head}: {_in_words(launched)}"
@@ -80,11 +80,11 @@ def _unasked(target: Any) -> str:
     from ..runtime import triton_import as _triton
 
     if registry.interpreting():
-        return "not all are launched at every size, which is not told where kernels are interpreted"
+        return "some are not launched at every size; which ones is unknown while kernels are interpreted"
     if target.vendor == "cpu":
         return "on the cpu its reference in torch runs, and none is launched"
     if not _triton.AVAILABLE:
-        return "not all are launched at every size, which is only told where Triton is installed"
+        return "some are not launched at every size; install Triton to see which"
     return ""
 
 
@@ -133,7 +133,7 @@ def compile_arguments(parser: argparse.ArgumentParser) -> None:
     depths = "quick: first workload (default); deep: with every option set; full: every workload with every option set"
     add("--depth", choices=DEPTHS, default="quick", help=depths)
     add("--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: one a core)")
-    add("--timeout", type=positive, default=300, metavar="SECONDS", help="a kernel may take (default 300)")
+    add("--timeout", type=positive, default=300, metavar="SECONDS", help="limit for compiling a kernel (default 300)")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -168,7 +168,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
         screen.end()
         raise UsageError(f"compile: {error}") from None
     certificates, seen, bad = [], set(), 0
-    screen = StatusLine()  # its clock starts with the compiler
+    screen = StatusLine()  # a new one, whose clock starts with compilation
     with CompilePool(arguments.workers, arguments.timeout) as pool:
         for certificate in aot.certify(launches, pool):
             certificates.append(certificate)

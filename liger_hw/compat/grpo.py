@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.transformers.grpo_loss` and `liger_kernel.ops.grpo_loss`, beside `triton_grpo_loss`."""
+"""What `liger_kernel.transformers.grpo_loss` and `liger_kernel.ops.grpo_loss` export besides `triton_grpo_loss`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _reduce_grpo_loss(
     max_completion_length: int | None,
     num_items_in_batch: torch.Tensor | int | float | None = None,
 ) -> torch.Tensor:
-    """The loss type's mean of losses [batch, length], over tokens whose mask is not 0.
+    """Reduce losses [batch, length] to a scalar, as the loss type defines, over tokens whose mask is not 0.
 
-    max_completion_length: dr_grpo's; None: the width of the losses.
+    max_completion_length: tokens a sequence in dr_grpo's denominator (default: `length`).
     """
     mask = torch.ones_like(per_token_loss, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     length = per_token_loss.shape[1] if max_completion_length is None else max_completion_length
@@ -51,12 +51,12 @@ def _reduce_grpo_loss(
 
 
 _ARGUMENTS = (*[*inspect.signature(triton_grpo_loss).parameters][:21], "phi_seq")
-"""Liger's function takes `triton_grpo_loss`'s, without VESPO's numbers, and phi_seq."""
+"""Arguments of Liger's function: all of `triton_grpo_loss`'s but VESPO's parameters, then phi_seq."""
 
 
 class GrpoLossFunction:
-    """`triton_grpo_loss` with all arguments by position, reduced by default: (loss, KL or None, share of clipped
-    tokens). Raises `NotImplementedError` for phi_seq, the weights of a sequence that VESPO makes."""
+    """`triton_grpo_loss` with positional arguments, reduced by default. Returns (loss, KL or None, share of clipped
+    tokens). Raises `NotImplementedError` for phi_seq, VESPO's weight of each sequence."""
 
     @staticmethod
     def apply(*args: Any) -> tuple:

@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes, for your own chunked losses.
+"""Liger's base classes for custom chunked losses, which `liger_kernel.chunked_loss.fused_linear_*` export.
 
 A subclass defines its loss as a function of log-probabilities or of logits, and the `forward` and `backward` of an
 autograd Function, which call the base's:
@@ -44,11 +44,11 @@ from ..kernels.losses.loss_gradient import scale_gradient
 from ..runtime.operator import check, check_indices, first_order
 
 Chunk = list[slice]
-"""The sequences or rows of a chunk; for pairs two slices, the chosen ones first."""
+"""Slices of the batch that form a chunk: one slice, or for pairs two, the chosen sequences first."""
 
 
 def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
-    """0..n in `count` chunks of one size, as in torch.chunk, with one slice for each of the added offsets."""
+    """Split 0..n into `count` chunks as torch.chunk does. A chunk has one slice for each offset, shifted by it."""
     size = max(1, -(-n // max(1, count)))
     starts = range(0, max(1, n), size)
     return [[slice(at + start, at + min(start + size, n)) for at in offsets] for start in starts]
@@ -98,9 +98,9 @@ def _sum_of_chunks(
 
 
 def _loss_and_gradients(leaves: tuple, chunk_loss: Callable[..., Any], chunk: Chunk) -> tuple[tuple, list]:
-    """((loss, *metrics) of a chunk, the gradients of the leaves that require one), which keep no graph alive.
+    """((loss, *metrics) of a chunk, the gradient of each leaf or None if it requires none), all without a graph.
 
-    A loss that does not depend on any of them has gradients of zero.
+    The gradients of a loss that depends on no leaf are zero.
     """
     trained = [t for t in leaves if t is not None and t.requires_grad]
     with torch.enable_grad():
@@ -161,7 +161,7 @@ class _Base(torch.autograd.Function):
     @classmethod
     @torch.compiler.disable
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Runs outside of torch.compile's graphs: it cannot trace a forward that computes gradients."""
+        """Runs outside torch.compile's graphs: torch.compile cannot trace a forward that computes gradients."""
         return super().apply(*args, **kwargs)
 
 
@@ -169,8 +169,8 @@ class LigerFusedLinearPreferenceBase(_Base):
     """A loss over pairs of a chosen and a rejected sequence. A batch holds all chosen sequences, then the rejected.
 
     The loss is alpha * nll + preference_loss_fn(chosen_logps [pairs of the chunk], rejected_logps, full_target,
-    beta=beta, **loss_kwargs), with ref_chosen_logps and ref_rejected_logps where use_ref_model. It returns the loss, or
-    a tuple of the loss and metrics. nll: the mean over the chosen sequences' tokens, zero without compute_nll_loss.
+    beta=beta, **loss_kwargs). With use_ref_model the function also gets ref_chosen_logps and ref_rejected_logps. It
+    returns the loss or (loss, *metrics). nll: mean over the chosen sequences' tokens; zero without compute_nll_loss.
     """
 
     @staticmethod
@@ -241,7 +241,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
     """A loss over single sequences, each good or bad.
 
     The loss is preference_loss_fn(log_probs [sequences of the chunk], preference_labels [the same], full_target,
-    **loss_kwargs), with ref_log_prob_chunk where use_ref_model. It returns the loss, or a tuple of it and metrics.
+    **loss_kwargs). With use_ref_model the function also gets ref_log_prob_chunk. It returns loss or (loss, *metrics).
     """
 
     @staticmethod
@@ -266,7 +266,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
         """_input: [batch, length, hidden]; target: [batch, length]; preference_labels: [batch], true for good ones;
         chunk_size: sequences in a chunk.
 
-        Returns (loss, (sums over good and over bad sequences of log-probabilities, the same of logits, *metrics)).
+        Returns (loss, (good_logps_sum, bad_logps_sum, good_logits_sum, bad_logits_sum, *metrics)).
         """
         if preference_labels is None:
             check(False, cls.__name__, "preference_labels must be provided: a bool for each sequence")
@@ -297,10 +297,10 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
 class LigerFusedLinearDistillationBase(_Base):
     """A student's head trained on a teacher's head and on true labels.
 
-    The loss is weight_hard_loss * hard + weight_soft_loss * soft, both divided by the number of rows that are not
-    ignored. hard: the cross entropy with the labels; soft: distillation_loss_fn(student_logits [rows of the chunk,
-    vocab], teacher_logits, target=labels, ignore_index=ignore_index, beta=beta, **loss_kwargs), a sum over rows, of
-    logits over temperature. If the teacher's vocabulary is larger, the student's missing logits are zero.
+    The loss is (weight_hard_loss * hard + weight_soft_loss * soft) / number of rows that are not ignored. hard: the sum
+    of the cross entropy with the labels. soft: distillation_loss_fn(student_logits [rows of the chunk, vocab],
+    teacher_logits, target=labels, ignore_index=ignore_index, beta=beta, **loss_kwargs), which returns a sum over rows
+    and gets logits / temperature. If the teacher's vocabulary is larger, the student's missing logits are zero.
     """
 
     @staticmethod
@@ -325,9 +325,9 @@ class LigerFusedLinearDistillationBase(_Base):
         return_soft_hard_loss=False,
         **loss_kwargs,
     ):
-        """Inputs: [rows, hidden], of the teacher's own hidden size; target: [rows]; chunk_size: rows in a chunk.
+        """student_input, teacher_input: [rows, hidden], hidden may differ; target: [rows]; chunk_size: rows in a chunk.
 
-        Returns the loss, or with return_soft_hard_loss (loss, soft, hard), of which the loss alone has a gradient.
+        Returns the loss; with return_soft_hard_loss (loss, soft, hard), where only the loss is differentiable.
         """
         check_indices(cls.__name__, "target", target, student_input)
         n_counted = (target != ignore_index).sum().clamp_min(1)
@@ -361,9 +361,9 @@ class LigerFusedLinearDistillationBase(_Base):
 class LigerFusedLinearPPOBase(_Base):
     """A policy loss of the log-probabilities of chosen tokens.
 
-    The loss is ppo_loss_fn(per_token_logps=[sequences of the chunk, length], attention_mask=, advantages=,
-    ref_per_token_logps=, old_per_token_logps=, vllm_is_ratio= of the chunk (or None), full_attention_mask=[batch,
-    length], and the options by name), a tuple of the loss and a sequence of metrics.
+    ppo_loss_fn returns (loss, metrics). It gets by name: per_token_logps [sequences of the chunk, length]; the chunk's
+    attention_mask, advantages, ref_per_token_logps, old_per_token_logps and vllm_is_ratio (the last three may be None);
+    full_attention_mask [batch, length]; and the loss options of `forward`, from epsilon_low on.
     """
 
     @staticmethod
@@ -404,8 +404,8 @@ class LigerFusedLinearPPOBase(_Base):
     ):
         """_input: [batch, length, hidden]; selected_token_ids, attention_mask, ref_per_token_logps,
         old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; vllm_is_ratio: [batch], [batch, 1]
-        or [batch, length]; chunk_size: sequences in a chunk. use_ref_model takes the reference model's
-        log-probabilities, or else its head.
+        or [batch, length]; chunk_size: sequences in a chunk. use_ref_model needs ref_per_token_logps, or ref_input and
+        ref_weight to compute them.
 
         Returns (loss, metrics).
         """
@@ -463,16 +463,16 @@ class LigerFusedLinearPPOBase(_Base):
 
     @staticmethod
     def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
-        """Log-probabilities [batch, length] of the tokens, with gradients, without the logits of all of them."""
+        """Differentiable log-probabilities [batch, length] of the tokens, without storing the logits of all tokens."""
         weight, bias = (t if t is None else t.to(input_chunk.dtype) for t in (weight, bias))
         return liger_fused_linear_log_probs(input_chunk, weight, selected_token_ids, bias, temperature)
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
-        """The divisor of a process's sum over tokens in DAPO, CISPO and VESPO, at least 1.
+        """DAPO, CISPO and VESPO divide each process's sum over tokens by this number, at least 1.
 
-        It is the number of tokens of all processes over the number of processes. num_items_in_batch: that number of
-        tokens; without it the masks are summed over the processes of torch.distributed.
+        It is the number of tokens of all processes, divided by the number of processes. num_items_in_batch: the number
+        of tokens of all processes; if None, the masks are summed over the processes of torch.distributed.
         """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if num_items_in_batch is not None:

@@ -1,14 +1,14 @@
-"""The kernels of softmax and sparsemax: maps of a row to a row of its shape, y = f(x), whose backward needs y alone.
+"""The kernels of softmax and sparsemax. Both map a row x to a row y of its width; backward needs dy and y, but not x.
 
-Both ops have the same four kernels, which differ where they ask SPARSE, whether the op is sparsemax. Backward is
-dx = w * (dy - shift): for softmax w = y and shift = sum(y * dy); for sparsemax w = 1 where y > 0, else 0, and shift is
-the mean of dy there.
+Both ops use the same four kernels; SPARSE selects sparsemax. Backward is dx = w * (dy - shift). Softmax has w = y and
+shift = sum(y * dy). Sparsemax has w = 1 where y > 0, else 0, and shift is the mean of dy where y > 0.
 
-Each direction has two kernels: one that holds a tile of whole rows in registers, and one that reads a row too wide for
-that in tiles of columns, once for its sums and again, from cache, for the result. For rows of odd width see
-rows/row.py. Program p takes the tiles, or the rows, p, p + programs, ... ONE_TILE: every program has one tile and no
-loop (sparsemax's forward has a loop always). NARROW: the tile's fp32 copy would take more than a quarter of the
-registers.
+Each direction has two kernels. One keeps a tile of whole rows in registers. The other is for a row too wide for that:
+it reads the row in tiles of columns, first for the sums and then again, from cache, for the result. For rows of odd
+width see rows/row.py. Program p computes the tiles (or rows) p, p + programs, p + 2 programs, ...
+
+ONE_TILE: every program has one tile, so no loop over tiles is compiled, except in sparsemax's forward.
+NARROW: the tile's fp32 copy would take more than a quarter of the registers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
 @triton.jit
 def _exp(x, anchor):
-    """exp(x - anchor) in three instructions; tl.exp takes twice as many, to be right for results below 1e-38 too."""
+    """exp(x - anchor) in three instructions. tl.exp takes six, to be accurate for results below 1e-38 too."""
     return tl.exp2((x - anchor) * 1.4426950408889634)
 
 
@@ -48,8 +48,8 @@ def _exp(x, anchor):
 def _exp_folded(x, anchor, log2_base):
     """`_exp` in two instructions: the compiler fuses the first product with the subtraction.
 
-    Then only the anchor's product is rounded, which multiplies a row by one factor. The division by the row's sum
-    cancels it. `_log2_base` bounds the factor.
+    Only the anchor's product is rounded. That error multiplies the whole row by one factor, which the division by the
+    row's sum cancels. `_log2_base` bounds the factor.
     """
     return tl.exp2(x * log2_base - anchor * log2_base)
 
@@ -78,8 +78,8 @@ def _below_2_30(x, top):
 
 @triton.jit
 def _softmax(x, NARROW: tl.constexpr):
-    """Softmax of whole rows [ROWS, columns]. A NARROW row is kept in its 16-bit dtype across both reductions and its
-    exponentials are computed twice: their fp32 values would not fit the registers."""
+    """Softmax of whole rows [ROWS, columns]. A NARROW row stays in its 16-bit dtype, and its exponentials are
+    computed twice, because their fp32 values would not fit the registers."""
     top = tl.max(x.to(tl.float32), axis=1)[:, None]
     if NARROW and x.dtype != tl.float32:
         x, top = _below_2_30(x, top)
@@ -101,8 +101,8 @@ def _take_exponentials(x, highest, total):
 
 @triton.jit
 def _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """Softmax of a row wider than BLOCK_SIZE. A tile is LANES groups of the elements that a thread loads at once. Each
-    group has its own running maximum and sum, so that threads exchange nothing until the whole row is read."""
+    """Softmax of a row wider than BLOCK_SIZE. A tile is LANES groups; a group is what one thread loads at once. Each
+    group has a running maximum and sum, so threads exchange nothing until the whole row is read."""
     block_cols = tl.arange(0, BLOCK_SIZE)
     y_type = y_ptr.dtype.element_ty
     n_body = body_width(n_cols, head, VECTOR)
@@ -159,9 +159,9 @@ def _above(z, tau):
 
 @triton.jit
 def _sparsemax(x, exist):
-    """Sparsemax of whole rows [ROWS, columns], which stay in registers through all of Newton's steps."""
+    """Sparsemax of whole rows [ROWS, columns]: Newton's method for the threshold tau, with the rows in registers."""
     z = x.to(tl.float32)
-    z = tl.where(exist, z - _finite(tl.reduce(z, 1, _larger)[:, None]), 0.0)  # rows past the end: something finite
+    z = tl.where(exist, z - _finite(tl.reduce(z, 1, _larger)[:, None]), 0.0)  # rows past the end: any finite value
     tau = tl.full([z.shape[0], 1], -1.0, dtype=tl.float32)
     count = tl.full([z.shape[0], 1], float("inf"), dtype=tl.float32)
     shrinking = tl.program_id(0) >= 0  # true
@@ -177,7 +177,7 @@ def _sparsemax(x, exist):
 
 @triton.jit
 def _lane_sums(x, LANES: tl.constexpr):
-    """[LANES] sums, each of the adjacent elements of one thread's vector load: accumulators in few registers."""
+    """Sums [LANES], each over the elements of one vector load of a thread, so that accumulators take few registers."""
     return tl.sum(tl.reshape(x, [LANES, x.shape[0] // LANES]), axis=1)
 
 
@@ -193,7 +193,7 @@ def _take_support(x, top, tau, above, members):
 def _sparsemax_in_tiles(
     x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Sparsemax of a row wider than BLOCK_SIZE, which is read again, from cache, in each of Newton's steps."""
+    """Sparsemax of a row wider than BLOCK_SIZE. Each step of Newton's method reads the row again, from cache."""
     block_cols = tl.arange(0, BLOCK_SIZE)
     y_type = y_ptr.dtype.element_ty
     n_body = body_width(n_cols, head, VECTOR)
@@ -349,7 +349,7 @@ def _row_map_bwd_kernel(
 
 @triton.jit
 def _load_weighted(Y_ptr, DY_ptr, cols, mask, SPARSE: tl.constexpr, EVICT: tl.constexpr):
-    """(w, dy) of some columns in fp32, all if mask is None; where SPARSE, dy is 0 outside the support."""
+    """(w, dy) at these columns in fp32; mask None loads unmasked. With SPARSE, dy is 0 outside the support."""
     if mask is None:
         w = tl.load(Y_ptr + cols, eviction_policy=EVICT).to(tl.float32)
         dy = tl.load(DY_ptr + cols, eviction_policy=EVICT).to(tl.float32)
@@ -417,14 +417,14 @@ def _row_map_bwd_looped_kernel(
 
 
 _WIDEST_TILE = 32768
-"""Columns a program holds at most: one fp32 copy of the row is half the registers of a multiprocessor."""
+"""The widest row a program keeps in registers: its fp32 copy takes half the registers of a multiprocessor."""
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Whole rows, several programs a multiprocessor; for wide fp32 rows one program, that prefetches its next row.
+    """Whole rows, with several programs a multiprocessor. Wide fp32 rows: one program, which prefetches its next row.
 
-    Rows whose fp32 copies would spill go in tiles of at most 32 KiB, by as many warps as are allowed, so that the
-    second sweep follows soon and finds the row in L2. If all rows fit the device at once, each has its own program.
+    Rows whose fp32 copies would spill are read in tiles of at most 32 KiB. Many warps make the first sweep short, so
+    that the second one still finds the row in L2. If all rows fit the device at once, each program gets one row.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
@@ -511,7 +511,7 @@ def row_map(
 
 
 def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], sparse: bool) -> None:
-    """Launch over row tiles, on a persistent grid if the plan has one; the first tensor's rows may have gaps."""
+    """Launch over row tiles, on a persistent grid if the plan has one. Only the first tensor's rows may be strided."""
     n_rows, n_cols, stride = rows_of(tensors[0])
     if not n_rows:
         return

@@ -3,11 +3,12 @@
 For a row of logits s over the whole vocabulary of V, target y and smoothing e, with lse = log(sum(exp(s))):
     pytorch   loss = (1 - e) (lse - s[y]) + e (lse - mean(s))
     megatron  the same with e V / (V - 1) for e
-    mode "global" takes the mean over the whole vocabulary; "partition" over each rank's own part, V being its width, as
-    Megatron does: the ranks' losses then differ, and a row exchanges one number less
+
+Mode "global" takes the mean over the whole vocabulary. Mode "partition", as in Megatron, takes the mean and V of each
+rank's part only, so the ranks' losses differ and each row exchanges one number less.
 Each rank of the group holds a part of the columns, in the order of the ranks; parts may be unequal (vocab_parts.py).
-Rows whose target is ignore_index have no loss and a gradient of exactly zero. A target that no rank holds has the score
-0 and no gradient of its own.
+Rows whose target is ignore_index have no loss and a gradient of exactly zero. A target outside the vocabulary has the
+score s[y] = 0; without smoothing the gradient of its row is the softmax.
 Everything is computed in fp32, and so is the loss.
 Saved for backward: the logits and one log-sum-exp a row. The forward reads the logits once and exchanges the widths of
 the parts and two numbers a row (three with smoothing); backward reads the logits once and exchanges nothing.
@@ -62,7 +63,7 @@ def vocab_parallel_cross_entropy_reference(
     label_smoothing_formula: str = "pytorch",
     label_smoothing_mode: str = "global",
 ) -> torch.Tensor:
-    """The specification for one rank, which holds the whole vocabulary; in fp32, or in fp64 for fp64."""
+    """The specification for one rank with the whole vocabulary. Computes in fp32, or in fp64 for fp64 logits."""
     s = vocab_parallel_logits.to(torch.promote_types(vocab_parallel_logits.dtype, torch.float32))
     smoothing = _smoothing(label_smoothing, label_smoothing_formula, s.shape[-1])
     ignored = target == ignore_index
@@ -73,7 +74,7 @@ def vocab_parallel_cross_entropy_reference(
 
 
 def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
-    """width: a number or a tensor; with one column any value gives the same loss."""
+    """The e of the formula for V = width. With one column any e gives the same loss, so V - 1 is clamped to 1."""
     if formula != "megatron":
         return smoothing
     return smoothing * width / ((width - 1).clamp_min(1) if isinstance(width, torch.Tensor) else max(width - 1, 1))
@@ -167,16 +168,15 @@ def liger_vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Per-token cross entropy of logits split over a process group along the vocabulary.
 
-    label_smoothing_formula: `pytorch`, or `megatron`, which smooths by V / (V - 1) times as much; label_smoothing_mode:
-    `global` over the whole vocabulary, `partition` over each rank's part.
+    label_smoothing_formula: `pytorch`, or `megatron`, which multiplies label_smoothing by V / (V - 1).
+    label_smoothing_mode: smooth over the whole vocabulary (`global`) or over each rank's part (`partition`).
 
     vocab_parallel_logits: [..., n_cols], this rank's part; fp32, fp16 or bf16 (fp64 on the CPU). target: [...] int64 or
-    int32, indices of the whole vocabulary, the same on every rank. tp_group: a ProcessGroup, or None for a whole
-    vocabulary. Returns the loss of every token in fp32, the same on every rank (but see the mode "partition"). Every
-    rank must call it.
-    A target outside the vocabulary has score 0, as in Megatron, whose programs then multiply such losses by zero: the
-    loss is the log-sum-exp and the gradient the softmax, both finite. With LIGER_HW_CHECK_TARGETS=1 it raises
-    `IndexError`.
+    int32, indices into the whole vocabulary, the same on every rank. tp_group: a ProcessGroup, or None if this rank has
+    the whole vocabulary. Returns the loss of every token in fp32; ranks get the same loss unless the mode is
+    `partition`. Every rank must call it.
+    A target outside the vocabulary has score 0, as in Megatron: its loss is the log-sum-exp and its gradient the
+    softmax, both finite, so that a mask can remove them. With LIGER_HW_CHECK_TARGETS=1 it raises `IndexError`.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     check_tensors(_NAME, vocab_parallel_logits=vocab_parallel_logits)

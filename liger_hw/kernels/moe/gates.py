@@ -1,10 +1,10 @@
-"""Between the two products of fused_moe: the gate of every row and its backward, a row a program.
+"""The gate of fused_moe, which runs between its two matrix products, and the gate's backward.
 
-    gate       act = act(g) * (u + up_offset) of a row's pre-activations z, to which it adds the bias
+    gate       adds the bias to the pre-activations z = (g, u) of a row, in place; act = act(g) * (u + up_offset)
     gate_bwd   dz from da, and the gradient of the row's routing weight, da . act
 
-Everything is fp32 and rounded once. Rows without an expert are not written, except in z: forward returns z, and so
-zeroes them. The gradient of their weight is 0.
+Everything is computed in fp32 and rounded once. Rows without an expert are not written, with one exception: forward
+zeroes them in z, because it returns z. The gradient of their routing weight is 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _gated(
     UP_OFFSET: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """(act(gate) * (up + UP_OFFSET), its derivative by gate, by up) in fp32; what is not used is not computed."""
+    """(act(gate) * (up + UP_OFFSET), its derivative by gate, by up) in fp32; the compiler drops unused results."""
     by_gate = tl.full(gate.shape, 1.0, tl.float32)
     by_up = by_gate
     if LIMIT > 0.0:
@@ -59,7 +59,7 @@ def _gated(
 
 @triton.jit
 def _biased(Z_ptr, Bias_ptr, cols, mask):
-    """A row's pre-activations at these columns, after the bias was added to them in place."""
+    """Add the bias to a row's pre-activations at these columns, in place, and return them."""
     z = tl.load(Z_ptr + cols, mask=mask, other=0.0)
     if Bias_ptr is not None:
         z = (z.to(tl.float32) + tl.load(Bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)).to(z.dtype)
@@ -102,7 +102,7 @@ def _fused_moe_gate_kernel(
     CONCATENATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Act[row] = the gate of Z[row] + Bias[expert], which is stored in Z; with Weights_ptr, times the slot's weight.
+    """Z[row] += Bias[expert], then Act[row] = the gate of Z[row]; with Weights_ptr, times the slot's weight.
 
     Backward passes weights. Forward passes None, and zeroes the rows of Z that have no expert.
     """
@@ -153,7 +153,7 @@ def _fused_moe_gate_bwd_kernel(
     CONCATENATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """DZ[row] from DA[row] and Z[row]; DWeights[slot] = DA[row] . act, with a bias plus DOut[token] . Bias[expert]."""
+    """DZ[row] from DA[row] and Z[row]; DWeights[slot] = DA[row] . act (+ DOut[token] . Bias[expert] if not None)."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order_ptr + row)
     expert = tl.load(Index_ptr + slot).to(tl.int64)
@@ -204,7 +204,7 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _gate_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """The same columns. With more than 512 of them a thread takes 32 bytes, since this kernel reads a column once."""
+    """`_heuristic`, but 32 bytes a thread above 512 columns, since this kernel reads each column once."""
     config = _heuristic(target, key)
     block = config.blocks["BLOCK_SIZE"]
     return config if block <= 512 else replace(config, num_warps=target.warps(block, 32 // key[2], 8))
@@ -239,7 +239,7 @@ def gated(z, bias, weights, top_k_index, gate: Gate, where: Routing, n_experts: 
 def gated_bwd(
     da, z, weights, dout, down_bias, top_k_index, gate: Gate, where: Routing, n_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dz like z, the gradient of the weights [T, K]) from da [M, inner], and dout [T, H] for the bias [E, H]."""
+    """(dz like z, the gradient of the weights [T, K]) from da [M, inner]; dout [T, H] is for down_bias [E, H]."""
     (n_tokens, top_k), inner = weights.shape, da.shape[1]
     dz, dweights = torch.empty_like(z), torch.empty_like(weights)
     plan = GATE_BWD.plan(z.device, _key(n_tokens, 0, inner, 0, top_k, z.itemsize))

@@ -40,7 +40,7 @@ _OTHER_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNo
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """A module without children whose class, or one it derives from, is named a norm."""
+    """Whether a module has no children, and "norm" in the name of its class or of a base class."""
     if isinstance(module, _OTHER_NORMS) or module._modules:
         return False
     return any("norm" in base.__name__.lower() for base in type(module).__mro__ if base.__name__ != "PreTrainedModel")
@@ -107,8 +107,8 @@ class _Variant:
 
 @dataclass(frozen=True)
 class _Groups:
-    """How many columns are normalised together: all, or as the module's attribute `name` says, which is a number of
-    columns, or of groups (count)."""
+    """How many columns are normalised together: all of them if `name` is empty. Otherwise the module's attribute
+    `name` is the number of columns in a group or, with `count`, the number of groups."""
 
     name: str = ""
     count: bool = False
@@ -147,13 +147,13 @@ class _GatedVariant:
         return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready)
 
 
-# -- how it is run, and how the variant is recognised -----------------------------------------------------------------
+# -- running copies of the module to recognise its variant ------------------------------------------------------------
 
 _LOW, _HIGH = torch.bfloat16, torch.float32
 _PROBE_EPS = 0.25
 """Replaces the module's epsilon: large relative to the variance, so that a wrong epsilon cannot agree."""
 _SMALL = 2e-3
-"""Size of the inputs if epsilon is a number in the code, for the same reason."""
+"""Scale of the inputs if epsilon is a constant in the code, so that their variance is small beside it."""
 _MISMATCHES = 0.02
 """Share of low-precision results that may differ by one rounding: the references' sums run in another order."""
 _WIDTH = 64
@@ -213,10 +213,10 @@ class _Probe:
                 yield _Variant("layer_norm", offset, weight, bias)
 
     def _with_casting_mode(self, eps: str | float, variant: _Variant) -> Match | Refused:
-        """The match of a variant that agrees in fp32, with the casting mode that rounds alike in bf16.
+        """The match of a variant that agrees in fp32, with a casting mode that rounds as the module does in bf16.
 
-        A mode that agrees also where the weights are kept in fp32 beside bf16 inputs is preferred. Where none does, the
-        match holds for inputs of the weight's dtype only.
+        Prefers a mode that also agrees for fp32 weights with bf16 inputs. If no mode does, the match covers only inputs
+        in the weight's dtype.
         """
         kernel = variant.kernel
         good = [mode for mode in variant.modes if self._rounds_alike(eps, variant, mode, _LOW)]
@@ -238,7 +238,7 @@ class _Probe:
         return variant.match(eps, mode, one_dtype=not mixed, outside_autocast=outside)
 
     def _elsewhere(self, eps: str | float, variant: _Variant, mode: str) -> str:
-        """The case in which a variant does not agree (other shapes, large numbers, eval mode, fp16), or ""."""
+        """The first case (another shape, large numbers, eval mode, fp16) where the variant differs, or ""."""
         first = self.x
         cases = [(x, 1.0, "") for x in (first, *self.others)]
         cases.append((first, LARGE if isinstance(eps, str) else LARGE / _SMALL, f" of about {LARGE:g}"))
@@ -259,7 +259,7 @@ class _Probe:
     def _rounds_alike(
         self, eps: str | float, variant: _Variant, mode: str, w_dtype: torch.dtype, x_dtype: torch.dtype = _LOW
     ) -> bool:
-        """Whether results of inputs in `x_dtype`, with weights in `w_dtype`, differ by one rounding in a few places."""
+        """Whether the module and the reference differ, in these dtypes, in few elements and by one rounding at most."""
         expected = self._original(eps, x_dtype, w_dtype)
         if isinstance(expected, str):  # torch's norms refuse mixed dtypes, so the kernel may too
             return w_dtype is not x_dtype
