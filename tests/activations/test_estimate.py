@@ -65,7 +65,7 @@ def test_how_far_off_the_changelog_says_that_granite_is():
     model, rows = measured("granite")
     one = estimates(model, 2, 4096, *H200)
     ratios = [e.tokens_per_second / rows[arm]["tokens_per_second"] for arm, e in zip(ARMS, one)]
-    assert ratios == pytest.approx([1.32, 1.43, 0.99], abs=0.01)
+    assert ratios == pytest.approx([1.32, 1.44, 0.99], abs=0.01)
 
 
 @pytest.mark.parametrize("gpus", (2, 4))

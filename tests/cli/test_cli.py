@@ -283,9 +283,9 @@ def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
         assert "Triton" not in out.splitlines()[-1]
     with monkeypatch.context() as patch:
         patch.setattr(registry, "interpreting", lambda: True)
-        assert "where kernels are interpreted" in said(capsys, *words, "h200")[1]
+        assert "while kernels are interpreted" in said(capsys, *words, "h200")[1]
     monkeypatch.setattr(_triton, "AVAILABLE", False)
-    assert "where Triton is installed" in said(capsys, *words, "h200")[1]
+    assert "install Triton to see which" in said(capsys, *words, "h200")[1]
     code, out, err = said(capsys, *words, "h200", "--json")
     assert code == 0 and not err and {row["launched"] for row in json.loads(out)} == {None}
 
