@@ -96,7 +96,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
     loss_type: sigmoid, hinge, ipo, robust, exo_pair, bco_pair, sppo_hard, nca_pair, apo_zero, apo_down or discopop
     (docs/losses.md has the formulas); label_smoothing: for robust and exo_pair; discopop_tau: for discopop
     alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss
-    average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum
+    average_log_prob: a sequence's log-probability is the mean of its tokens' instead of their sum
     """
 
     ignore_index: int = -100

@@ -64,7 +64,7 @@ _NAME = "liger_fused_linear_kto"
 class LigerFusedLinearKTOLoss(LossModule):
     """KTO on a linear head.
 
-    average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum.
+    average_log_prob: a sequence's log-probability is the mean of its tokens' instead of their sum.
     """
 
     ignore_index: int = -100

@@ -35,7 +35,7 @@ def _causal_softmax_fwd_kernel(X_ptr, Y_ptr, n_rows, n_queries, n_keys, BLOCK_SI
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     visible = exist & (cols <= last) & (cols < n_keys)
     x = tl.load(X_ptr + rows * n_keys + cols, mask=visible, other=-float("inf")).to(tl.float32)
-    x = tl.where(exist, x, 0.0)  # rows past the end: something finite
+    x = tl.where(exist, x, 0.0)  # rows past the end: any finite value
     e = tl.exp(x - tl.max(x, axis=1)[:, None])
     y = e / tl.sum(e, axis=1)[:, None]
     tl.store(Y_ptr + rows * n_keys + cols, y.to(Y_ptr.dtype.element_ty), mask=exist & (cols < n_keys))
@@ -135,7 +135,7 @@ def _channels_softmax_fwd_kernel(
     )
     x_ptrs = _pointers(X_ptr, batch, query, channels, keys, x_strides)
     x = tl.load(x_ptrs, mask=visible, other=-float("inf")).to(tl.float32)
-    x = tl.where(channel_mask[:, None], x, 0.0)  # channels past the end: something finite
+    x = tl.where(channel_mask[:, None], x, 0.0)  # channels past the end: any finite value
     e = tl.exp(x - tl.max(x, axis=1)[:, None])
     y = e * (1.0 / tl.sum(e, axis=1))[:, None]
     y_ptrs = _pointers(Y_ptr, batch, query, channels, keys, y_strides)

@@ -102,7 +102,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     """`liger_fused_linear_scaled_cross_entropy` with the vocabulary split over a process group.
 
     input: [n_rows, hidden], the same on every rank; weight: [vocab, hidden], this rank's part; target: [n_rows],
-    indices of the whole vocabulary; tp_group: a ProcessGroup, or None for a whole vocabulary.
+    indices of the whole vocabulary; tp_group: a ProcessGroup, or None if this rank has it whole.
     tiles_per_reduce: accepted for compatibility. Returns nll [n_rows] in fp32, or (nll, entropy), the same on every
     rank. The gradient of the input is for the whole vocabulary, summed over the ranks; every rank must run
     backward.

@@ -35,7 +35,7 @@ IGNORED = -1
 class VocabPart(NamedTuple):
     """One rank's part of a vocabulary.
 
-    group: the process group, or None for a whole vocabulary; world, rank: its size, and this rank in it
+    group: the process group, or None if this rank has it whole; world, rank: its size, and this rank in it
     starts: [world] int64, the first column of every rank's part; start, whole: [] int64, this rank's first column and
     the number of all columns. All three are on the device.
     """

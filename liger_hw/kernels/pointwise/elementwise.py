@@ -362,8 +362,8 @@ def activation_operators(
     how: Callable[..., tuple],
     reference: Callable[..., torch.Tensor],
     is_gated: bool = True,
-) -> tuple[Any, Any, Any]:
-    """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, in place, `<op>_bwd_`.
+) -> tuple[Any, ...]:
+    """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, gated, `<op>_bwd_` in place.
 
     inputs: the names of a and b, or of one tensor whose rows hold both, or, if ungated, of x alone; arguments: the rest
     of the schema, which may be ""; how: those arguments -> (name of f, and if gated gate_multiplier, down_multiplier)
@@ -396,10 +396,9 @@ def activation_operators(
         launcher=fwd,
         reference=lambda *args: reference(*args).contiguous(),
     )
-    gradients = {
-        f"{op}_bwd(Tensor dc, {takes}{arguments}) -> ({gives})": bwd,
-        f"{op}_bwd_(Tensor dc, {writes}{arguments}) -> ()": bwd_,
-    }
+    gradients = {f"{op}_bwd(Tensor dc, {takes}{arguments}) -> ({gives})": bwd}
+    if is_gated:
+        gradients[f"{op}_bwd_(Tensor dc, {writes}{arguments}) -> ()"] = bwd_
     return forward, *(
         define(schema, shapes=f"{shapes}; dc [*, n]", launcher=run, derivative_of=forward)
         for schema, run in gradients.items()

@@ -31,7 +31,7 @@ TUNABLES = activation_tunables(
 
 class ReLUSquaredFunction(OperatorFunction):
     sharding, is_cheap = RowsRule(inputs=("x",), gathered=()), True
-    fwd, bwd, _ = activation_operators(
+    fwd, bwd = activation_operators(
         TUNABLES, ("x",), "", lambda: ("relu_squared",), relu_squared_reference, is_gated=False
     )
 
