@@ -22,11 +22,10 @@ from typing import Any
 
 from .. import env
 from ..kernels import home_of
-from .replaced import MissingKernel, replacement
+from .replaced import replacement
 
 NAME = "liger_kernel"
 _TRANSFORMERS = "liger_hw.transformers"
-_KERNELS = "liger_hw.kernels"
 VERSION = "0.8.5"
 """The version of Liger Kernel with these modules and names, also for `importlib.metadata`."""
 
@@ -36,7 +35,7 @@ PATH = Path(__file__).parent / "path"
 MODULES = {
     "": "compat.impls",
     "transformers": "compat.checked transformers transformers.functional compat.modules",
-    "transformers.functional": "compat.checked transformers.functional transformers compat.functions kernels",
+    "transformers.functional": "compat.checked transformers.functional transformers compat.functions",
     "transformers.cross_entropy": "compat.checked kernels.losses.cross_entropy compat.functions",
     "transformers.fused_linear_cross_entropy": (
         "compat.checked kernels.heads.fused_linear_cross_entropy compat.functions"
@@ -53,16 +52,14 @@ MODULES = {
     "transformers.model": "",
     "transformers.model.loss_utils": "compat.loss_utils",
     "transformers.model.output_classes": "compat.forwards",
-    "ops": "compat.functions compat.grpo kernels kernels.pointwise.tiled_mlp",
+    "ops": "compat.functions compat.grpo",
     "ops.mlp": "compat.functions",
     "ops.tiled_mlp": "compat.functions kernels.pointwise.tiled_mlp",
-    "ops.swiglu": "compat.functions kernels.pointwise.swiglu kernels.pointwise.fused_gate_up_swiglu",
     "ops.experimental": "",
     "ops.backends": "",
     "ops.backends.registry": "compat.impls",
     "ops.mhc": "compat.functions",
     "ops.grpo_loss": "chunked_loss compat.grpo",
-    "ops.fused_moe": "compat.functions compat.routing kernels.moe.fused_moe",
     "ops.utils": "compat.utils",
     "chunked_loss": "chunked_loss",
     **{f"chunked_loss.{name}_loss": "chunked_loss.preference compat.loss_bases" for name in ("cpo", "simpo", "orpo")},
@@ -80,7 +77,7 @@ MODULES = {
     },
     **{f"megatron.{name}": "megatron" for name in ("cross_entropy", "monkey_patch", "rms_norm", "swiglu")},
 }
-"""Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
+"""Module of liger_kernel -> modules of liger_hw with its names. `homes` finds modules of single ops by their names."""
 
 _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
 
@@ -101,13 +98,15 @@ def homes(name: str) -> tuple[str, ...] | None:
     if name in MODULES:
         modules = MODULES[name]
     elif family := _family(name):
-        modules = "compat.forwards compat.loss_utils"
-        if not _forwards().classes_of(family):
+        from .forwards import classes_of
+
+        if not classes_of(family):
             return None
+        modules = "compat.forwards compat.loss_utils"
     elif group in ("transformers", "ops") and (home := home_of(_RENAMED.get(op, op))):
         home = home.removeprefix("liger_hw.")
-        modules = f"{home} transformers compat.modules" if group == "transformers" else f"compat.functions {home}"
-        modules = f"{modules} compat.functions"
+        more = "transformers compat.modules compat.functions"
+        modules = f"{home} {more}" if group == "transformers" else f"compat.functions {home}"
     elif group == "chunked_loss" and re.fullmatch("[a-z]\\w*", op) and importlib.util.find_spec(f"liger_hw.{name}"):
         modules = f"{name} compat.loss_bases"
     else:
@@ -119,10 +118,6 @@ def _family(name: str) -> str:
     """The family of a module `transformers.model.<family>`; "" for another module."""
     package, _, family = name.rpartition(".")
     return family if package == "transformers.model" else ""
-
-
-def _forwards() -> Any:
-    return importlib.import_module("liger_hw.compat.forwards")
 
 
 def refuse_to_shadow() -> None:
@@ -164,7 +159,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__name__.partition(".")[2]
         module.__doc__ = f"{module.__name__} of Liger Kernel {VERSION}, answered by liger_hw."
         if (family := _family(name)) and name not in MODULES:
-            module.__class__ = _forwards().FamilyModule
+            from .forwards import FamilyModule
+
+            module.__class__ = FamilyModule
             module.fill(family)  # type: ignore[attr-defined]
         _answer(module, name)
 
@@ -175,8 +172,9 @@ def _answer(module: ModuleType, name: str) -> None:
 
     def __getattr__(attribute: str) -> Any:
         path = f"{name}.{attribute}".lstrip(".")
-        if not attribute.startswith("__"):
-            value = _kernel(name, attribute) or _lookup(behind, attribute)
+        is_triton_kernel = name.startswith("ops.") and attribute.endswith("_kernel")  # ours have other arguments
+        if not attribute.startswith("__") and not is_triton_kernel:
+            value = _lookup(behind, attribute)
             if value is not _ABSENT:
                 setattr(module, attribute, value)
                 return value
@@ -196,38 +194,22 @@ def _answer(module: ModuleType, name: str) -> None:
 _ABSENT = object()
 
 
-def _kernel(module: str, name: str) -> MissingKernel | None:
-    """The stand-in for a Triton kernel of Liger's in `liger_kernel.<module>`; None for other names."""
-    instead = replacement(f"{module}.{name}")
-    if instead is None or not module.startswith("ops.") or not name.endswith("_kernel"):
-        return None
-    return MissingKernel(f"{NAME}.{module}.{name}", instead)
-
-
 def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
     for home in behind:
-        for module in _searched(home):
-            if home == _TRANSFORMERS and attribute not in {*vars(module), *module.HOME}:
-                continue  # its __getattr__ looks in compat too
-            value = getattr(module, attribute, _ABSENT)
-            if isinstance(value, ModuleType) and value.__name__.startswith("liger_hw."):
-                continue  # the shim makes its own module of that name
-            if value is not _ABSENT:
-                return value
+        module = importlib.import_module(home)
+        if home == _TRANSFORMERS and attribute not in {*vars(module), *module.HOME}:
+            continue  # its __getattr__ looks in compat too
+        value = getattr(module, attribute, _ABSENT)
+        if isinstance(value, ModuleType) and value.__name__.startswith("liger_hw."):
+            continue  # the shim makes its own module of that name
+        if value is not _ABSENT:
+            return value
     return _ABSENT
 
 
-def _searched(home: str) -> list[ModuleType]:
-    """The module; for the kernels package, the modules of all ops."""
-    if home != _KERNELS:
-        return [importlib.import_module(home)]
-    from .. import registry
-
-    return [importlib.import_module(op.function.__module__) for op in registry.ops().values()]
-
-
 def _public(behind: tuple[str, ...]) -> list[str]:
-    names = {name for home in behind for module in _searched(home) for name in getattr(module, "__all__", vars(module))}
+    modules = map(importlib.import_module, behind)
+    names = {name for module in modules for name in getattr(module, "__all__", vars(module))}
     return sorted(name for name in names if name.lower().startswith(("liger", "apply_liger", "autoliger")))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NoReturn
 
 REPLACED = {
     r"transformers\.model\..*": (
@@ -27,35 +26,9 @@ REPLACED = {
     ),
     r"env_report(\..*)?": "run `liger-hw doctor`",
 }
-"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use instead.
-
-Importing one raises, except for a Triton kernel (`*_kernel`), which raises when it is used.
-"""
+"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use instead."""
 
 
 def replacement(name: str) -> str | None:
     """What to use instead of a module or name of liger_kernel that is not here, or None without advice."""
     return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
-
-
-class MissingKernel:
-    """A stand-in for a Triton kernel of Liger Kernel; every use raises `NotImplementedError` with what to call instead.
-
-    It can be imported, since programs often import kernels that they do not use. liger_hw's kernels have other
-    arguments, so none has such a name.
-
-    name: such as `liger_kernel.ops.cross_entropy.liger_cross_entropy_kernel`; instead: what to use
-    """
-
-    def __init__(self, name: str, instead: str) -> None:
-        self.name, self.instead = name, instead
-
-    def __repr__(self) -> str:
-        return f"<{self.name}, which liger_hw does not have>"
-
-    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{self.name} is a Triton kernel of Liger Kernel's own, which liger_hw does not have: {self.instead}"
-        )
-
-    __call__ = __getitem__ = run = warmup = refuse

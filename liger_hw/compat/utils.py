@@ -11,8 +11,6 @@ from typing import Any, Callable
 import torch
 from packaging import version
 
-from ..backends import backend, target_of
-
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 _MAX_BLOCK = 65536
 
@@ -40,21 +38,6 @@ def infer_device() -> str:
 def infer_comm_backend() -> str:
     """Name of the torch.distributed backend for `infer_device()`."""
     return torch.distributed.get_default_backend_for_device(infer_device())
-
-
-@functools.lru_cache(maxsize=None)
-def infer_device_arch(device_id: int = 0) -> str:
-    """Liger's name of a device's generation, as "hopper", "cdna3" or "pvc".
-
-    For a generation without a name it is the architecture, such as "sm_87" or "gfx1201"; if none can be read, as for a
-    CPU, `infer_device()`.
-    """
-    kind = infer_device()
-    try:
-        target = target_of(torch.device(kind, device_id))
-    except (RuntimeError, AssertionError, AttributeError, ValueError):  # a driver that does not start, no such backend
-        return kind
-    return backend(target.vendor).liger_generation(target.arch)
 
 
 def device_context(device: torch.device) -> Any:
