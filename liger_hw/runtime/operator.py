@@ -418,9 +418,9 @@ class OperatorFunction(Function):
 
     The Function takes the forward operator's arguments and returns the results whose gradients backward takes (`dY`),
     which come first. Backward's other arguments have the names of arguments and results of forward, which are saved
-    for it: tensors, then numbers. `needs_params`, if present, is last: whether an argument in `params` needs a
-    gradient. Each result of backward, `d<argument>`, is that argument's gradient; `dA_dB` is the gradients of A and B
-    concatenated, or only A's without a B.
+    for it: tensors, then numbers. Each result of backward, `d<argument>`, is that argument's gradient; `dA_dB` is the
+    gradients of A and B concatenated, or only A's without a B. Backward may also take `bool[] needed`, its first
+    number: which of its results are needed; and `needs_params`, its last: whether an argument in `params` needs one.
 
     in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
     then takes one more argument, `owned`: whether the caller made the inputs for this call and does not use them again.
@@ -456,7 +456,9 @@ class _Names(NamedTuple):
         schema = operator.overload._schema
         tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.real_type)]
         numbers = [argument.name for argument in schema.arguments if argument.name not in tensors]
-        return cls(tensors, ["numbers"] if operator.numbers else numbers, [result.name for result in schema.returns])
+        if operator.numbers:
+            numbers = [name for name in numbers if name == "needed"] + ["numbers"]
+        return cls(tensors, numbers, [result.name for result in schema.returns])
 
 
 def _forward(cls: type[OperatorFunction], fwd: _Names, bwd: _Names) -> Callable[..., Any]:
@@ -464,7 +466,7 @@ def _forward(cls: type[OperatorFunction], fwd: _Names, bwd: _Names) -> Callable[
     n_outputs, several = sum(f"d{result}" in bwd.tensors for result in fwd.results), len(fwd.results) > 1
     names = [*fwd.tensors, *fwd.numbers, *fwd.results]
     tensors = [names.index(name) for name in bwd.tensors[n_outputs:]]
-    numbers = [names.index(name) for name in bwd.numbers if name != "needs_params"]
+    numbers = [names.index(name) for name in bwd.numbers if name not in ("needed", "needs_params")]
 
     def forward(ctx: Any, *args: Any) -> Any:
         if in_place:
@@ -492,26 +494,27 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
     has_flag, params = "needs_params" in bwd.numbers, [arguments.index(name) for name in cls.params]
     owners = [result.removeprefix("d").split("_d") for result in bwd.results]
     order = [name for of_result in owners for name in of_result]
-    known = {*arguments, *fwd.results, "needs_params"}
+    known = {*arguments, *fwd.results, "needed", "needs_params"}
     wrong = [name for name in order if name not in arguments]  # their gradients would be lost
     if wrong := wrong + [name for name in (*bwd.tensors[n_grads:], *bwd.numbers) if name not in known]:
         raise TypeError(f"{cls.__name__}: backward names {', '.join(wrong)}, which forward neither takes nor returns")
     by_argument = [order.index(name) if name in order else -1 for name in arguments]  # -1: no gradient
-    pairs = [bwd.tensors.index(names[1]) - n_grads if len(names) > 1 else None for names in owners]  # index of saved B
-    has_pairs = len(order) > len(owners)
+    of_results = [arguments.index(names[0]) for names in owners] if "needed" in bwd.numbers else None
+    others = [[bwd.tensors.index(name) - n_grads for name in names[1:]] for names in owners]  # saved B of each dA_dB
+    is_joined = len(order) > len(owners)
 
-    def apart(result: torch.Tensor, pair: int | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
-        if pair is None:
+    def apart(result: torch.Tensor, others: list[int], saved: Any) -> tuple[torch.Tensor | None, ...]:
+        if not others:
             return (result,)
-        second = saved[pair]
-        if second is None:
-            return result, None
-        size = min(second.numel(), result.numel())  # 0 where no gradient is needed
-        # torch's plain split would also record that both share memory, which takes host time
-        a, b = result.unsafe_split_with_sizes([result.numel() - size, size])
-        if size and second.dim() != 1:
-            b = b.view(second.shape)
-        return a, b
+        tensors = [saved[place] for place in others]
+        if tensors[0] is None:
+            return result, *[None] * len(tensors)
+        sizes = [min(t.numel(), result.numel()) for t in tensors]  # 0 where no gradient is needed
+        # torch's plain split would also record that the parts share memory, which takes host time
+        first, *parts = result.unsafe_split_with_sizes([result.numel() - sum(sizes), *sizes])
+        return first, *[
+            part.view(t.shape) if t.dim() != 1 and part.numel() else part for part, t in zip(parts, tensors)
+        ]
 
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
@@ -520,10 +523,11 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
             results: Any = [t.detach() for t in saved]
         else:
             flags = (any([needed[place] for place in params]),) if has_flag else ()
-            results = run(*grads, *saved, *ctx.numbers, *flags)
+            numbers = ctx.numbers if of_results is None else ([needed[place] for place in of_results], *ctx.numbers)
+            results = run(*grads, *saved, *numbers, *flags)
             results = (results,) if isinstance(results, torch.Tensor) else results
-            if has_pairs:
-                results = [part for result, pair in zip(results, pairs) for part in apart(result, pair, saved)]
+            if is_joined:
+                results = [part for result, places in zip(results, others) for part in apart(result, places, saved)]
         results = (*results, None)
         return tuple([results[place] if need else None for place, need in zip(by_argument, needed)])
 

@@ -14,13 +14,7 @@ from torch.torch_version import TorchVersion
 from liger_hw import private
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products, routing
-from liger_hw.kernels.moe.fused_moe import (
-    LigerExperts,
-    fused_moe_bwd,
-    fused_moe_fwd,
-    fused_moe_reference,
-    liger_fused_moe,
-)
+from liger_hw.kernels.moe.fused_moe import FusedMoEFunction, LigerExperts, fused_moe_reference, liger_fused_moe
 from liger_hw.kernels.moe.reference import Gate, How
 from liger_hw.registry import Sample, backend, get_op, override, pretend
 
@@ -482,10 +476,10 @@ def test_gradients_that_are_not_wanted_are_as_the_fake_says(lane, generator, rou
     inputs = [t.detach() for t in sample(lane, generator, ROUTES[route], torch.float16).args]
     inputs[4] = inputs[4].float()
     how = *Gate(), False
-    out, *made = fused_moe_fwd.overload(*inputs, None, None, *how)
+    out, *made = FusedMoEFunction.fwd.overload(*inputs, None, None, *how)
     for needed in [False] * 6, [True] + [False] * 5:
         args = (torch.ones_like(out), *inputs, None, None, *made, needed, *how)
-        torch.library.opcheck(fused_moe_bwd.overload, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(FusedMoEFunction.bwd.overload, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.lanes("cpu", "interpret", "gpu")
@@ -495,7 +489,7 @@ def test_pre_activations_of_nobody_are_zero(lane, generator, has_gate):
     x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["some slots of nobody"]).args)
     up = up if has_gate else up[:, :INNER].contiguous()
     gate = Gate("relu2", has_gate=has_gate)
-    z, offsets = fused_moe_fwd(x, up, down, index, weights, None, None, How(gate, False))[1:6:4]
+    z, offsets = FusedMoEFunction.fwd(x, up, down, index, weights, None, None, How(gate, False))[1:6:4]
     own = int(offsets[-1])
     assert own < len(z) and z[:own].any() and not z.isnan().any() and not z[own:].any()
 
@@ -504,6 +498,6 @@ def test_pre_activations_of_nobody_are_zero(lane, generator, has_gate):
 def test_what_is_saved(lane, generator):
     """The pre-activations and five lists of integers; no row of x is stored a second time."""
     x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["all to one expert"]).args)
-    _, z, *rest = fused_moe_fwd(x, up, down, index, weights, None, None, How(Gate(), False))
+    _, z, *rest = FusedMoEFunction.fwd(x, up, down, index, weights, None, None, How(Gate(), False))
     assert z.shape == (TOKENS * TOP_K, 2 * INNER)
     assert all(t.dtype == torch.int32 and t.numel() <= TOKENS * TOP_K for t in rest)

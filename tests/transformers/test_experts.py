@@ -452,9 +452,9 @@ def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(moe_call
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_autocast_computes_in_its_dtype(family, monkeypatch):
-    """What the operator takes, under the public function: x, both projections, and the biases where there are some."""
-    taken, original = [], fused_moe.fused_moe_fwd
-    monkeypatch.setattr(fused_moe, "fused_moe_fwd", lambda *args: taken.append(args) or original(*args))
+    """The Function under the public function gets x, both projections and the biases, if any, in autocast's dtype."""
+    taken, original = [], fused_moe.FusedMoEFunction.apply
+    monkeypatch.setattr(fused_moe.FusedMoEFunction, "apply", lambda *args: taken.append(args) or original(*args))
     module = of(family, KINDS[family][0])
     x, index, weights = inputs(module)
     expected = step(module, x, index, weights)

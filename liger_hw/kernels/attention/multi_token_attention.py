@@ -22,7 +22,7 @@ import torch
 from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, backend_of, row_key, tile_space
 from ...runtime.operator import (
-    Function,
+    OperatorFunction,
     cdiv,
     check,
     check_flags,
@@ -30,7 +30,6 @@ from ...runtime.operator import (
     define,
     dense,
     empty_like,
-    first_order,
     launch,
     no_weight,
 )
@@ -61,7 +60,7 @@ def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, spar
     p = sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)
     parts = (p.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     y = torch.conv2d(*parts, stride, padding, dilation, groups)
-    return y.masked_fill(_future(y), 0.0).to(scores.dtype).contiguous(), p.contiguous(), no_weight(p)
+    return y.masked_fill(_future(y), 0.0).to(scores.dtype).contiguous(), p.contiguous()
 
 
 def _future(x: torch.Tensor) -> torch.Tensor:
@@ -177,11 +176,10 @@ def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
-    """(Y, P, and where P's channels are last a copy of weight with its channels last; otherwise an empty tensor)."""
     scores = scores.contiguous()
     channels_last = _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
     if channels_last:
-        p, weight = _softmax_to_channels_last(scores), weight.clone(memory_format=torch.channels_last)
+        p, weight = _softmax_to_channels_last(scores), weight.contiguous(memory_format=torch.channels_last)
     else:
         p = empty_like(scores, scores.dtype)
         if sparse:
@@ -192,25 +190,25 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     # torch's convolution would add the bias in a launch of its own, and sum its gradient
     y = torch.conv2d(*_summable(p, weight), None, stride, padding, dilation, groups).to(p.dtype)
     if channels_last:
-        return _fill_channels(y, dense(bias), None, False), p, weight
+        return _fill_channels(y, dense(bias), None, False), p
     y = y.contiguous()
     _fill(y, y, bias=dense(bias))
-    return y, p, no_weight(p)
+    return y, p
 
 
-def _bwd(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
+def _bwd(dy, p, weight, needed, stride, padding, dilation, groups, sparse):
     channels_last = _convolves_channels_last(p, weight.shape[0], padding, groups, sparse)
-    sums = _empty_sums(dy) if needs[2] else None
+    sums = _empty_sums(dy) if needed[2] else None
     if channels_last:
         g, weight = _fill_channels(dy, None, sums, True), weight.contiguous(memory_format=torch.channels_last)
     else:
         dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
         _fill(dy, g, sums=sums)
-    dp, dweight = _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs)
+    dp, dweight = _convolution_gradients(g, p, weight, needed, stride, padding, dilation, groups)
     dbias = no_weight(p) if sums is None else _bias_gradient(sums, p.dtype)
-    if needs[0] and channels_last:
+    if needed[0] and channels_last:
         dp = _softmax_gradient(dp, p)
-    elif needs[0]:
+    elif needed[0]:
         dp = dp.contiguous()
         if sparse:
             dp = sparsemax_bwd(dp, p)
@@ -262,11 +260,11 @@ def _fill_channels(
 # -- the convolution, torch's ----------------------------------------------------------------------------------------
 
 
-def _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs):
+def _convolution_gradients(g, p, weight, needed, stride, padding, dilation, groups):
     """Gradients of p and weight, empty where not needed."""
-    how = (None, stride, padding, dilation, False, (0, 0), groups, (*needs[:2], False))
+    how = (None, stride, padding, dilation, False, (0, 0), groups, (*needed[:2], False))
     grads = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
-    return [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads[:2], needs)]
+    return [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads[:2], needed)]
 
 
 def _summable(*tensors):
@@ -276,27 +274,26 @@ def _summable(*tensors):
     return tuple(t.float() for t in tensors)
 
 
-def _bwd_reference(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
+def _bwd_reference(dy, p, weight, needed, stride, padding, dilation, groups, sparse):
     g = dy.masked_fill(_future(dy), 0.0)
-    dp, dweight = _convolution_gradients(g, p, weight, stride, padding, dilation, groups, needs)
-    dbias = (
-        g.sum((0, 2, 3), dtype=torch.promote_types(g.dtype, torch.float32)).to(g.dtype) if needs[2] else no_weight(p)
-    )
-    if needs[0]:
+    dp, dweight = _convolution_gradients(g, p, weight, needed, stride, padding, dilation, groups)
+    dbias = no_weight(p)
+    if needed[2]:
+        dbias = g.sum((0, 2, 3), dtype=torch.promote_types(g.dtype, torch.float32)).to(g.dtype)
+    if needed[0]:
         dp = (sparsemax_bwd if sparse else softmax_bwd)(dp.contiguous(), p)
     return dp, dweight.contiguous(), dbias
 
 
 def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
-    last = _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
-    p = _empty_channels_last(scores) if last else scores.new_empty(scores.shape)
-    saved = _empty_channels_last(weight) if last else no_weight(p)
-    return scores.new_empty(_output_shape(scores, weight, stride, padding, dilation)), p, saved
+    channels_last = _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
+    p = _empty_channels_last(scores) if channels_last else scores.new_empty(scores.shape)
+    return scores.new_empty(_output_shape(scores, weight, stride, padding, dilation)), p
 
 
-def _bwd_fake(dy, p, weight, stride, padding, dilation, groups, sparse, needs):
+def _bwd_fake(dy, p, weight, needed, stride, padding, dilation, groups, sparse):
     like = (p.shape, weight.shape, weight.shape[:1])
-    return tuple(p.new_empty(shape) if is_needed else no_weight(p) for shape, is_needed in zip(like, needs))
+    return tuple(p.new_empty(shape) if is_needed else no_weight(p) for shape, is_needed in zip(like, needed))
 
 
 def _misfit(scores, weight, bias, stride, padding, dilation, groups, sparse) -> str:
@@ -315,8 +312,7 @@ def _misfit(scores, weight, bias, stride, padding, dilation, groups, sparse) -> 
     return ""
 
 
-def _bwd_misfit(dy, p, weight, *how) -> str:
-    *how, needs = how
+def _bwd_misfit(dy, p, weight, needed, *how) -> str:
     if why_invalid := _misfit(p, weight, None, *how):
         return why_invalid
     shape = _output_shape(p, weight, *how[:3])
@@ -332,40 +328,28 @@ def _output_shape(scores, weight, stride, padding, dilation) -> tuple[int, ...]:
 
 
 _HOW = "int[] stride, int[] padding, int[] dilation, int groups, bool sparse"
-multi_token_attention_fwd = define(
-    f"multi_token_attention_fwd(Tensor scores, Tensor weight, Tensor? bias, {_HOW}) -> (Tensor, Tensor, Tensor)",
-    shapes="T scores [batch, ., length, length]; T weight [filters, ., height, width]; T bias [filters]",
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=_fwd_reference,
-    fake=_fwd_fake,
-    recorded=False,
-)
-multi_token_attention_bwd = define(
-    f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, {_HOW}, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    shapes="T p [batch, ., length, length]; T weight [filters, ., height, width]; dy [batch, filters, ., .]",
-    misfit=_bwd_misfit,
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=_bwd_fake,
-    recorded=False,
-)
 
 
-class MultiTokenAttentionFunction(Function):
-    @staticmethod
-    def forward(ctx, scores, weight, bias, stride, padding, dilation, groups, sparse):
-        ctx.how = _pair(stride), _pair(padding), _pair(dilation), groups, sparse
-        y, p, last = multi_token_attention_fwd(scores, weight, bias, *ctx.how)
-        ctx.save_for_backward(p, last if last.numel() else weight)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dy):
-        needs = ctx.needs_input_grad[:3]
-        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, *ctx.how, needs)
-        return *(grad if is_needed else None for grad, is_needed in zip(grads, needs)), None, None, None, None, None
+class MultiTokenAttentionFunction(OperatorFunction):
+    fwd = define(
+        f"multi_token_attention_fwd(Tensor scores, Tensor weight, Tensor? bias, {_HOW}) -> (Tensor y, Tensor p)",
+        shapes="T scores [batch, ., length, length]; T weight [filters, ., height, width]; T bias [filters]",
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=_fwd_reference,
+        fake=_fwd_fake,
+        recorded=False,
+    )
+    bwd = define(
+        f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool[] needed, {_HOW})"
+        " -> (Tensor dscores, Tensor dweight, Tensor dbias)",
+        shapes="T p [batch, ., length, length]; T weight [filters, ., height, width]; dy [batch, filters, ., .]",
+        misfit=_bwd_misfit,
+        launcher=_bwd,
+        reference=_bwd_reference,
+        fake=_bwd_fake,
+        recorded=False,
+    )
 
 
 def _pair(n) -> tuple[int, ...]:
@@ -393,7 +377,8 @@ def liger_multi_token_attention(
     check_flags("liger_multi_token_attention", sparse=sparse)
     why_invalid = _numbers_misfit(groups=groups, stride=stride, dilation=dilation, padding=padding)
     check(not why_invalid, "liger_multi_token_attention", why_invalid)
-    return MultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
+    pairs = _pair(stride), _pair(padding), _pair(dilation)
+    return MultiTokenAttentionFunction.apply(scores, weight, bias, *pairs, groups, sparse)
 
 
 def _numbers_misfit(groups=1, **pairs) -> str:

@@ -28,13 +28,12 @@ import torch
 from ... import registry
 from ...registry import Sample
 from ...runtime.operator import (
-    Function,
+    OperatorFunction,
     autocast_dtype,
     check_flags,
     check_tensors,
     define,
     dense,
-    first_order,
     no_weight,
     row_major,
 )
@@ -172,50 +171,32 @@ def _misfit(
     return ""
 
 
-fused_moe_fwd = define(
-    f"fused_moe_fwd({_INPUTS}) -> (Tensor out, Tensor z, Tensor order, Tensor token, Tensor row, Tensor offsets,"
-    " Tensor largest)",
-    shapes=_SHAPES,
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=experts_reference,
-    fake=_fwd_fake,
-    numbers=How,
-    recorded=False,
-)
-fused_moe_bwd = define(
-    f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor z, Tensor order, Tensor token, Tensor row, Tensor offsets,"
-    " Tensor largest, bool[] needed) -> (Tensor dx, Tensor dgate_up_proj, Tensor ddown_proj, Tensor dtop_k_weights,"
-    " Tensor dgate_up_bias, Tensor ddown_bias)",
-    shapes=f"{_SHAPES}; dout [tokens, hidden]; T z [n_rows, columns]; int order, token, row [n_rows]; int offsets; "
-    "int largest [experts]",
-    misfit=lambda dout, *args: _misfit(*args[:7], args[-1], z=args[7], offsets=args[11]),
-    launcher=_bwd,
-    derivative_of=fused_moe_fwd,
-    reference=lambda dout, *args: experts_reference(*args[:7], args[-1], rounded=args[7].dtype),
-    numbers=How,
-    recorded=False,
-)
-
-
-class FusedMoEFunction(Function):
+class FusedMoEFunction(OperatorFunction):
     compiles_ahead = True  # 16 kernels, forward and backward
-
-    @staticmethod
-    def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
-        ctx.how = how
-        inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-        out, *saved = fused_moe_fwd(*inputs, how)
-        ctx.save_for_backward(*inputs, *saved)
-        return out
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dout):
-        needed = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
-        gradients = fused_moe_bwd(dout, *ctx.saved_tensors, needed, ctx.how)
-        dx, dup, ddown, dweights, dup_bias, ddown_bias = (g if w else None for g, w in zip(gradients, needed))
-        return dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None
+    fwd = define(
+        f"fused_moe_fwd({_INPUTS}) -> (Tensor out, Tensor z, Tensor order, Tensor token, Tensor row, Tensor offsets,"
+        " Tensor largest)",
+        shapes=_SHAPES,
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=experts_reference,
+        fake=_fwd_fake,
+        numbers=How,
+        recorded=False,
+    )
+    bwd = define(
+        f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor z, Tensor order, Tensor token, Tensor row, Tensor offsets,"
+        " Tensor largest, bool[] needed) -> (Tensor dx, Tensor dgate_up_proj, Tensor ddown_proj, Tensor dtop_k_weights,"
+        " Tensor dgate_up_bias, Tensor ddown_bias)",
+        shapes=f"{_SHAPES}; dout [tokens, hidden]; T z [n_rows, columns]; int order, token, row [n_rows]; int offsets; "
+        "int largest [experts]",
+        misfit=lambda dout, *args: _misfit(*args[:7], args[-1], z=args[7], offsets=args[11]),
+        launcher=_bwd,
+        derivative_of=fwd,
+        reference=lambda dout, *args: experts_reference(*args[:7], args[-1], rounded=args[7].dtype),
+        numbers=How,
+        recorded=False,
+    )
 
 
 def liger_fused_moe(

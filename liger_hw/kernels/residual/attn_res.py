@@ -23,17 +23,8 @@ import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, row_key, tile_space
-from ...runtime.operator import (
-    Function,
-    cdiv,
-    check,
-    check_numbers,
-    check_tensors,
-    define,
-    dense,
-    first_order,
-    launch,
-)
+from ...runtime.operator import OperatorFunction, cdiv, check, check_numbers, check_tensors, define, dense, launch
+from ...runtime.recording import repeated
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import persistent_misfit, rows_per_program, safe_whole_rows
@@ -227,8 +218,14 @@ def _fwd(v, w_query, w_norm, eps):
     return h, score, rstd, lse
 
 
-def _bwd(dh, v, w_query, w_norm, score, rstd, lse):
-    dh, v, w_query, w_norm = dense(dh), dense(v), dense(w_query), dense(w_norm)
+def _bwd(dh, v, w_query, w_norm, score, rstd, lse, eps):
+    dv, dq = _dv_dq(dense(dh), dense(v), dense(w_query), dense(w_norm), score, rstd, lse)
+    return dv, (dq * w_norm).to(w_query.dtype), (dq * w_query).to(w_norm.dtype)
+
+
+@repeated
+def _dv_dq(dh, v, w_query, w_norm, score, rstd, lse):
+    """The gradients of V and, in fp32, of q = w_query * w_norm."""
     n_blocks, n_rows, n_cols = _sizes(v)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not n_rows:
@@ -251,53 +248,30 @@ def _fwd_reference(v, w_query, w_norm, eps):
     return h, score, rstd[:, None].flatten(1), score.logsumexp(0)
 
 
-def _bwd_reference(dh, v, w_query, w_norm, score, rstd, lse):
-    wide, n_cols = v.to(rstd.dtype)[:, None].flatten(1, -2), v.shape[-1]
-    g, query = dh.to(wide.dtype)[None].flatten(0, -2), w_query.to(wide.dtype) * w_norm.to(wide.dtype)
-    alpha, dots = (score - lse).exp(), (g * wide).sum(-1)
-    slope = alpha * (dots - (alpha * dots).sum(0)) * rstd
-    dv = alpha[..., None] * g + slope[..., None] * (query - wide * (rstd * score / n_cols)[..., None])
-    return dv.to(v.dtype).view(v.shape), (slope[..., None] * wide).sum((0, 1))
-
-
 def _misfit(v, *_rest):
     if not v.shape[0]:
         return "V must have one block or more, got none"
     return "" if v.shape[-1] <= WIDEST else f"V must have at most {WIDEST} columns, got {v.shape[-1]}"
 
 
-attn_res_fwd = define(
-    "attn_res_fwd(Tensor V, Tensor w_query, Tensor w_norm, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    shapes="V [blocks, *, n]; w_query, w_norm [n]",
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=_fwd_reference,
-)
-attn_res_bwd = define(
-    "attn_res_bwd(Tensor dH, Tensor V, Tensor w_query, Tensor w_norm, Tensor score, Tensor rstd, Tensor lse)"
-    " -> (Tensor, Tensor)",
-    shapes="V [blocks, *, n]; dH [*, n]; w_query, w_norm [n]; score, rstd [blocks, rows]; lse [rows]",
-    misfit=lambda dh, *args: _misfit(*args),
-    launcher=_bwd,
-    reference=_bwd_reference,
-)
-
-
-class AttnResFunction(Function):
-    @staticmethod
-    def forward(ctx, V, w_query, w_norm, eps):
-        H, SCORE, RSTD, LSE = attn_res_fwd(V, w_query, w_norm, float(eps))
-        ctx.save_for_backward(V, w_query, w_norm, SCORE, RSTD, LSE)
-        return H
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dH):
-        V, w_query, w_norm, SCORE, RSTD, LSE = ctx.saved_tensors
-        dV, dQ = attn_res_bwd(dH, V, w_query, w_norm, SCORE, RSTD, LSE)
-        dw_query = (dQ * w_norm).to(w_query.dtype) if ctx.needs_input_grad[1] else None
-        dw_norm = (dQ * w_query).to(w_norm.dtype) if ctx.needs_input_grad[2] else None
-        return dV, dw_query, dw_norm, None
+class AttnResFunction(OperatorFunction):
+    fwd = define(
+        "attn_res_fwd(Tensor V, Tensor w_query, Tensor w_norm, float eps)"
+        " -> (Tensor H, Tensor score, Tensor rstd, Tensor lse)",
+        shapes="V [blocks, *, n]; w_query, w_norm [n]",
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=_fwd_reference,
+    )
+    bwd = define(
+        "attn_res_bwd(Tensor dH, Tensor V, Tensor w_query, Tensor w_norm, Tensor score, Tensor rstd, Tensor lse,"
+        " float eps) -> (Tensor dV, Tensor dw_query, Tensor dw_norm)",
+        shapes="V [blocks, *, n]; dH [*, n]; w_query, w_norm [n]; score, rstd [blocks, rows]; lse [rows]",
+        misfit=lambda dh, *args: _misfit(*args),
+        launcher=_bwd,
+        derivative_of=fwd,
+        recorded=False,
+    )
 
 
 def liger_attn_res(
@@ -319,7 +293,7 @@ def liger_attn_res(
         check(len(shapes) == 1, "liger_attn_res", f"the blocks in V must have one shape, got {shapes}")
         V = torch.stack(tuple(V))
     check_numbers("liger_attn_res", eps=eps)
-    return AttnResFunction.apply(V, w_query, w_norm, eps)
+    return AttnResFunction.apply(V, w_query, w_norm, float(eps))
 
 
 class LigerAttnRes(torch.nn.Module):

@@ -18,15 +18,15 @@ Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Sample, Tunable, next_power_of_2, normal, tile_space
-from ...runtime.derivative import differentiate
 from ...runtime.operator import (
-    Function,
+    OperatorFunction,
     cdiv,
     check,
     check_flags,
@@ -35,7 +35,6 @@ from ...runtime.operator import (
     define,
     dense,
     empty_like,
-    first_order,
     launch,
 )
 from ...runtime.triton_import import tl, triton
@@ -273,8 +272,8 @@ def _mhc_sinkhorn_bwd_kernel(
 ):
     """dz, the gradient of x @ phi, and `_mhc_project_bwd_kernel`'s shrink. Program p takes tiles p, p + programs, ...
 
-    inner_inverse: 1 / (n_streams * n_cols). Partial_ptr [programs, 2 * n_mix]: this program's partial sums of db, and
-    of the logits' gradients times mix, which add up to the gradients of the alphas.
+    inner_inverse: 1 / (n_streams * n_cols). Partial_ptr [programs, n_mix + 3]: this program's partial sums of db and of
+    the gradients of the three alphas.
     """
     streams = tl.arange(0, STREAMS)
     n_mix = n_streams * (n_streams + 2)
@@ -325,15 +324,14 @@ def _mhc_sinkhorn_bwd_kernel(
         tl.store(DZ_ptr + start, (dpre * rstd[:, None]).to(dtype), mask=line_mask)
         tl.store(DZ_ptr + start + n_streams, (dpost * rstd[:, None]).to(dtype), mask=line_mask)
         tl.store(DZ_ptr + res_at, (dres * rstd[:, None, None]).to(dtype), mask=mask)
-    partial = Partial_ptr + tl.program_id(0) * 2 * n_mix
+    partial = Partial_ptr + tl.program_id(0) * (n_mix + 3)
     there = streams < n_streams
     tl.store(partial + streams, db_pre, mask=there)
     tl.store(partial + n_streams + streams, db_post, mask=there)
-    both = there[:, None] & there[None, :]
-    tl.store(partial + entry, db_res, mask=both)
-    tl.store(partial + n_mix + streams, da_pre, mask=there)
-    tl.store(partial + n_mix + n_streams + streams, da_post, mask=there)
-    tl.store(partial + n_mix + entry, da_res, mask=both)
+    tl.store(partial + entry, db_res, mask=there[:, None] & there[None, :])
+    tl.store(partial + n_mix, tl.sum(da_pre, axis=0))
+    tl.store(partial + n_mix + 1, tl.sum(da_post, axis=0))
+    tl.store(partial + n_mix + 2, tl.sum(tl.sum(da_res, axis=1), axis=0))
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -444,14 +442,15 @@ def _bwd(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, 
     dpre, dpost, dres, x, phi, b = (dense(t) for t in (dpre, dpost, dres, x, phi, b))
     n_rows, n_streams, n_cols, n_inner, n_mix = _sizes(x)
     dx = empty_like(x, x.dtype)
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in (b, alpha_pre, alpha_post, alpha_res)])
     if not n_rows:
-        return dx, phi.new_zeros(phi.shape), mix.new_zeros(2 * n_mix)
+        return dx, phi.new_zeros(phi.shape), mix.new_zeros(n_mix + 3, dtype=dtype)
     key = _key(n_rows, n_streams, n_cols, x.itemsize)
     dz, shrink = torch.empty((n_rows, n_mix), dtype=x.dtype, device=x.device), empty_like(rstd, rstd.dtype)
     plan = SINKHORN_BWD.plan(x.device, key)
     n_tiles = cdiv(n_rows, plan.config.blocks["TOKENS"])
     programs = min(plan.programs, n_tiles)
-    params = partial_sums(x, programs, 2 * n_mix, torch.float32)
+    params = partial_sums(x, programs, n_mix + 3, dtype)
     tensors = (dpre, dpost, dres, mix, rstd, h_res, sums, b, alpha_pre, alpha_post, alpha_res, dz, shrink, params)
     numbers = (n_rows, n_streams, n_tiles, options.tmax, options.post_mult, 1.0 / n_inner)
     launch(plan, _mhc_sinkhorn_bwd_kernel, (programs,), (*tensors, *numbers), (next_power_of_2(n_streams),))
@@ -462,16 +461,7 @@ def _bwd(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, 
     partial = partial_sums(x, shares, n_inner * n_mix, phi.dtype)
     args = (x, phi, dz, shrink, dx, partial, n_rows, n_inner, n_mix, steps)
     launch(plan, _mhc_project_bwd_kernel, (columns, shares), args, (max(16, next_power_of_2(n_mix)),))
-    return dx, column_sum(DW, partial, phi.dtype).view(phi.shape), column_sum(DW, params, torch.float32)
-
-
-def _bwd_reference(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, mix, rstd, sums, options):
-    n, alphas = x.shape[-2], (alpha_pre, alpha_post, alpha_res)
-    by_column = [alpha.reshape(1).expand(size) for alpha, size in zip(alphas, (n, n, n * n))]
-    dx, dphi, *params = differentiate(
-        lambda *inputs: _fwd_reference(*inputs, options)[:3], (x, phi, b, *by_column), (dpre, dpost, dres)
-    )
-    return dx.to(x.dtype), dphi.to(phi.dtype), torch.cat(params).to(mix.dtype)
+    return dx, column_sum(DW, partial, phi.dtype).view(phi.shape), column_sum(DW, params, dtype)
 
 
 def _misfit(x, phi, b, *_rest):
@@ -485,52 +475,29 @@ def _misfit(x, phi, b, *_rest):
 
 
 _SHAPES = "x [*, streams, n]; phi [inner, mixes]; b [mixes]; alpha_pre, alpha_post, alpha_res of 1"
-mhc_coeffs_fwd = define(
-    "mhc_coeffs_fwd(Tensor x, Tensor phi, Tensor b, Tensor alpha_pre, Tensor alpha_post, Tensor alpha_res)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    shapes=_SHAPES,
-    misfit=_misfit,
-    launcher=_fwd,
-    reference=_fwd_reference,
-    numbers=Options,
-)
-mhc_coeffs_bwd = define(
-    "mhc_coeffs_bwd(Tensor dpre, Tensor dpost, Tensor dres, Tensor x, Tensor phi, Tensor b, Tensor alpha_pre,"
-    " Tensor alpha_post, Tensor alpha_res, Tensor h_res, Tensor mix, Tensor rstd, Tensor sums)"
-    " -> (Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; dpre, dpost [*, streams]; dres, h_res [*, streams, streams]; mix [rows, mixes]; rstd [rows]; "
-    "sums [rows, steps, streams]",
-    misfit=lambda dpre, dpost, dres, *args: _misfit(*args),
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=lambda dpre, dpost, dres, x, phi, b, *rest: (
-        x.new_empty(x.shape),
-        phi.new_empty(phi.shape),
-        rest[4].new_empty(2 * b.shape[0]),
-    ),
-    numbers=Options,
-)
 
 
-class MHCCoeffsFunction(Function):
-    @staticmethod
-    def forward(ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, options):
-        ctx.options = options
-        inputs = x, phi, b, alpha_pre, alpha_post, alpha_res
-        h_pre, h_post, h_res, *rest = mhc_coeffs_fwd(*inputs, options)
-        ctx.save_for_backward(*inputs, h_res, *rest)
-        return h_pre, h_post, h_res
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dpre, dpost, dres):
-        saved = ctx.saved_tensors
-        x, phi, b, *alphas = saved[:6]
-        dx, dphi, params = mhc_coeffs_bwd(dpre, dpost, dres, *saved, ctx.options)
-        n = x.shape[-2]
-        db, dalpha = params.split(b.shape[0])
-        sums = [part.sum().to(a.dtype).view(a.shape) for part, a in zip(dalpha.split((n, n, n * n)), alphas)]
-        return dx, dphi, db.to(b.dtype) if db.dtype is not b.dtype else db.clone(), *sums, None
+class MHCCoeffsFunction(OperatorFunction):
+    fwd = define(
+        "mhc_coeffs_fwd(Tensor x, Tensor phi, Tensor b, Tensor alpha_pre, Tensor alpha_post, Tensor alpha_res)"
+        " -> (Tensor h_pre, Tensor h_post, Tensor h_res, Tensor mix, Tensor rstd, Tensor sums)",
+        shapes=_SHAPES,
+        misfit=_misfit,
+        launcher=_fwd,
+        reference=_fwd_reference,
+        numbers=Options,
+    )
+    bwd = define(
+        "mhc_coeffs_bwd(Tensor dh_pre, Tensor dh_post, Tensor dh_res, Tensor x, Tensor phi, Tensor b, Tensor alpha_pre,"
+        " Tensor alpha_post, Tensor alpha_res, Tensor h_res, Tensor mix, Tensor rstd, Tensor sums)"
+        " -> (Tensor dx, Tensor dphi, Tensor db_dalpha_pre_dalpha_post_dalpha_res)",
+        shapes=f"{_SHAPES}; dh_pre, dh_post [*, streams]; dh_res, h_res [*, streams, streams]; mix [rows, mixes]; "
+        "rstd [rows]; sums [rows, steps, streams]",
+        misfit=lambda dh_pre, dh_post, dh_res, *args: _misfit(*args),
+        launcher=_bwd,
+        derivative_of=fwd,
+        numbers=Options,
+    )
 
 
 def liger_mhc_coeffs(
