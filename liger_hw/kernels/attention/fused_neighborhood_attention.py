@@ -4,9 +4,8 @@
 
 Here half = kernel_size // 2, and j runs over the tokens that exist.
 
-Scores and sums are fp32, o is of value's dtype. In half precision the softmax's weights, and in the backward their
-scores' gradients, are rounded to it before they are multiplied.
-Saved for backward: query, key, value and, in fp32, the logarithm of each softmax's sum. Memory is linear in n_tokens.
+Scores and sums are fp32. In half precision the softmax's weights, and the gradients of the scores, are rounded before
+they are multiplied. Saved for backward: query, key, value and, in fp32, the logarithm of each softmax's sum.
 Backward, with p the weights and dp_ij = do_i . v_j:  ds_ij = p_ij * (dp_ij - sum over m of p_im dp_im),
 dv_j = sum over i of p_ij do_i,  dq_i = scale * sum over j of ds_ij k_j,  dk_j = scale * sum over i of ds_ij q_i.
 
@@ -35,7 +34,7 @@ from ...runtime.operator import (
 from ...runtime.triton_import import tl, triton
 
 WIDEST = 256
-"""Dimensions of a head that a program holds at most."""
+"""The most dimensions of a head."""
 
 
 def _scale(query, scale):
@@ -64,14 +63,13 @@ def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dil
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
-# Banded tiles of scores, which are never stored. With a dilation d, only tokens of the same remainder modulo d see each
-# other. They are a sequence of their own, d rows apart, in which a neighbourhood is a band. Program numbers go over its
-# tiles, then over remainders, then over heads.
+# The tokens of one remainder modulo the dilation are a sequence, whose neighbourhoods are a band. Program numbers go
+# over the tiles of a sequence, then over remainders, then over heads.
 
 
 @triton.jit
 def _place(n_tokens, n_tiles, dilation, BLOCK_M: tl.constexpr):
-    """(first row of the program's tile, rows of its sequence, row of memory at which that begins)."""
+    """(first row of the program's tile in its sequence, length of the sequence, row in memory of its first token)."""
     program = tl.program_id(0).to(tl.int64)
     sequence = program // n_tiles
     remainder = sequence % dilation
@@ -105,7 +103,7 @@ def _dot(a, b):
 
 @triton.jit
 def _scores(a, b, a_rows, b_rows, length, half, log2_scale):
-    """log2(e) * scale * a . b, [a_rows, b_rows]; -inf of tokens that do not see each other."""
+    """log2(e) * scale * a . b, [a_rows, b_rows]; -inf for tokens that are not neighbours."""
     a_at, b_at = a_rows[:, None], b_rows[None, :]
     visible = (b_at - a_at <= half) & (a_at - b_at <= half) & (a_at < length) & (b_at < length)
     return tl.where(visible, _dot(a, tl.trans(b)) * log2_scale, -float("inf"))
@@ -143,7 +141,7 @@ def _neighborhood_fwd_kernel(
         k = _tile(K_ptr, start, cols, length, dilation, head_dim, BLOCK_D)
         scores = _scores(q, k, rows, cols, length, half, log2_scale)
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        finite = tl.where(higher == -float("inf"), 0.0, higher)  # a row that sees nothing yet
+        finite = tl.where(higher == -float("inf"), 0.0, higher)  # rows without a neighbour so far
         weights = tl.exp2(scores - finite[:, None])
         before = tl.exp2(top - finite)
         v = _tile(V_ptr, start, cols, length, dilation, head_dim, BLOCK_D)
@@ -184,7 +182,7 @@ def _neighborhood_bwd_queries_kernel(
     STAGES: tl.constexpr,
 ):
     """dq of BLOCK_M queries. Their band is swept twice: first for Shift_ptr [n_heads, n_tokens], the sum over a query's
-    neighbours of weight and its gradient. It could be computed from o in one sweep, but with o's rounding."""
+    neighbours of weight times its gradient. (dout . o is the same sum, but with o's rounding.)"""
     first, length, start = _place(n_tokens, n_tiles, dilation, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     begin, end = tl.maximum(first - half, 0), tl.minimum(first + BLOCK_M + half, length)
@@ -231,7 +229,7 @@ def _neighborhood_bwd_keys_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dk and dv of BLOCK_M keys, from the queries that see them."""
+    """dk and dv of BLOCK_M keys, from the queries that attend to them."""
     first, length, start = _place(n_tokens, n_tiles, dilation, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     k = _tile(K_ptr, start, rows, length, dilation, head_dim, BLOCK_D)
@@ -263,7 +261,7 @@ def _key(n_heads, n_tokens, head_dim, kernel_size, itemsize):
 
 
 def _config(target, key, rows, cols, stages):
-    """Tiles that fit: three of rows and, in each stage, three of columns are in shared memory at once."""
+    """Tiles that fit shared memory, which holds three tiles of rows and three of columns for each stage."""
     head_dim, _, itemsize = key
     most = 8192 if itemsize == 2 else 2048  # fp32 products read their operands from registers
     while 16 < rows and rows * head_dim > most:
@@ -276,8 +274,8 @@ def _config(target, key, rows, cols, stages):
 
 
 def _heuristic(target, key):
-    """Memory bounds a narrow band: narrow column tiles, which lie mostly inside it. With little shared memory, loads in
-    flight are in registers."""
+    """A narrow band is bound by memory: its column tiles are narrow, to lie mostly inside it. With little shared
+    memory, loads in flight are in registers."""
     if target.shared_memory <= 65536:
         return _config(target, key, 64, 16, 1)
     return _config(target, key, 64, 64 if key[1] > 32 else 32, 2)
@@ -289,23 +287,19 @@ def _space(target, key):
     return list(dict.fromkeys(LaunchConfig(c.blocks, warps, c.num_stages) for c in configs for warps in (4, 8)))
 
 
-RULES = {
-    "key": _key,
-    "dims": DIMS,
-    "heuristic": _heuristic,
-    "safe": lambda target, key: _config(target, key, 16, 16, 1),
-    "space": _space,
-}
-FWD = Tunable("fused_neighborhood_attention", "fwd", kernels=(_neighborhood_fwd_kernel,), **RULES)
-BWD_QUERIES = Tunable(
-    "fused_neighborhood_attention", "bwd_queries", kernels=(_neighborhood_bwd_queries_kernel,), **RULES
-)
-BWD_KEYS = Tunable("fused_neighborhood_attention", "bwd_keys", kernels=(_neighborhood_bwd_keys_kernel,), **RULES)
+def _tunable(variant, kernel):
+    rules = {"heuristic": _heuristic, "safe": lambda target, key: _config(target, key, 16, 16, 1), "space": _space}
+    return Tunable("fused_neighborhood_attention", variant, kernels=(kernel,), key=_key, dims=DIMS, **rules)
+
+
+FWD = _tunable("fwd", _neighborhood_fwd_kernel)
+BWD_QUERIES = _tunable("bwd_queries", _neighborhood_bwd_queries_kernel)
+BWD_KEYS = _tunable("bwd_keys", _neighborhood_bwd_keys_kernel)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _launch(tunable, kernel, tensors, query, kernel_size, dilation, scales):
+def _launch(tunable, tensors, query, kernel_size, dilation, scales):
     batch, heads, n_tokens, head_dim = query.shape
     if not query.numel():
         return
@@ -313,7 +307,7 @@ def _launch(tunable, kernel, tensors, query, kernel_size, dilation, scales):
     dilation = min(dilation, n_tokens)  # from there on no token has neighbours
     n_tiles = cdiv(cdiv(n_tokens, dilation), plan.config.blocks["BLOCK_M"])
     numbers = (n_tokens, n_tiles, dilation, min(kernel_size // 2, n_tokens), *scales, head_dim)
-    launch(plan, kernel, (n_tiles * dilation * batch * heads,), (*tensors, *numbers))
+    launch(plan, tunable.kernels[0], (n_tiles * dilation * batch * heads,), (*tensors, *numbers))
 
 
 def _fwd(query, key, value, kernel_size, dilation, scale):
@@ -321,7 +315,7 @@ def _fwd(query, key, value, kernel_size, dilation, scale):
     o = empty_like(query, query.dtype)
     lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     scales = (_scale(query, scale) * math.log2(math.e),)
-    _launch(FWD, _neighborhood_fwd_kernel, (query, key, value, o, lse), query, kernel_size, dilation, scales)
+    _launch(FWD, (query, key, value, o, lse), query, kernel_size, dilation, scales)
     return o, lse
 
 
@@ -331,8 +325,8 @@ def _bwd(do, query, key, value, lse, kernel_size, dilation, scale):
     inputs = (do, query, key, value, lse, empty_like(lse, lse.dtype))
     scale = _scale(query, scale)
     rest = query, kernel_size, dilation, (scale * math.log2(math.e), scale)
-    _launch(BWD_QUERIES, _neighborhood_bwd_queries_kernel, (*inputs, dq), *rest)
-    _launch(BWD_KEYS, _neighborhood_bwd_keys_kernel, (*inputs, dk, dv), *rest)
+    _launch(BWD_QUERIES, (*inputs, dq), *rest)
+    _launch(BWD_KEYS, (*inputs, dk, dv), *rest)
     return dq, dk, dv
 
 
@@ -372,7 +366,7 @@ def liger_fused_neighborhood_attention(
     """Attention of each token to those at most kernel_size // 2 steps of `dilation` tokens away, on either side.
 
     query, key, value: [batch, n_heads, n_tokens, head_dim] of one shape and dtype, fp32, fp16 or bf16 (fp64 too on the
-    CPU), with at most 256 dimensions a head. At the ends of the sequence a token has fewer neighbours.
+    CPU), with at most 256 dimensions a head. Tokens near the ends of the sequence have fewer neighbours.
     scale: of the scores; None is 1 / sqrt(head_dim). Returns [batch, n_heads, n_tokens, head_dim].
     Raises `ValueError` for shapes, dtypes, devices or sizes that do not fit. https://arxiv.org/abs/2504.16922
     """
@@ -440,8 +434,7 @@ class LigerFusedNeighborhoodAttention(torch.nn.Module):
 
 
 class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
-    """x + attention(layer_norm(x)). Arguments as for `LigerFusedNeighborhoodAttention`; layer_norm_eps: of
-    the norm."""
+    """x + attention(layer_norm(x)). The arguments are `LigerFusedNeighborhoodAttention`'s and the norm's epsilon."""
 
     def __init__(
         self,
@@ -466,7 +459,7 @@ class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
 
 
 WORKLOADS = {"window_7": (16, 4096, 64, 7), "window_65": (32, 8192, 128, 65), "window_513": (32, 16384, 128, 513)}
-"""Problem sizes (n_heads, n_tokens, head_dim, kernel_size); n_heads counts the heads of all sequences."""
+"""Sizes (n_heads, n_tokens, head_dim, kernel_size); n_heads counts the heads of all sequences."""
 
 
 def sample(sizes, dtype, device, generator, *, dilation=1, scale=None) -> Sample:

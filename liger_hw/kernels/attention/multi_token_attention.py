@@ -1,16 +1,15 @@
-"""Multi-token attention: a convolution over causal attention weights, so that a weight sees its neighbours'.
+"""Multi-token attention: a convolution over causal attention weights, which mixes neighbouring queries and keys.
 
     P = softmax(scores where key <= query, else -inf)        or sparsemax
     Y = conv2d(P, weight, bias) where key <= query, else 0
 
-The softmax is fp32, rounded once to the scores' dtype; the convolution is
-torch's, with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
-torch.backends.cudnn).
-Saved for backward: P and weight. The mask costs nothing: masked scores are not read, nor are masked gradients.
+The softmax is fp32, rounded once to the scores' dtype. The convolution is torch's, with the settings of
+torch.backends.cudnn: it may use TF32 for fp32 and sum gradients in another order each time. Saved for backward: P and
+weight. Masked scores and masked gradients are not read.
 
-Convolution libraries run 16-bit tensors on matrix units with their channels last in memory; given channels first, they
-transpose every operand and result. Where the backend says so, the operands and results of convolutions therefore have
-their channels last, while the caller's tensors keep their layout: the kernels read one layout and write the other.
+Some convolution libraries run 16-bit tensors on matrix units only with channels last in memory, and transpose every
+other operand and result. On their backends the kernels convert between the caller's layout and channels last as they
+read and write.
 
 Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Sample, Target, Tunable, backend_of, row_key, tile_space
+from ...registry import Key, LaunchConfig, Sample, Target, Tunable, backend_of, normal, row_key, tile_space
 from ...runtime.operator import (
     OperatorFunction,
     cdiv,
@@ -50,7 +49,7 @@ from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 
 
 def multi_token_attention_reference(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
-    """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded P."""
+    """The specification in plain torch; sums in fp32 (fp64 for fp64). Its backward takes the rounded P."""
     return _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse)[0]
 
 
@@ -64,24 +63,23 @@ def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, spar
 
 
 def _future(x: torch.Tensor) -> torch.Tensor:
-    """Where the key comes after the query."""
     return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 WIDEST = 32768
-"""Most keys, which a program holds; the scores of one head take 2 GiB then."""
+"""The most keys: a program holds those of one query."""
 _DIMS = ("batch", "seq_len", "n_channels")
 
 
 def _key(batch: int, seq_len: int, n_channels: int, itemsize: int) -> Key:
-    """One row for each query of each channel; as many columns as keys."""
+    """A row is one query of one channel; its columns are the keys."""
     return row_key(batch * n_channels * seq_len, seq_len, itemsize)
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Whole rows, 16 elements a thread; several rows a program if every multiprocessor still has one."""
+    """Whole rows, 16 elements a thread; several rows a program if that leaves no multiprocessor idle."""
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(key[0] * rows, 16, 16))
 
@@ -101,11 +99,8 @@ FILL = _tunable("fill", _causal_fill_kernel)
 BIAS = column_sum_tunable("multi_token_attention", _DIMS)
 _MOST_SUMS = 1024
 """Most rows that `column_sum` adds; for more, torch's sum uses more programs."""
-
-# Kernels between channels first and channels last:
-
 _WIDEST_LAST = 4096
-"""Most keys for which these kernels are launched: a program holds a query of several channels."""
+"""Most keys for which the kernels between layouts are launched: a program holds a query of several channels."""
 
 
 def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
@@ -133,10 +128,7 @@ CHANNELS_FILL = _channels_tunable("channels_fill", _channels_fill_kernel, 32768)
 
 
 def _over_rows(tunable, tensors, flags=(), numbers=()) -> None:
-    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2].
-
-    numbers: arguments behind the sizes
-    """
+    """Launch over the rows of contiguous tensors [..., queries, keys]. numbers: arguments after the sizes."""
     x = tensors[0]
     n_queries, n_keys = x.shape[-2:]
     n_rows = x.numel() // n_keys if n_keys else 0
@@ -147,7 +139,7 @@ def _over_rows(tunable, tensors, flags=(), numbers=()) -> None:
 
 
 def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: torch.Tensor | None) -> None:
-    """Launch over every query of `tensors`, of one shape [batch, channels, queries, keys] and any strides."""
+    """Launch over the queries of `tensors`, which have one shape [batch, channels, queries, keys] and any strides."""
     batch, n_channels, n_queries, n_keys = tensors[0].shape
     if tensors[0].numel():
         plan = tunable.plan(tensors[0].device, row_key(batch * n_channels * n_queries, n_keys, tensors[0].itemsize))
@@ -158,13 +150,13 @@ def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: 
 
 
 def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
-    """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); `sums` from `_empty_sums`."""
+    """y = x (+ `bias`) up to the diagonal, zero or -inf after it; `sums` from `_empty_sums`."""
     in_place = x is y and bias is None
     _over_rows(FILL, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
 
 
 def _empty_sums(dy: torch.Tensor) -> torch.Tensor:
-    """[batch * queries, channels] fp32, for a fill\'s sums over the keys; zeros where nothing is launched."""
+    """[batch * queries, channels] fp32, for a fill's sums over the keys; zeros if nothing is launched."""
     shape = dy.shape[0] * dy.shape[2], dy.shape[1]
     return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)
 
@@ -223,7 +215,6 @@ def _bwd(dy, p, weight, needed, stride, padding, dilation, groups, sparse):
 def _convolves_channels_last(
     scores: torch.Tensor, n_filters: int, padding: tuple[int, ...], groups: int, sparse: bool
 ) -> bool:
-    """Whether the convolution's operands and results should have their channels last."""
     if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
         return False
     return scores.shape[-1] + 2 * max(padding) <= _WIDEST_LAST and backend_of(scores.device).convolves_channels_last
@@ -251,7 +242,7 @@ def _softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def _fill_channels(
     x: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor | None, channels_last: bool
 ) -> torch.Tensor:
-    """x up to the diagonal, plus `bias`, and zero after it, in the other layout; `sums` from `_empty_sums`."""
+    """`_fill` into the other layout, with zeros."""
     y = _empty_channels_last(x) if channels_last else x.new_empty(x.shape)
     _over_queries(CHANNELS_FILL, (x, y), bias, sums)
     return y
@@ -268,7 +259,7 @@ def _convolution_gradients(g, p, weight, needed, stride, padding, dilation, grou
 
 
 def _summable(*tensors):
-    """The tensors in a dtype in which torch's convolution sums in fp32: on the CPU 16-bit convolutions do not."""
+    """The tensors, on the CPU in fp32 or wider: torch's 16-bit convolutions there do not sum in fp32."""
     if tensors[0].device.type != "cpu" or tensors[0].dtype in (torch.float32, torch.float64):
         return tensors
     return tuple(t.float() for t in tensors)
@@ -382,7 +373,7 @@ def liger_multi_token_attention(
 
 
 def _numbers_misfit(groups=1, **pairs) -> str:
-    """Why `groups`, or an integer or pair of integers, is invalid, or "". Only a padding may be zero."""
+    """Why `groups`, or an integer or pair of integers, is invalid, or ""."""
     if not _is_integer(groups, 1):
         return f"groups must be a positive integer, got {groups!r}"
     for name, value in pairs.items():
@@ -449,11 +440,11 @@ class LigerMultiTokenAttention(torch.nn.Module):
 
 
 WORKLOADS = {"llama_1b_1k": (4, 1024, 32), "llama_1b_2k": (1, 2048, 32)}
-"""Problem sizes (batch, seq_len, n_channels): scores of all heads, which are the channels."""
+"""Sizes (batch, seq_len, n_channels); the channels are the attention heads."""
 
 
 def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
-    """The scores, moved below their row's threshold where they are near it, since the gradient jumps there."""
+    """The scores; those near their row's threshold, where the gradient jumps, are lowered by one."""
     if not scores.numel():
         return scores
     masked = scores.float().masked_fill_(_future(scores), -float("inf"))
@@ -465,22 +456,16 @@ def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
 def sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=False, stride=1) -> Sample:
     """A 3 x 3 kernel that keeps the size; groups: depthwise; stride: a 2 x 2 kernel, dilation 2, no padding."""
     batch, seq_len, channels = sizes
-
-    def drawn(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
-
-    groups = channels if groups else 1
+    drawn, groups = normal(dtype, device, generator), channels if groups else 1
+    size, padding, dilation = (2, 0, 2) if stride > 1 else (3, 1, 1)
     scores = drawn(batch, channels, seq_len, seq_len)
     if sparse:
-        scores = _clear_of_threshold(scores)
-    weight = drawn(channels, channels // groups, *(2, 2) if stride > 1 else (3, 3))
+        scores = _clear_of_threshold(scores.detach()).requires_grad_()
+    weight = drawn(channels, channels // groups, size, size)
     elements = batch * channels * seq_len * seq_len
     return Sample(
-        args=tuple(t if t is None else t.requires_grad_() for t in (scores, weight, drawn(channels) if bias else None)),
-        kwargs={
-            **{"stride": stride, "padding": 0 if stride > 1 else 1, "dilation": 2 if stride > 1 else 1},
-            **{"groups": groups, "sparse": sparse},
-        },
+        args=(scores, weight, drawn(channels) if bias else None),
+        kwargs={"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "sparse": sparse},
         reduction=max(seq_len, 9 * channels // groups),
         grad_reduction=max(seq_len, 9 * channels, batch * seq_len * seq_len),
         moved=23 * elements // 2 * dtype.itemsize,

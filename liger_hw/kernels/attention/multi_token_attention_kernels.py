@@ -1,9 +1,9 @@
 """The kernels of multi_token_attention: causal softmax, its backward, and the fill above the diagonal.
 
-There are two versions of each. `_causal_*` takes contiguous tensors [..., n_queries, n_keys] as rows of n_keys, so that
-row r is query r % n_queries. `_channels_*` takes tensors [batch, channels, queries, keys] of any strides and converts
-between channels first and channels last: a program handles one query of CHANNELS channels, so that accesses are
-contiguous in either layout. A query sees the keys up to its own index; the others are not read.
+`_causal_*` take contiguous tensors [..., n_queries, n_keys] as rows of n_keys: row r is query r % n_queries.
+`_channels_*` take tensors [batch, channels, queries, keys] of any strides and convert between channels first and
+channels last: a program handles one query of CHANNELS channels, so that accesses are contiguous in either layout. A
+query attends to the keys up to its index; the others are not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Strides(NamedTuple):
 
 @triton.jit
 def _rows_of_program(n_rows, n_queries, ROWS: tl.constexpr):
-    """(row numbers in int64, whether the rows exist, last key that each sees), all [ROWS, 1]."""
+    """(row numbers in int64, whether the rows exist, the last key of each), all [ROWS, 1]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows[:, None], (rows < n_rows)[:, None], (rows % n_queries)[:, None]
 
@@ -71,8 +71,7 @@ def _causal_fill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: X is Y, and only what lies after the diagonal is
-    written.
+    """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: X is Y; only the part after the diagonal is written.
 
     Bias_ptr [n_channels], or None: added up to the diagonal.
     Sums_ptr [batch, n_queries, n_channels], or None: the sum in fp32 of a row of X up to the diagonal.

@@ -1,11 +1,11 @@
 """The kernels of softmax and sparsemax. Both map a row x to a row y of its width; backward needs dy and y, but not x.
 
-Both ops use the same four kernels; SPARSE selects sparsemax. Backward is dx = w * (dy - shift). Softmax has w = y and
-shift = sum(y * dy). Sparsemax has w = 1 where y > 0, else 0, and shift is the mean of dy where y > 0.
+Backward is dx = w * (dy - shift). Softmax has w = y and shift = sum(y * dy). Sparsemax (SPARSE) has w = 1 where y > 0,
+else 0, and shift is the mean of dy where y > 0.
 
-Each direction has two kernels. One keeps a tile of whole rows in registers. The other is for a row too wide for that:
-it reads the row in tiles of columns, first for the sums and then again, from cache, for the result. For rows of odd
-width see rows/row.py. Program p computes the tiles (or rows) p, p + programs, p + 2 programs, ...
+Each direction has two kernels. One keeps a tile of whole rows in registers. The other reads wider rows in tiles of
+columns, first for the sums and then again, from cache, for the result. For rows of odd width see rows/row.py. Program p
+computes the tiles (or rows) p, p + programs, p + 2 programs, ...
 
 ONE_TILE: every program has one tile, so no loop over tiles is compiled, except in sparsemax's forward.
 NARROW: the tile's fp32 copy would take more than a quarter of the registers.
@@ -40,7 +40,7 @@ from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
 @triton.jit
 def _exp(x, anchor):
-    """exp(x - anchor) in three instructions. tl.exp takes six, to be accurate for results below 1e-38 too."""
+    """exp(x - anchor) in three instructions; tl.exp takes six, for results below 1e-38."""
     return tl.exp2((x - anchor) * 1.4426950408889634)
 
 
@@ -48,8 +48,8 @@ def _exp(x, anchor):
 def _exp_folded(x, anchor, log2_base):
     """`_exp` in two instructions: the compiler fuses the first product with the subtraction.
 
-    Only the anchor's product is rounded. That error multiplies the whole row by one factor, which the division by the
-    row's sum cancels. `_log2_base` bounds the factor.
+    The anchor's product is rounded, which multiplies the whole row by one factor. The division by the row's sum cancels
+    the factor, and `_log2_base` bounds it.
     """
     return tl.exp2(x * log2_base - anchor * log2_base)
 
@@ -58,8 +58,8 @@ def _exp_folded(x, anchor, log2_base):
 def _log2_base(top):
     """log2(e), or 1 for a row whose maximum reaches 2^30.
 
-    For such a row, rounding in `_exp_folded` could multiply by 2^64 or more; a product with 1 is exact. The result does
-    not depend on the base: two numbers of that size are equal or differ by at least 64.
+    There, rounding in `_exp_folded` could multiply by 2^64 or more; a product with 1 is exact. The result does not
+    depend on the base, since two numbers of that size are equal or differ by at least 64.
     """
     return tl.where(tl.abs(top) < 1073741824.0, 1.4426950408889634, 1.0)
 
@@ -68,8 +68,7 @@ def _log2_base(top):
 def _below_2_30(x, top):
     """A 16-bit row and its maximum, scaled by a power of two so that the maximum's size is below 2^30.
 
-    Softmax of the scaled row is the same: both before and after, two numbers of the maximum's size are equal or differ
-    by at least 64.
+    The softmax is the same: before and after, two numbers of the maximum's size are equal or differ by at least 64.
     """
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
     factor = tl.where(exponent < 157, 1.0, ((283 - exponent) << 23).to(tl.float32, bitcast=True))
@@ -78,8 +77,8 @@ def _below_2_30(x, top):
 
 @triton.jit
 def _softmax(x, NARROW: tl.constexpr):
-    """Softmax of whole rows [ROWS, columns]. A NARROW row stays in its 16-bit dtype, and its exponentials are
-    computed twice, because their fp32 values would not fit the registers."""
+    """Softmax of whole rows [ROWS, columns]. NARROW rows stay in their 16-bit dtype, since their fp32 values would not
+    fit the registers, and their exponentials are computed twice."""
     top = tl.max(x.to(tl.float32), axis=1)[:, None]
     if NARROW and x.dtype != tl.float32:
         x, top = _below_2_30(x, top)
@@ -101,8 +100,8 @@ def _take_exponentials(x, highest, total):
 
 @triton.jit
 def _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """Softmax of a row wider than BLOCK_SIZE. A tile is LANES groups; a group is what one thread loads at once. Each
-    group has a running maximum and sum, so threads exchange nothing until the whole row is read."""
+    """Softmax of a row wider than BLOCK_SIZE. A tile is LANES groups, each one vector load of a thread. Every group has
+    a running maximum and sum, so threads exchange nothing until the whole row is read."""
     block_cols = tl.arange(0, BLOCK_SIZE)
     y_type = y_ptr.dtype.element_ty
     n_body = body_width(n_cols, head, VECTOR)
@@ -131,7 +130,7 @@ def _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SI
         tl.store(y_ptr + edge, (_exp(x_edge, anchor) * scale).to(y_type), mask=edge < n_cols - head)
     tl.store(y_ptr + tail, (_exp(x, anchor) * scale).to(y_type), mask=tail < n_body, eviction_policy="evict_first")
     for done in tl.range(0, n_full, num_stages=STAGES):
-        at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
+        at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: the last tiles are still in cache
         x = tl.load(x_ptr + at, eviction_policy="evict_first").to(tl.float32)
         tl.store(y_ptr + at, (_exp(x, anchor) * scale).to(y_type), eviction_policy="evict_first")
 
@@ -141,7 +140,6 @@ def _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SI
 
 @triton.jit
 def _larger(a, b):
-    """The larger of both, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -411,20 +409,20 @@ def _row_map_bwd_looped_kernel(
         w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE, "")
         tl.store(dx_ptr + tail, (w * (dy - shift)).to(dx_type), mask=tail < n_body)
         for done in tl.range(0, n_full, num_stages=STAGES):
-            at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
+            at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: the last tiles are still in cache
             w, dy = _load_weighted(y_ptr, dy_ptr, at, None, SPARSE, "evict_first")
             tl.store(dx_ptr + at, (w * (dy - shift)).to(dx_type), eviction_policy="evict_first")
 
 
 _WIDEST_TILE = 32768
-"""The widest row a program keeps in registers: its fp32 copy takes half the registers of a multiprocessor."""
+"""Columns of the widest row that a program keeps in registers; its fp32 copy takes half of a multiprocessor's."""
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Whole rows, with several programs a multiprocessor. Wide fp32 rows: one program, which prefetches its next row.
+    """Whole rows, with several programs a multiprocessor; if all rows fit the device at once, one row a program.
 
-    Rows whose fp32 copies would spill are read in tiles of at most 32 KiB. Many warps make the first sweep short, so
-    that the second one still finds the row in L2. If all rows fit the device at once, each program gets one row.
+    Wide fp32 rows have one program a multiprocessor, which prefetches its next row. Rows whose fp32 copies would spill
+    are read in tiles of at most 32 KiB, by many warps: the second sweep then still finds the row in L2.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:

@@ -21,7 +21,7 @@ from .row_maps import row_map
 
 
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
-    """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded y."""
+    """The specification in plain torch; sums in fp32 (fp64 for fp64). Its backward takes the rounded y."""
     return torch.softmax(x, -1)
 
 
@@ -62,7 +62,7 @@ WORKLOADS = {
     "llama3_8b_vocabulary": (4096, 128256),
     "qwen3_moe_router": (65536, 128),
 }
-"""Problem sizes (n_rows, n_cols): attention scores, output distributions, expert routers."""
+"""Sizes (n_rows, n_cols): attention scores, output distributions, expert routers."""
 
 
 def sample(sizes, dtype, device, generator) -> Sample:

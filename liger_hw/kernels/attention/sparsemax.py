@@ -3,11 +3,10 @@
 Arithmetic in fp32, y rounded once to x's dtype. A row that holds a NaN or +inf, or nothing but -inf, gives NaN.
 Saved for backward: y. Backward:  dx = dy - mean of dy over the support (y > 0); outside it dx = 0.
 
-tau is found without a sort, exactly, by Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, falling and
-piecewise linear. It begins at max(x) - 1, left of the root. Each step, to (sum of x > t, less 1) / count(x > t), stays
-left of it and can only shrink the support; when the support no longer shrinks, the step was exact. A step halves f or
-the support (Dinkelbach's bound), so that there are at most some 50 of them, and on real rows about 5. Every step is two
-sums over values already in registers.
+tau is found exactly by Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, falling and piecewise linear.
+It begins at max(x) - 1, left of the root. Each step, to (sum of x > t, less 1) / count(x > t), stays left of the root
+and shrinks the support; when the support no longer shrinks, t is exact. A step halves f or the support (Dinkelbach's
+bound), so at most some 50 are needed, about 5 for real rows. Each is two sums over values in registers.
 
 Source: Martins and Astudillo, "From Softmax to Sparsemax", https://arxiv.org/abs/1602.02068; the iteration is
 Michelot's (1986), see Condat, "Fast projection onto the simplex and the l1 ball" (2016)
@@ -87,7 +86,7 @@ WORKLOADS = {
     "attention_1k": (65536, 1024),
     "llama3_8b_vocabulary": (2048, 128256),
 }
-"""Problem sizes (n_rows, n_cols): output distributions and attention scores."""
+"""Sizes (n_rows, n_cols): output distributions and attention scores."""
 
 
 def sample(sizes, dtype, device, generator, *, dim=-1) -> Sample:

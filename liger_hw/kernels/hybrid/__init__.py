@@ -1,1 +1,1 @@
-"""What linear attention and short convolutions of hybrid models share: a causal convolution of a few taps."""
+"""Ops of hybrid models around linear attention and short convolutions, all with a causal convolution of few taps."""

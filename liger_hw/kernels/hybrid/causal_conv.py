@@ -3,9 +3,9 @@
     y[t, c] = sum over i < taps of weight[c, taps - 1 - i] * x[t - i, c]
 
 x is zero before the first token of the sequence, or of token t's document (seq_idx [batch, tokens]). A forward kernel
-reads each tile once from memory, and its earlier tokens again from the cache. A backward kernel walks over the tokens
-of BLOCK_R runs of BLOCK_L tokens at once, with the last four tokens of x and of the convolution's gradient in
-registers: each is read once, and the gradient of token t - 3 is complete when token t is known.
+reads each tile once from memory, and earlier tokens again from cache. A backward kernel goes through BLOCK_R runs of
+BLOCK_L tokens at once, token by token, with the last four tokens of x and of the convolution's gradient in registers:
+each is read once, and the gradient of token t - 3 is complete after token t.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tap(W_ptr, cols, col_mask, BACK: tl.constexpr, TAPS: tl.constexpr):
 
 @triton.jit
 def token_mask(Idx_ptr, row, t, n_tokens, BACK: tl.constexpr):
-    """Which tokens t have one `BACK` steps back in their sequence and document. row: of the sequence's first token."""
+    """Which tokens t have a token `BACK` steps back in their sequence and document. row: of the sequence's first."""
     mask = (t >= BACK) & (t < n_tokens)
     if Idx_ptr is not None:
         index = tl.load(Idx_ptr + row + t, mask=mask, other=0)
@@ -49,7 +49,7 @@ def document(Idx_ptr, row, t, n_tokens):
 
 @triton.jit
 def within(x, index, other, Idx_ptr, BACK: tl.constexpr, TAPS: tl.constexpr):
-    """x where both tokens are of one document and the convolution has that tap, else zero, even for an infinite x."""
+    """x if both tokens are of one document and the convolution has that tap, else zero, even for an infinite x."""
     if BACK >= TAPS:
         x = tl.zeros_like(x)
     elif Idx_ptr is not None:
@@ -65,18 +65,18 @@ def store_tap_sums(DW_ptr, cols, col_mask, dw, BACK: tl.constexpr, TAPS: tl.cons
 
 
 def conv_key(n_rows: int, width: int, itemsize: int) -> tuple[int, ...]:
-    """width: columns of a tile. From 4096 rows on, all numbers of rows have the same key."""
+    """width: columns of a tile. All numbers of rows above 4096 have the same key."""
     return width, min((n_rows - 1).bit_length() if n_rows > 1 else 0, 13), itemsize
 
 
 def _fwd_heuristic(target: Any, key: Any) -> LaunchConfig:
-    """Two loads of 16 bytes a thread for each tap: 8 warps on as many tokens took 2.4 times as long on an H200."""
+    """Two loads of 16 bytes a thread for each tap."""
     tokens = max(1, min(32, 2048 // key[0], 1 << key[1]))
     return LaunchConfig({"BLOCK_T": tokens}, target.warps(tokens * key[0], 16, 8))
 
 
 def _bwd_heuristic(target: Any, key: Any) -> LaunchConfig:
-    """Ten sums and tokens a channel stay in registers, so a thread has 4 channels."""
+    """4 channels a thread, since ten sums and tokens a channel stay in registers."""
     runs = max(1, min(4, 512 // key[0]))
     length = max(4, min(64, (1 << key[1]) // runs))
     return LaunchConfig({"BLOCK_R": runs, "BLOCK_L": length}, target.warps(runs * key[0], 4, 8))
@@ -104,7 +104,6 @@ def _bwd_space(target: Any, key: Any) -> list[LaunchConfig]:
 
 
 def conv_tunables(op: str, fwd: Any, bwd: Any, dims: tuple[str, ...], key: Any) -> tuple[Tunable, Tunable]:
-    """Forward and backward."""
     of_fwd = {"heuristic": _fwd_heuristic, "safe": _fwd_safe, "space": _fwd_space}
     of_bwd = {"heuristic": _bwd_heuristic, "safe": _bwd_safe, "space": _bwd_space}
     return (
@@ -114,7 +113,7 @@ def conv_tunables(op: str, fwd: Any, bwd: Any, dims: tuple[str, ...], key: Any) 
 
 
 def blocks_of(plan: Any, n_tokens: int) -> int:
-    """How many blocks of tokens a sequence has, forward or backward."""
+    """The blocks of tokens in a sequence, of a forward or backward plan."""
     blocks = plan.config.blocks
     return cdiv(n_tokens, blocks["BLOCK_T"] if "BLOCK_T" in blocks else blocks["BLOCK_R"] * blocks["BLOCK_L"])
 
@@ -137,6 +136,6 @@ def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.
 
 
 def check_taps(weight: torch.Tensor) -> str:
-    """What is wrong with a weight [channels, taps], or ""."""
+    """Why a weight [channels, taps] is invalid, or ""."""
     taps = weight.shape[-1]
     return "" if 1 <= taps <= MOST_TAPS else f"weight must have 1 to {MOST_TAPS} taps, got {taps}"

@@ -1,10 +1,10 @@
-"""What the gated delta rule's scan takes: convolution, SiLU, split into heads, L2 norm, gates (Qwen3-Next, Qwen3.5).
+"""The inputs of the gated delta rule's scan: convolution, SiLU, split into heads, L2 norm, gates (Qwen3-Next, Qwen3.5).
 
     q, k, v = split(silu(conv(qkv)));  q and k of each head / sqrt(sum of squares + eps)
     beta = sigmoid(b);  g = -exp(A_log) * softplus(a + dt_bias)
 
-conv is causal_conv.py's. Everything is fp32, rounded once. Saved for backward: the inputs; everything else is computed
-again. The scan, which is flash-linear-attention's, is to be called with use_qk_l2norm_in_kernel=False.
+conv is causal_conv.py's. Arithmetic is fp32, rounded once. Saved for backward: the inputs. Call the scan of
+flash-linear-attention with use_qk_l2norm_in_kernel=False.
 
 Source: Yang et al., "Gated Delta Networks", https://arxiv.org/abs/2412.06464
 """
@@ -36,7 +36,7 @@ from .short_conv import documents
 
 
 class Heads(NamedTuple):
-    """How qkv is split, and the norm's epsilon."""
+    """How qkv is split into heads, and the norm's epsilon."""
 
     n_k_heads: int
     k_dim: int
@@ -75,7 +75,7 @@ def _head(head, n_k_heads, n_v_heads, k_dim, v_dim, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _of_head(head, n_k_heads, Q_ptr, K_ptr, V_ptr):
-    """The one of three tensors that a head is in."""
+    """The pointer of the tensor that holds a head."""
     return tl.where(head < n_k_heads, Q_ptr, tl.where(head < 2 * n_k_heads, K_ptr, V_ptr))
 
 
@@ -121,7 +121,7 @@ def _gated_delta_inputs_fwd_kernel(
 
 @triton.jit
 def _token(X_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols, col_mask):
-    """(x as it is stored, the document) of each token t, else zero."""
+    """(x in the stored dtype, the document) of each token t; zeros outside the sequence."""
     mask = ((t >= 0) & (t < n_tokens))[:, None] & col_mask[None, :]
     x = tl.load(X_ptr + (row + t)[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
     return x, document(Idx_ptr, row, t, n_tokens)
@@ -165,7 +165,7 @@ def _gated_delta_inputs_bwd_kernel(
     x1, x2, x3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     mask = (start < n_tokens)[:, None] & col_mask[None, :]
     dy_next = tl.load(DY_ptr + (row + start)[:, None] * width, mask=mask, other=0.0)
-    # initial values that reach no store; were they equal, Triton 3.6 and 3.7 would take d2 and d3 for constants
+    # these initial values reach no store; equal ones would make constants of d2 and d3 in Triton 3.6 and 3.7
     d1, d2, d3 = x1, x2, x3
     dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     dw1, dw2, dw3 = dw0, dw0, dw0
@@ -184,7 +184,7 @@ def _gated_delta_inputs_bwd_kernel(
             rstd = tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
             y *= rstd
             dy = rstd * (dy - y * tl.sum(dy * y, axis=1)[:, None])
-        # zero past the end, where dy is nan if eps=0
+        # zero past the end: dy is NaN there if eps=0
         d0 = tl.where((t < n_tokens)[:, None], dy * sigmoid * (1.0 + z * (1.0 - sigmoid)), 0.0)
         counted = tl.where(step < BLOCK_L, d0, 0.0)
         dw0, dw1, dw2, dw3 = dw0 + counted * x0, dw1 + counted * x1_, dw2 + counted * x2_, dw3 + counted * x3_
@@ -284,7 +284,7 @@ def _gates_safe(target, key):
 
 
 def _gates_tunable(variant, kernel):
-    """Nothing is searched: the gates are a hundredth of what the convolution reads."""
+    """No search space: the gates are a hundredth of the bytes that the convolution reads."""
     rules = {"heuristic": _gates_heuristic, "safe": _gates_safe, "space": lambda target, key: []}
     return Tunable("gated_delta_inputs", variant, kernels=(kernel,), key=_gates_key, dims=DIMS, **rules)
 
@@ -330,8 +330,9 @@ def _bwd(dq, dk, dv, dbeta, dg, qkv, weight, b, a, A_log, dt_bias, seq_idx, head
     (batch, n_tokens, n_cols), taps = qkv.shape, weight.shape[1]
     sizes = n_k_heads, n_v_heads, _, _ = heads.sizes(qkv, A_log.shape[0])
     dqkv, db, da = empty_like(qkv, qkv.dtype), empty_like(b, b.dtype), empty_like(a, a.dtype)
+    dtype = params_dtype(b, A_log, dt_bias)
     if not b.numel():
-        return dqkv, torch.zeros_like(weight), db, da, b.new_zeros(2 * n_v_heads, dtype=params_dtype(b, A_log, dt_bias))
+        return dqkv, torch.zeros_like(weight), db, da, b.new_zeros(2 * n_v_heads, dtype=dtype)
     plan = BWD.plan(qkv.device, _key(batch, n_tokens, *sizes, qkv.itemsize))
     n_blocks = blocks_of(plan, n_tokens)
     partial = partial_sums(qkv, batch * n_blocks, n_cols * taps, weight.dtype)
@@ -342,7 +343,6 @@ def _bwd(dq, dk, dv, dbeta, dg, qkv, weight, b, a, A_log, dt_bias, seq_idx, head
     dweight = column_sum(DW, partial, weight.dtype).view(n_cols, taps)
     plan = GATES_BWD.plan(b.device, _gates_key(batch, n_tokens, *sizes, b.itemsize))
     programs = cdiv(batch * n_tokens, plan.config.blocks["BLOCK_T"])
-    dtype = params_dtype(b, A_log, dt_bias)
     partial = partial_sums(b, programs, 2 * n_v_heads, dtype)
     args = dense(dbeta), dense(dg), b, a, A_log, dt_bias, db, da, partial, batch * n_tokens, n_v_heads
     launch(plan, _gates_bwd_kernel, (programs,), args, plan.key[:1])
@@ -367,7 +367,7 @@ def _misfit(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
 
 
 WIDEST = 512
-"""Most dimensions of a head, which one program holds for the norm."""
+"""The most dimensions of a head, which one program holds for the norm."""
 _TENSORS = "Tensor qkv, Tensor weight, Tensor b, Tensor a, Tensor A_log, Tensor dt_bias, Tensor? seq_idx"
 _SHAPES = (
     "qkv [batch, tokens, n]; weight [n, taps]; b, a [batch, tokens, heads]; A_log, dt_bias [heads]; "
@@ -410,12 +410,12 @@ def liger_gated_delta_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v, beta, g) for the scan of the gated delta rule, which must not normalise q and k again.
 
-    qkv: [batch, n_tokens, channels], the projected queries and keys, of n_k_heads heads of k_dim each, and values, of
-    as many heads as A_log has; weight: [channels, taps], a causal depthwise Conv1d's weight.squeeze(1), with at most
-    four taps; b, a: [batch, n_tokens, n_v_heads]; A_log, dt_bias: [n_v_heads]. fp32, fp16 or bf16 (fp64 too on the
-    CPU). seq_idx: [batch, n_tokens], int64 or int32, the document of each token, which bounds its convolution; None is
-    one document a row. eps: added to the sum of squares of q and k; with 0, zeros such as padding give NaN. Returns q,
-    k [batch, n_tokens, n_k_heads, k_dim], v [batch, n_tokens, n_v_heads, v_dim] and beta in the dtypes of qkv and b,
+    qkv: [batch, n_tokens, channels], the projected queries and keys, n_k_heads heads of k_dim each, and values,
+    n_v_heads heads; weight: [channels, taps], a causal depthwise Conv1d's weight.squeeze(1), at most four taps
+    b, a: [batch, n_tokens, n_v_heads]; A_log, dt_bias: [n_v_heads]. All fp32, fp16 or bf16 (fp64 too on the CPU).
+    seq_idx: [batch, n_tokens], int64 or int32, each token's document, which bounds its convolution; None: one a row
+    eps: added to the sum of squares of q and k; with 0, zeros such as padding give NaN
+    Returns q, k [batch, n_tokens, n_k_heads, k_dim], v [batch, n_tokens, n_v_heads, v_dim] in qkv's dtype, beta in b's
     and g in fp32. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2412.06464
     """
     check_integers("liger_gated_delta_inputs", n_k_heads=n_k_heads, k_dim=k_dim)

@@ -1,7 +1,6 @@
 """LFM2's gated short convolution: y = C * conv(B * x), with (B, C, x) the thirds of one projection.
 
-conv is causal_conv.py's. Sums are fp32, rounded once. Saved for backward: bcx and the weight; the convolution is
-computed again.
+conv is causal_conv.py's. Sums are fp32, rounded once. Saved for backward: bcx and the weight.
 
 Source: Liquid AI, "LFM2 Technical Report", https://arxiv.org/abs/2511.23404
 """
@@ -68,7 +67,7 @@ def _short_conv_fwd_kernel(
 
 @triton.jit
 def _token(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols):
-    """(B and x as they are stored, the document) of each token t, else zero."""
+    """(B and x in the stored dtype, the document) of each token t; zeros outside the sequence."""
     at = BCX_ptr + (row + t)[:, None] * (3 * n_cols) + cols[None, :]
     mask = ((t >= 0) & (t < n_tokens))[:, None] & (cols < n_cols)[None, :]
     b, x = tl.load(at, mask=mask, other=0.0), tl.load(at + 2 * n_cols, mask=mask, other=0.0)
@@ -78,8 +77,8 @@ def _token(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols):
 @triton.jit
 def _product(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols):
     """(B * x, the document) of each token t."""
-    factor, of, index = _token(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols)
-    return factor.to(tl.float32) * of.to(tl.float32), index
+    b, x, index = _token(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols)
+    return b.to(tl.float32) * x.to(tl.float32), index
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_blocks"])
@@ -109,7 +108,7 @@ def _short_conv_bwd_kernel(
     u1, i1 = _product(BCX_ptr, Idx_ptr, row, first - 1, n_tokens, n_cols, cols)
     u2, i2 = _product(BCX_ptr, Idx_ptr, row, first - 2, n_tokens, n_cols, cols)
     u3, i3 = _product(BCX_ptr, Idx_ptr, row, first - 3, n_tokens, n_cols, cols)
-    # initial values that reach no store; were they equal, Triton 3.6 and 3.7 would take d2 and d3 for constants
+    # these initial values reach no store; equal ones would make constants of d2 and d3 in Triton 3.6 and 3.7
     d1, d2, d3 = u1, u2, u3
     dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     dw1, dw2, dw3 = dw0, dw0, dw0
@@ -213,9 +212,9 @@ def liger_short_conv(bcx: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Ten
     """C * conv(B * x) for (B, C, x) = bcx.chunk(3, -1), with a causal depthwise convolution, as in LFM2.
 
     bcx: [batch, n_tokens, 3 * n_cols]; weight: [n_cols, taps], a Conv1d's weight.squeeze(1), with at most four taps;
-    fp32, fp16 or bf16 (fp64 too on the CPU). seq_idx: [batch, n_tokens], int64 or int32, the document of each token,
-    which bounds its convolution; None is one document a row. Returns [batch, n_tokens, n_cols] in bcx's dtype. Raises
-    `ValueError` for shapes, dtypes or devices that do not fit.
+    fp32, fp16 or bf16 (fp64 too on the CPU). seq_idx: [batch, n_tokens], int64 or int32, each token's document, which
+    bounds its convolution; None: one a row. Returns [batch, n_tokens, n_cols] in bcx's dtype. Raises `ValueError` for
+    shapes, dtypes or devices that do not fit.
     """
     return ShortConvFunction.apply(bcx, weight, seq_idx)
 

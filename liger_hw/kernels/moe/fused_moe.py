@@ -7,10 +7,10 @@ The gate is `reference.Gate`. Sums are fp32, and z, gate(z) and the experts' res
 
 The T * K slots are sorted by expert (`routing.py`). The first product gathers rows of x (`products.py`), a kernel over
 rows applies the gate (`gates.py`), the second product writes a row for each slot, and the rows of a token are added in
-the order of its choices (`sums.py`). Nothing waits for the device and nothing is added atomically: results are the same
-from run to run. Saved for backward: the inputs, the routing and z. Backward, with da = dout[t] @ down_proj[e]:
+the order of its choices (`sums.py`). No host synchronisation, no atomics: results are the same from run to run.
+Saved for backward: the inputs, the routing and z. Backward, with da = dout[t] @ down_proj[e]:
 
-    dz = w * da * gate'(z)        dw = da . gate(z) + dout[t] . down_bias[e]        (gate(z) is computed again)
+    dz = w * da * gate'(z)        dw = da . gate(z) + dout[t] . down_bias[e]
     ddown_proj[e] = dout[t]^T @ (w * gate(z))             dgate_up_proj[e] = dz^T @ x[t]        over the rows of e
     dx[t] = sum over its slots of dz @ gate_up_proj[e]
 
@@ -55,10 +55,10 @@ def fused_moe_reference(
     rounded: torch.dtype | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The specification in plain torch, one expert after the other.
+    """The specification in plain torch, expert by expert.
 
-    rounded: the dtype in which the pre-activations are stored, where that is narrower than the inputs'. An exact result
-        needs it where a limit makes the gradient jump: there it matters on which side the rounded number lies.
+    rounded: a dtype to which the pre-activations are rounded. A wide reference of a narrow computation needs it if a
+        limit makes the gradient jump, since rounding may move a number to the other side of the limit.
     """
     gate = Gate.checked("fused_moe_reference", **options)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
@@ -92,8 +92,7 @@ def _bwd(
     dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, z,
     order, token, row, offsets, largest, needed, how,
 ):  # fmt: skip
-    """Six gradients, empty where not needed. At most three tensors of M rows live at a time beside z: what is cheap is
-    computed again rather than kept."""
+    """At most three tensors of M rows live at a time beside z; cheap ones are computed again."""
     if not top_k_index.numel():
         tensors = x, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias
         return tuple([t.new_zeros(t.shape) if is_needed else no_weight(x) for t, is_needed in zip(tensors, needed)])
@@ -222,9 +221,9 @@ def liger_fused_moe(
         autocast, which casts all of them to its dtype
     gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
     down_proj: [E, H, I], or [E, I, H] if is_transposed
-    top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E), such as a sentinel of expert
-        parallelism, contributes nothing; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises `IndexError`. An
-        expert may be named twice.
+    top_k_index: [T, K] int32 or int64, the experts of each token, also with repeats. An index outside [0, E), such as a
+        sentinel of expert parallelism, contributes zero; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises
+        `IndexError`.
     top_k_weights: [T, K] in any floating dtype
     activation: silu, gelu (exact), gelu_tanh, relu or relu2 (squared)
     gate_up_bias: [E, 2 I] (ungated [E, I]) or None; down_bias: [E, H] or None
@@ -234,9 +233,8 @@ def liger_fused_moe(
     has_gate: False for act(x @ up_proj), with up_proj in the place of gate_up_proj
     is_concatenated: g is the first half of the 2 I columns and u the second; False: they alternate, g first
 
-    Returns [T, H] in x's dtype. Differentiable in x, both weights, both biases and top_k_weights; gradients that are
-    not required are not computed. Raises `ValueError` for shapes, dtypes, devices or options that do not fit,
-    `TypeError` for other types.
+    Returns [T, H] in x's dtype. Differentiable in x, both weights, both biases and top_k_weights. Raises `ValueError`
+    for shapes, dtypes, devices or options that do not fit, `TypeError` for other types.
     """
     op = "liger_fused_moe"
     check_flags(op, has_gate=has_gate, is_transposed=is_transposed, is_concatenated=is_concatenated)
@@ -251,11 +249,11 @@ def liger_fused_moe(
 
 
 class LigerExperts(torch.nn.Module):
-    """The experts of Mixtral, Qwen3-MoE and their like in transformers 5, with the parameters of those modules.
+    """The experts of Mixtral, Qwen3-MoE and similar models in transformers 5, with the parameters of those modules.
 
     config: needs hidden_size; num_experts, num_local_experts or n_routed_experts; moe_intermediate_size or
-    intermediate_size; and hidden_act, one of silu and swish. Raises `ValueError` for another hidden_act and without a
-    number of experts.
+    intermediate_size; and hidden_act, silu or swish. Raises `ValueError` for another hidden_act and without a number of
+    experts.
     """
 
     def __init__(self, config) -> None:
@@ -276,7 +274,7 @@ class LigerExperts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden_states [..., hidden], top_k_index and top_k_weights [..., K] of as many rows -> like hidden_states."""
+        """hidden_states [..., hidden], top_k_index and top_k_weights [..., K] -> like hidden_states."""
         x = hidden_states.reshape(-1, self.hidden_dim)
         index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
         return liger_fused_moe(x, self.gate_up_proj, self.down_proj, index, weights).view(hidden_states.shape)
@@ -290,7 +288,7 @@ WORKLOADS = {
     "deepseek_v3_quarter": (16384, 7168, 2048, 64, 8),
     "mixtral_8x7b": (16384, 4096, 14336, 8, 2),
 }
-"""Problem sizes (n_tokens, hidden, inner, n_experts, top_k) of real models; a quarter of DeepSeek-V3's experts."""
+"""Sizes (n_tokens, hidden, inner, n_experts, top_k) of real models; a quarter of DeepSeek-V3's experts."""
 
 
 def sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **options) -> Sample:
@@ -315,7 +313,7 @@ def sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **
     if biased:
         options |= {"gate_up_bias": random(n_experts, n_z), "down_bias": random(n_experts, hidden)}
     products = n_tokens * top_k * (3 * hidden + 6 * inner) + 2 * n_experts * hidden * (inner + n_z)
-    # The gradient jumps at a limit: fp32 sums of numbers of few bits are exact, so all round to the same side of it.
+    # The gradient jumps at a limit. fp32 sums of numbers of few bits are exact, so all round to the same side of it.
     x, up = random(n_tokens, hidden, few_bits=jumps), weight(n_z, hidden, few_bits=jumps)
     return Sample(
         args=(x, up, weight(hidden, inner), index, weights),

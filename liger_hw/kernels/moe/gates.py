@@ -3,8 +3,8 @@
     gate       adds the bias to the pre-activations z = (g, u) of a row, in place; act = act(g) * (u + up_offset)
     gate_bwd   dz from da, and the gradient of the row's routing weight, da . act
 
-Everything is computed in fp32 and rounded once. Rows without an expert are not written, with one exception: forward
-zeroes them in z, because it returns z. The gradient of their routing weight is 0.
+Arithmetic is fp32, rounded once. Of rows without an expert, only those of z are written, with zeros, because the
+operator returns z. The gradient of their routing weight is 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _gated(
     UP_OFFSET: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """(act(gate) * (up + UP_OFFSET), its derivative by gate, by up) in fp32; the compiler drops unused results."""
+    """(act(gate) * (up + UP_OFFSET), its derivatives by gate and up) in fp32; the compiler drops unused results."""
     by_gate = tl.full(gate.shape, 1.0, tl.float32)
     by_up = by_gate
     if LIMIT > 0.0:
@@ -102,9 +102,10 @@ def _fused_moe_gate_kernel(
     CONCATENATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Z[row] += Bias[expert], then Act[row] = the gate of Z[row]; with Weights_ptr, times the slot's weight.
+    """Z[row] += Bias[expert], then Act[row] = the gate of Z[row].
 
-    Backward passes weights. Forward passes None, and zeroes the rows of Z that have no expert.
+    Backward passes Weights_ptr: Act is multiplied by the slot's weight. Forward passes None: the rows of Z without an
+    expert become zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order_ptr + row)
@@ -113,7 +114,7 @@ def _fused_moe_gate_kernel(
     Z_ptr += row * n_z
     start = tl.program_id(1) * BLOCK_SIZE
     if (expert < 0) | (expert >= n_experts):
-        if Weights_ptr is None:  # no product has written this row
+        if Weights_ptr is None:
             cols = start + tl.arange(0, BLOCK_SIZE)
             if HAS_GATE:
                 cols = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
@@ -204,7 +205,7 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _gate_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """`_heuristic`, but 32 bytes a thread above 512 columns, since this kernel reads each column once."""
+    """`_heuristic`, but 32 bytes a thread above 512 columns: this kernel reads each column once."""
     config = _heuristic(target, key)
     block = config.blocks["BLOCK_SIZE"]
     return config if block <= 512 else replace(config, num_warps=target.warps(block, 32 // key[2], 8))
@@ -222,9 +223,10 @@ TUNABLES = (GATE, GATE_BWD)
 
 
 def gated(z, bias, weights, top_k_index, gate: Gate, where: Routing, n_experts: int) -> torch.Tensor:
-    """[M, inner]: the gate of z [M, 2 inner] + bias [E, 2 inner], times the weights [T, K] unless they are None.
+    """[M, inner]: the gate of z [M, 2 inner], to which the bias [E, 2 inner] is added in place.
 
-    The bias is added to z itself. Without weights, as in forward, the rows of z that have no expert become zeros.
+    weights: in backward [T, K], factors of the result; in forward None, and the rows of z without an expert become
+    zeros.
     """
     (n_rows, n_z), (n_tokens, top_k) = z.shape, top_k_index.shape
     inner = n_z // 2 if gate.has_gate else n_z
@@ -239,7 +241,7 @@ def gated(z, bias, weights, top_k_index, gate: Gate, where: Routing, n_experts: 
 def gated_bwd(
     da, z, weights, dout, down_bias, top_k_index, gate: Gate, where: Routing, n_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dz like z, the gradient of the weights [T, K]) from da [M, inner]; dout [T, H] is for down_bias [E, H]."""
+    """(dz, the gradient of the weights [T, K]) from da [M, inner]; dout [T, H] is only read for down_bias [E, H]."""
     (n_tokens, top_k), inner = weights.shape, da.shape[1]
     dz, dweights = torch.empty_like(z), torch.empty_like(weights)
     plan = GATE_BWD.plan(z.device, _key(n_tokens, 0, inner, 0, top_k, z.itemsize))

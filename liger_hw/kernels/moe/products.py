@@ -3,14 +3,13 @@
     rows      y[row] = a[row] @ weight[expert of row], for rows sorted by expert or gathered (a[token of row])
     weights   dweight[expert] = p^T @ q over the expert's rows, one of p and q gathered
 
-Two engines compute them, and the plan says which: ENGINE is KERNELS, the kernels of this file, or LIBRARY,
-torch's grouped product. The library takes no indices, so what is to be gathered is copied first. It is chosen only
-where it is one launch without a synchronisation and takes the operands as they are (`_library_takes`); else the kernels
-compute the product with the plan's tiles.
+A plan's ENGINE is KERNELS, the kernels of this file, or LIBRARY, torch's grouped product. The library takes no indices,
+so gathered rows are copied first. It only runs if it takes the operands as they are, in one launch without a
+synchronisation (`_library_takes`); else the kernels run with the plan's tiles.
 
-The kernels work on tiles that `routing.py` locates. Weights are addressed by strides: transposed ones need no copy. A
-tile's last rows may belong to the next expert, or lie past the end: they are computed from some row of this expert and
-never stored. So no row can put a NaN into another.
+The kernels work on the tiles of `routing.py`. Weights are addressed by strides, so transposed ones need no copy. A
+tile's rows past the end of its expert repeat the expert's last row and are never stored, so that no row can put a NaN
+into another.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from .routing import DIMS, Routing
 
 @triton.jit
 def _swizzled(local, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
-    """(tile of rows, tile of columns) of a program: GROUP tiles of rows share each tile of columns while it is in the
-    cache."""
+    """(tile of rows, tile of columns) of a program: GROUP tiles of rows share each cached tile of columns."""
     group = local // (GROUP * n_col_tiles)
     size = tl.minimum(n_row_tiles - group * GROUP, GROUP)
     inside = local % (GROUP * n_col_tiles)
@@ -122,8 +120,8 @@ def _fused_moe_rows_kernel(
 ):
     """Y[row] = A[row] @ W[expert], or A[token] if GATHERED; a tile of [BLOCK_M, BLOCK_N] a program.
 
-    An expert's last tile has half the height if its rows fit, because with a few hundred rows an expert often fills
-    less than half of it. EVEN_N, EVEN_K: the blocks divide the columns and the inner dimension
+    An expert's last tile has half the height if its rows fit, as they often do with a few hundred rows an expert.
+    EVEN_N, EVEN_K: the blocks divide the columns and the inner dimension
     """
     n_col_tiles = tl.cdiv(n_cols, BLOCK_N)
     expert = tl.load(Expert_ptr + tl.program_id(0) // n_col_tiles)
@@ -185,8 +183,8 @@ def _fused_moe_weights_kernel(
 ):
     """dW[expert] [n_p, n_q] = p^T @ q over the expert's rows, summed in fp32 and rounded once; zeros without rows.
 
-    The largest experts come first, so that no large one starts last. A program of few steps computes TILES tiles in one
-    loop over the steps of all of them: the loads of the next tile are in flight while one is stored.
+    The largest experts come first, so that none of them starts late. A program computes TILES tiles in one loop over
+    the steps of all of them, so that the loads of the next tile are in flight while one is stored.
     """
     p_tiles = tl.cdiv(n_p, BLOCK_M)
     q_tiles = tl.cdiv(n_q, BLOCK_N * TILES)
@@ -249,10 +247,10 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 
 
 _LIBRARY_ROWS = {_fused_moe_rows_kernel: 6, _fused_moe_weights_kernel: 7}
-"""The library is chosen from more than 2^5 or 2^6 rows an expert (mean); below, reading the weights dominates."""
+"""log2 bucket of the mean rows an expert from which the library is chosen; below, reading the weights dominates."""
 _LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 768}
-"""The fewest columns of a product for which the library is chosen. It copies gathered rows first, which the kernels
-need not, and wider products hide that copy. Gradients of weights gain more from the library, and so need fewer."""
+"""The fewest columns of a product for which the library is chosen: wide products hide its copy of gathered rows.
+Gradients of weights gain more from the library."""
 _SMALL_EXPERT = 1 << 22
 """Elements of a down projection below which an expert is small: its products have few steps."""
 
@@ -265,15 +263,15 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
     """The tunable of one product; `columns` gives the width of its result from (hidden, inner).
 
     meets: the number of columns that decides for the library, from (hidden, inner); default `columns`
-    asks_library: False if the heuristic never chooses the library: the product has half the work of `up`, and its rows
-    would be copied too. The tuner tries the library all the same
+    asks_library: False: the heuristic never chooses the library, since the product has half the work of `up` for the
+    same copy. The tuner tries both
     """
     of_weights = kernel is _fused_moe_weights_kernel
     meets = meets or columns
     single = {"TILES": 1} if of_weights else {}
 
     def is_short(key: Key) -> bool:
-        """Whether gradients of weights have so few steps that a program computes several tiles."""
+        """Whether a program computes several tiles, because gradients of weights have few steps."""
         return of_weights and key[3] < _LIBRARY_ROWS[kernel]
 
     def engine(target: Target, key: Key) -> int:
@@ -282,11 +280,11 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
         return LIBRARY if meets(*key[:2]) >= _LIBRARY_COLUMNS[kernel] else KERNELS
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
-        """The largest tiles of which three fit shared memory, no taller than an expert's rows, no wider than columns.
+        """The largest tiles whose stages fit shared memory, no taller than an expert's rows, no wider than the result.
 
-        Tiles below 64 * 128 have the warps of a tile of that size, because they wait for memory. Products of small
-        experts have few steps: rows take a stage more, and gradients of weights half the warps if matrix units read
-        shared memory. On such devices a program of gradients over few rows computes 16 tiles.
+        Tiles below 64 * 128 wait for memory and have the warps of that size. Small experts have few steps: rows take
+        another stage, and gradients of weights half the warps if matrix units read shared memory. On such devices a
+        program of gradients over few rows computes 16 tiles.
         """
         if key[4] > 2:
             return _tile(64, 32, 32, target.warps(64 * 32, 16, 8), 2, **single)
@@ -309,7 +307,7 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
         configs = []
-        if backend(target.vendor).has_grouped_gemm(target):  # with the heuristic's tiles, so the tuner tries it
+        if backend(target.vendor).has_grouped_gemm(target):
             chosen = heuristic(target, key)
             configs.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
         lowest = 32 if of_weights else min(64, 1 << key[3])
@@ -320,7 +318,7 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
             config = _tile(block_m, block_n, block_k, warps, stages, **tiles)
             accumulators = block_m * block_n // (warps * target.warp_size)
             shared = _shared(config, key[4])
-            is_deep = 4 * shared >= target.shared_memory  # enough loads in flight
+            is_deep = 4 * shared >= target.shared_memory  # enough loads are in flight
             if block_m >= lowest and shared <= target.shared_memory and is_deep and 32 <= accumulators <= 128:
                 configs.append(config)
         return configs
@@ -362,10 +360,9 @@ TUNABLES = (UP, DOWN, DOWN_BWD, UP_BWD, DOWN_WEIGHTS, UP_WEIGHTS)
 
 
 def _library_takes(plan: Plan, *operands: torch.Tensor) -> bool:
-    """Whether the plan's engine is the library and it computes this product in one launch.
+    """Whether the plan's engine is the library and it computes this product in one launch: for bf16 and `_is_aligned`.
 
-    That is so for bf16 on a target that has such a kernel, with one dimension of stride 1 and every other size and
-    stride a multiple of 16 bytes. A plan may be for a GPU that is not here, with CPU tensors.
+    The device of the operands may not be the plan's target (ahead of time).
     """
     if plan.config.blocks["ENGINE"] != LIBRARY or not backend(plan.target.vendor).has_grouped_gemm(plan.target):
         return False
@@ -373,7 +370,7 @@ def _library_takes(plan: Plan, *operands: torch.Tensor) -> bool:
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
-    """Whether one of t's last two strides is 1, t begins at 16 bytes, and the other strides and the sizes (but for a
+    """Whether one of t's last two strides is 1, t is aligned to 16 bytes, and the other strides and the sizes (except a
     matrix's number of rows) are multiples of 8 elements."""
     by_row, by_col = t.stride()[-2:]
     outer, length = (by_row, t.shape[-1]) if by_col == 1 else (by_col, t.shape[-2])
@@ -401,13 +398,13 @@ _WEIGHTS = Routine(
 
 
 def _whole(plan: Plan, **sizes: int) -> tuple[bool, ...]:
-    """Whether the plan's blocks of these names divide the sizes, so that loads need no masks."""
+    """Whether the plan's blocks divide the sizes, so that loads need no masks."""
     return tuple([size % plan.config.blocks[name] == 0 for name, size in sizes.items()])
 
 
 def _refuse_float64(a: torch.Tensor) -> None:
-    """Only the interpreter gets float64 here, and it would be wrong: Triton's product is float64, the kernels' sum is
-    float32, and the interpreter stores the bits of one as the other."""
+    """float64 reaches the kernels in the interpreter only, which would add the bits of a float64 product to an fp32
+    sum."""
     if a.dtype is torch.float64:
         raise NotImplementedError(
             "fused_moe: its kernels do not multiply float64; use float32 or float16, or a process without "
@@ -442,7 +439,7 @@ def rows_product(
 def weights_product(
     tunable: Tunable, key: Key, p: torch.Tensor, q: torch.Tensor, gathered: tuple[bool, bool], where: Routing
 ) -> torch.Tensor:
-    """[E, columns of p, columns of q]: p^T @ q over each expert's rows; a gathered one has a row for each token."""
+    """[E, columns of p, columns of q]: p^T @ q over each expert's rows; a gathered operand has a row for each token."""
     _refuse_float64(p)
     n_experts, n_p, n_q = where.largest.shape[0], p.shape[1], q.shape[1]
     plan = tunable.plan(p.device, key)

@@ -1,4 +1,4 @@
-"""What an expert computes between its two products, and the whole layer, in plain torch: specification and oracle."""
+"""The gate of an expert and the whole layer in plain torch: the specification of fused_moe."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ ACTIVATIONS = "silu", "gelu", "gelu_tanh", "relu", "relu2"
 
 
 class Gate(NamedTuple):
-    """How the pre-activations of an expert become the input of its second product.
+    """The function between the two products of an expert: act(g) * (u + up_offset), or act(g) without has_gate.
 
     activation: one of `ACTIVATIONS`; alpha: silu is g * sigmoid(alpha * g)
-    limit: 0, or the bound of the pre-activations: min(g, limit) and u clamped to [-limit, limit]; ungated, g alone
-    up_offset: added to u after the clamp
-    has_gate: act(g) * (u + up_offset); else act(g) alone, and there is no u
+    limit: 0, or a bound applied first: min(g, limit), and u clamped to [-limit, limit]
     is_concatenated: g is the first half of a row and u the second; else g are the even columns and u the odd ones
     """
 
@@ -33,7 +31,7 @@ class Gate(NamedTuple):
     def checked(
         cls, op: str, activation="silu", alpha=1.0, limit=None, up_offset=0.0, has_gate=True, is_concatenated=True
     ) -> "Gate":
-        """The gate of a public function's options; raises `ValueError` or `TypeError` if they are invalid."""
+        """The gate of a public function's options, which are checked."""
         check(activation in ACTIVATIONS, op, f"activation must be one of {ACTIVATIONS}, got {activation!r}")
         check_numbers(op, alpha=alpha, limit=1.0 if limit is None else limit, up_offset=up_offset)
         if limit is not None and not limit > 0:  # under torch.compile a symbol cannot be formatted
@@ -45,7 +43,7 @@ class Gate(NamedTuple):
         return cls(activation, float(alpha), limit, float(up_offset), has_gate, is_concatenated)
 
     def apply(self, z: torch.Tensor) -> torch.Tensor:
-        """z [rows, 2 * inner] (ungated [rows, inner]) -> [rows, inner], in z's dtype, which should be fp32 or wider."""
+        """z [rows, 2 * inner] (ungated [rows, inner]) -> [rows, inner]; in fp32 or wider."""
         if not self.has_gate:
             return self._activate(z.clamp(max=self.limit) if self.limit else z)
         gate, up = z.chunk(2, -1) if self.is_concatenated else (z[..., ::2], z[..., 1::2])
@@ -71,10 +69,8 @@ class How(NamedTuple):
 
 
 def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
-    """Raise `IndexError` for an index outside [0, n_experts], if LIGER_HW_CHECK_TARGETS asks for it.
-
-    n_experts itself marks a slot of another rank's expert.
-    """
+    """With LIGER_HW_CHECK_TARGETS, raise `IndexError` for an index outside [0, n_experts]; n_experts itself marks an
+    expert of another rank."""
     if not env.LIGER_HW_CHECK_TARGETS:
         return
     wrong = ((top_k_index < 0) | (top_k_index > n_experts)).nonzero()
@@ -89,10 +85,10 @@ def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
 def experts_reference(
     x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how: How, rounded=None
 ):
-    """What the operator `fused_moe_fwd` returns: the output [T, H], z, and the five parts of `routing.Routing`.
+    """The results of `fused_moe_fwd`: the output [T, H], z, and the five parts of `routing.Routing`.
 
-    Products and pre-activations are rounded to x's dtype, as GEMMs leave them; everything else is fp32 (fp64 for fp64).
-    rounded: the dtype that pre-activations are rounded to, where it is a narrower one; their gradient is not rounded
+    Products and pre-activations are rounded to x's dtype; everything else is fp32 (fp64 for fp64).
+    rounded: a narrower dtype to which pre-activations are rounded, or None; their gradient is not rounded
     """
     (n_tokens, top_k), wide = top_k_index.shape, torch.promote_types(x.dtype, torch.float32)
     n_experts = len(down_proj)
@@ -127,5 +123,5 @@ def experts_reference(
 
 
 def _rounded(z: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """z rounded to `dtype`, but still in its own dtype; the gradient passes unchanged."""
+    """z with values rounded to `dtype`; the dtype and the gradient stay."""
     return z if dtype is None else torch.where(z.isinf(), z, z + (z.to(dtype).to(z.dtype) - z).detach())

@@ -1,15 +1,15 @@
-"""Which rows of a grouped product belong to which expert, computed on the device without synchronisation or atomics.
+"""The sort of slots by expert, on the device without synchronisation or atomics.
 
-A slot is one (token, choice) pair, numbered t * K + k. Slots are sorted stably by expert: a counting sort in four
-launches. Slots whose expert is outside [0, E) come last and have no expert.
+A slot is one (token, choice) pair, numbered t * K + k. A stable counting sort takes four launches. Slots whose expert
+is outside [0, E) come last.
 
     count    programs of BLOCK_T slots: how many of them go to each expert
     prefix   for each expert, how many slots of earlier programs go to it; and its total
     offsets  where each expert's rows begin, and the experts by size, the largest first
     place    every slot to its row
 
-Grouped products over rows work on tiles of BLOCK_M rows of one expert. There are at most ceil(M / BLOCK_M) + E - 1 of
-them. Only the device knows the actual number, so the grid has this many programs, and surplus ones return at once.
+Grouped products over rows work on tiles of BLOCK_M rows of one expert. The host only knows a bound of their number,
+ceil(M / BLOCK_M) + E - 1, so the grid has as many programs, and surplus ones return at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import NamedTuple
 
 import torch
 
-from ...registry import Key, LaunchConfig, Tunable, next_power_of_2
+from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
 
 DIMS = ("n_tokens", "hidden", "inner", "n_experts", "top_k")
-"""What the tunables of fused_moe call the sizes of a layer."""
 
 
 def moe_tunable(variant: str, kernel, key, heuristic, space, *neutral: str) -> Tunable:
-    """`fused_moe.<variant>` of a kernel without a product, whose blocks are safe at 16."""
+    """`fused_moe.<variant>` of a kernel without a product."""
     return Tunable(
         "fused_moe",
         variant,
@@ -77,10 +76,10 @@ def _fused_moe_prefix_kernel(
 def _fused_moe_offsets_kernel(
     Totals_ptr, Offsets_ptr, Largest_ptr, n_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Offsets [n_experts + 1]: where each expert's rows begin; the last one is where they all end.
+    """Offsets [n_experts + 1]: where each expert's rows begin, and the end of the last one's.
 
-    Largest [n_experts]: the experts, the one with most rows first. A program ranks BLOCK_T experts; the first one also
-    stores the offsets.
+    Largest [n_experts]: the experts by number of rows, largest first. A program ranks BLOCK_T experts; the first
+    program also stores the offsets.
     """
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(Totals_ptr + experts)
@@ -136,10 +135,8 @@ def _fused_moe_tiles_kernel(
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Expert [n_tiles]: the expert of each tile of BLOCK_M rows, n_experts for a surplus one; one program an expert.
-
-    First [n_experts + 1]: the first tile of each expert.
-    """
+    """One program an expert. Expert [n_tiles]: the expert of each tile of BLOCK_M rows, n_experts for a surplus tile;
+    First [n_experts + 1]: the first tile of each expert."""
     expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     rows = tl.load(Offsets_ptr + experts + 1, mask=experts < n_experts, other=0)
@@ -158,26 +155,19 @@ def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, ite
 
 
 def _tunable(variant: str, kernel, blocks: dict[str, int], tile: int, per_thread: int) -> Tunable:
-    """A tunable whose results are integers, which no option changes. Nothing is searched: all five launches take
-    microseconds, while the products take milliseconds.
+    """No search space: all five launches take microseconds, while the products take milliseconds.
 
     blocks: the heuristic's; tile, per_thread: how many integers a program and a thread hold at a time
     """
-    return Tunable(
-        "fused_moe",
-        variant,
-        kernels=(kernel,),
-        key=_key,
-        dims=DIMS,
-        heuristic=lambda target, key: LaunchConfig(dict(blocks), target.warps(tile, per_thread)),
-        safe=lambda target, key: LaunchConfig(dict.fromkeys(blocks, 16), target.warps(16, 16)),
-        space=lambda target, key: [],
-        neutral=frozenset({"num_warps", "num_stages", "hint", *blocks}),
-    )
+
+    def heuristic(target: Target, key: Key) -> LaunchConfig:
+        return LaunchConfig(dict(blocks), target.warps(tile, per_thread))
+
+    return moe_tunable(variant, kernel, _key, heuristic, lambda target, key: [], "num_warps", "num_stages", *blocks)
 
 
 _SLOTS = 256
-"""Slots of a program of count and place, which must agree."""
+"""Slots of a program of count, and of place."""
 _COLS = 16
 """Columns of a program of prefix."""
 
@@ -191,10 +181,10 @@ TUNABLES = (COUNT, PREFIX, OFFSETS, PLACE, TILES)
 
 
 class Routing(NamedTuple):
-    """Where the rows of every expert are; all int32.
+    """The slots sorted by expert; all int32.
 
     order, token [M]: the slot and the token of each row; row [M]: the row of each slot, -1 for slots without an expert
-    offsets [E + 1]: where each expert's rows begin and the last one's end; largest [E]: the experts by rows, most first
+    offsets, largest: see `_fused_moe_offsets_kernel`
     """
 
     order: torch.Tensor
@@ -231,7 +221,7 @@ def route(top_k_index: torch.Tensor, n_experts: int) -> Routing:
 
 
 class Tiles(NamedTuple):
-    """The tiles of BLOCK_M rows: expert [count], n_experts for a surplus one; first [E + 1], each expert's first."""
+    """See `_fused_moe_tiles_kernel`; count: the bound of the number of tiles."""
 
     expert: torch.Tensor
     first: torch.Tensor
@@ -239,7 +229,6 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(offsets: torch.Tensor, n_rows: int, block_m: int) -> Tiles:
-    """The tiles of a grouped product over n_rows rows."""
     n_experts, device = offsets.shape[0] - 1, offsets.device
     count = cdiv(n_rows, block_m) + min(n_experts, n_rows)
     expert, first = (torch.empty(n, dtype=torch.int32, device=device) for n in (count, n_experts + 1))

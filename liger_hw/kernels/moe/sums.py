@@ -1,7 +1,7 @@
 """Sums around the grouped products of fused_moe, each in a fixed order, in fp32 and rounded once.
 
-combine   a token's rows, weighted or not, into one: the output with its bias, and the gradient of x
-bias      the columns of an expert's rows: the gradients of both biases
+combine   the rows of a token: the output, weighted and with its bias, and the gradient of x
+bias      the rows of an expert: the gradients of both biases
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ def _fused_moe_combine_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """Out[token] = the sum of weight * (Y[row] + Bias[expert]) over the token's slots, in their order.
-
-    Weights_ptr None: all are 1. Slots without an expert contribute zero.
-    """
+    """Out[token] = the sum of weight * (Y[row] + Bias[expert]) over the token's slots that have an expert, in order."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
@@ -65,7 +62,7 @@ def _fused_moe_bias_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """DBias[expert] = the sum of the expert's rows; with Weights_ptr, of weight times the row of the slot's token."""
+    """DBias[expert] = the sum of the expert's rows, or with Weights_ptr of weight times the row of the slot's token."""
     expert = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     begin = tl.load(Offsets_ptr + expert)
@@ -104,7 +101,6 @@ def _combine_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _tiled_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles of 16 rows and 128 columns."""
     return LaunchConfig({"BLOCK_T": 16, "BLOCK_SIZE": 128}, target.warps(2048, 16, 8))
 
 
@@ -134,7 +130,7 @@ def combine(
 def bias_gradient(
     rows: torch.Tensor, weights: torch.Tensor | None, top_k_index: torch.Tensor, where: Routing
 ) -> torch.Tensor:
-    """[E, columns]: the sums of each expert's rows; of gathered rows [T, columns], times the weights if any."""
+    """[E, columns]: the sum of each expert's rows [M, columns]; with weights, of weight times gathered [T, columns]."""
     n_experts, n_cols, (n_tokens, top_k) = where.largest.shape[0], rows.shape[1], top_k_index.shape
     dbias = torch.empty((n_experts, n_cols), dtype=rows.dtype, device=rows.device)
     plan = BIAS.plan(rows.device, _key(n_tokens, n_cols, 0, 0, top_k, rows.itemsize))

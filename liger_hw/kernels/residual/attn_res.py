@@ -4,15 +4,13 @@
 
 Here rstd_n = 1 / sqrt(mean(v_n^2) + eps).
 
-All arithmetic is fp32; h is rounded once.
-Saved for backward: V, both weights, and in fp32 the scores and rstd [n_blocks, n_rows] and the logarithm of the
-softmax's sum [n_rows].
+All arithmetic is fp32; h is rounded once. Saved for backward: V, both weights, and in fp32 the scores and rstd
+[n_blocks, n_rows] and the logarithm of the softmax's sum [n_rows].
 Backward, with g = dh and q = w_query * w_norm:  ds_n = alpha_n * (g . v_n - sum over m of alpha_m * g . v_m),
 dv_n = alpha_n * g + ds_n * rstd_n * (q - v_n * rstd_n * s_n / n_cols),
-dq = sum over n and rows of ds_n * rstd_n * v_n,
-dw_query = dq * w_norm,  dw_norm = dq * w_query.
+dq = sum over n and rows of ds_n * rstd_n * v_n,  dw_query = dq * w_norm,  dw_norm = dq * w_query.
 
-The forward reads V once: the sum over blocks is rescaled as the largest score grows.
+The forward reads V once: the sum over blocks is rescaled when the largest score grows.
 
 Source: Kimi Team, "Attention Residuals", https://arxiv.org/abs/2603.15031
 """
@@ -30,7 +28,7 @@ from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import persistent_misfit, rows_per_program, safe_whole_rows
 
 WIDEST = 65536
-"""Columns that a program holds at most."""
+"""The most columns, which a program holds."""
 
 
 def attn_res_reference(V, w_query, w_norm, eps=1e-6):
@@ -64,7 +62,7 @@ def _attn_res_fwd_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """ROWS whole rows a program, one block after the other."""
+    """ROWS whole rows a program, block by block."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     row_mask = rows < n_rows
@@ -109,10 +107,10 @@ def _attn_res_bwd_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ... Its rows of V are read twice, then from cache: a block's
-    gradient needs the products g . v of all. BLOCKS: at least n_blocks.
+    """Program p takes the row tiles p, p + programs, ... It reads V twice, the second time from cache, because the
+    gradient of a block needs g . v of all blocks. BLOCKS: at least n_blocks.
 
-    Partial_ptr [programs, n_cols]: this program's share of dq.
+    Partial_ptr [programs, n_cols]: this program's partial sums of dq.
     """
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     blocks = tl.arange(0, BLOCKS)[None, :]
@@ -135,7 +133,7 @@ def _attn_res_bwd_kernel(
         slopes = alphas * (dots - tl.sum(alphas * dots, axis=1)[:, None]) * rstds
         shares = slopes * tl.where(there, scores, 0.0) * rstds / n_cols
         for step in tl.range(0, n_blocks, num_stages=STAGES):
-            block = n_blocks - 1 - step  # backwards: what was read last is still in cache
+            block = n_blocks - 1 - step  # backwards: the last blocks are still in cache
             row = rows + tl.cast(block, tl.int64) * n_rows
             v = tl.load(V_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
             alpha = tl.sum(tl.where(blocks == block, alphas, 0.0), axis=1)[:, None]
@@ -165,14 +163,6 @@ def _tile(target, key, per_thread, ctas):
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(elements, per_thread, 16), stages, ctas)
 
 
-def _fwd_heuristic(target, key):
-    return _tile(target, key, 16, 0)
-
-
-def _bwd_heuristic(target, key):
-    return _tile(target, key, 32, 2)  # four rows of values in fp32 are live
-
-
 def _space(ctas):
     def space(target, key):
         tiles = [{"BLOCK_SIZE": key[0], "ROWS": rows} for rows in (1, 2, 4, 8) if rows == 1 or rows * key[0] <= 8192]
@@ -184,12 +174,19 @@ def _space(ctas):
 
 
 RULES = {"key": _key, "dims": DIMS, "safe": safe_whole_rows}
-FWD = Tunable("attn_res", "fwd", kernels=(_attn_res_fwd_kernel,), heuristic=_fwd_heuristic, space=_space((0,)), **RULES)
+FWD = Tunable(
+    "attn_res",
+    "fwd",
+    kernels=(_attn_res_fwd_kernel,),
+    heuristic=lambda target, key: _tile(target, key, 16, 0),
+    space=_space((0,)),
+    **RULES,
+)
 BWD = Tunable(
     "attn_res",
     "bwd",
     kernels=(_attn_res_bwd_kernel,),
-    heuristic=_bwd_heuristic,
+    heuristic=lambda target, key: _tile(target, key, 32, 2),  # four rows of values in fp32 are live
     space=_space((1, 2, 3, 4)),
     valid=persistent_misfit,
     **RULES,
@@ -283,8 +280,8 @@ def liger_attn_res(
     """Softmax attention of one learned query over blocks, with RMS-normalised keys: sum of alpha_n * V_n.
 
     V: [n_blocks, ..., n_cols], or a list of n_blocks tensors [..., n_cols], which is stacked; w_query, w_norm:
-    [n_cols]. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols] in V's dtype. At most 65536
-    columns. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2603.15031
+    [n_cols], at most 65536 columns. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols] in V's dtype.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2603.15031
     """
     if isinstance(V, (list, tuple)):
         check(len(V) > 0, "liger_attn_res", "V is an empty list; it must have a tensor for each block")
@@ -297,7 +294,7 @@ def liger_attn_res(
 
 
 class LigerAttnRes(torch.nn.Module):
-    """Attention residuals before a layer: its query (zeros at the start: the mean of the blocks) and the keys' norm.
+    """Attention residuals before a layer: w_query starts at 0, which is the mean of the blocks, and w_norm at 1.
 
     hidden_size: the last dimension of the blocks; eps: as for `liger_attn_res`.
     """

@@ -8,9 +8,9 @@
 sinkhorn divides columns by their sums plus sinkhorn_eps; then, tmax - 1 times, rows likewise and columns again.
 
 Sums are fp32. In half precision the gradient of x @ phi is rounded to x's dtype before it is multiplied.
-Saved for backward: x, phi, b, the alphas, h_res, mix, 1 / sqrt(...), and the sums that Sinkhorn divided by.
+Saved for backward: x, phi, b, the alphas, h_res, mix, rstd = 1 / sqrt(...), and the sums that Sinkhorn divided by.
 Backward undoes each Sinkhorn step k = a / s as a = k * s, and the gradient g of k becomes a's, (g - sum(g * k)) / s.
-Then softmax and sigmoid; dz = dmix * rstd, dphi = x^T @ dz,
+After those of softmax and sigmoid, dz = dmix * rstd, dphi = x^T @ dz,
 dx = dz @ phi^T - x * rstd^2 * sum(dmix * mix) / (n_streams * n_cols).
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880
@@ -81,8 +81,8 @@ def mhc_coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_f
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
-#
-# A token's projections are in a row `mix` [streams * (streams + 2)]: for h_pre, for h_post, and for h_res row by row.
+
+# A token's row of `mix` [streams * (streams + 2)] has the projections for h_pre, for h_post, and for h_res row by row.
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _mhc_project_bwd_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = dz @ phi^T - shrink * x, and a partial sum of dphi = x^T @ dz: BLOCK_K columns of n_steps token tiles."""
+    """dx = dz @ phi^T - shrink * x and a partial sum of dphi = x^T @ dz, for BLOCK_K columns of n_steps token tiles."""
     inner = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     outs = tl.arange(0, MIX)[None, :]
     phi_at = inner.to(tl.int64)[:, None] * n_mix + outs
@@ -192,7 +192,7 @@ def _logits(Mix_ptr, B_ptr, Alpha_ptr, at, group_at, mask):
 
 @triton.jit
 def _softmax(logits, mask):
-    """Over the last axis; zeros where the mask is false."""
+    """Softmax over the last axis; zeros where the mask is false."""
     top = tl.max(tl.where(mask, logits, -float("inf")), axis=2)
     top = tl.where(top == -float("inf"), 0.0, top)
     weights = tl.where(mask, tl.exp(logits - top[:, :, None]), 0.0)
@@ -220,7 +220,7 @@ def _mhc_sinkhorn_fwd_kernel(
     STREAMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Sums_ptr [n_rows, 2 * tmax - 1, n_streams]: each step's divisors, with which the backward undoes the step."""
+    """Sums_ptr [n_rows, 2 * tmax - 1, n_streams]: each step's divisors, for the backward."""
     tokens, line, line_mask, square, mask = _places(tl.program_id(0), n_rows, n_streams, TOKENS, STREAMS)
     streams = tl.arange(0, STREAMS)
     n_mix = n_streams * (n_streams + 2)
@@ -345,7 +345,7 @@ def _key(n_tokens, n_streams, n_cols, itemsize):
 
 
 def _project_config(target, key, tokens, inner, stages, ctas=0):
-    """Tiles whose stages fit into shared memory; small unpipelined ones for fp32, whose products use registers only."""
+    """Tiles whose stages fit shared memory; for fp32, whose products use registers only, small tiles in one stage."""
     columns = next_power_of_2(max(16, key[1] * (key[1] + 2)))
     if key[3] > 2:
         tokens, inner, stages = 16, 32, 1

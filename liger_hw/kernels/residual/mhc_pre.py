@@ -52,7 +52,7 @@ class MHCPreFunction(OperatorFunction):
 
 
 def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
-    """Sum over residual streams of h_pre[i] * x[i], a layer's input.
+    """The input of a layer: the sum over residual streams of h_pre[i] * x[i].
 
     x: [..., n_streams, n_cols]; h_pre: [..., n_streams], from `liger_mhc_coeffs`. fp32, fp16 or bf16 (fp64 too on the
     CPU). Returns [..., n_cols] in x's dtype. Raises `ValueError` for shapes, dtypes or devices that do not fit.

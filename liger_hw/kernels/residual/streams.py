@@ -3,7 +3,7 @@
     y[o] = sum over i of h[o, i] * x[i]  (+ p[o] * f)
 
 x [n_tokens, n_in, n_cols], y [n_tokens, n_out, n_cols], h [n_tokens, n_out, n_in], f [n_tokens, n_cols],
-p [n_tokens, n_out]. mhc_pre has one stream out and no f. Sums are fp32.
+p [n_tokens, n_out]; mhc_pre has n_out = 1 and no f. Sums are fp32.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ def _space(target, key):
 
 
 def mix_tunables(op: str) -> tuple[Tunable, Tunable]:
-    """Forward and backward."""
     rules: dict[str, Any] = {"key": _key, "dims": ("n_tokens", "n_streams", "n_cols"), "safe": _safe, "space": _space}
     return (
         Tunable(op, "fwd", kernels=(_mix_fwd_kernel,), heuristic=_fwd_heuristic, **rules),
@@ -144,18 +143,18 @@ def mix_tunables(op: str) -> tuple[Tunable, Tunable]:
     )
 
 
-def _launch(tunable, kernel, x, y, tensors):
+def _launch(tunable, x, y, tensors):
     n_in, n_cols = x.shape[-2:]
     n_out = y.numel() * n_in // x.numel()
     plan = tunable.plan(x.device, _key(x.numel() // (n_in * n_cols), n_in, n_cols, x.itemsize))
     blocks = next_power_of_2(n_in), next_power_of_2(n_out)
-    launch(plan, kernel, (x.numel() // (n_in * n_cols),), (*tensors, n_in, n_out, n_cols), blocks)
+    launch(plan, tunable.kernels[0], (x.numel() // (n_in * n_cols),), (*tensors, n_in, n_out, n_cols), blocks)
 
 
 def mix(tunable: Tunable, x: torch.Tensor, f: Any, h: torch.Tensor, p: Any, y: torch.Tensor) -> torch.Tensor:
-    """Writes y. All are contiguous."""
+    """Write y and return it. All are contiguous."""
     if x.numel():
-        _launch(tunable, _mix_fwd_kernel, x, y, (x, f, h, p, y))
+        _launch(tunable, x, y, (x, f, h, p, y))
     return y
 
 
@@ -163,7 +162,7 @@ def mix_backward(tunable: Tunable, dy: Any, x: Any, f: Any, h: Any, p: Any) -> t
     """(dx, df, dh, dp); df and dp are None without f. All are contiguous."""
     dx, df, dh, dp = (None if t is None else empty_like(t, t.dtype) for t in (x, f, h, p))
     if x.numel():
-        _launch(tunable, _mix_bwd_kernel, x, dy, (dy, x, f, h, p, dx, df, dh, dp))
+        _launch(tunable, x, dy, (dy, x, f, h, p, dx, df, dh, dp))
     else:
         dh.zero_()
         dp = None if dp is None else dp.zero_()

@@ -49,10 +49,9 @@ def liger_interleaved_rope(
     rotary_dim: how many of the D dimensions rotate (default: the width of cos). With width rotary_dim each element has
     an angle (Cohere), with rotary_dim // 2 each pair has one (GPT-J).
     shared_halves: width is rotary_dim with two equal halves (GLM, Ernie, Helium, DeepSeek): pair i takes column i.
-    to_halves: the result has the pairs' first elements in its first half, as in DeepSeek-V3; gradients come back
-    interleaved.
-    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does.
-    Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
+    to_halves: the result has the pairs' first elements in its first half (DeepSeek-V3); gradients stay interleaved.
+    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does. Raises `ValueError` for shapes,
+    dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     flags = {"shared_halves": shared_halves, "to_halves": to_halves}
     check_rope("liger_interleaved_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags)
@@ -65,7 +64,7 @@ WORKLOADS = {"glm4_9b": (4, 4096, 32, 2, 128), "command_r_35b": (2, 4096, 64, 64
 
 
 def sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:
-    """The options of rope's sample; its cos and sin have two equal halves, as GLM's."""
+    """The sample of rope, whose cos and sin have two equal halves as GLM's do."""
     sample = rope.sample(sizes, dtype, device, generator, **options)
     if not options.get("narrow"):
         sample.kwargs["shared_halves"] = options.get("shared", True)

@@ -2,8 +2,8 @@
 
     (q'[2i] + j q'[2i+1]) = (q[2i] + j q[2i+1]) * freqs_cis[i]          k likewise; j the imaginary unit
 
-Dimensions from 2 half on pass through. Layouts, arithmetic and output: rotary.py's. Saved for backward: freqs_cis,
-complex64 (complex128 too on the CPU). Backward multiplies with its conjugate.
+Dimensions from 2 * half on pass through. Layouts, arithmetic and output: rotary.py's. Saved for backward: freqs_cis,
+complex64 (complex128 too on the CPU). Backward multiplies by its conjugate.
 
 Source: Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, in the complex form of Meta's Llama code
 """
@@ -32,7 +32,7 @@ class Llama4RopeFunction(RotaryFunction):
 
 
 def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k turned by complex angles over interleaved pairs, as `apply_rotary_emb` of Llama 4's text model.
+    """q and k rotated by complex angles over interleaved pairs, as `apply_rotary_emb` of Llama 4's text model.
 
     xq: [B, T, n_q_heads, D], xk: [B, T, n_k_heads, D] in fp32, fp16 or bf16.
     freqs_cis: [1 or B, T, half] complex, half <= D // 2. No gradient.
@@ -66,9 +66,9 @@ liger_llama4_text_rotary_pos_emb = liger_llama4_rope  # Liger's name, in Llama 4
 def liger_llama4_vision_rotary_pos_emb(
     query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`liger_llama4_rope` of the vision tower, with freqs_ci [T, 1, half] (or any shape of T * half) for every image.
+    """`liger_llama4_rope` of the vision tower, with the same freqs_ci for every image.
 
-    query, key: [B, T, heads, D]. freqs_ci may live on another device, as the model keeps it.
+    query, key: [B, T, heads, D]. freqs_ci: T * D // 2 complex numbers of any shape, on any device.
     """
     check_tensors("liger_llama4_vision_rotary_pos_emb", query=query, key=key)
     if query.dim() == 4 and freqs_ci.numel() == query.shape[1] * (query.shape[3] // 2):

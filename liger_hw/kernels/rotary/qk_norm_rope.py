@@ -4,11 +4,9 @@
     y[:r/2] = h[:r/2] * cos[:r/2] - h[r/2:r] * sin[:r/2]        r = rotary_dim
     y[r/2:r] = h[r/2:r] * cos[r/2:] + h[:r/2] * sin[r/2:]       dimensions from r on are normalised only
 
-Everything is fp32, rounded once at the end; with casting_mode llama (Qwen3, OLMo) the normalised x is rounded to x's
-dtype before the weight. The models round once more between the two and several times inside rope; here that is not
-imitated. Layouts and output: rotary.py's.
-Saved for backward: the inputs, nothing else; 1 / rms is computed again from x.
-Backward, with g the gradient turned back, m = g * (offset + w) and n = x / rms:
+Arithmetic is fp32, rounded once; with casting_mode llama (Qwen3, OLMo) the normalised x is also rounded to x's dtype
+before the weight. The models round more often, between the two and inside rope. Layouts and output: rotary.py's.
+Saved for backward: the inputs. Backward, with g the gradient rotated back, m = g * (offset + w) and n = x / rms:
     dx = (m - n * mean(m * n)) / rms,  dw = sum over tokens and heads of g * n
 
 Source: Henry et al., "Query-Key Normalization for Transformers", https://arxiv.org/abs/2010.04245; Su et al.,
@@ -75,14 +73,14 @@ def _normed_and_turned(x, w, cos, sin, eps, offset, casting, rotary_dim, head_ax
 
 
 def _tokens(target: Target, key: registry.Key) -> int:
-    """As many tokens as a warp covers with 16-byte loads, so that a thread has the same columns of all its heads."""
+    """The tokens that a warp covers with 16-byte loads, so that a thread has the same columns of all its heads."""
     _, _, width, tokens_bucket, itemsize = key
     lanes = max(1, next_power_of_2(width) // 2 * itemsize // 16)  # threads that load half a head
     return max(1, min(target.warp_size // lanes, 1 << tokens_bucket))
 
 
 def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """One warp a program, for 4 heads one after the other if there are many tokens."""
+    """One warp a program, for 4 heads in turn if there are many tokens."""
     heads = 4 if 1 << key[3] >= target.multiprocessors else 1
     return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1, "HEADS": min(heads, key[0])}, 1)
 
@@ -143,11 +141,11 @@ DW = column_sum_tunable("qk_norm_rope", rotary.DIMS, lambda *sizes: 2 * sizes[-1
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 _BY_POSITION = 1 << 30
-"""For `rotary.geometry_of`: any number of heads, since a program has few, and cos and sin are much of what it reads."""
+"""No limit for `rotary.geometry_of`: a program has few heads, so cos and sin are much of what it reads."""
 
 
 class _Grid(NamedTuple):
-    """A launch of one of the kernels, programs for q before those for k."""
+    """A launch of one of the kernels; programs for q come before those for k."""
 
     plan: Plan
     geometry: rotary.Geometry
@@ -158,14 +156,13 @@ class _Grid(NamedTuple):
 def _grid(tunable, q, k, cos, layout) -> _Grid | None:
     """None if there are no tokens."""
     rotary_dim, head_axis, *inside = layout
-    layouts = q.shape, q.stride(), k.shape, k.stride(), cos.shape, cos.stride()
-    geometry = rotary.geometry_of(*layouts, rotary_dim, head_axis, tuple(inside), _BY_POSITION)
+    geometry = rotary.geometry_of(q, k, cos, rotary_dim, head_axis, inside, _BY_POSITION)
     if not geometry.tokens:
         return None
-    plan = tunable.plan(q.device, (*geometry.key, q.itemsize))
+    plan = tunable.plan(q.device, geometry.key)
     blocks = plan.config.blocks
     heads = blocks.get("HEADS", blocks["BLOCK_H"])
-    for_q, for_k = (cdiv(geometry.tokens, blocks["BLOCK_T"]) * cdiv(n_heads, heads) for n_heads in geometry.sizes[2:])
+    for_q, for_k = (cdiv(geometry.tokens, blocks["BLOCK_T"]) * cdiv(n_heads, heads) for n_heads in geometry.n_heads)
     if 0 < plan.programs < for_q + for_k:
         for_q = max(1, min(plan.programs - 1, plan.programs * for_q // (for_q + for_k)))
         for_k = max(1, plan.programs - for_q)
@@ -178,11 +175,10 @@ def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_
     out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
     grid = _grid(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if grid:
-        geometry = grid.geometry
-        (tokens, seq_len, *heads), strides = geometry.sizes, geometry.strides
+        geometry, strides = grid.geometry, grid.geometry.strides
         strides_of_both = ForwardStrides(strides[:2], strides[2:], geometry.angles)
-        args = (q, k, wq, wk, cos, sin, out_q, out_k, strides_of_both, tokens, seq_len, tuple(heads))
-        args += (grid.for_q, eps, offset)
+        args = (q, k, wq, wk, cos, sin, out_q, out_k, strides_of_both)
+        args += (geometry.tokens, geometry.seq_len, geometry.n_heads, grid.for_q, eps, offset)
         flags = rotary.aligned(geometry.head, *strides, geometry.angles), angles, casting
         launch(grid.plan, _qk_norm_rope_fwd_kernel, (grid.for_q + grid.for_k,), args, flags)
     return out_q, out_k
@@ -198,13 +194,12 @@ def _bwd(
     grid = _grid(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if not grid:
         return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
-    geometry = grid.geometry
-    (tokens, seq_len, *heads), strides = geometry.sizes, geometry.strides
+    geometry, strides = grid.geometry, grid.geometry.strides
     of_gradients = tuple([rotary.Strides(*[t.stride(axis) for axis in geometry.axes]) for t in (dq, dk)])
     strides_of_both = BackwardStrides(of_gradients, strides[:2], strides[2:], geometry.angles)
     partial = q.new_empty((max(grid.for_q, grid.for_k), width), dtype=torch.float32) if needs_dw else None
-    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, strides_of_both, tokens, seq_len, tuple(heads))
-    args += (grid.for_q, eps, offset)
+    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, strides_of_both)
+    args += (geometry.tokens, geometry.seq_len, geometry.n_heads, grid.for_q, eps, offset)
     flags = rotary.aligned(geometry.head, *of_gradients, *strides, geometry.angles), angles, casting
     launch(grid.plan, _qk_norm_rope_bwd_kernel, (grid.for_q + grid.for_k,), args, flags)
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
@@ -281,15 +276,14 @@ def liger_qk_norm_rope(
     rotary_dim: int | None = None,
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rope(rms_norm(q, q_weight)), rope(rms_norm(k, k_weight)), as Qwen3 and Gemma 3 have it in every layer.
+    """rope(rms_norm(q, q_weight)) and rope(rms_norm(k, k_weight)), as in every layer of Qwen3 and Gemma 3.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]; any strides. fp32, fp16 or
     bf16. q_weight, k_weight: [D], of one dtype. cos, sin, position_ids, rotary_dim, shared_halves: as `liger_rope`.
-    eps, offset, casting_mode (`llama` or `gemma`): as `liger_rms_norm`. The norm is over the whole head, even where
-    only a part of it rotates.
-    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does.
-    Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit, and for angles that require a
-    gradient.
+    eps, offset, casting_mode (`llama` or `gemma`): as `liger_rms_norm`. The norm is over the whole head, even if only a
+    part of it rotates.
+    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does. Raises `ValueError` for shapes,
+    dtypes, devices or a casting mode that do not fit, and for angles that require a gradient.
     """
     check_rope("liger_qk_norm_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves=shared_halves)
     casting = casting_code("liger_qk_norm_rope", casting_mode, MODES)
@@ -337,8 +331,7 @@ class LigerQKNormRope(torch.nn.Module):
 
 
 WORKLOADS = {"qwen3_8b": (4, 4096, 32, 8, 128), "gemma3_4b": (4, 4096, 8, 4, 256)}
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads
-them."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads them."""
 
 
 def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:

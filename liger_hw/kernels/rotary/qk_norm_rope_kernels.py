@@ -1,10 +1,9 @@
 """The kernels of qk_norm_rope; qk_norm_rope.py says what they compute.
 
-A program works on q or on k: the first n_q_programs on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens,
-whole heads, each as its rotary halves and the columns that pass through. Heads come first: where a program's threads
-cover its tokens, a thread holds all heads of one column, so that it needs no other thread's cos, sin, weight or weight
-gradient, and nothing passes through shared memory. The forward walks over the heads of its tokens, the backward over
-tiles, as many as a grid of resident programs leaves to each.
+The first n_q_programs programs work on q, the others on k. A tile is BLOCK_H whole heads x BLOCK_T tokens. Heads come
+first: if a program's threads cover its tokens, a thread holds all heads of one column, and cos, sin, weights and their
+gradients need no exchange through shared memory. A program of the forward goes over the heads of its tokens; backward
+has a persistent grid, whose programs go over tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .rotary_kernels import AngleStrides, Strides, load_angles, load_heads, rota
 
 
 class ForwardStrides(NamedTuple):
-    """x, out: (of q, of k)"""
+    """Pairs are (of q, of k)."""
 
     x: tuple[Strides, Strides]
     out: tuple[Strides, Strides]
@@ -24,8 +23,6 @@ class ForwardStrides(NamedTuple):
 
 
 class BackwardStrides(NamedTuple):
-    """dy, x, out: (of q, of k)"""
-
     dy: tuple[Strides, Strides]
     x: tuple[Strides, Strides]
     out: tuple[Strides, Strides]
@@ -34,7 +31,7 @@ class BackwardStrides(NamedTuple):
 
 @triton.jit
 def _load_weight(W_ptr, offset, HEAD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """offset + w of both halves and of what passes through, [1, tokens, block] fp32: once a token, like cos and sin."""
+    """offset + w of both halves and of the other columns, [1, tokens, block] fp32: once a token, like cos and sin."""
     everywhere = (tl.arange(0, BLOCK_T) * 0)[None, :, None]
     cols = tl.arange(0, HEAD.block_half)[None, None, :] + everywhere
     w1 = tl.load(W_ptr + cols, mask=cols < HEAD.half, other=0.0).to(tl.float32) + offset
@@ -62,7 +59,7 @@ def _normalised(x1, x2, x3, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def _rounded(h, x, CASTING: tl.constexpr):
-    """What the weight multiplies: llama's casting mode rounds it to the dtype of x."""
+    """The factor of the weight, which llama's casting mode rounds to the dtype of x."""
     if CASTING == 0:
         h = h.to(x.dtype).to(tl.float32)
     return h
@@ -70,7 +67,7 @@ def _rounded(h, x, CASTING: tl.constexpr):
 
 @triton.jit
 def _store_dw(DW_ptr, dw1, dw2, dw3, HEAD: tl.constexpr):
-    """A row of partial sums, from the sums of each token."""
+    """Write a row of partial sums, from the sums of each token."""
     cols = tl.arange(0, dw1.shape[1])
     tl.store(DW_ptr + cols, tl.sum(dw1, axis=0), mask=cols < HEAD.half)
     tl.store(DW_ptr + cols + HEAD.half, tl.sum(dw2, axis=0), mask=cols < HEAD.half)
@@ -90,7 +87,7 @@ def _pointer(is_k, Q_ptr, K_ptr):
 
 @triton.jit
 def _number(is_k, of_q, of_k):
-    """of_k if is_k else of_q, without a branch: Triton may have specialised these numbers to constants."""
+    """of_k if is_k else of_q, without a branch, since Triton may have made constants of these numbers."""
     return of_q + is_k.to(tl.int64) * (of_k - of_q)
 
 
@@ -128,8 +125,7 @@ def _qk_norm_rope_fwd_kernel(
 ):
     """HEADS heads of BLOCK_T tokens a program, BLOCK_H at a time; the next ones are loaded before these are stored.
 
-    What all heads of a token share is computed once: its angles, multiplied by the weight, and the divisions for its
-    offsets. A step then costs its loads, the norm, four products a pair and its stores.
+    The angles times the weight, and the divisions for a token's offsets, are computed once for all its heads.
     """
     ALIGN: tl.constexpr = HEAD.align
     is_k = tl.program_id(0) >= n_q_programs
@@ -194,10 +190,9 @@ def _qk_norm_rope_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """OutQ, OutK: the gradients of q and k. DW_ptr: fp32 rows [dwq, dwk], or None where they are not wanted.
+    """OutQ, OutK: the gradients of q and k. DW_ptr: fp32 rows [dwq, dwk], or None if they are not needed.
 
-    The first program of q and the first of k share the first row of DW, and so on; where one has no partner it leaves
-    zeros in the other's place. 1 / rms is computed again from x: nothing but the inputs is saved.
+    Program i of q and program i of k share row i of DW; a program without a partner also writes zeros for the other.
     """
     BLOCK_HALF: tl.constexpr = HEAD.block_half
     BLOCK_PASS: tl.constexpr = HEAD.block_pass

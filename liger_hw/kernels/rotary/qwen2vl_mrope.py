@@ -1,8 +1,7 @@
 """Multimodal rotary position embedding of Qwen2-VL: three position axes (time, height, width) share the rotary width.
 
-Half-split as rope.py, but every token has three sets of angles, and column i of a half takes the angles of the axis
-whose section it lies in: time for the first mrope_section[0] columns, height for the next mrope_section[1], width for
-the rest.
+Half-split as rope.py, but a token has three sets of angles. Of a half's columns, the first mrope_section[0] take the
+angles of time, the next mrope_section[1] those of height, the rest those of width.
 
 Dimensions from 2 * sum(mrope_section) on pass through. Layouts, arithmetic, output and saved tensors are as in rope.py.
 Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
@@ -51,7 +50,7 @@ def liger_qwen2vl_mrope(
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
     cos, sin: [3, 1 or B, T, 2 * sum(mrope_section)], one set for each axis. No gradients.
     mrope_section: columns of a half that belong to time, height and width, for example [16, 24, 24].
-    shared_halves: the caller knows that both halves of cos and of sin are equal: only the first is read.
+    shared_halves: both halves of cos and of sin are equal: only the first is read.
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_qwen2vl_mrope", q=q, k=k, cos=cos, sin=sin)
@@ -70,8 +69,7 @@ liger_multimodal_rotary_pos_emb = liger_qwen2vl_mrope  # Liger's name, in Qwen2-
 
 
 WORKLOADS = {"qwen2_5_vl_7b": (4, 4096, 28, 4, 128), "qwen2_vl_72b": (2, 4096, 64, 8, 128)}
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads
-them."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads them."""
 
 
 def sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:

@@ -26,7 +26,7 @@ def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_di
 
 
 def rope_angles(cos, rotary_dim, shared_halves, whole=HALVES):
-    """(rotary_dim, layout of the angles); whole: the layout where the halves of rotary_dim columns are not shared"""
+    """(rotary_dim, layout of the angles); whole: the layout of rotary_dim columns whose halves are not shared."""
     width = cos.shape[-1] if cos.dim() else 0
     rotary_dim = width if rotary_dim is None else rotary_dim
     return rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
@@ -52,12 +52,11 @@ def liger_rope(
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
     cos, sin: [1 or B, T, width], also with a dimension of 1 for the heads. No gradients.
     position_ids: not read, as in Liger: cos and sin are per token.
-    rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. A width
-    of rotary_dim // 2 is taken as shared by both halves.
-    shared_halves: the caller knows that both halves of cos and of sin are equal, as in most models: only the first is
-    read.
-    Returns new tensors of q's and k's shapes and dtypes; see the top of rotary.py for their layout.
-    Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
+    rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. Both
+    halves share cos and sin of width rotary_dim // 2.
+    shared_halves: both halves of cos and of sin are equal, as in most models: only the first is read.
+    Returns new tensors of q's and k's shapes and dtypes; see the top of rotary.py for their layout. Raises `ValueError`
+    for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     check_rope("liger_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves=shared_halves)
     if cos.dim() == 4 and cos.shape == sin.shape and 1 in (of_heads := cos.shape[1:3]):
@@ -68,7 +67,7 @@ def liger_rope(
 
 
 def check_rope(op: str, q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags) -> None:
-    """Check what the operator does not check itself, which is all but the shapes."""
+    """Check everything but the shapes, which the operator checks."""
     check_tensors(op, q=q, k=k, cos=cos, sin=sin)
     check_no_gradient(op, cos, sin)
     check_integers(op, unsqueeze_dim=unsqueeze_dim, **({} if rotary_dim is None else {"rotary_dim": rotary_dim}))
@@ -84,8 +83,7 @@ WORKLOADS = {
     "gemma2_2b": (4, 4096, 8, 4, 256),
     "phi3_mini": (4, 4096, 32, 32, 96),
 }
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads
-them."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads them."""
 
 
 def sample(

@@ -1,7 +1,7 @@
 """Core of the rotary embeddings: reference, tunables, launcher, operator and autograd of ops that rotate pairs.
 
-A pair (x1, x2) becomes (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); backward is the transposed rotation. An op is a `Form`:
-the layouts of its pairs and of its angles. Pairs, in the input and in the output:
+A pair (x1, x2) becomes (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); backward is the transposed rotation. An op's `Form`
+states the layouts of its pairs and angles. Pairs, in the input and in the output:
     halves   x1 = x[i], x2 = x[i + h]        i < h = rotary_dim // 2
     pairs    x1 = x[2i], x2 = x[2i + 1]
 Angles:
@@ -9,12 +9,12 @@ Angles:
     HALVES   cos1 = cos[i], cos2 = cos[i + h]
     PAIRS    cos1 = cos[2i], cos2 = cos[2i + 1]
     COMPLEX  cos1 = cos2 = freqs[2i], sin1 = sin2 = freqs[2i + 1], from torch.view_as_real of complex numbers
-Sections: the angles have a plane for each of three position axes. Column i < section_0 takes plane 0, i < section_1
-plane 1, the rest plane 2.
+Sections: the angles have a plane for each of three position axes. Columns below section_0 take plane 0, those below
+section_1 plane 1, the rest plane 2.
 
-Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (head_axis 1) or [B, T, heads, D] (head_axis 2), of any strides
-(read in place while the last dimension is contiguous); columns from rotary_dim on are copied. Arithmetic in fp32,
-rounded once. Output: new dense tensors, with heads and tokens in memory in the input's order.
+q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (head_axis 1) or [B, T, heads, D] (head_axis 2) may have any strides;
+they are copied first only if the last dimension is not contiguous. Columns from rotary_dim on pass through. Arithmetic
+is fp32, rounded once. The results are new dense tensors, with heads and tokens in memory in the input's order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARED, HALVES, PAIRS, COMPLEX = range(4)
 
 
 class Form(NamedTuple):
-    """The layouts of an op's pairs and angles, in the forward; see the top of this file."""
+    """The layouts of an op's pairs and angles in the forward, as the top of this file lists them."""
 
     pairs_in: bool = False
     pairs_out: bool = False
@@ -86,16 +86,16 @@ DIMS = ("batch", "seq_len", "n_q_heads", "n_k_heads", "head_dim")
 
 
 def rotary_key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int, itemsize: int) -> Key:
-    """Heads of q and k rounded up to powers of two, head width, log2 bucket of the tokens, bytes an element."""
+    """Heads of q and k as powers of two, head width, log2 bucket of the tokens, bytes an element."""
     heads = next_power_of_2(n_q_heads), next_power_of_2(n_k_heads)
     return *heads, head_dim, (batch * seq_len - 1).bit_length() if batch * seq_len > 1 else 0, itemsize
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """32 bytes of q a thread in one warp, or more if q heads that share a k head need it: few registers, many programs.
+    """One warp with 32 bytes of q a thread: few registers, many programs. q heads that share a k head stay together.
 
-    Small launches take 16 bytes a thread in four warps, the smallest in one. Head widths that are no power of two leave
-    threads idle and take 64 bytes a thread.
+    Head widths that are no power of two leave threads idle and take 64 bytes a thread. Small launches take 16 bytes a
+    thread in four warps, the smallest in one.
     """
     q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
     width = next_power_of_2(head_dim)
@@ -133,14 +133,12 @@ def _small_launch(key: Key) -> bool:
 
 
 def _is_flat(key: Key) -> bool:
-    """Whether `_flat_rotary_kernel` serves a key: even widths (pairs begin at even columns) that are no power of
-    two."""
+    """Whether `_flat_rotary_kernel` serves a key: even head widths that are no power of two."""
     return key[2] % 2 == 0 and key[2] & (key[2] - 1) != 0
 
 
 def _flat_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """1024 elements a program and 8 a thread; half of both where halves are whole 16-byte loads or there are few
-    elements, 256 elements if there are very few."""
+    """1024 elements a program and 8 a thread; half of both for few elements or if a half is whole 16-byte loads."""
     heads, _, width, tokens_bucket, itemsize = key
     elements = heads * width << tokens_bucket
     if elements <= 256 * target.multiprocessors:
@@ -176,7 +174,7 @@ def _tunable(op: str, variant: str, flat: bool) -> Tunable:
 
 
 def _dense_strides(shape: tuple[int, ...], head_axis: int, heads_inside: bool) -> tuple[int, ...]:
-    """Strides of a dense tensor; in memory, heads lie inside tokens or tokens inside heads."""
+    """Strides of a dense tensor whose memory has heads inside tokens, or tokens inside heads."""
     _, second, third, width = shape
     if heads_inside == (head_axis == 2):
         return second * third * width, third * width, width, 1
@@ -184,15 +182,15 @@ def _dense_strides(shape: tuple[int, ...], head_axis: int, heads_inside: bool) -
 
 
 def dense_like(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Tensor:
-    """An empty dense tensor of `x`'s shape, with heads inside tokens or tokens inside heads."""
+    """An empty tensor of x's shape and dtype with `_dense_strides`."""
     strides = _dense_strides(x.shape, head_axis, heads_inside)
     if x.stride() == strides:
-        return torch.empty_like(x)  # the cheapest call that makes one
+        return torch.empty_like(x)  # the cheapest allocation
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
 def heads_inside(x: torch.Tensor, head_axis: int) -> bool:
-    """Whether one token's heads lie closer in memory than one head's tokens; False where the operator refuses x."""
+    """Whether a token's heads lie closer in memory than a head's tokens; False for an x that the operator refuses."""
     strides = x.stride()
     return len(strides) == 4 and head_axis in (1, 2) and strides[head_axis] <= strides[3 - head_axis]
 
@@ -200,57 +198,57 @@ def heads_inside(x: torch.Tensor, head_axis: int) -> bool:
 class Geometry(NamedTuple):
     """The part of a launch that depends only on shapes and strides."""
 
-    tokens: int
-    key: tuple[int, ...]  # of `rotary_key`, less the bytes an element
-    axes: tuple[int, int, int]  # the tensor axes that stand for batch, head and token in the kernel
+    key: Key
+    axes: tuple[int, int, int]  # the axes of q and k that are batch, head and token in the kernel
     strides: tuple[Strides, ...]  # of q, k, and the outputs for q and k
     angles: AngleStrides
-    sizes: tuple[int, ...]  # tokens, seq_len, heads of q, heads of k
+    tokens: int
+    seq_len: int
+    n_heads: tuple[int, int]  # of q, of k
     head: Head
 
 
-def geometry_of(
-    q_shape, q_strides, k_shape, k_strides, cos_shape, cos_strides, rotary_dim, head_axis, inside, by_position
-) -> Geometry:
-    """The geometry of q, k (shape None without a k) and cos.
+def geometry_of(q, k, cos, rotary_dim, head_axis, inside, by_position, sections=False) -> Geometry:
+    """inside: whether heads are inside tokens in the outputs, for q and for k; sections: cos has a plane for each.
 
-    Where sequences share their angles and a token has at most `by_position` heads of q and k, batch and token change
-    places: programs take one position of every sequence, then the next, so that cos and sin of a position are read from
-    memory once. In the usual order the cache has lost them when the next sequence begins. With many heads the angles
-    are too small a part of the traffic to make up for the jumps between sequences.
+    If sequences share their angles and a token has at most `by_position` heads, batch and token change places: programs
+    take one position of every sequence, then the next, so that a position's cos and sin are read from memory once. In
+    the usual order they have left the cache when the next sequence begins. With many heads the angles are too small a
+    part of the traffic to pay for the jumps between sequences.
     """
     token_axis = 3 - head_axis
-    batch, seq_len, n_q_heads, head_dim = q_shape[0], q_shape[token_axis], q_shape[head_axis], q_shape[3]
-    n_k_heads = 0 if k_shape is None else k_shape[head_axis]
-    shared = cos_shape[0] == 1 or cos_strides[0] == 0
-    swapped = shared and batch > 1 and n_q_heads + n_k_heads <= by_position
+    batch, seq_len, n_q_heads, head_dim = q.shape[0], q.shape[token_axis], q.shape[head_axis], q.shape[3]
+    n_k_heads = 0 if k is None else k.shape[head_axis]
+    plane, *cos_strides = cos.stride() if sections else (0, *cos.stride())
+    by_batch, by_token = 0 if cos.shape[1 if sections else 0] == 1 else cos_strides[0], cos_strides[1]
+    swapped = by_batch == 0 and batch > 1 and n_q_heads + n_k_heads <= by_position
     axes = (token_axis, head_axis, 0) if swapped else (0, head_axis, token_axis)
 
     def kernel_strides(strides):
         return Strides(0, 0, 0) if strides is None else Strides(*[strides[axis] for axis in axes])
 
-    dense_q = _dense_strides(q_shape, head_axis, inside[0])
-    dense_k = None if k_shape is None else _dense_strides(k_shape, head_axis, inside[1])
-    angles = (cos_strides[1], 0) if swapped else (0 if cos_shape[0] == 1 else cos_strides[0], cos_strides[1])
+    dense_q = _dense_strides(q.shape, head_axis, inside[0])
+    k_strides, dense_k = (None, None) if k is None else (k.stride(), _dense_strides(k.shape, head_axis, inside[1]))
     half, passing = rotary_dim // 2, head_dim - rotary_dim
     return Geometry(
-        batch * seq_len,
-        rotary_key(batch, seq_len, n_q_heads, n_k_heads, head_dim, 0)[:-1],
+        rotary_key(batch, seq_len, n_q_heads, n_k_heads, head_dim, q.itemsize),
         axes,
-        tuple(map(kernel_strides, (q_strides, k_strides, dense_q, dense_k))),
-        AngleStrides(*angles),
-        (batch * seq_len, batch if swapped else seq_len, n_q_heads, n_k_heads),
+        tuple(map(kernel_strides, (q.stride(), k_strides, dense_q, dense_k))),
+        AngleStrides(by_token, 0, plane) if swapped else AngleStrides(by_batch, by_token, plane),
+        batch * seq_len,
+        batch if swapped else seq_len,
+        (n_q_heads, n_k_heads),
         Head(half, passing, next_power_of_2(half), next_power_of_2(passing)),
     )
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a contiguous copy where the elements of a row are not side by side."""
+    """`x`, or a contiguous copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def readable_angles(cos, sin, angles):
-    """cos and sin with contiguous columns and one set of strides; complex ones with contiguous numbers too."""
+    """cos and sin with contiguous columns and the same strides; of COMPLEX angles, one contiguous pair a number."""
     if angles == COMPLEX:
         return (cos if cos.stride()[-2:] == (2, 1) else cos.contiguous()), None
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
@@ -259,7 +257,7 @@ def readable_angles(cos, sin, angles):
 
 
 def aligned(head: Head, *strides: Strides | AngleStrides) -> Head:
-    """`head` of the tile kernels, whose alignment is 8 where every stride is a multiple of it."""
+    """`head` with an alignment of 8 elements if every stride is a multiple of 8."""
     return head._replace(align=1 if gcd(*chain(*strides)) & 7 else 8)
 
 
@@ -270,12 +268,12 @@ _MOST_BATCHES = 65535
 
 
 class Rotary:
-    """The tunables `<op>.fwd`, `<op>.bwd`, the operator `liger_hw::<op>` and the autograd of a rotary op.
+    """The tunables `<op>.fwd` and `<op>.bwd`, the operator `liger_hw::<op>` and the autograd of a rotary op.
 
-    The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, the op's `Form`,
-    backward): cos [1 or B, T, width], with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]. by_position: see
-    `geometry_of`; heads_first: see `_rotary_kernel`; flat: heads whose width is even and no power of two go through
-    `_flat_rotary_kernel`, which takes halves with HALVES or SHARED angles, or pairs in and out with COMPLEX ones
+    The operator takes cos [1 or B, T, width], with sections [3, 1 or B, T, width], COMPLEX [1 or B, T, half, 2].
+    by_position: see `geometry_of`; heads_first: see `_rotary_kernel`
+    flat: heads whose width is even and no power of two go through `_flat_rotary_kernel`, which takes halves with HALVES
+    or SHARED angles, or pairs in and out with COMPLEX ones
     """
 
     def __init__(self, op: str, by_position: int = 0, heads_first: bool = True, flat: bool = False) -> None:
@@ -294,32 +292,27 @@ class Rotary:
 
     def _launch(self, q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
         q, k = readable(q), None if k is None else readable(k)
-        _, _, angles, _, section_1, backward = flags
-        cos, sin = readable_angles(cos, sin, angles)
-        cos_shape, cos_strides, plane_stride = cos.shape, cos.stride(), 0
-        if section_1:
-            cos_shape, (plane_stride, *cos_strides) = cos_shape[1:], cos_strides
-            cos_strides = tuple(cos_strides)
-        k_layout = (None, None) if k is None else (k.shape, k.stride())
-        layouts = q.shape, q.stride(), *k_layout, cos_shape, cos_strides
-        geometry = geometry_of(*layouts, rotary_dim, head_axis, (q_inside, k_inside), self.by_position)
+        *form, backward = flags
+        form = Form(*form)
+        cos, sin = readable_angles(cos, sin, form.angles)
+        inside = q_inside, k_inside
+        geometry = geometry_of(q, k, cos, rotary_dim, head_axis, inside, self.by_position, form.section_1 > 0)
         out_q = dense_like(q, head_axis, q_inside)
         out_k = None if k is None else dense_like(k, head_axis, k_inside)
         if geometry.tokens:
-            plan = (self.bwd if backward else self.fwd).plan(q.device, (*geometry.key, q.itemsize))
-            kernel, grid, constants, numbers = self._numbers(geometry, plan, flags, plane_stride)
+            plan = (self.bwd if backward else self.fwd).plan(q.device, geometry.key)
+            numbers_of = self._flat_numbers if self.flat and _is_flat(plan.key) else self._numbers
+            kernel, grid, constants, numbers = numbers_of(geometry, plan, form, backward)
             launch(plan, kernel, grid, (q, k, cos, sin, out_q, out_k, *numbers), constants)
         return out_q, q.new_empty(0) if k is None else out_k
 
-    def _numbers(self, geometry: Geometry, plan: Plan, flags: tuple, plane_stride: int) -> tuple:
-        """Kernel, grid, flags and runtime numbers of a launch.
+    def _numbers(self, geometry: Geometry, plan: Plan, form: Form, backward: bool) -> tuple:
+        """Kernel, grid, constants and runtime numbers of a launch.
 
-        Batches have a grid axis of their own where that pads a sequence by at most a sixteenth. Every head loads its
-        angles where a thread holds at most 8 elements of q, which avoids a broadcast through shared memory.
+        Batches have a grid axis if that pads a sequence by at most a sixteenth. Every head loads its angles if a thread
+        holds at most 8 elements of q, which avoids a broadcast through shared memory.
         """
-        if self.flat and _is_flat(plan.key):
-            return self._flat_numbers(geometry, plan, flags)
-        tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
+        tokens, seq_len, (n_q_heads, n_k_heads) = geometry.tokens, geometry.seq_len, geometry.n_heads
         block_t, block_h = plan.config.blocks["BLOCK_T"], plan.config.blocks["BLOCK_H"]
         head_tiles, threads = cdiv(n_q_heads, block_h), plan.config.num_warps * plan.target.warp_size
         angles_per_head = block_t * block_h * geometry.head.block_half <= 4 * threads
@@ -330,38 +323,33 @@ class Rotary:
         else:
             grid = (cdiv(tokens, block_t) * head_tiles,)
         tiles = Tiles(next_power_of_2(cdiv(n_k_heads, head_tiles)), head_tiles, batch_on_grid, angles_per_head)
-        *form, backward = flags
-        form = Form(*form)
         if backward:
             form = form._replace(pairs_in=form.pairs_out, pairs_out=form.pairs_in)
-        strides = (*geometry.strides, geometry.angles._replace(plane=plane_stride))
+        strides = *geometry.strides, geometry.angles
         constants = aligned(geometry.head, *strides), form, tiles, self.heads_first, backward
         return _rotary_kernel, grid, constants, (*strides, tokens, seq_len, n_q_heads, n_k_heads)
 
-    def _flat_numbers(self, geometry: Geometry, plan: Plan, flags: tuple) -> tuple:
+    def _flat_numbers(self, geometry: Geometry, plan: Plan, form: Form, backward: bool) -> tuple:
         """`_numbers` for `_flat_rotary_kernel`."""
-        tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
-        _, _, angles, *_, backward = flags
+        tokens, seq_len, n_heads = geometry.tokens, geometry.seq_len, geometry.n_heads
         half, passing, *_ = geometry.head
-        heads = gcd(n_q_heads, n_k_heads)
-        groups = max(n_q_heads, n_k_heads) // heads
+        heads = gcd(*n_heads)
+        groups = max(n_heads) // heads
         programs = cdiv(tokens * heads * (2 * half + passing), plan.config.blocks["BLOCK_SIZE"]) * groups
         strides = *geometry.strides, geometry.angles
         align = gcd(8, *chain(*strides))
-        constants = geometry.head._replace(align=align), angles, heads, groups, seq_len < tokens, backward
-        numbers = (*[type(tensor)(*[n // align for n in tensor]) for tensor in strides], *geometry.sizes)
-        return _flat_rotary_kernel, (programs,), constants, numbers
+        constants = geometry.head._replace(align=align), form.angles, heads, groups, seq_len < tokens, backward
+        strides = [type(tensor)(*[n // align for n in tensor]) for tensor in strides]
+        return _flat_rotary_kernel, (programs,), constants, (*strides, tokens, seq_len, *n_heads)
 
     def forward(self, ctx: Any, q, k, cos, sin, rotary_dim: int, head_axis: int, form: Form):
-        """The forward of an op's autograd Function: saves cos and sin."""
         ctx.layout = rotary_dim, head_axis, heads_inside(q, head_axis), heads_inside(k, head_axis)
         ctx.form = form
         ctx.save_for_backward(cos, sin)
-        ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
+        ctx.set_materialize_grads(False)  # no zeros for an unused q or k
         return self.operator(q, k, cos, sin, *ctx.layout, *form, False)
 
     def backward(self, ctx: Any, dq, dk):
-        """(dq, dk) of an op's autograd Function."""
         cos, sin = ctx.saved_tensors
         if dq is not None and dk is not None:
             return self.operator(dq, dk, cos, sin, *ctx.layout, *ctx.form, True)
@@ -375,8 +363,7 @@ class Rotary:
 class RotaryFunction(Function):
     """Autograd of a rotary op on (q, k, cos, sin or None, rotary_dim, unsqueeze_dim, form).
 
-    core: the op's `Rotary`; is_cheap: the outputs are offered for recomputation, which works where q and k are
-    recomputed too, as after a QK norm
+    core: the op's `Rotary`; is_cheap: offer the outputs for recomputation, which needs q and k to be recomputed too
     """
 
     core: ClassVar[Rotary]
@@ -414,7 +401,7 @@ def turn_misfit(
     head_axis: int,
     form: Form,
 ) -> str:
-    """What is wrong with the shapes of an operator's tensors, or ""."""
+    """Why the shapes of an operator's tensors are invalid, or ""."""
     if head_axis not in (1, 2):
         return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {head_axis!r}"
     if k is not None and any(q.shape[axis] != k.shape[axis] for axis in (0, 3 - head_axis, 3)):
@@ -452,17 +439,15 @@ def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
 # -- checks and samples that ops share -------------------------------------------------------------------------------
 
 SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
-"""Test sizes: head widths and counts that are no power of two, a partial tile of tokens, one head."""
 
 
 def check_no_gradient(op: str, *angles: torch.Tensor) -> None:
-    """Raise if an angle tensor requires a gradient, which these ops do not compute."""
     if torch.is_grad_enabled() and any([t.requires_grad for t in angles]):
         check(False, op, "the angles get no gradient; pass them detached")
 
 
 def rotary_sample(sizes, dtype, device, generator, angles, kwargs=None, head_axis=1, transposed=False) -> Sample:
-    """q and k, then `angles`. transposed: q and k are views of the other layout, as Hugging Face passes them."""
+    """q, k and `angles`. transposed: q and k are views of the other layout, as Hugging Face passes them."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
 
     def states(heads):

@@ -1,7 +1,4 @@
-"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py says what they compute.
-
-Every tensor may have any strides. What belongs together is one argument, a tuple with names.
-"""
+"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py says what they compute."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class Strides(NamedTuple):
 
 
 class AngleStrides(NamedTuple):
-    """Of cos and sin, in elements; plane: from one section's angles to the next's."""
+    """Of cos and sin, in elements; plane: from the angles of one section to those of the next."""
 
     batch: int
     token: int
@@ -31,7 +28,7 @@ class AngleStrides(NamedTuple):
 class Head(NamedTuple):
     """The columns of a head: `half` pairs, then `pass_through` columns, and the powers of two that hold either.
 
-    align: elements that every stride is a multiple of (Triton itself sees only 16)
+    align: every stride is a multiple of this many elements (Triton itself only notices 16)
     """
 
     half: int
@@ -45,9 +42,9 @@ class Tiles(NamedTuple):
     """How tiles lie on the grid of `_rotary_kernel`.
 
     block_k: heads of k a program; head_tiles: programs that share the heads of a token
-    batch_on_grid: a program's tokens are of one batch, the grid's second axis, and n_tokens is that batch's; else
-    programs go over the tokens of all batches, at the price of a division
-    angles_per_head: every head loads the angles it needs
+    batch_on_grid: batches are the grid's second axis and n_tokens counts the tokens of one; else programs go over the
+    tokens of all batches, at the price of a division
+    angles_per_head: every head loads its angles
     """
 
     block_k: int
@@ -61,7 +58,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def rotate(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
-    """The rotated pairs, in their own dtype."""
+    """The rotated pairs, in the dtype of x1 and x2."""
     a, b = x1.to(tl.float32), x2.to(tl.float32)
     if BACKWARD:
         y1 = a * cos1 + b * sin2
@@ -114,8 +111,8 @@ def row_offsets(batch, token, heads, strides, ALIGN: tl.constexpr, HEADS_FIRST: 
 
 @triton.jit
 def load_heads(ptrs, mask, HEAD: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT: tl.constexpr):
-    """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., block_half] each, and the columns that pass
-    through (x1 again where all of a head rotates), in the stored dtype."""
+    """x1 and x2 of the pairs, [., ., block_half] each, of the heads at `ptrs` [., ., 1], and the columns that pass
+    through (x1 if all columns rotate), in the stored dtype."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * HEAD.block_half)[None, None, :]
         x = load_with_hint(ptrs + both, LOAD_HINT, mask & (both < 2 * HEAD.half), 0.0)
@@ -168,7 +165,7 @@ def load_angles(
     else:
         cols = tl.arange(0, HEAD.block_half)[None, None, :]
         inside = mask & (cols < HEAD.half)
-        if not HEADS_FIRST:  # one sum of offsets for cos and sin spares such tiles registers
+        if not HEADS_FIRST:  # one sum of offsets for cos and sin saves registers
             offsets = offsets + cols
             cols = 0
         cos1 = tl.load(Cos_ptr + offsets + cols, mask=inside, other=0.0).to(tl.float32)
@@ -211,12 +208,11 @@ def _rotary_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BLOCK_T tokens x (BLOCK_H heads of q, block_k heads of k) a program. All loads come before the first store, to
-    have the most bytes in flight.
+    """BLOCK_T tokens x (BLOCK_H heads of q, block_k heads of k) a program. All loads come before the first store, so
+    that the most bytes are in flight. FORM: rotary.py's, of this direction.
 
-    K_ptr may be None. FORM: rotary.py's, of this direction. HEADS_FIRST: heads are the outermost dimension of a tile;
-    where a program has enough threads for its tokens, each thread then holds all heads of its columns, and their angles
-    once. Else tokens are outermost, as in memory.
+    HEADS_FIRST: heads are the outermost dimension of a tile, else tokens are, as in memory. If a program has enough
+    threads for its tokens, each thread then holds all heads of its columns, and their angles once.
     """
     wait_for_previous(DEPENDENT)
     ALIGN: tl.constexpr = HEAD.align
@@ -266,19 +262,19 @@ def _rotary_kernel(
 
 @triton.jit
 def _element_offsets(batch, token, head, column, strides, ALIGN: tl.constexpr):
-    """Strides are in units of ALIGN elements, so that the product shows its alignment: some compilers lose a hint."""
+    """Strides are in units of ALIGN elements, so that the product shows its alignment: some compilers ignore hints."""
     return (batch * strides.batch + head * strides.head + token * strides.token) * ALIGN + column
 
 
 @triton.jit
 def _partner(column, HALF: tl.constexpr):
-    """From a column to the other of its pair. (A `where` of two constants costs vectors from Triton 3.8 on.)"""
+    """Offset from a column to its pair's other column. A `where` would prevent vector loads from Triton 3.8 on."""
     return HALF - (column >= HALF).to(tl.int32) * (2 * HALF)
 
 
 @triton.jit
 def _load_partners(ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT: tl.constexpr):
-    """(x, the partner of each element of x), or (x, x) for IS_PAIRS, where x holds both elements of a pair."""
+    """(x, the partner of each element of x); (x, x) for IS_PAIRS, since x holds both elements of a pair."""
     x = load_with_hint(ptrs, LOAD_HINT, mask, 0.0)
     y = x
     if not IS_PAIRS:
@@ -288,7 +284,7 @@ def _load_partners(ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexp
 
 @triton.jit
 def _rotate_elements(x, y, cos, sin, turned, IS_PAIRS: tl.constexpr, PASS_THROUGH: tl.constexpr):
-    """The elements rotated, in their own dtype; those past the rotary width as they are."""
+    """The rotated elements in x's dtype; those past the rotary width are x's."""
     if IS_PAIRS:
         x1, x2 = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0] // 2, 2]))
         z = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), [x.shape[0]])
@@ -327,15 +323,13 @@ def _flat_rotary_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`_rotary_kernel` for head widths that are no power of two, where a tile of whole heads leaves many columns idle.
+    """`_rotary_kernel` for head widths that are no power of two, for which a tile of whole heads leaves columns idle.
 
     A program takes BLOCK_SIZE consecutive elements of [tokens, HEADS heads, width] of q, and as many of k. Each
-    element's partner is loaded too, which hits the first-level cache, so accesses stay 16 bytes wide. It is a kernel of
-    its own because its tiles do not have the shape of a head.
+    element's partner is loaded too, from the first-level cache, so that accesses stay 16 bytes wide.
 
     q and k have at most GROUPS times HEADS heads, each a multiple of HEADS. Strides are in units of HEAD.align
-    elements. K_ptr may be None. With complex ANGLES a pair is (2i, 2i + 1); else it is (i, i + HALF), and each element
-    has its own cos and sin, or with shared ones both take the first's. SEQUENCES: there is more than one sequence.
+    elements. With complex ANGLES a pair is (2i, 2i + 1), else (i, i + HALF). SEQUENCES: there are several sequences.
     """
     wait_for_previous(DEPENDENT)
     HALF: tl.constexpr = HEAD.half

@@ -54,7 +54,7 @@ def liger_vision_rope(
     """q and k rotated by their patches' angles, as `apply_rotary_pos_emb_vision` of Qwen2-VL.
 
     q: [T, n_q_heads, D], k: [T, n_k_heads, D] in fp32, fp16 or bf16; cos, sin: [T, width], width <= D. No gradients.
-    shared_halves: the caller knows that both halves of cos and of sin are equal: only the first is read.
+    shared_halves: both halves of cos and of sin are equal: only the first is read.
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_vision_rope", q=q, k=k, cos=cos, sin=sin)
@@ -66,7 +66,6 @@ def liger_vision_rope(
 
 
 def _misfit(q, k, cos, sin) -> str:
-    """What is wrong with the shapes and what was expected, or ""; the operator is called with a batch of one."""
     if len(q) != 3 or len(k) != 3:
         return f"q and k must be [T, heads, D], got {tuple(q)} and {tuple(k)}"
     if cos != sin or len(cos) != 2 or cos[0] != q[0]:
@@ -78,8 +77,7 @@ liger_rotary_pos_emb_vision = liger_vision_rope  # Liger's name
 
 
 WORKLOADS = {"qwen2_5_vl": (16, 1024, 16, 16, 80), "qwen3_vl": (16, 1024, 16, 16, 72)}
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each. They
-come with shared_halves, as Liger reads them."""
+"""Sizes (images, patches of each, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves."""
 
 
 def sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
