@@ -138,7 +138,7 @@ def test_what_bears_a_name_of_liger_s_checks_its_arguments():
     """An autograd Function does not: code written for Liger is given the classes of compat/functions.py.
 
     The base classes of losses, which programs subclass, check in their forward."""
-    bases = "Function", "torch.autograd.Function"
+    bases = "Function", "OperatorFunction", "torch.autograd.Function"
     sources = [path for path in SOURCES if path.name != "loss_bases.py"]
     found = [
         node for path in sources for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
