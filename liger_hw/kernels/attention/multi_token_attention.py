@@ -69,7 +69,7 @@ def _future(x: torch.Tensor) -> torch.Tensor:
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 WIDEST = 32768
-"""The most keys: a program holds those of one query."""
+"""The most keys, all of which a program holds for one query."""
 _DIMS = ("batch", "seq_len", "n_channels")
 
 

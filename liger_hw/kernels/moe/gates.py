@@ -3,8 +3,8 @@
     gate       adds the bias to the pre-activations z = (g, u) of a row, in place; act = act(g) * (u + up_offset)
     gate_bwd   dz from da, and the gradient of the row's routing weight, da . act
 
-Arithmetic is fp32, rounded once. Of rows without an expert, only those of z are written, with zeros, because the
-operator returns z. The gradient of their routing weight is 0.
+Arithmetic is fp32, rounded once. Rows without an expert are only written in z, with zeros, because the operator returns
+z. The gradient of their routing weight is 0.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ sinkhorn divides columns by their sums plus sinkhorn_eps; then, tmax - 1 times, 
 Sums are fp32. In half precision the gradient of x @ phi is rounded to x's dtype before it is multiplied.
 Saved for backward: x, phi, b, the alphas, h_res, mix, rstd = 1 / sqrt(...), and the sums that Sinkhorn divided by.
 Backward undoes each Sinkhorn step k = a / s as a = k * s, and the gradient g of k becomes a's, (g - sum(g * k)) / s.
-After those of softmax and sigmoid, dz = dmix * rstd, dphi = x^T @ dz,
+Then, past softmax and sigmoid, dz = dmix * rstd, dphi = x^T @ dz,
 dx = dz @ phi^T - x * rstd^2 * sum(dmix * mix) / (n_streams * n_cols).
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880

@@ -1,7 +1,7 @@
 """Multimodal rotary position embedding of Qwen2-VL: three position axes (time, height, width) share the rotary width.
 
-Half-split as rope.py, but a token has three sets of angles. Of a half's columns, the first mrope_section[0] take the
-angles of time, the next mrope_section[1] those of height, the rest those of width.
+Half-split as rope.py, but a token has three sets of angles. The first mrope_section[0] columns of a half take the
+angles of time, the next mrope_section[1] columns take the angles of height, and the rest the angles of width.
 
 Dimensions from 2 * sum(mrope_section) on pass through. Layouts, arithmetic, output and saved tensors are as in rope.py.
 Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.

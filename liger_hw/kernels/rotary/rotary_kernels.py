@@ -18,7 +18,7 @@ class Strides(NamedTuple):
 
 
 class AngleStrides(NamedTuple):
-    """Of cos and sin, in elements; plane: from the angles of one section to those of the next."""
+    """Of cos and sin, in elements; plane: between sections."""
 
     batch: int
     token: int
