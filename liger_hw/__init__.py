@@ -21,8 +21,8 @@ from .runtime import sharding
 
 __version__ = "0.1.0"
 
-sharding.handler = "liger_hw.distributed.dtensor"  # for whichever function is given a DTensor, however it was imported
-autotune.compiles_ahead = "liger_hw.autotune.compile_ahead"  # for an op of many kernels, at its first call
+sharding.handler = "liger_hw.distributed.dtensor"  # imported for the first DTensor
+autotune.compiles_ahead = "liger_hw.autotune.compile_ahead"  # imported for the first call of an op with many kernels
 
 _SUBMODULES = (
     *("transformers", "chunked_loss", "distributed", "recompute", "registry", "kernels", "backends", "autotune"),

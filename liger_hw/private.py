@@ -1,7 +1,6 @@
-"""All private interfaces of torch that the code uses, each with the reason why no public one will do. The code takes
-them only from here (`tests/test_structure.py`).
+"""All private interfaces of torch that the code uses, each with its reason; other files take them from here.
 
-A name that a build of torch lacks has None in its place. The list of other files is at the end.
+`ELSEWHERE` lists exceptions; tests/test_structure.py checks both. A name that a build of torch lacks is None.
 """
 
 from __future__ import annotations
@@ -43,19 +42,18 @@ hooks_on_every_module = (
     *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
     *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
 )
-"""The dictionaries of global hooks before and after a forward, and before and after a backward, by which another
-program sees the outputs or gradients of every module."""
+"""torch's dictionaries of hooks that run before and after each module's forward and backward."""
 
 
 def has_integer_matmul(device_type: str) -> bool:
-    """Whether torch multiplies int8 matrices on a device type: nothing public says so."""
+    """Whether torch multiplies int8 matrices on a device type."""
     return _C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", _C._dispatch_key_for_device(device_type))
 
 
 def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
-    """A context in which the body of an operator on the CPU builds graphs, which the dispatcher has switched off.
+    """A context in which an operator's body on the CPU builds graphs, which the dispatcher has switched off.
 
-    torch.func does the same, but not where a torch mode called the operator.
+    torch.func would too, except if a torch mode called the operator.
     """
     excluded, keys = _C._dispatch_tls_local_exclude_set(), _C.DispatchKey
     for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradXPU, keys.ADInplaceOrView):  # the last for views

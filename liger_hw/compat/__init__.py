@@ -2,9 +2,8 @@
 
     PYTHONPATH=$(liger-hw shim) python train.py      # TrainingArguments(use_liger_kernel=True), TRL, Axolotl, ...
 
-Only the folder that `liger-hw shim` prints holds a `liger_kernel`; a normal install of liger_hw adds no such name. Its
-modules are made by the finder below as they are imported: each looks its names up in modules of liger_hw, so there is
-no second list of names to keep. A real liger-kernel is never hidden without an error: see `refuse_to_shadow`.
+Only the folder that `liger-hw shim` prints holds a `liger_kernel`. The finder below makes its modules as they are
+imported; each looks its names up in modules of liger_hw (`MODULES`). See `refuse_to_shadow` for an installed Liger.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from .replaced import replacement
 
 NAME = "liger_kernel"
 _TRANSFORMERS = "liger_hw.transformers"
+_ABSENT = object()
 VERSION = "0.8.5"
-"""The version of Liger Kernel with these modules and names, also for `importlib.metadata`."""
-
+"""The version of Liger Kernel with these modules and names."""
 PATH = Path(__file__).parent / "path"
 """The folder for PYTHONPATH."""
-
 MODULES = {
     "": "compat.impls",
     "transformers": "compat.checked transformers transformers.functional compat.modules",
@@ -79,11 +77,9 @@ MODULES = {
 }
 """Module of liger_kernel -> modules of liger_hw with its names. `homes` finds modules of single ops by their names."""
 
-_RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
-
 
 def use() -> str:
-    """`in use` if `import liger_kernel` gives this package, else `not in use` and why. Tries the import."""
+    """`in use` if `import liger_kernel` imports this package, else `not in use` and why."""
     try:
         file = importlib.import_module(NAME).__file__
     except ImportError as error:
@@ -103,7 +99,7 @@ def homes(name: str) -> tuple[str, ...] | None:
         if not classes_of(family):
             return None
         modules = "compat.forwards compat.loss_utils"
-    elif group in ("transformers", "ops") and (home := home_of(_RENAMED.get(op, op))):
+    elif group in ("transformers", "ops") and (home := home_of(op.removeprefix("experimental."))):
         home = home.removeprefix("liger_hw.")
         more = "transformers compat.modules compat.functions"
         modules = f"{home} {more}" if group == "transformers" else f"compat.functions {home}"
@@ -115,7 +111,7 @@ def homes(name: str) -> tuple[str, ...] | None:
 
 
 def _family(name: str) -> str:
-    """The family of a module `transformers.model.<family>`; "" for another module."""
+    """The family of a module `transformers.model.<family>`, "" for other modules."""
     package, _, family = name.rpartition(".")
     return family if package == "transformers.model" else ""
 
@@ -139,8 +135,6 @@ def installed() -> str | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules below `liger_kernel`."""
-
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package, _, name = fullname.partition(".")
         if package != NAME or not name:
@@ -150,7 +144,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if instead:  # without `name=`, so that `from module import name` shows this message
                 raise ModuleNotFoundError(f"{fullname} is not in liger_hw's shim: {instead}")
             return None
-        # every module is a package: `from module import name` asks for a module `name` where the attribute is missing
+        # every module is a package: for a missing attribute, `from module import name` then asks for a module `name`
         spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         spec.origin = f"{homes(name)} by {__name__}"
         return spec
@@ -189,9 +183,6 @@ def _answer(module: ModuleType, name: str) -> None:
     module.__getattr__ = __getattr__  # type: ignore[method-assign]
     module.__dir__ = lambda: sorted({*vars(module), *_public(behind)})  # type: ignore[method-assign]
     module.__all__ = _public(behind)
-
-
-_ABSENT = object()
 
 
 def _lookup(behind: tuple[str, ...], attribute: str) -> Any:

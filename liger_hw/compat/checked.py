@@ -1,11 +1,7 @@
 """Cross entropies under Liger Kernel's names, with two differences from liger_hw's own.
 
-For given logits, a target out of bounds raises before the launch. liger_hw's own `liger_cross_entropy` leaves that to
-an assertion on the device, which needs no wait but makes the device unusable for the process. A program written for
-Liger may catch Liger's error and go on. Liger Kernel's fused heads and its loss over a split vocabulary do not check
-targets, and neither do these.
-
-If every target is ignored, the mean is zero. liger_hw's own is nan, as in torch.
+That of given logits raises for a target out of bounds, before the launch: programs catch the error and go on. The mean
+over no targets is zero, not nan.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ from ..registry import is_quiet
 def _check(logits: Any, target: Any, ignore_index: Any) -> None:
     """Raise `TargetError` for a target out of bounds. Waits for the device.
 
-    Does nothing while a graph is captured or traced, for tensors without values, and for arguments that are refused
-    anyway.
+    Does nothing while a graph is captured or traced, for tensors without values, and for invalid arguments.
     """
     valid = isinstance(logits, torch.Tensor) and logits.dim() == 2 and isinstance(ignore_index, int)
     if is_quiet() or not valid or type(target) is not torch.Tensor or target.device.type == "meta":
@@ -38,7 +33,7 @@ def _check(logits: Any, target: Any, ignore_index: Any) -> None:
 
 
 def _zero_of_no_rows(result: Any, target: torch.Tensor, ignore_index: int) -> Any:
-    """A cross entropy's result, with a loss of zero if every target is ignored."""
+    """`result` of a cross entropy, with a loss of zero if every target is ignored."""
     output = result if isinstance(result, CrossEntropyOutput) else CrossEntropyOutput(result)
     if output.loss.dim() or type(output.loss) is not torch.Tensor or type(target) is not torch.Tensor:
         return result
@@ -81,7 +76,7 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerCrossEntropyLoss(_Loss):
-    """`liger_hw.transformers.LigerCrossEntropyLoss` by the function above."""
+    """`liger_hw.transformers.LigerCrossEntropyLoss`, changed like `liger_cross_entropy` here."""
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         _check(_input, target, self.ignore_index)
@@ -89,7 +84,7 @@ class LigerCrossEntropyLoss(_Loss):
 
 
 class LigerFusedLinearCrossEntropyLoss(_LinearLoss):
-    """`liger_hw.transformers.LigerFusedLinearCrossEntropyLoss`, by the function above."""
+    """The class in `liger_hw.transformers`, changed like `liger_fused_linear_cross_entropy` here."""
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None

@@ -1,14 +1,13 @@
-"""Behind `liger_kernel.transformers.model.<family>`: forwards that a program binds to a class or a model itself.
+"""Behind `liger_kernel.transformers.model.<family>`: forwards that programs bind to a class or a model.
 
     LlamaForCausalLM.forward = lce_forward  # of liger_kernel.transformers.model.llama
     model.forward = types.MethodType(lce_forward, model)
 
-A family's `lce_forward` is its class's forward in transformers, as it is when this module is imported, with the fused
-loss of a patch (transformers/loss.py). It works for any model with an `lm_head` and what else that forward reads.
+A family's `lce_forward` is the forward of its class in transformers with the fused loss of a patch
+(transformers/loss.py). It works for any model with an `lm_head` and the other attributes that the forward reads.
 
-Outputs of `liger_kernel.transformers.model.output_classes` are here too: `Liger<X>CausalLMOutputWithPast` is
-`<X>CausalLMOutputWithPast` of transformers, with `token_accuracy` and `predicted_tokens`, which are None unless given.
-Classes of families that this transformers does not have are missing.
+`Liger<X>CausalLMOutputWithPast` of `liger_kernel.transformers.model.output_classes` is `<X>CausalLMOutputWithPast` of
+transformers with two more fields, `token_accuracy` and `predicted_tokens`, None by default.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import sys
 from types import ModuleType
 from typing import Any, Callable
 
@@ -34,16 +34,15 @@ _NAMES = {
     "qwen3_5": ("lce_forward", "lce_forward_for_multimodal"),
     "qwen3_5_moe": ("lce_forward", "lce_forward_conditional_generation"),
 }
-"""Families with two forwards: the causal LM's, then the multimodal model's. The others have one, `lce_forward`."""
+"""Forwards of families with two: the causal LM's, the multimodal model's. Other families have one, `lce_forward`."""
 _FAMILIES = {"hunyuan_v1": "hunyuan_v1_dense"}
-"""Modules that are not named like their family."""
+"""Liger's module -> the family, where their names differ."""
 _PART = "fused_linear_cross_entropy"
 _OUTPUT = "CausalLMOutputWithPast"
 
 
 def classes_of(family: str) -> dict[str, str]:
-    """Name of each forward in `liger_kernel.transformers.model.<family>` -> its class; empty where there is no such
-    family."""
+    """Forward of `liger_kernel.transformers.model.<family>` -> its class; empty for an unknown family."""
     spec = specs().get(_FAMILIES.get(family, family))
     models = () if spec is None else spec.models
     classes = [
@@ -53,22 +52,10 @@ def classes_of(family: str) -> dict[str, str]:
 
 
 class FamilyModule(ModuleType):
-    """`liger_kernel.transformers.model.<family>`.
-
-    Assigning a forward here also assigns it to the class in transformers, as Liger Kernel's patch function would.
-    """
+    """`liger_kernel.transformers.model.<family>`. Assigning a forward here also assigns it to the class it is for."""
 
     def fill(self, family: str) -> None:
-        """Make the forwards. Raises `ModuleNotFoundError` where transformers has no such family."""
-        modeling_name = specs()[_FAMILIES.get(family, family)].modeling_module
-        try:
-            modeling = importlib.import_module(modeling_name)
-        except ModuleNotFoundError as error:
-            if not modeling_name.startswith(f"{error.name}"):
-                raise
-            raise ModuleNotFoundError(
-                f"{self.__name__} is not in liger_hw's shim: there is no {modeling_name}"
-            ) from None
+        modeling = importlib.import_module(specs()[_FAMILIES.get(family, family)].modeling_module)
         classes = {name: getattr(modeling, cls) for name, cls in classes_of(family).items()}
         forwards = {name: _forward(self.__name__, name, cls) for name, cls in classes.items()}
         self.__dict__.update(forwards, _classes=classes)
@@ -94,8 +81,7 @@ def lce_maybe_trainable_lm_head(
     shift_labels: torch.Tensor | None,
     **loss_kwargs: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    """`LigerForCausalLMLoss` of a model's `lm_head`. Call it in the model's forward, where a sharded weight is
-    gathered.
+    """`LigerForCausalLMLoss` of a model's `lm_head`, for calls inside the model's forward.
 
     Raises `ValueError` for a head whose logits do not follow from its weight alone, such as one with LoRA.
     """
@@ -122,19 +108,12 @@ def _with_fields(base: type) -> type:
 
 
 def _output(name: str) -> type | None:
-    """The class of transformers called `name`, among its common outputs or a family's own."""
-    from transformers import modeling_outputs
+    """The class of transformers called `name`, from the module of the multimodal model that it belongs to, if any."""
+    import transformers
 
-    if hasattr(modeling_outputs, name):
-        return getattr(modeling_outputs, name)
-    model = name.removesuffix(_OUTPUT) + "ForConditionalGeneration"
-    for spec in specs().values():
-        if model in spec.models:
-            try:
-                return getattr(importlib.import_module(spec.modeling_module), name, None)
-            except ModuleNotFoundError:
-                return None
-    return None
+    model = getattr(transformers, name.removesuffix(_OUTPUT) + "ForConditionalGeneration", None)
+    module = transformers.modeling_outputs if model is None else sys.modules[model.__module__]
+    return getattr(module, name, None)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,10 +6,9 @@ from typing import Any, Callable
 
 
 class _FSDPForwardRedirection:
-    """`redirect(wrapper, method, *args)`: `method(*args)`, run inside the forward of an FSDP root.
+    """Calling it runs `method(*args)` inside the forward of an FSDP root, where its parameters are gathered.
 
-    The root gathers its parameters only around its own forward; outside it, a method that calls a part of the model,
-    such as its `lm_head`, would get shards. Raises `TypeError` for anything but a FullyShardedDataParallel.
+    Raises `TypeError` for anything but a FullyShardedDataParallel.
     """
 
     def __call__(self, wrapper_module: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -21,8 +20,7 @@ class _FSDPForwardRedirection:
 
 
 def redirected(wrapper: Any, inner: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`method(*args, **kwargs)` in place of the forward of `inner`, the module inside `wrapper`, or `wrapper`
-    itself."""
+    """Call `wrapper` with `method` in the place of the forward of `inner`, the wrapped module or `wrapper` itself."""
     original = inner.__dict__.get("forward")
 
     def restore() -> None:

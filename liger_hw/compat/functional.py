@@ -1,7 +1,7 @@
-"""Behind `liger_kernel.functional`: Liger Kernel's own signatures, with its defaults, over liger_hw's functions.
+"""Behind `liger_kernel.functional`: Liger Kernel's signatures and defaults over liger_hw's functions.
 
-`impl`, `mode` and `backend` choose among Liger's implementations; they are accepted without effect. Every other name is
-looked up in `liger_hw.transformers.functional`, with `liger_` in front.
+`impl`, `mode` and `backend` have no effect. Other names are those of `liger_hw.transformers.functional` without
+`liger_`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from .loss_utils import unpack_cross_entropy_result
 
 
 def _any_impl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, but it also accepts impl, mode and backend."""
-
     @wraps(function)
     def call(*args: Any, impl: str | None = None, mode: str | None = None, backend: str | None = None, **kwargs: Any):
         return function(*args, **kwargs)

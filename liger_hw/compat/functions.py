@@ -1,10 +1,8 @@
-"""Behind `liger_kernel.ops`: Liger Kernel's autograd functions, which are liger_hw's functions here.
+"""Behind `liger_kernel.ops`: Liger Kernel's autograd functions.
 
-Each has only what code written for Liger calls, `apply`, with Liger's arguments in Liger's order. It calls the public
-function, which checks its arguments; an op's own autograd class does not, and a kernel would read past the end of a
-weight that is too short. The checks also run under torch.compile, since no class here is an autograd.Function, for
-which torch would trace `forward` and skip `apply`.
-Arguments that choose among Liger's implementations (`*_impl`, `*_mode`) or allow in-place gradients have no effect.
+Each class has only `apply`, with Liger's arguments in Liger's order, which calls the public function. That checks its
+arguments, also under torch.compile, which would skip the `apply` of an autograd.Function. Arguments that choose among
+Liger's implementations or allow in-place gradients have no effect.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from .functional import cross_entropy, fused_linear_cross_entropy, kl_div
 
 
 def _applied(function: Callable[..., Any], *unused: int) -> Any:
-    """A class whose `apply` is this function. unused: positions of Liger's arguments without effect here."""
+    """A class whose `apply` calls the function. unused: positions of Liger's arguments that have no effect."""
 
     def apply(*args: Any) -> Any:
         return function(*(arg for place, arg in enumerate(args) if place not in unused))

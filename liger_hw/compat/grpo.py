@@ -22,8 +22,8 @@ def fused_selective_log_softmax(
 ) -> torch.Tensor:
     """log softmax(logits / temperature) of each next token: fp32 [batch, length], without gradient.
 
-    logits: [batch, length + 1, vocab], whose last position is not read; input_ids, mask: [batch, at least length]; the
-    last `length` are used. Tokens whose mask is 0 get 0.
+    logits: [batch, length + 1, vocab], of which the last position is not read; input_ids, mask: [batch, at least
+    length], of which the last `length` are used. Tokens whose mask is 0 get 0.
     """
     length = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - length :]
@@ -40,9 +40,9 @@ def _reduce_grpo_loss(
     max_completion_length: int | None,
     num_items_in_batch: torch.Tensor | int | float | None = None,
 ) -> torch.Tensor:
-    """Reduce losses [batch, length] to a scalar, as the loss type defines, over tokens whose mask is not 0.
+    """Reduce losses [batch, length] over tokens whose mask is not 0 to a scalar, as the loss type defines.
 
-    max_completion_length: tokens a sequence in dr_grpo's denominator (default: `length`).
+    max_completion_length: tokens of a sequence in dr_grpo's denominator (default: `length`)
     """
     mask = torch.ones_like(per_token_loss, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     length = per_token_loss.shape[1] if max_completion_length is None else max_completion_length

@@ -1,7 +1,6 @@
-"""Liger's base classes for custom chunked losses, which `liger_kernel.chunked_loss.fused_linear_*` export.
+"""Behind `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes for custom chunked losses.
 
-A subclass defines its loss as a function of log-probabilities or of logits, and the `forward` and `backward` of an
-autograd Function, which call the base's:
+A subclass defines a loss of log-probabilities or logits, and a `forward` and `backward` that call the base's:
 
     class HingeFunction(LigerFusedLinearPreferenceBase):
         @staticmethod
@@ -19,13 +18,9 @@ autograd Function, which call the base's:
 
     loss, metrics = HingeFunction.apply(hidden_states, weight, labels)
 
-The batch is divided into Liger's chunks. The subclass's function is called once for each chunk and returns the chunk's
-share of the loss, so it divides by sizes of the full tensors, which it gets too. torch's autograd computes the
-gradients of a chunk before the next one starts, so only one chunk's logits are in memory, in the head's dtype and in
-fp32. Everything after the product is fp32. With several chunks, gradients of weight and bias are summed in fp32. Other
-numbers that the function returns are summed over the chunks, vectors are concatenated.
-
-`compiled` is accepted and changes nothing: the functions run as they are.
+The function is called for each chunk of the batch and returns the chunk's share of the loss, divided by sizes of the
+full tensors. Its metrics are summed over the chunks if they are scalars, else concatenated. Gradients of a chunk are
+computed before the next one starts. `compiled` has no effect. docs/losses.md has more.
 """
 
 from __future__ import annotations
@@ -44,11 +39,11 @@ from ..kernels.losses.loss_gradient import scale_gradient
 from ..runtime.operator import check, check_indices, first_order
 
 Chunk = list[slice]
-"""Slices of the batch that form a chunk: one slice, or for pairs two, the chosen sequences first."""
+"""Slices of the batch that form a chunk: one, or two for pairs, of chosen and of rejected sequences."""
 
 
 def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
-    """Split 0..n into `count` chunks as torch.chunk does. A chunk has one slice for each offset, shifted by it."""
+    """Split 0..n into `count` chunks as torch.chunk does; a chunk has a slice for each offset, shifted by it."""
     size = max(1, -(-n // max(1, count)))
     starts = range(0, max(1, n), size)
     return [[slice(at + start, at + min(start + size, n)) for at in offsets] for start in starts]
@@ -56,7 +51,9 @@ def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
 
 def _rows(t: Any, chunk: Chunk) -> Any:
     """A chunk's rows of a tensor; None for None."""
-    return t if t is None else t[chunk[0]] if len(chunk) == 1 else torch.cat([t[rows] for rows in chunk])
+    if t is None:
+        return None
+    return t[chunk[0]] if len(chunk) == 1 else torch.cat([t[rows] for rows in chunk])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -72,9 +69,9 @@ def _sum_of_chunks(
     chunks: Sequence[Chunk],
     chunk_loss: Callable[..., tuple[torch.Tensor, Sequence[torch.Tensor]]],
 ) -> tuple[torch.Tensor, ...]:
-    """(loss, *metrics) of all chunks; the gradients of x, weight and bias are saved in ctx, None where not required.
+    """(loss, *metrics) of all chunks. Saves the gradients of x, weight and bias in ctx, None if not required.
 
-    chunk_loss: (chunk, its inputs, weight, bias) -> (loss, metrics)
+    chunk_loss: (chunk, the chunk's rows of x, weight, bias) -> (loss, metrics)
     """
     head = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (weight, bias)]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
@@ -98,31 +95,28 @@ def _sum_of_chunks(
 
 
 def _loss_and_gradients(leaves: tuple, chunk_loss: Callable[..., Any], chunk: Chunk) -> tuple[tuple, list]:
-    """((loss, *metrics) of a chunk, the gradient of each leaf or None if it requires none), all without a graph.
-
-    The gradients of a loss that depends on no leaf are zero.
-    """
+    """((loss, *metrics) of a chunk, the gradient of each leaf or None if not required), all without a graph."""
     trained = [t for t in leaves if t is not None and t.requires_grad]
     with torch.enable_grad():
         loss, metrics = chunk_loss(chunk, *leaves)
     if trained and loss.requires_grad:
         computed = iter(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
-    else:
+    else:  # the loss depends on no leaf
         computed = iter([torch.zeros_like(t) for t in trained])
     gradients = [next(computed) if t is not None and t.requires_grad else None for t in leaves]
     return tuple(t.detach() for t in (loss, *metrics)), gradients
 
 
 def _backward(bias_place: int, count: int) -> Any:
-    """The `backward` of a class: the saved gradients times the loss's incoming gradient, and None for other arguments.
+    """The `backward` of a base class: the saved gradients of its arguments times the loss's incoming gradient.
 
-    bias_place: index of the bias among the arguments (input and weight are first); count: number of gradients
+    bias_place: index of the bias among the `count` arguments; input and weight are the first two
     """
 
     @first_order
     def backward(ctx: Any, *grad_output: Any) -> tuple[torch.Tensor | None, ...]:
         loss_grad: Any = grad_output
-        while isinstance(loss_grad, (tuple, list)):  # a subclass passes it on unchanged or in a tuple
+        while isinstance(loss_grad, (tuple, list)):  # subclasses pass the gradients or a tuple of them
             loss_grad = loss_grad[0]
         gradients: list[torch.Tensor | None] = [None] * count
         for place, gradient in zip((0, 1, bias_place), ctx.saved_tensors):
@@ -142,7 +136,7 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _token_logps(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The log-probability of each label [batch, length]; zero where it is ignored."""
+    """The log-probability of each label [batch, length]; zero for ignored ones."""
     rows, flat = logits.flatten(0, -2), labels.flatten().long()
     return -F.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="none").view(labels.shape)
 
@@ -152,7 +146,6 @@ def _of_sequences(logps: torch.Tensor, labels: torch.Tensor, ignore_index: int, 
 
 
 def _reference_logps(cls: Any, ref: tuple, x: torch.Tensor, labels: torch.Tensor, ignore_index: int, temperature=1.0):
-    """Log-probabilities [batch, length] of the labels under the reference model's head."""
     with torch.no_grad():
         return token_logps(*checked_reference(cls.__name__, *ref, x), labels, ignore_index, float(temperature))
 
@@ -161,16 +154,16 @@ class _Base(torch.autograd.Function):
     @classmethod
     @torch.compiler.disable
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Runs outside torch.compile's graphs: torch.compile cannot trace a forward that computes gradients."""
+        # torch.compile cannot trace a forward that computes gradients
         return super().apply(*args, **kwargs)
 
 
 class LigerFusedLinearPreferenceBase(_Base):
-    """A loss over pairs of a chosen and a rejected sequence. A batch holds all chosen sequences, then the rejected.
+    """A loss over pairs. A batch holds all chosen sequences, then the rejected ones.
 
     The loss is alpha * nll + preference_loss_fn(chosen_logps [pairs of the chunk], rejected_logps, full_target,
-    beta=beta, **loss_kwargs). With use_ref_model the function also gets ref_chosen_logps and ref_rejected_logps. It
-    returns the loss or (loss, *metrics). nll: mean over the chosen sequences' tokens; zero without compute_nll_loss.
+    beta=beta, **loss_kwargs); the function returns it or (loss, *metrics), and gets ref_chosen_logps and
+    ref_rejected_logps too with use_ref_model. nll is the mean over the chosen sequences' tokens, if compute_nll_loss.
     """
 
     @staticmethod
@@ -241,7 +234,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
     """A loss over single sequences, each good or bad.
 
     The loss is preference_loss_fn(log_probs [sequences of the chunk], preference_labels [the same], full_target,
-    **loss_kwargs). With use_ref_model the function also gets ref_log_prob_chunk. It returns loss or (loss, *metrics).
+    **loss_kwargs); the function returns it or (loss, *metrics), and gets ref_log_prob_chunk too with use_ref_model.
     """
 
     @staticmethod
@@ -361,7 +354,7 @@ class LigerFusedLinearDistillationBase(_Base):
 class LigerFusedLinearPPOBase(_Base):
     """A policy loss of the log-probabilities of chosen tokens.
 
-    ppo_loss_fn returns (loss, metrics). It gets by name: per_token_logps [sequences of the chunk, length]; the chunk's
+    ppo_loss_fn returns (loss, metrics). Its keywords are per_token_logps [sequences of the chunk, length]; the chunk's
     attention_mask, advantages, ref_per_token_logps, old_per_token_logps and vllm_is_ratio (the last three may be None);
     full_attention_mask [batch, length]; and the loss options of `forward`, from epsilon_low on.
     """
@@ -405,9 +398,7 @@ class LigerFusedLinearPPOBase(_Base):
         """_input: [batch, length, hidden]; selected_token_ids, attention_mask, ref_per_token_logps,
         old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; vllm_is_ratio: [batch], [batch, 1]
         or [batch, length]; chunk_size: sequences in a chunk. use_ref_model needs ref_per_token_logps, or ref_input and
-        ref_weight to compute them.
-
-        Returns (loss, metrics).
+        ref_weight. Returns (loss, metrics).
         """
         name, (batch, length) = cls.__name__, attention_mask.shape
         wide = _wide(_input.dtype)
@@ -424,24 +415,13 @@ class LigerFusedLinearPPOBase(_Base):
         elif ref_per_token_logps is None:
             ref = ref_input, ref_weight, ref_bias
             ref_per_token_logps = _reference_logps(cls, ref, _input, selected_token_ids, -100, temperature)
-        options = {
-            "full_attention_mask": attention_mask,
-            "epsilon_low": epsilon_low,
-            "epsilon_high": epsilon_high,
-            "beta": beta,
-            "loss_type": loss_type,
-            "max_completion_length": max_completion_length,
-            "importance_sampling_level": importance_sampling_level,
-            "sapo_temperature_pos": sapo_temperature_pos,
-            "sapo_temperature_neg": sapo_temperature_neg,
-            "delta": delta,
-            "use_bias_correction_kl": use_bias_correction_kl,
-            "vespo_k_pos": vespo_k_pos,
-            "vespo_lambda_pos": vespo_lambda_pos,
-            "vespo_k_neg": vespo_k_neg,
-            "vespo_lambda_neg": vespo_lambda_neg,
-            "num_items_in_batch": num_items_in_batch,
-        }
+        options = {"full_attention_mask": attention_mask, "loss_type": loss_type, "beta": beta, "delta": delta}
+        options |= {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+        options |= {"max_completion_length": max_completion_length, "use_bias_correction_kl": use_bias_correction_kl}
+        options |= {"num_items_in_batch": num_items_in_batch, "importance_sampling_level": importance_sampling_level}
+        options |= {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
+        options |= {"vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos}
+        options |= {"vespo_k_neg": vespo_k_neg, "vespo_lambda_neg": vespo_lambda_neg}
         rows = {
             "attention_mask": attention_mask,
             "advantages": advantages,
@@ -469,10 +449,9 @@ class LigerFusedLinearPPOBase(_Base):
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
-        """DAPO, CISPO and VESPO divide each process's sum over tokens by this number, at least 1.
+        """The denominator of DAPO, CISPO and VESPO: the mean number of tokens of a process, at least 1.
 
-        It is the number of tokens of all processes, divided by the number of processes. num_items_in_batch: the number
-        of tokens of all processes; if None, the masks are summed over the processes of torch.distributed.
+        num_items_in_batch: the number of tokens of all processes; None sums the masks over torch.distributed.
         """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if num_items_in_batch is not None:

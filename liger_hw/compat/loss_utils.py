@@ -1,7 +1,4 @@
-"""`liger_kernel.transformers.model.loss_utils`: a causal LM's loss from its hidden states, for hand-written forwards.
-
-Models that liger_hw patches do not need it (transformers/loss.py).
-"""
+"""Behind `liger_kernel.transformers.model.loss_utils`: a causal LM's loss, for forwards that programs write."""
 
 from __future__ import annotations
 
@@ -30,10 +27,10 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    """The loss of predicting each next token, without the logits.
+    """The loss of predicting each next token, without logits. Unknown keywords are ignored.
 
-    hidden_states: [..., tokens, hidden_size]; labels [..., tokens], shifted here, unless shift_labels are given.
-    num_items_in_batch: divides the sum over tokens; None: their mean. Keywords that the loss does not have are ignored.
+    hidden_states: [..., tokens, hidden_size]; labels: [..., tokens], which are shifted here; shift_labels: shifted
+    labels; num_items_in_batch: divides the sum over tokens; None for the mean
     """
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
@@ -84,7 +81,7 @@ def fixed_fused_linear_cross_entropy(
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple:
-    """(loss, z_loss, token_accuracy, predicted_tokens) from a cross entropy's result, with None for missing ones."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) of a cross entropy's result, None for those it does not have."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     values = result if isinstance(result, tuple) else (result,)

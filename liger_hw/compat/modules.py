@@ -1,7 +1,4 @@
-"""Layers that Liger Kernel has once for each model family, and that are one layer with other defaults here.
-
-liger_hw patches a family's own modules and needs none of these; code written for Liger constructs them by name.
-"""
+"""Liger Kernel's layers for single model families, which programs written for Liger construct by name."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """Gemma 4's: the weight as it is, in fp32; with_scale=False has none, and needs no `dim`."""
+    """Gemma 4's norm. with_scale=False: without a weight; `dim` is then not needed."""
 
     def __init__(
         self, dim=None, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
@@ -79,14 +76,14 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """A gated MLP of Gemma 4: twice as wide in layers that reuse keys and values, where the config says so."""
+    """A gated MLP of Gemma 4, twice as wide in layers that reuse keys and values if `use_double_wide_mlp` is set."""
 
     def __init__(self, config, layer_idx=None) -> None:
         if layer_idx is not None and getattr(config, "use_double_wide_mlp", False):
             modes = getattr(config, "kv_sharing_modes", None)
             if modes is not None:
                 reuses = modes[layer_idx] == "reuse"
-            else:  # transformers before the modes: the last num_kv_shared_layers layers
+            else:  # an older config: the last num_kv_shared_layers layers
                 layers, shared = (getattr(config, name, 0) for name in ("num_hidden_layers", "num_kv_shared_layers"))
                 reuses = layer_idx >= layers - shared and shared > 0
             if reuses:
@@ -124,16 +121,15 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
 LigerMLP = LigerSwiGLUMLP
 LigerFalconH1MLP = LigerFalconH1SwiGLUMLP
-"""Both save the same tensors for backward as the layers here; see liger_hw.activations for saving less."""
 
 
 def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin) -> tuple:
-    """`liger_rope` of whole heads with one cosine and sine a pair, as GPT-OSS has them."""
+    """`liger_rope` of whole heads with one cosine and sine for each pair, as in GPT-OSS."""
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
 def apply_liger_llama4_rope_full(modeling_module) -> None:
-    """Replace the two rotary functions of Llama 4's modeling module. Raises `TypeError` for something else."""
+    """Replace the two rotary functions of Llama 4's modeling module. Raises `TypeError` for another argument."""
     if not hasattr(modeling_module, "apply_rotary_emb") or not hasattr(modeling_module, "vision_apply_rotary_emb"):
         kind = getattr(modeling_module, "__name__", type(modeling_module).__name__)
         raise TypeError(f"apply_liger_llama4_rope_full: {kind} is not transformers.models.llama4.modeling_llama4")

@@ -1,7 +1,6 @@
-"""Behind `liger_kernel.transformers.monkey_patch`, after the patch functions: the transformers that they run on, and
-the helpers by which programs patch single modules of models of their own.
+"""Behind `liger_kernel.transformers.monkey_patch`: helpers by which programs patch single modules.
 
-The helpers do not compare: the module computes Liger's layer from then on. `liger_hw.patch(model)` compares first.
+Unlike `liger_hw.patch(model)`, they do not compare the module's results with Liger's layer.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ IS_TRANSFORMERS_V5_OR_LATER = transformer_version.major >= 5
 
 
 def _bind_method_to_module(module: torch.nn.Module, method_name: str, new_method: Callable) -> None:
-    """Make a function the method of one module."""
     module.__dict__[method_name] = new_method.__get__(module, type(module))
 
 
@@ -31,17 +29,17 @@ def _patch_rms_norm_module(
     in_place: bool = True,
     row_mode: bool | None = None,
 ) -> None:
-    """Run one norm as `LigerRMSNorm`; eps where it has none."""
+    """Run one norm as `LigerRMSNorm`. eps: used if the norm has none."""
     _become(module, LigerRMSNorm, eps, offset=offset, casting_mode=casting_mode, in_place=in_place, row_mode=row_mode)
 
 
 def _patch_layer_norm_module(module: torch.nn.Module, eps: float = 1e-6) -> None:
-    """Run one norm as `LigerLayerNorm`; eps where it has none."""
+    """Run one norm as `LigerLayerNorm`. eps: used if the norm has none."""
     _become(module, LigerLayerNorm, eps)
 
 
 def _patch_swiglu_module(module: torch.nn.Module, liger_module: type[torch.nn.Module]) -> None:
-    """Run one gated MLP with the forward of a class of Liger's."""
+    """Run one gated MLP with the forward of `liger_module`."""
     _bind_method_to_module(module, "forward", liger_module.forward)
     _bind_method_to_module(module, "_get_name", lambda self: liger_module.__name__)
 
@@ -53,7 +51,7 @@ def _patch_geglu_module(module: torch.nn.Module) -> None:
 
 
 def _become(module: Any, liger_class: type[torch.nn.Module], default_eps: float, **options: Any) -> None:
-    """Give one norm, and its copies in PEFT's modules_to_save, the forward of a class of Liger's."""
+    """Give one norm, or all copies of it in PEFT's `ModulesToSaveWrapper`, the forward of `liger_class`."""
     wrapped = type(module).__name__ == "ModulesToSaveWrapper"
     for norm in [module.original_module, *module.modules_to_save.values()] if wrapped else [module]:
         values = {

@@ -24,13 +24,12 @@ _METRICS = (
 
 
 class _FusedORPO:
-    """The base class of `LigerORPOTrainer` before TRL's: the loss from hidden states and the head's weight."""
+    """The first base class of `LigerORPOTrainer`: computes the loss from hidden states and the head's weight."""
 
     def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, tuple]:
-        """(loss, metrics of `LigerFusedLinearORPOLoss`) of a batch of TRL's.
+        """(loss, metrics) of `LigerFusedLinearORPOLoss`, computed inside the forward of the model's wrapper.
 
-        The model runs inside the forward of its wrapper (DDP, FSDP, DeepSpeed). Raises `ValueError` for an
-        encoder-decoder, for logits that are more than a linear layer of hidden states, and for a router's loss.
+        Raises `ValueError` for an encoder-decoder, a router's loss, and logits that are more than the head's product.
         """
         if self.is_encoder_decoder:
             raise ValueError("LigerORPOTrainer: takes decoders alone; use TRL's ORPOTrainer for an encoder-decoder")
@@ -67,8 +66,8 @@ class _FusedORPO:
 
 
 def _head_and_hidden(causal: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[nn.Linear, torch.Tensor]:
-    """(output head of a causal LM, its input in one run of the forward). Raises `ValueError` if the logits are more
-    than the head's product: the forward runs on deferred logits, which record operations on them."""
+    """(output head of a causal LM, its input). Raises `ValueError` if the logits are more than the head's product: the
+    forward runs on deferred logits, which record operations on them."""
     head = causal.get_output_embeddings()
     if type(head) is nn.Linear:
         view = viewed_with(causal, head_path(causal), OutputHead(head, fused=False))

@@ -30,5 +30,5 @@ REPLACED = {
 
 
 def replacement(name: str) -> str | None:
-    """What to use instead of a module or name of liger_kernel that is not here, or None without advice."""
+    """The advice for a module or name of liger_kernel that is not here, or None."""
     return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)

@@ -12,7 +12,6 @@ import torch
 from packaging import version
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
-_MAX_BLOCK = 65536
 
 
 def is_peft_available() -> bool:
@@ -20,7 +19,7 @@ def is_peft_available() -> bool:
 
 
 def is_npu_available() -> bool:
-    """Whether torch has an Ascend NPU, which liger_hw has no backend for."""
+    """Whether torch has an Ascend NPU."""
     return importlib.util.find_spec("torch_npu") is not None
 
 
@@ -41,13 +40,13 @@ def infer_comm_backend() -> str:
 
 
 def device_context(device: torch.device) -> Any:
-    """A `with` block in which `device` is the current one of its kind; no-op on the CPU."""
+    """A context manager that makes `device` the current one of its type; without effect for the CPU."""
     kind = torch.device(device).type
     return nullcontext() if kind == "cpu" else torch.get_device_module(kind).device(device)
 
 
 def ensure_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates an autograd Function's forward or backward: it gets its tensor arguments contiguous."""
+    """Decorates an autograd Function's forward or backward: tensor arguments are made contiguous."""
 
     def dense(value: Any) -> Any:
         return value.contiguous() if isinstance(value, torch.Tensor) else value
@@ -62,8 +61,8 @@ def ensure_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
 def calculate_settings(n: int) -> tuple[int, int]:
     """(block size, warps) for rows of n elements that one program holds. Raises `RuntimeError` beyond 65536."""
     block = 1 << max(n - 1, 0).bit_length()
-    if block > _MAX_BLOCK:
-        raise RuntimeError(f"calculate_settings: rows of {n} elements do not fit one block of {_MAX_BLOCK}")
+    if block > 65536:
+        raise RuntimeError(f"calculate_settings: rows of {n} elements do not fit one block of 65536")
     for least, warps in ((32768, 16 if is_hip() else 32), (8192, 16), (2048, 8)):
         if block >= least:
             return block, warps
@@ -71,7 +70,7 @@ def calculate_settings(n: int) -> tuple[int, int]:
 
 
 def compare_version(package: str, operator: Callable[[Any, Any], bool], target: str) -> bool:
-    """`operator(installed version, target)`; False where the package is missing."""
+    """`operator(installed version, target)`; False if the package is missing."""
     try:
         installed = importlib.import_module(package).__version__
     except ImportError:

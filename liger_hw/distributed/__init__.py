@@ -1,8 +1,6 @@
 """Training on many devices: the same kernels on every rank, and weights that other code owns or shards.
 
-    liger_hw.distributed.sync()      # after init_process_group, before the first step
-
-The names below load on first use; importing this package imports no torch.
+liger_hw.distributed.sync()      # after init_process_group, before the first step
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
     digest = liger_hw.distributed.sync()      # after init_process_group, before the first step
 
-Two ranks whose caches differ would launch differently tuned kernels: another order of summation, another speed.
-`sync` compares what else decides a launch and gives every rank rank 0's tables. A patched causal LM calls it by itself
-before its first training step among several ranks (`at_first_step`).
+Ranks with different caches would launch differently tuned kernels, which sum in another order and take other times.
+`sync` gives every rank the tables of rank 0, and compares everything else that decides a launch. A patched causal LM
+calls it before its first training step among several ranks (`at_first_step`).
 
-Ranks exchange JSON through the store of `init_process_group`. So `sync` adds no collective to the training's, waits for
-no GPU, and can name a rank that does not answer.
+Ranks exchange JSON through the store of `init_process_group`, without a collective and without waiting for a GPU.
 """
 
 from __future__ import annotations
@@ -31,21 +30,22 @@ from ..registry import Entry
 
 log = logging.getLogger("liger_hw")
 _LINGER = 10.0
-"""Seconds that a rank, which may host the store, waits for the others to read all answers after it has itself."""
+"""Seconds that a rank, which may host the store, waits for the others to read the answers."""
 _stepped: Any = None
-"""The store of a process group for which `at_first_step` is finished: its ranks agree, or need no comparison."""
+"""The store of the process group whose ranks agree, or need no comparison."""
 
 
 def sync(group: Any = None, device: torch.device | str | None = None, seconds: float | None = None) -> str:
     """Use rank 0's tables on every rank of `group`, and return the digest that they agree on.
 
-    device: this rank's device (default: the current accelerator, or the CPU). Every rank of the group must call it.
-    seconds: how long to wait for the other ranks; default LIGER_HW_SYNC_SECONDS.
+    Every rank of the group must call it. Configurations that a rank has quarantined are quarantined on all. The tables
+    hold until `registry.reload()`. Without an initialised process group it only returns the digest.
 
-    Configurations that any rank has quarantined are quarantined on all. Holds until `registry.reload()`. Without an
-    initialised process group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ
-    (other devices, another version of a kernel, another LIGER_HW_DETERMINISTIC), when one fails, or when one does not
-    answer in time.
+    device: this rank's device (default: the current accelerator, or the CPU)
+    seconds: how long to wait for the other ranks (default: LIGER_HW_SYNC_SECONDS)
+
+    Raises `RuntimeError` on every rank if ranks still differ (in devices, versions of kernels or
+    LIGER_HW_DETERMINISTIC), if one fails, or if one does not answer in time.
     """
     if seconds is not None and not 0 < seconds < 3.2e8:
         raise ValueError(f"liger_hw.distributed.sync: seconds must be above 0 and below ten years, got {seconds!r}")
@@ -102,13 +102,12 @@ def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, 
 
 
 def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dict[str, int]]) -> None:
-    """`sync` before the first step of a patched causal LM among several ranks; called by each forward that trains in a
-    process group.
+    """`sync` before the first step of a patched causal LM; called by each forward that trains in a process group.
 
-    parts: counts a model's patched places by kernel. Ranks whose models have the same modules must have the same
-    kernels on them. It is done once for a process group, when the ranks agree: a step that is captured in a graph or
-    traced by torch.compile leaves it to the next step, and after an error the next step compares again.
-    LIGER_HW_SYNC_SECONDS=0 switches it off. Raises as `sync` does.
+    Ranks are compared until they agree once in a process group. A step that is captured in a graph or traced by
+    torch.compile leaves it to the next one. LIGER_HW_SYNC_SECONDS=0 switches it off. Raises as `sync` does.
+
+    parts: counts a model's patched places by kernel; ranks whose models have the same modules must have the same counts
     """
     global _stepped
     store = _store()
@@ -162,7 +161,7 @@ def _hash(data: Any) -> str:
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
-    """How two ranks' facts differ, in words, or ""."""
+    """How two ranks' facts differ, or ""."""
     differences = []
     for name, expected in first.items():
         value = other.get(name)
@@ -177,10 +176,9 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _turn(store: Any, ranks: Sequence[int]) -> str:
-    """The prefix of one `sync`'s keys, the same on every rank of the group.
+    """The prefix of one `sync`'s keys, the same on every rank of the group: each rank counts its turns in the store.
 
-    Each rank counts its turns in the store. A new process group has a new store, so that a process that was in an
-    earlier group starts from 0 like a new process.
+    A new process group has a new store, so processes that were in an earlier group count from 0 like new ones.
     """
     group = f"liger_hw/{_hash(list(ranks))}"
     return f"{group}/{store.add(f'{group}/turns/{dist.get_rank()}', 1)}"
@@ -189,15 +187,14 @@ def _turn(store: Any, ranks: Sequence[int]) -> str:
 def _exchange(
     store: Any, where: str, tell: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """`tell()` of every rank, in their order. An error of one rank is sent too, so that the others do not wait for it.
+    """`tell()` of every rank, in the order of `ranks`. where: prefix of the keys in the store.
 
-    where: prefix of the keys in the store. A rank whose process holds the store may end as soon as this returns or
-    raises, so each waits a little until the others have read as well.
-    Raises `RuntimeError` on every rank that is left: where a rank failed, or has not answered after `seconds`.
+    A rank that holds the store may end as soon as this returns, so each waits until the others have read too. Raises
+    `RuntimeError` on every rank if one fails or has not answered after `seconds`.
     """
     try:
         mine = tell()
-    except Exception as error:  # if only this rank raised, the others would wait
+    except Exception as error:  # the others get it as this rank's answer; else they would wait
         mine = {"refused": f"{type(error).__name__}: {error}"}
     store.set(f"{where}/{dist.get_rank()}", json.dumps(mine))
     keys = [f"{where}/{rank}" for rank in ranks]
@@ -206,7 +203,7 @@ def _exchange(
         answers_of_all = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     except Exception as error:  # torch's stores raise different types
         raise RuntimeError(f"liger_hw.distributed.sync: {_missing(store, ranks, keys)} ({error})") from error
-    with contextlib.suppress(Exception):  # the answers are here; it does not matter if a rank ends meanwhile
+    with contextlib.suppress(Exception):  # a rank may have ended
         store.set(f"{where}/{dist.get_rank()}/read", "")
         store.wait([f"{key}/read" for key in keys], datetime.timedelta(seconds=min(seconds, _LINGER)))
     everyone = [json.loads(one) for one in answers_of_all]

@@ -1,8 +1,8 @@
-"""liger_hw's functions on DTensors: what each op does with placements.
+"""liger_hw's functions on DTensors.
 
-A public function that is given a DTensor comes here (`runtime/operator.py: Function.apply`). The rule that its Function
-names (`runtime/sharding.py`) says which placements the tensors need. The op runs on the local parts, and the results
-are DTensors again:
+`Function.apply` (`runtime/operator.py`) calls `apply` here for a call with DTensors. The Function's rule
+(`runtime/sharding.py`) says which placements the tensors need. The op runs on the local parts, and its results are
+DTensors again:
 
     norms, softmax        any dimension but the last may be sharded; a sharded last dimension is gathered. Weights are
                           replicated, and where the rows are sharded their gradients are partial sums
@@ -13,9 +13,8 @@ are DTensors again:
     head and loss         with the weight sharded by rows it is the tensor-parallel head, with the hidden states whole
                           or sharded by rows; with a replicated weight the rows may be sharded
 
-Everything else raises `ShardingError`, which names the op, the placements and what to do. A plain tensor beside
-DTensors is the whole tensor, the same on every rank, if it needs no gradient (angles, labels); one that needs a
-gradient is an error, since nothing says whether its gradients are to be summed.
+Everything else raises `ShardingError`. A plain tensor beside DTensors is the whole tensor, the same on every rank, if
+it needs no gradient (angles, labels). One that needs a gradient is an error: its gradients might have to be summed.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ class ShardingError(ValueError):
 
 
 def apply(function: Any, args: Sequence[Any]) -> Any:
-    """The result of `function.apply(*args)`, where some args are DTensors.
-
-    function: a Function class of an op
-    Raises `ShardingError`.
-    """
+    """The result of `function.apply(*args)`, where `function` is an op's Function class and some args are DTensors."""
     rule = function.sharding
     if rule is None:
         refuse(function.__module__.rpartition(".")[2], args)
@@ -54,7 +49,7 @@ def apply(function: Any, args: Sequence[Any]) -> Any:
 
 
 def refuse(name: str, args: Sequence[Any]) -> NoReturn:
-    """Raise `ShardingError` for an op that takes plain tensors only."""
+    """Raise `ShardingError` for an op that takes only plain tensors."""
     placements = ", ".join(str(arg.placements) for arg in args if isinstance(arg, DTensor))
     raise ShardingError(
         f"liger_hw: {name} takes no DTensor (placements {placements}). Run it on the local parts (to_local()) where "
@@ -64,7 +59,7 @@ def refuse(name: str, args: Sequence[Any]) -> NoReturn:
 
 @cache
 def _defaults(function: Any) -> dict[str, Any]:
-    """The arguments that a Function's `forward` takes after ctx, by name in their order, with their defaults."""
+    """Name -> default of the arguments that a Function's `forward` takes after ctx, in their order."""
     _, *parameters = inspect.signature(function.forward).parameters.values()
     return {parameter.name: parameter.default for parameter in parameters}
 
@@ -86,10 +81,7 @@ class _Call:
         raise ShardingError(f"liger_hw: {self.name}: {what}; {remedy}")
 
     def kept(self, x: Any, *gathered: int) -> Placements:
-        """The placements of x, with partial sums reduced and shards of the dimensions `gathered` made whole.
-
-        Other placements, as of a sharded sequence after flatten(0, 1), become Replicate too.
-        """
+        """The placements of x: shards of other dimensions than `gathered` stay, everything else becomes Replicate."""
         if not isinstance(x, DTensor):
             self.fail("its input is a plain tensor and another argument a DTensor", _WRAP)
         axes = {axis % x.dim() for axis in gathered}
@@ -106,18 +98,18 @@ class _Call:
         return x.redistribute(placements=placements).to_local(grad_placements=grads)
 
     def weight(self, w: Any, rows: Placements) -> Any:
-        """A weight that all rows share: replicated, its gradient a partial sum where the rows are sharded."""
+        """A weight that all rows share: replicated, with partial sums as gradients where the rows are sharded."""
         return self.local(w, (Replicate(),) * self.mesh.ndim, tuple(Partial() if type(p) is Shard else p for p in rows))
 
     def whole(self, part: torch.Tensor, placements: Placements, shape: Sequence[int] | None = None) -> DTensor:
-        """The DTensor of which `part` is this rank's part."""
+        """The DTensor with `part` as this rank's part."""
         if shape is None:
             return DTensor.from_local(part, self.mesh, placements, run_check=False)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def run(self, **changed: Any) -> Any:
-        """The op on plain tensors; changed: arguments that differ from the call's."""
+        """The op on plain tensors; changed: arguments that replace the call's."""
         return self.function.apply(*{**self.args, **changed}.values())
 
 
@@ -162,7 +154,7 @@ def _rotary(call: _Call, rule: RotaryRule) -> Any:
 
 
 def _vocab_axis(call: _Call, t: DTensor, dim: int) -> int | None:
-    """The mesh dimension along which `dim` of t is sharded, None for none; every rank must have a part."""
+    """The mesh dimension along which `dim` of t is sharded, or None; every rank must have a part."""
     axes = [i for i, p in enumerate(t.placements) if type(p) is Shard and p.dim % t.dim() == dim]
     if len(axes) > 1:
         call.fail(f"the vocabulary is sharded along {len(axes)} mesh dimensions", "shard it along one")
@@ -176,7 +168,7 @@ def _vocab_axis(call: _Call, t: DTensor, dim: int) -> int | None:
 def _reduced(
     call: _Call, rows: torch.Tensor, target: torch.Tensor, placements: Placements, n_rows: int, ignored: int, how: str
 ) -> DTensor:
-    """Losses of this rank's rows, reduced over all of them; placements: of the rows."""
+    """The losses `rows` of this rank, reduced over all rows, which have these placements."""
     if how == "none":
         return call.whole(rows, placements, (n_rows,))
     total = rows.float().sum() if rows.dtype.itemsize < 4 else rows.sum()
@@ -217,7 +209,7 @@ def _cross_entropy(call: _Call) -> Any:
 def _head_rows(call: _Call, x: Any, weight: Any) -> tuple[int | None, Placements]:
     """(mesh dimension of the vocabulary's shards or None, placements of the hidden states).
 
-    Along the vocabulary's mesh dimension the tensor-parallel head takes equally many rows of every rank, or all rows.
+    Along that mesh dimension the tensor-parallel head takes equally many rows from every rank, or all rows.
     """
     if not isinstance(weight, DTensor):
         call.fail("the hidden states are a DTensor and the weight is a plain tensor", _WRAP)

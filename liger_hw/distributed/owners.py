@@ -1,13 +1,11 @@
-"""Who owns a weight, and when it is whole: FSDP1, FSDP2, ZeRO-3, tensor parallelism, Megatron, or just its module.
+"""Who shards a weight, and when it is whole: FSDP1, FSDP2, ZeRO-3, tensor parallelism or Megatron.
 
-`find_access(head)` says so for an output head. Sharded data parallelism gathers a weight around its module's forward,
-so there the loss replaces that forward, inside its hooks (`Access.caller`). Tensor parallelism never gathers
-it: the loss runs on this rank's slice of the vocabulary (`Access.group`). `find_slice` is for Megatron's output layer,
-whose weight is always such a slice. `whole_shape` is a parameter's shape when gathered, by which a module is recognised
-while it holds a shard, or nothing.
+`find_access` says how a loss reads an output head's weight. Sharded data parallelism gathers it around the head's
+forward, so the loss replaces that forward, inside its hooks (`Access.caller`). Tensor parallelism never gathers it: the
+loss runs on this rank's slice of the vocabulary (`Access.group`), as it does in Megatron's output layer (`find_slice`).
 
-torch.distributed.tensor, FSDP and DeepSpeed are recognised by the names of their hooks and classes and imported only
-where one of them is found.
+torch.distributed.tensor, FSDP and DeepSpeed are recognised by the names of their hooks and classes, without importing
+them.
 """
 
 from __future__ import annotations
@@ -26,21 +24,20 @@ from ..runtime.checks import TENSORS
 from ..runtime.sharding import is_dtensor
 
 FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
-"""Owners of a module's hooks; `hooks_of` returns a set of these."""
-
+"""Owners of a module's hooks."""
 _LINEARS = nn.Linear.forward if nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__ else None
-"""torch's forward of `nn.Linear`: a program may replace the class's. None if one had done so before this import."""
+"""torch's forward of `nn.Linear`, or None if a program has replaced it before this import."""
 
 
 @dataclass(frozen=True)
 class Access:
     """How the loss reads an output head's weight.
 
-    linear: the `nn.Linear` whose weight it is
+    linear: the `nn.Linear` that has the weight
     caller: the module whose call gathers the weight for `linear`'s forward, which the loss replaces during that call;
-    None where the weight may be read at any time
-    slot: the attribute of `linear` that holds its own forward
-    mesh: the DeviceMesh whose ranks each hold an equal or shorter slice of the vocabulary; None for a whole weight
+    None if the weight may be read at any time
+    slot: the attribute of `linear` with the forward to replace
+    mesh: the DeviceMesh over whose ranks the vocabulary is split; None for a whole weight
     layout: placement of the hidden states on that mesh
     """
 
@@ -52,11 +49,11 @@ class Access:
 
     @property
     def group(self) -> Any:
-        """The process group between whose ranks the vocabulary is split, or None."""
+        """The process group over which the vocabulary is split, or None."""
         return None if self.mesh is None else self.mesh.get_group()
 
     def arrived(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of all rows, for which there are targets: gathered under sequence parallelism."""
+        """The hidden states of all rows: gathered under sequence parallelism."""
         if self.mesh is None:
             return hidden
         from torch.distributed.tensor import DTensor, Replicate
@@ -66,7 +63,7 @@ class Access:
         return hidden.redistribute(placements=[Replicate()]).to_local()
 
     def run(self, loss: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """`loss(hidden, weight, bias)`, with the weight whole, or this rank's slice of it as a plain tensor."""
+        """`loss(hidden, weight, bias)` with the whole weight, or this rank's slice of it as a plain tensor."""
         linear = self.linear
         if self.mesh is not None:
             return loss(hidden, linear.weight.to_local(), None if linear.bias is None else linear.bias.to_local())
@@ -88,7 +85,7 @@ class Access:
             delattr(linear, self.slot)
             if before is not None:
                 setattr(linear, self.slot, before)
-        # FSDP casts what a module returns to its output dtype, meant for logits: the loss stays as it was computed.
+        # FSDP casts a module's result to its output dtype, which is meant for logits
         return losses[0] if returned.dtype != losses[0].dtype else returned
 
 
@@ -97,12 +94,11 @@ def head_loss(
     hidden: torch.Tensor,
     loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
 ) -> torch.Tensor:
-    """`loss(hidden, weight, bias)` of an output head, computed where its weight is whole.
+    """`loss(hidden, weight, bias)` of an output head, computed while FSDP or ZeRO-3 has its weight gathered.
 
-    For a loss of your own, such as one of `liger_hw.chunked_loss`, under FSDP or ZeRO-3, which gather the weight around
-    the head's forward. Call it inside the forward of the model that the engine wraps. loss must return one tensor.
-    Raises `ValueError` for a head whose weight cannot be read: tensor parallel, quantised, with an adapter or foreign
-    hooks.
+    loss: returns one tensor, such as a loss of `liger_hw.chunked_loss`. Call this inside the forward of the model that
+    the engine wraps. Raises `ValueError` for a head whose weight cannot be read: tensor parallel, quantised, with an
+    adapter or with hooks of others.
     """
     head = head.module if type(head).__name__ == "OutputHead" else head  # in a patched forward
     access = find_slice(head) if is_megatron(head) else find_access(head)
@@ -133,11 +129,10 @@ def _check_whole(weight: torch.Tensor) -> None:
 
 _CORRECT = "its logits are computed in full, which is right but takes their memory"
 _PLAIN_WEIGHTS = ("Parameter", "Tensor", "DTensor", "FakeTensor", "FunctionalTensor")
-"""Classes that stand for plain tensors, by name, which Dynamo can compare; others may be quantised (torchao's)."""
+"""Classes of plain tensors, by names, which Dynamo can compare. Others may be quantised (torchao)."""
 
 
 def _overrides(kind: type) -> set[Any]:
-    """The functions by which a class of tensors changes operations."""
     methods = kind.__torch_function__, kind.__torch_dispatch__
     return {getattr(method, "__func__", method) for method in methods}
 
@@ -155,27 +150,27 @@ _TENSOR_PARALLEL = (
 
 
 def find_access(head: nn.Module) -> Access | str:
-    """How the loss can read an output head's weight; or why it cannot, and what to do."""
+    """How the loss reads an output head's weight, or why it cannot and what to do."""
     if type(head).__name__ == "FullyShardedDataParallel":
         inner = find_access(head._fsdp_wrapped_module)
-        plain = isinstance(inner, Access) and inner.caller is None and inner.mesh is None
         if isinstance(inner, str):
             return inner
-        return Access(inner.linear, head) if plain and not hooks_of(head) else _HOOKS
+        plain = inner.caller is None and inner.mesh is None and not hooks_of(head)
+        return Access(inner.linear, head) if plain else _HOOKS
     hooks = hooks_of(head)
-    if any(cls.__name__ == "ModulesToSaveWrapper" for cls in type(head).__mro__):  # FSDP2 gives it a class of its own
+    if any(cls.__name__ == "ModulesToSaveWrapper" for cls in type(head).__mro__):  # FSDP2 makes a subclass of it
         adapters = head.active_adapters
         active = head.original_module if head.disable_adapters or not adapters else head.modules_to_save[adapters[0]]
-        if not hooks:
-            return find_access(active)
         inner = find_access(active)
+        if not hooks:
+            return inner
         gathered = isinstance(inner, Access) and inner.mesh is None and not hooks & {OTHER, TENSOR_PARALLEL}
         return Access(inner.linear, head, inner.slot) if gathered else _HOOKS
     if hasattr(head, "base_layer"):
         return _ADAPTER
     if not isinstance(head, nn.Linear) or type(head).forward is not _LINEARS:
         return f"it is a {type(head).__name__}, not an nn.Linear; {_CORRECT}"
-    if "parametrizations" in head._modules:  # checked first, since reading the weight would compute it again
+    if "parametrizations" in head._modules:  # checked first, since reading the weight would compute it
         return f"its weight is computed by a parametrization; {_CORRECT}"
     kind = type(head.weight)
     if kind.__name__ not in _PLAIN_WEIGHTS and not _overrides(kind) <= _OF_TORCH:
@@ -194,10 +189,7 @@ def find_access(head: nn.Module) -> Access | str:
 
 
 def hooks_of(module: nn.Module) -> set[str]:
-    """The owners of a module's hooks: FSDP2, ZERO3, TENSOR_PARALLEL or OTHER for all others.
-
-    Hooks that torch runs on every module of the process are OTHER on each.
-    """
+    """The owners of a module's hooks: FSDP2, ZERO3, TENSOR_PARALLEL, or OTHER, also for hooks on every module."""
     if module._backward_hooks or module._backward_pre_hooks:
         return {OTHER}
     owners = set(map(_owner_of, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
@@ -205,8 +197,8 @@ def hooks_of(module: nn.Module) -> set[str]:
 
 
 def _owner_of(hook: Any) -> str:
-    function = inspect.unwrap(hook)  # of a group of modules, FSDP2 registers functions that wrap its state's methods
-    if getattr(function, "__module__", "") == "deepspeed.utils.nvtx":  # it wraps another function in a named range
+    function = inspect.unwrap(hook)  # for a group of modules, FSDP2 registers functions that wrap its methods
+    if getattr(function, "__module__", "") == "deepspeed.utils.nvtx":
         function = closure_of(function).get("func", function)
     owner = type(function.__self__) if inspect.ismethod(function) else function
     module = getattr(owner, "__module__", "")
@@ -218,9 +210,9 @@ def _owner_of(hook: Any) -> str:
 
 
 def sharded_by(module: nn.Module) -> str:
-    """Who shards parameters of a module or of a part of it: FSDP1, FSDP2, ZeRO-3 or tensor parallelism, else "".
+    """Who shards parameters of a module or of a part of it: "FSDP1", FSDP2, ZERO3, TENSOR_PARALLEL or "".
 
-    Also inside the module's forward, where FSDP and ZeRO-3 have gathered them.
+    It may also be called in the module's forward, where FSDP and ZeRO-3 have gathered the parameters.
     """
     for part in module.modules():
         if type(part).__name__ == "FullyShardedDataParallel" or forgotten(part):
@@ -237,7 +229,7 @@ def sharded_by(module: nn.Module) -> str:
 
 
 def fsdp2_shards(module: nn.Module) -> int:
-    """The most devices over which FSDP2 shards a part of a module, also in a forward, where parameters are plain."""
+    """The most devices over which FSDP2 shards a part of a module; may also be called in the module's forward."""
     states = (part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state"))
     groups = (vars(state).get("_fsdp_param_groups") or [vars(state).get("_fsdp_param_group")] for state in states)
     return max((group.mesh_info.shard_mesh_size for several in groups for group in several if group), default=1)
@@ -256,7 +248,7 @@ def closure_of(function: Any) -> dict[str, Any]:
 
 
 def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
-    """(style's class, arguments it was given, DeviceMesh) of a hook of torch's `distribute_module`, or None."""
+    """(name of the style's class, arguments, DeviceMesh) of a hook of torch's `distribute_module`, or None."""
     if getattr(hook, "__module__", "") != "torch.distributed.tensor._api":
         return None
     cells = closure_of(hook)
@@ -266,7 +258,7 @@ def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
 
 
 def tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
-    """The closure of the forward that transformers' own tensor parallelism set on a module, else None."""
+    """The closure of the forward that transformers' tensor parallelism set on a module, or None."""
     forward = module.__dict__.get("forward")
     if getattr(forward, "__module__", "") != "transformers.distributed.tensor_parallel":
         return None
@@ -274,7 +266,7 @@ def tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
-    """Access to a weight that is split by rows, the vocabulary, over the one dimension of a mesh."""
+    """Access to a weight whose rows, the vocabulary, are split over a mesh of one dimension."""
     if not _split_by_rows(head.weight) or not (head.bias is None or _split_by_rows(head.bias)):
         return None
     cells = tensor_parallel_forward(head)
@@ -306,10 +298,10 @@ def _split_by_rows(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class VocabSlice:
-    """Megatron-core's output layer: what its loss needs, valid from the layer's call to backward.
+    """How the loss reads the weight of Megatron-core's output layer.
 
-    weight: [part, hidden], this rank's rows; group: the process group between whose ranks the vocabulary is split, or
-    None for a whole one; sequence_parallel: the layer is called with this rank's rows of the hidden states
+    weight: [part, hidden], this rank's rows; group: the process group over which the vocabulary is split, or None;
+    sequence_parallel: the layer is called with this rank's rows of the hidden states
     """
 
     weight: torch.Tensor
@@ -318,7 +310,7 @@ class VocabSlice:
 
 
 def is_megatron(head: Any) -> bool:
-    """Whether a module is Megatron-core's ColumnParallelLinear or a subclass; imports nothing."""
+    """Whether a module is Megatron-core's ColumnParallelLinear or a subclass."""
     return _column_parallel(head) is not None
 
 
@@ -328,9 +320,9 @@ def _column_parallel(head: Any) -> type | None:
 
 
 def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSlice | str:
-    """This rank's slice of the vocabulary in Megatron's output layer; or why the fused loss cannot read it.
+    """This rank's slice of the vocabulary in Megatron's output layer, or why the fused loss cannot read it.
 
-    weight: the weight in the layer's call, if the embedding and the layer share one
+    weight: the layer's argument `weight`, if the layer shares the embedding's
     """
     weight = layer.weight if weight is None else weight
     if type(layer).forward is not _column_parallel(layer).forward:
@@ -351,11 +343,11 @@ def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSli
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 _flattened: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, ...]]]" = weakref.WeakKeyDictionary()
-"""Shapes of the parameters that FSDP1 took out of their modules, by module; see `learn`."""
+"""Module -> shapes of the parameters that FSDP1 took out of it; see `learn`."""
 
 
 def learn(model: nn.Module) -> None:
-    """Note the shapes of parameters in a model that FSDP1 wraps, since their modules no longer have them."""
+    """Store the shapes of parameters that FSDP1 has flattened: their modules no longer have them."""
     for module in model.modules():
         handle = getattr(module, "_handle", None)
         if type(module).__name__ == "FullyShardedDataParallel" and handle is not None:
@@ -367,27 +359,27 @@ def learn(model: nn.Module) -> None:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Name -> shape, when gathered, of a module's own parameters; None for one that it does not have (`bias=None`)."""
+    """Name -> shape, when gathered, of a module's parameters; None for a parameter that is None."""
     shapes = {name: None if p is None else whole_shape(p) for name, p in module._parameters.items()}
     return shapes | _flattened.get(module, {})
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape that a parameter has when it is gathered: ZeRO-3 leaves an empty tensor in its place."""
+    """A parameter's shape when gathered: ZeRO-3 leaves an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def head_width(linear: nn.Linear) -> int:
-    """Length of the last dimension of a linear head's logits: its weight's, not `out_features`."""
+    """The width of a linear head's logits, by its weight: `out_features` may differ."""
     shape = whole_shape(linear.weight)
     return shape[0] if len(shape) == 2 else linear.out_features  # FSDP1 leaves a part of the flat parameter as weight
 
 
 def forgotten(module: nn.Module) -> list[str]:
-    """Names of parameters that FSDP1 flattened and `learn` did not see, because it was not given the wrapped model.
+    """Names of parameters that FSDP1 flattened and `learn` did not see.
 
-    With original parameters a module holds parts of them between forwards. Else, and inside a forward, it holds plain
-    tensors, which are views of the flat parameter; any other tensor among its attributes is the module's own.
+    Between forwards with use_orig_params, the module's parameters are parts of them. Otherwise its attributes of these
+    names are views of the flat parameter.
     """
     flat = [name for name, p in module._parameters.items() if getattr(p, "_fsdp_flattened", False)]
     for name, value in vars(module).items():

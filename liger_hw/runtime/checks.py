@@ -1,7 +1,4 @@
-"""Checks of the arguments of ops and operators, and helpers by which op files treat tensors as rows.
-
-`Shapes` checks an operator's tensors against the shapes, dtypes and devices in the text of its declaration.
-"""
+"""Checks of the arguments of ops and operators, and small helpers for tensors that op files share."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ def check(condition: bool, op: str, message: str) -> None:
 
 
 def to_flatten(**tensors: torch.Tensor) -> str:
-    """What to do with tensors that should have two dimensions, if one of them has more: `; flatten ...`, or ""."""
+    """`; flatten ...` for an error if one of these tensors has more than two dimensions, else ""."""
     if all(tensor.dim() <= 2 for tensor in tensors.values()):
         return ""
     return f"; flatten the leading dimensions: {', '.join(f'{name}.flatten(0, -2)' for name in tensors)}"
 
 
 def swapped(x_name: str, x: torch.Tensor, name: str, weight: torch.Tensor) -> str:
-    """`; X and W are swapped` if the input looks like a norm's weight and the weight like an input, else ""."""
+    """`; X and W are swapped` for an error if the shapes suggest it, else ""."""
     looks = x.dim() == 1 and weight.dim() > 1 and weight.shape[-1] == x.shape[0]
     return f"; {x_name} and {name} are swapped" if looks else ""
 
@@ -48,7 +45,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_ignored(op: str, why: str, **arguments: bool) -> None:
-    """Warn of arguments that were given (true) and have no effect, once for each."""
+    """Warn once for each argument that is true and has no effect."""
     for name, is_used in arguments.items():
         if is_used and (op, name) not in _warned:
             _warned.add((op, name))
@@ -56,11 +53,8 @@ def warn_ignored(op: str, why: str, **arguments: bool) -> None:
 
 
 def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
-    """Raise unless these are tensors (or None, where `optional` names them) of a dtype that kernels take, on one
-    device.
-
-    `TypeError` for something that is no tensor, `ValueError` otherwise.
-    """
+    """Raise `TypeError` unless these are tensors, or None if named in `optional`; `ValueError` for a nested tensor, a
+    dtype that kernels do not take, or a second device."""
     first = shared = None
     for name, tensor in tensors.items():
         if tensor is None and name in optional:
@@ -79,12 +73,11 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
 
 
 def nested(name: str) -> str:
-    """The error for an argument of this name that is a nested tensor."""
     return f"{name} is a nested tensor, which kernels do not support; pad or concatenate its parts"
 
 
 def check_numbers(op: str, **values: float) -> None:
-    """Raise `TypeError` unless every value is an int or a float; True is refused, as a flag in the wrong place."""
+    """Raise `TypeError` unless every value is an int or a float. A bool is refused: it is a flag in the wrong place."""
     for name, value in values.items():
         if type(value) is float:
             continue
@@ -93,14 +86,14 @@ def check_numbers(op: str, **values: float) -> None:
 
 
 def check_integers(op: str, **values: int) -> None:
-    """Raise `TypeError` unless every value is an int; 4.0 is a float, and True a flag."""
+    """Raise `TypeError` unless every value is an int; a bool is refused."""
     for name, value in values.items():
         if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
             raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 
 
 def check_floats(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is a number for `float()` or a tensor of one element, not text or a flag."""
+    """Raise `TypeError` unless `float()` takes every value; text and bools are refused."""
     for name, value in values.items():
         if type(value) is float:
             continue
@@ -113,23 +106,21 @@ def check_floats(op: str, **values: Any) -> None:
 
 
 def check_flags(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is True or False (or 1, 0 or None; text would be true)."""
+    """Raise `TypeError` unless every value is a bool, an int or None: text would count as true."""
     for name, value in values.items():
         if value is not None and not isinstance(value, int):
             raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def check_ignore_index(op: str, ignore_index: Any) -> None:
-    """Raise `ValueError` unless it is an int. It may be a number that is never a label."""
+    """Raise `ValueError` unless it is an int, of any value."""
     if type(ignore_index) is not int:
         check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
 
 
 def check_indices(op: str, name: str, indices: Any, rows: torch.Tensor, hint: Callable[[], str] = lambda: "") -> None:
-    """Raise unless `indices` are int64 or int32, one for each row of rows [..., n_cols], and on its device.
-
-    hint: what to add where the shape does not fit. `TypeError` for something that is no tensor, else `ValueError`.
-    """
+    """Raise `TypeError` unless `indices` is a tensor, `ValueError` unless it has an int64 or int32 for each row of
+    rows [..., n_cols], on the same device. hint: added to the error about the shape."""
     if not isinstance(indices, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(indices).__name__}")
     if indices.dtype not in (torch.int64, torch.int32):
@@ -158,8 +149,9 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def no_view(t: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-    """A result that is a view of a temporary, in `shape`, as a tensor that its user may change in place, which autograd
-    refuses for a view that a Function returns. No other tensor may share the memory, or it would change unnoticed.
+    """A Function's result `t` in `shape`, not marked as a view: autograd refuses changes in place of a returned view.
+
+    No other tensor may share the memory.
     """
     return torch.ops.aten._unsafe_view(t, t.shape if shape is None else shape)
 
@@ -184,29 +176,27 @@ def rows_of(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous uninitialised tensor of x's shape; the cheapest call that makes one."""
+    """A contiguous uninitialised tensor of x's shape."""
     if x.dtype is dtype and x.is_contiguous():
         return torch.empty_like(x)
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def no_weight(x: torch.Tensor) -> torch.Tensor:
-    """Stands for the gradient of an absent weight: an operator may not return None."""
+    """An empty tensor in the place of an absent weight's gradient: an operator may not return None."""
     return x.new_empty(0)
 
 
 # -- an operator's arguments, in eager code ----------------------------------------------------------------------------
-
 
 NumberTypes = tuple[tuple[int, ...], tuple[type, ...]]
 """(positions, types in the schema) of an operator's arguments that are numbers."""
 
 
 def are_plain(args: tuple) -> bool:
-    """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
+    """Whether these are plain tensors, numbers and tuples of numbers, the first a tensor on a GPU.
 
-    A subclass of tensor may handle the call itself, also inside a list. Tensors of batched gradients have no memory of
-    their own.
+    A subclass of Tensor may handle the call itself. Tensors of batched gradients have no memory.
     """
     if not _PLAIN.issuperset(map(type, args)) or type(args[0]) not in TENSORS or args[0].get_device() < 0:
         return False
@@ -220,7 +210,7 @@ def are_plain(args: tuple) -> bool:
 
 
 def coerced(args: tuple, numbers: NumberTypes) -> tuple:
-    """The arguments with numbers converted to the schema's types, as the dispatcher would; a float is no int."""
+    """The arguments with numbers converted to the schema's types as the dispatcher does: never a float to an int."""
     places, kinds = numbers
     if tuple(map(type, map(args.__getitem__, places))) == kinds:
         return args
@@ -235,14 +225,14 @@ def coerced(args: tuple, numbers: NumberTypes) -> tuple:
 # -- what an operator's declaration says of its tensors ----------------------------------------------------------------
 
 Form = tuple[tuple[int, str], ...]
-"""Dimensions, each (factor, name); a number has no name, and `*` is the name of any number of dimensions."""
+"""The dimensions of a shape as (factor, name). A number has an empty name; `*` stands for any number of dimensions."""
 
 
 class _Rule(NamedTuple):
-    """A tensor that an operator takes: its position among the arguments, its name, and what it must be.
+    """What an operator requires of the tensor at position `place` among its arguments.
 
-    kind: "int", "float", "any", or the name of the dtype that it shares ("" for one of its own)
-    count: how many elements, if only that is checked; forms: the shapes of which one must fit, empty for any
+    kind: "int", "float", "any", or the letter of a shared dtype ("" for none)
+    count: the number of elements, or None; forms: the shapes, one of which must fit; empty for any shape
     """
 
     place: int
@@ -255,21 +245,21 @@ class _Rule(NamedTuple):
 
 
 class Shapes:
-    """Raises for arguments that do not fit an operator's declaration.
+    """Checks an operator's arguments against `text`, its declaration of shapes and dtypes:
 
         T x, r [*, n]; w [n]; rstd of rows; int target [rows]; grad [] | [rows]
 
-    Entries are separated by `;` and name tensors of the operator's schema, in the order in which they are checked. Each
-    dimension is a number, a name, or a multiple of a name (`2n`); a name has one size wherever it stands. `*` stands
-    for any number of dimensions, the same wherever it stands, and `rows` for their product; `.` for one dimension of
-    any size. `|` separates shapes of which one must fit. `of` counts elements, whatever the shape. A tensor without a
-    shape may have any, and lists of tensors are not checked.
+    Entries are separated by `;` and checked in their order. Each names tensors of the schema and then their shape. A
+    dimension is a number, a name, or a multiple of a name (`2n`). A name has the same size in all entries, and so has
+    `*`, any number of dimensions, whose product is `rows`. `.` is one dimension of any size. `|` separates alternative
+    shapes. `of` gives the number of elements instead of a shape. A tensor without either may have any shape. Elements
+    of lists of tensors are not checked.
 
-    Tensors are fp32, fp16 or bf16, on the CPU fp64 too. `int` before the names means int64 or int32, `float` any
-    floating-point dtype, and `any` any dtype. A capital letter is a dtype that its tensors share. All are on one
-    device.
+    Tensors are fp32, fp16 or bf16, on the CPU fp64 too. Before the names, `int` means int64 or int32, `float` any
+    floating-point dtype, `any` any dtype, and a capital letter one dtype for all tensors with that letter. All tensors
+    are on one device.
 
-    schema: the operator's; misfit: what else is wrong with arguments that fit the text, or ""
+    misfit: returns an error about arguments that fit `text`, or ""
     """
 
     def __init__(self, schema: Any, text: str, misfit: Callable[..., str] | None = None) -> None:
@@ -282,7 +272,7 @@ class Shapes:
         for entry in filter(None, text.split(";")):
             match = _ENTRY.fullmatch(entry.strip())
             if match is None:
-                raise ValueError(f"{schema.name}: {entry.strip()!r} declares no shapes, see runtime/checks.py")
+                raise ValueError(f"{schema.name}: cannot parse the shapes {entry.strip()!r}, see runtime/checks.py")
             kind, names, count, shapes = match.groups()
             forms = tuple(_form(shape) for shape in re.findall(r"\[([^]]*)\]", shapes or ""))
             for name in re.split(", ?", names):
@@ -291,7 +281,7 @@ class Shapes:
                 self.rules.append(_Rule(place, name, *flags, kind or "", count and _size(count), forms))
         left = [name for name, (_, argument) in arguments.items() if "Tensor" in str(argument.type)]
         if left:
-            raise ValueError(f"{schema.name}: shapes says nothing about {', '.join(left)}")
+            raise ValueError(f"{schema.name}: shapes does not name {', '.join(left)}")
 
     def check_types(self, args: tuple[Any, ...]) -> None:
         """Raise `TypeError` for an argument that should be a tensor and is not, `ValueError` for a nested tensor."""
@@ -338,7 +328,7 @@ class Shapes:
                 )
             attempt = _fits(rule, tensor, sizes)
             if attempt is None and self.is_backward and not tensor.numel() and not first[1].numel():
-                continue  # not read: the forward saves no statistics of rows without columns
+                continue  # the forward saves no statistics for rows without columns
             if attempt is None:
                 hint = swapped(*first, name, tensor)
                 raise ValueError(
@@ -367,16 +357,13 @@ class Shapes:
 
 def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
     """What a check of these arguments depends on."""
-    return tuple(
-        [
-            (arg.dtype, arg.shape, arg.device)
-            if isinstance(arg, torch.Tensor)
-            else _layout(arg)
-            if isinstance(arg, list)
-            else arg
-            for arg in args
-        ]
-    )
+    parts: list[Any] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            parts.append((arg.dtype, arg.shape, arg.device))
+        else:
+            parts.append(_layout(arg) if isinstance(arg, list) else arg)
+    return tuple(parts)
 
 
 def _size(text: str) -> tuple[int, str]:
@@ -393,7 +380,7 @@ def _form(text: str) -> Form:
 
 
 def _fits(rule: _Rule, tensor: torch.Tensor, sizes: dict[str, Any]) -> dict[str, Any] | None:
-    """The known sizes, with this tensor's added, if its shape fits; else None."""
+    """`sizes` and this tensor's, if its shape fits them; else None."""
     if rule.count is None and not rule.forms:
         return sizes
     for form in rule.forms or (None,):
@@ -432,7 +419,7 @@ def _is_size(size: tuple[int, str], n: int, sizes: dict[str, Any]) -> bool:
 
 
 def _in_words(rule: _Rule, sizes: dict[str, Any], first: str) -> str:
-    """What a tensor's shape should have been: sizes that are known as numbers, others by their names."""
+    """The expected shape for an error: known sizes as numbers, others by name."""
 
     def size(factor: int, name: str) -> str:
         if not name:

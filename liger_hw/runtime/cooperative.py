@@ -1,14 +1,12 @@
-"""Programs of one cooperative grid that exchange partial sums: together they hold what no single program can.
+"""Cooperative grids: programs that share a task (a row, a group of channels) too large for one, and exchange sums.
 
-Programs wait for one another, so all of them must be resident at once. The launch asks for just that
-(`launch_cooperative_grid`): the driver starts all programs together or refuses, and a refused configuration is
-quarantined like any that fails. Until there is room for all programs, none starts and none takes any, so that another
-kernel on the device, even a collective's, delays the grid but cannot deadlock with it.
+Programs wait for one another, so all must be resident at once. With `launch_cooperative_grid` the driver starts all of
+them together or refuses the launch, which quarantines the configuration. Until there is room for all, none starts, so
+another kernel on the device, even a collective's, can delay the grid but cannot deadlock with it.
 
-A task (a row, a group of channels) is split over several programs. Each publishes two partial sums in one 64-bit word
-and collects the words of all splits of the task. Words are zeroed before each launch, and one relaxed atomic access
-finds both sums or neither, so that no order between memory accesses matters. Every program adds the words up in the
-same order.
+Each program publishes two partial sums in one 64-bit word and collects the words of all splits of its task. Words are
+zeroed before each launch, and one relaxed atomic access reads both sums or neither, so no order between memory accesses
+matters. Every program adds the words up in the same order.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ def _bits(value):
 
 @triton.jit
 def publish(word_ptr, first, second):
-    """Publish two partial sums, with inverted bits: the word is then never 0, which means "not published yet"."""
+    """Publish two partial sums. Their bits are inverted, so the word is never 0, which means "not published yet"."""
     tl.atomic_xchg(word_ptr, ~((_bits(first) << 32) | _bits(second)), sem="relaxed")
 
 
 @triton.jit
 def collect(words_ptr, splits, LANES: tl.constexpr):
-    """Wait for the partial sums of all splits, and return both, fp32 [LANES], 0 behind the last. LANES >= splits."""
+    """Wait for the partial sums of all splits and return both, fp32 [LANES], 0 from `splits` on. LANES >= splits."""
     lane = tl.arange(0, LANES)
     words = tl.zeros([LANES], dtype=tl.int64)
     missing = lane < splits
@@ -63,8 +61,7 @@ def launch_cooperative(
 ) -> None:
     """Launch `programs` programs, `splits` of which share a task.
 
-    The kernel takes tensors, words [n_tasks, LANES], numbers, splits, last, flags and LANES, in this order. The words
-    are zeroed by an operator that `launch.replay` can repeat.
+    The kernel takes tensors, words [n_tasks, LANES], numbers, splits, last, flags and LANES, in this order.
     """
     lanes = next_power_of_2(splits)
     words = torch.empty((n_tasks, lanes), dtype=torch.int64, device=tensors[0].device).zero_()
@@ -72,7 +69,7 @@ def launch_cooperative(
 
 
 def cooperative_misfit(config: LaunchConfig, splits: int) -> str | None:
-    """Why `splits` programs may not wait for one another under `config`; None where they may, or need not."""
+    """Why `splits` programs cannot wait for one another under `config`, or None."""
     if COOPERATIVE not in config.vendor:
         return None
     if config.vendor[COOPERATIVE] is not True:

@@ -1,13 +1,9 @@
-"""Programmatic dependent launch: a kernel is started before the one ahead of it on the stream has drained.
+"""Programmatic dependent launch: a kernel starts before the previous one on the stream has drained.
 
-A very short launch spends much of its time waiting for the launch before it to drain. On devices that support it
-(`Backend.dependent_launch`), the kernels of a `Tunable` are launched with the attribute for it, for the keys to which
-its `dependent_launch` says yes. Such a kernel begins with `wait_for_previous(DEPENDENT)`, before it touches memory, and
-waits there for the results of earlier launches.
-
-It is faster for small launches only. In larger ones the early programs take room from programs that still run, and with
-many programs even the wait costs time; so large launches are compiled with DEPENDENT=False, and `wait_for_previous`
-emits nothing.
+On devices that support it (`Backend.dependent_launch`), a `Tunable` uses it for the keys that its `dependent_launch`
+accepts. Its kernels begin with `wait_for_previous(DEPENDENT)`, before they touch memory, and wait there for the results
+of earlier launches. Only small launches gain by it: in larger ones, early programs take room from programs that still
+run. These are compiled with DEPENDENT=False, for which `wait_for_previous` emits nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from ..ops import Key
 from .triton_import import tl, triton
 
 _CAN = hasattr(tl, "target_info")
-"""Whether Triton has it: the functions for it in 3.4 raise a TypeError."""
+"""Whether Triton supports it: in 3.4 its functions raise a TypeError."""
 
 
 def is_small(elements: int) -> bool:
@@ -33,7 +29,7 @@ def is_small_launch(key: Key) -> bool:
 def wait_for_previous(DEPENDENT: tl.constexpr):
     """Wait until all earlier launches have ended and their writes are visible, then allow the next launch to start.
 
-    In this order, because a kernel of other code may read, before it waits, what this launch does not write.
+    In this order, because a kernel of other code may read memory that this launch does not write before it waits.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -1,9 +1,8 @@
 """The reference and the fake of a backward operator, from its forward's reference and the names in their schemas.
 
-Names are as `OperatorFunction` has them: `dY` is the gradient of the forward's result Y, a result `dA` is the gradient
-of the argument A, and `dA_dB` is the gradients of A and B, concatenated. With `needs_params` False all results but the
-first are empty; `needed` has a flag for each result. An argument without a tensor gets an empty gradient. An operator
-without results writes the gradients over the arguments that its schema marks as written.
+Names are those of `operator.OperatorFunction`. If `needs_params` is False, all results but the first are empty;
+`needed` has a flag for each result. The gradient of None is empty. An operator without results writes the gradients
+over the arguments that its schema marks as written.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ..private import allows_saved_tensor_hooks, autograd_inside_operator
 
 @contextlib.contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd inside an operator, with hooks off for what it saves: a checkpoint's would compute it again."""
-    is_open = allows_saved_tensor_hooks()  # else no hooks can be set
+    """Autograd inside an operator, without a checkpoint's hooks on saved tensors, which would compute them again."""
+    is_open = allows_saved_tensor_hooks()  # else setting hooks raises
     hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if is_open else contextlib.nullcontext()
     with autograd_inside_operator(), torch.enable_grad(), hooks:
         yield
@@ -30,8 +29,7 @@ def _autograd() -> Iterator[None]:
 def differentiate(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """The gradient of each of `tensors`, in fp32 or wider. slopes: the gradients of the function's results, None where
-    a result is not used."""
+    """The gradient of each of `tensors`, in fp32 or wider. slopes: the gradients of the function's results, or None."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     with _autograd():
         leaves = [t.detach().to(wide, copy=True).requires_grad_() for t in tensors]
@@ -46,9 +44,8 @@ def backward_of(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(reference, fake) of the backward operator with this schema.
 
-    The reference differentiates the forward's by autograd in fp32 or wider and rounds each gradient once. fake: given
-    where the results do not follow from the names. run: a reference of all backward's arguments, given where it also
-    reads what the forward saved.
+    The reference differentiates the forward's by autograd in fp32 or wider and rounds each gradient once. fake: instead
+    of the one that follows from the names. run: computes the forward's results from all arguments of the backward.
     """
     names = [argument.name for argument in schema.arguments]
     inputs = [names.index(argument.name) for argument in forward.overload._schema.arguments]

@@ -1,13 +1,11 @@
 """Launching a kernel with a resolved plan (`launch`) or again as recorded (`replay`), and watching it (`observing`).
 
-A kernel's parameters stand in this order: tensors (or None), runtime numbers or tuples of them, flags (constexpr,
-chosen by the call), tunables (constexpr, chosen by the plan). `launch` passes the first three by position and takes
-the rest from the plan.
+A kernel's parameters are, in this order: tensors (or None), runtime numbers or tuples of them, flags (constexprs that
+the call chooses), tunables (constexprs that the plan chooses).
 
-Triton binds arguments, hashes options and reads the environment at every launch. So once a kernel is compiled, the next
-launch that Triton would specialise alike goes straight to the compiled kernel (`Plan.compiled`). A launch is looked up
-twice: first by its exact numbers, then by their classes, which is what Triton specialises on. Pointers are passed as
-integers, which spares the driver's query for each tensor.
+Triton binds arguments, hashes options and reads the environment at every launch. Here, a launch that Triton would
+specialise like an earlier one goes straight to the compiled kernel (`Plan.compiled`). It is looked up first by its
+exact numbers, then by the classes on which Triton specialises. Pointers are passed as integers.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the cu
 _VERSION = ".".join(triton.__version__.split(".")[:2]) if AVAILABLE else ""
 _runtime = triton.knobs.runtime
 CAN_BE_FAST = AVAILABLE and current_device is not None and current_stream is not None
-"""False without Triton, and for builds of torch without CUDA or ROCm: every launch is then an ordinary one."""
+"""False without Triton and for builds of torch without CUDA or ROCm: Triton then makes every launch."""
 
 
 class LaunchFailed(RuntimeError):
@@ -60,23 +58,18 @@ class LaunchFailed(RuntimeError):
 class Routine(NamedTuple):
     """A library's function that a plan may choose in a kernel's place.
 
-    run: the function's result from tensors, numbers and tuples of them; it must not wait for the device
-    shaped: an empty tensor like that result, for observers that only note what would be called
+    run: the function, of tensors, numbers and tuples of them; it must not wait for the device
+    shaped: returns an empty tensor like the result, for observers that only note calls
     """
 
     run: Callable[..., torch.Tensor]
     shaped: Callable[..., torch.Tensor]
 
 
-def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
-    """The routine's result. Observers of launches see this too, since the plan chose it.
-
-    Raises `LaunchFailed` if the library refuses or fails: a kernel may still compute the result.
-    """
-    return observed("routine", _call_routine, plan, routine, args) if observers else _call_routine(plan, routine, args)
-
-
-def _call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
+def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...], was_observed: bool = False) -> torch.Tensor:
+    """The routine's result. Raises `LaunchFailed` if the library fails: a kernel may still compute the result."""
+    if observers and not was_observed:
+        return observed("routine", partial(call_routine, was_observed=True), plan, routine, args)
     try:
         return routine.run(*args)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -95,8 +88,8 @@ def launch(
 ) -> tuple | None:
     """Launch `kernel` over `grid` on the current stream of the first tensor's device.
 
-    Returns `(run, head, constants)`: the launching function, its arguments between the stream and the kernel's
-    arguments, and those after them. None if Triton or an observer made the launch.
+    Returns `(run, head, constants)`: the launching function, and its arguments before and after the kernel's. Returns
+    None if Triton or an observer made the launch.
     """
     if observers and not was_observed:
         return observed("launch", partial(launch, was_observed=True), plan, kernel, grid, args, flags)
@@ -104,10 +97,7 @@ def launch(
     if compiled is None or not CAN_BE_FAST:
         launch_ordinary(plan, kernel, grid, args, flags)
         return None
-    name = id(kernel)
-    count = _tensor_counts.get(name)
-    if count is None:
-        count = tensor_count(kernel, args)
+    name, count = id(kernel), tensor_count(kernel, args)
     pointers, dtypes, together, numbers = [], [], 0, args[count:]
     for tensor in args[:count]:  # one loop for everything, since every launch pays for it
         if tensor is None:
@@ -140,7 +130,7 @@ def launch(
 
 
 def tensor_count(kernel: Any, args: tuple) -> int:
-    """How many of a kernel's arguments are tensors (or None in place of one); they come first."""
+    """How many of a kernel's arguments are tensors, or None in the place of one; they come first."""
     count = _tensor_counts.get(id(kernel))
     if count is None:
         count = next((i for i, a in enumerate(args) if isinstance(a, (int, float, tuple))), len(args))
@@ -151,9 +141,9 @@ def tensor_count(kernel: Any, args: tuple) -> int:
 def _likeness(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
     """A key that is equal for launches with the same compiled kernel.
 
-    Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all, and a pointer
-    on divisibility by 16; less if the kernel sets `do_not_specialize`. rest: 0, or each tensor's address modulo 16;
-    then the tensors' dtypes.
+    Triton specialises an integer on being 1, on divisibility by 16 and on its width, and a pointer on divisibility by
+    16, except where the kernel sets `do_not_specialize`. rest: 0 or a tuple of the tensors' addresses modulo 16, then
+    their dtypes.
     """
     values, alignments = _unspecialised(kernel)
     count = len(rest) - 1
@@ -199,7 +189,7 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
     compiled = plan.compiled
     alike = _likeness(kernel, flags, numbers, tuple(rest))
     entry = compiled.get(alike)
-    if isinstance(entry, Future):  # another thread compiles it or has: after waiting, Triton finds the kernel
+    if isinstance(entry, Future):  # another thread compiles it: after waiting, Triton finds the kernel
         entry.exception()
         entry = None
     if entry is None:
@@ -215,10 +205,10 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
 
 
 def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
-    """Let Triton compile what a launch on the current device would, and build its launcher; nothing is loaded.
+    """Let Triton compile the kernel of a launch on the current device, and build its launcher.
 
-    args: as `stand_ins` gives them. Loading is left to the first launch: in another thread it would invalidate a graph
-    that is being captured.
+    args: from `stand_ins`. The kernel is not loaded, which in another thread would invalidate a graph that is being
+    captured.
     """
     constants = flags + tuned_values(plan, kernel, args, flags)
     compiled = kernel.warmup(*args, *constants, grid=(1,), **plan.options)
@@ -227,13 +217,11 @@ def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
 
 
 def stand_ins(args: tuple) -> tuple:
-    """A launch's arguments with each tensor replaced by what Triton asks of it, its dtype and alignment."""
+    """A launch's arguments, each tensor replaced by an object with its dtype and alignment."""
     return tuple(_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args)
 
 
 class _StandIn:
-    """A tensor as far as Triton looks at it: a dtype and an address."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
         self._offset = tensor.storage_offset() * tensor.itemsize
@@ -243,10 +231,10 @@ class _StandIn:
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
-    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's own.
+    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's.
 
-    Triton 3.6's launcher is a Python function around one in C; all that the Python adds is scratch memory, if a
-    kernel needs any. The C function's arguments change from version to version.
+    Triton 3.6's launcher is a Python function around one in C, to which it adds scratch memory, if a kernel needs any.
+    The C function's arguments differ between versions.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     known = _VERSION == "3.6" and hasattr(run, "launch_pdl")
@@ -257,7 +245,7 @@ def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
 
 
 def tuned_values(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> tuple[Any, ...]:
-    """What the plan chooses for the kernel's last parameters, after arguments and flags."""
+    """The plan's values for the kernel's last parameters."""
     return tuple(plan.constexprs[name] for name in kernel.arg_names[len(args) + len(flags) :])
 
 
@@ -291,42 +279,40 @@ def _raise(plan: Plan, error: Exception) -> NoReturn:
 
 
 def blames_config(error: Exception) -> bool:
-    """Whether another configuration may succeed. Errors of memory, the device, a missing compiler or our own code do
-    not depend on the configuration, and are raised as they are."""
+    """Whether another configuration may succeed: not after errors of memory, the device or our own code."""
     names = {base.__name__ for base in type(error).__mro__}
     return bool(names & set(_CONFIG_ERRORS)) or any(word in str(error) for word in _CONFIG_WORDS)
 
 
 def is_profiled() -> bool:
-    """Whether a profiler hooked Triton's launches: then the ordinary path, which calls the hooks, is taken."""
+    """Whether a profiler has set hooks of Triton's, which only Triton's own launches call."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
 
 # -- replaying -------------------------------------------------------------------------------------------------------
-# It is for training steps that are bound by the host; docs/benchmarks/host.md has what it gains.
+# For training steps that are bound by the host (docs/benchmarks/host.md).
 #
-# A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment,
-# device) and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it
-# is most of the host's time. So the second such call is recorded (recording.py), and from the third call on what it
-# allocated and launched is repeated with that call's tensors. A recording holds for the plans that it was made with:
-# the registry drops the cache whenever plans change (`registry.replay_cache`).
+# A launcher computes sizes, plan, grid and flags from numbers and from its tensors' layout (dtypes, shapes, strides,
+# alignment, device), allocates, and launches. The second call with the same layout and numbers is recorded
+# (recording.py); later ones repeat its allocations and launches with their own tensors. The registry drops the cache
+# whenever plans change (`registry.replay_cache`).
 
 MISSED, UNSEEN = object(), object()
 _SEEN, REFUSED = "seen", "refused"
-"""Cache entries of a layout that was called once, and of a layout whose calls cannot be recorded."""
+"""Cache entries of a layout after its first call, and of one whose calls cannot be recorded."""
 _MOST_LAYOUTS = 4096  # a limit, for layouts that never repeat
 
 
 def replay(
     name: str, check: Callable[[tuple], None], args: tuple, end: int, record: Callable[[dict, tuple, tuple], Any]
 ) -> Any:
-    """The operator's result; or MISSED or UNSEEN, and the caller runs the launcher if the arguments `are_plain`. For
-    UNSEEN it calls `check` first; for MISSED, and for layouts that are replayed, that was done.
+    """The operator's result, or MISSED or UNSEEN if the caller has to run the launcher. For UNSEEN the caller first has
+    to check the arguments.
 
-    check: raises for arguments that do not fit, by their dtypes, shapes and devices
+    check: raises for arguments whose dtypes, shapes or devices do not fit
     end: the number of arguments up to the last tensor; later ones go into the key unchanged
-    record: (cache, key, args) -> result; makes the call and records it (`recording.py: recorder`)
+    record: (cache, key, args) -> result; makes the call and records it (`recording.recorder`)
     """
     if observers or not CAN_BE_FAST:
         return UNSEEN
@@ -358,7 +344,7 @@ def replay(
         if entry is REFUSED:
             return MISSED
         if not are_plain(args) or not PLAIN_NUMBERS.issuperset(map(type, args[end:])):
-            return UNSEEN  # for a tensor given as a number, the key has its identity but not its value
+            return UNSEEN  # the key has the identity, not the value, of a tensor given as a number
         if entry is _SEEN and not is_profiled():
             return record(cache, key, args)
         if entry is None:
@@ -389,44 +375,42 @@ def replay(
     except Exception as error:
         if not blames_config(error):
             raise
-        cache.pop(key, None)  # the launcher knows which plan failed
+        cache.pop(key, None)  # the launcher then raises with the plan that failed
         return MISSED
     return results_of(allocated)
 
 
 # -- watching launches -----------------------------------------------------------------------------------------------
 #
-# Observers see a launch before it is made and may replace it. The replay cache records a call with an observer, the
-# tuner learns what an operator launches, ahead-of-time compilation notes what would be launched on a device that is not
-# there. While there is an observer, every call goes to its launcher and no call is replayed. Without one, a launch pays
-# for one look at `observers`.
+# Observers see a launch before it is made and may replace it: to record a call, to tell the tuner what an operator
+# launches, to compile ahead for a device that is not there. While there is an observer, no call is replayed.
 
 observers: list[tuple[int | None, "Observer"]] = []
-"""(thread, or None for every thread; observer), the innermost last. Usually empty: test that first."""
+"""(thread, or None for every thread; observer), the innermost last."""
 
 
 class Observer:
-    """What an observer may do. `proceed` calls the next outer observer, and after the last one does the work. A method
-    that does not call `proceed` replaces the work. By default nothing is changed.
+    """Base class. Arguments and results are those of `launch`, of `call_routine`, and of an operator that is called in
+    eager mode (`call` is what `define` returned).
+
+    `proceed` calls the next outer observer, after the last one the work itself; without that call, the method replaces
+    the work.
     """
 
     def launch(
         self, proceed: Callable[..., Any], plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple
     ) -> tuple | None:
-        """A launch, with the arguments and result of `runtime.launch.launch`."""
         return proceed(plan, kernel, grid, args, flags)
 
     def routine(self, proceed: Callable[..., Any], plan: Any, routine: Any, args: tuple) -> Any:
-        """A library's routine in place of a kernel, with the arguments and result of `runtime.launch.call_routine`."""
         return proceed(plan, routine, args)
 
     def operator(self, proceed: Callable[..., Any], call: Any, args: tuple) -> Any:
-        """An operator that is called in eager mode; `call` is what `define` returned. Returns its results."""
         return proceed(call, args)
 
 
 class Foreseen(Observer):
-    """Calls `note(plan, kernel, grid, args, flags)` in place of each launch, and no library's routine."""
+    """Calls `note(plan, kernel, grid, args, flags)` in place of each launch, and runs no routine."""
 
     def __init__(self, note: Callable[[Any, Any, tuple, tuple, tuple], None]) -> None:
         self.note = note

@@ -1,10 +1,10 @@
 """Operators and their derivatives: `define`, `Function`, and the `OperatorFunction` that follows from two operators.
 
-`define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU it runs the launcher; on
-the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU the dispatcher
-would only pass the call on, so the function that `define` returns goes to the replay cache and the launcher directly.
+`define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU the operator runs its
+launcher; on the CPU its reference, or the launcher if kernels are interpreted. In plain eager code on a GPU, the
+function that `define` returns skips torch's dispatcher and goes to the replay cache and the launcher directly.
 
-Op files import all that they use of `runtime` from here, including `launch` and the checks of `checks.py`.
+Op files import `launch` and the checks of `checks.py` from here.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ launchers: dict[str, Callable[..., Any]] = {}
 declared: dict[str, Shapes] = {}
 """Operator name -> the check of its tensors."""
 before_apply: Callable[[type["Function"], tuple], None] | None = None
-"""Called with a Function and its arguments before they run; set during a model's first forward only
-(`autotune/compile_ahead.py`)."""
+"""Called with a Function and its arguments before it runs; set in a model's first forward by
+`autotune/compile_ahead.py`."""
 
 
 def define(
@@ -86,24 +86,25 @@ def define(
     misfit: Callable[..., str] | None = None,
     recorded: bool = True,
 ) -> Any:
-    """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
+    """Register the operator `liger_hw::<name>` and return the function by which op files call it.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
-    launcher: runs the Triton kernels, the same ones for all arguments of one layout (`recording.py`)
+    launcher: runs the Triton kernels, the same ones for all arguments of one layout
     reference: the same results in plain torch
-    derivative_of: for a backward operator, its forward operator, from which the reference and, unless named, the fake
-    are derived (`derivative.py`); a reference beside it gives the forward's results from the backward's arguments
-    shapes: what the tensors must be, in the words of `checks.Shapes`; checked in every way that the operator is called
-    misfit: an error for arguments that pass `shapes` but still do not fit, or ""
-    fake: empty results of the same shapes, for torch.compile. A tuple names for each result the argument with its shape
-    and dtype (if that is None the result is empty, which stands for no gradient); None derives the fake by calling the
-    reference on fake tensors, for a reference that does not call autograd.
-    numbers: a NamedTuple whose fields are appended to the schema. The functions, and the returned callable, take one
-    such tuple instead.
-    recorded: False for a launcher that also does other work (`recording.repeated`)
+    derivative_of: for a backward operator, its forward operator. The reference follows from the forward's by autograd,
+    and the fake from the names, unless given (`derivative.py`); `reference` then computes the forward's results from
+    the backward's arguments.
+    shapes: the tensors' shapes and dtypes, as `checks.Shapes` reads them; checked in every call
+    misfit: returns an error about arguments that fit `shapes`, or ""
+    fake: returns empty results of the right shapes, for torch.compile. A tuple names for each result an argument of the
+    same shape and dtype; if that is None, the result has no elements. None calls the reference on fake tensors, which
+    must not use autograd.
+    numbers: a NamedTuple whose fields are appended to the schema. All functions here, and the returned one, take one
+    such tuple as their last argument.
+    recorded: False for a launcher that does more than allocate and launch (`recording.repeated`)
 
-    All functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
-    bool for an int, and 0, 1 or None for a bool are converted. No function may return one of its inputs.
+    All functions take the schema's arguments by position. Numbers are converted to the schema's types. No function may
+    return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
     call_numbers = None if numbers is None else _Numbers(numbers)
@@ -140,7 +141,6 @@ def define(
     record = recorder(launcher, coercions)
 
     def replayed(args: tuple) -> Any:
-        """The result of a recording of this layout, or MISSED or UNSEEN as in `replay`."""
         try:
             return replay(name, check_args, args, tensors_end, record) if recorded else UNSEEN
         except LaunchFailed as failure:
@@ -173,7 +173,7 @@ def define(
             or forward_ad._current_level >= 0
             or is_profiling()
             or torch.jit.is_tracing()
-        ):  # without tracing, profiling, transforms and autograd the dispatcher would only pass the call on
+        ):  # the dispatcher would only pass the call on
             result = replayed(args)
             if result is not MISSED and result is not UNSEEN:
                 return result
@@ -202,7 +202,7 @@ def define(
 
 
 class _Numbers:
-    """How a NamedTuple of numbers appears in an operator's schema: each of its fields is an argument.
+    """Translates between a NamedTuple of numbers and the operator's arguments, one for each field.
 
     A field is an int, float, bool or str, a tuple[float, ...], or another such NamedTuple, which is flattened.
     """
@@ -218,7 +218,7 @@ class _Numbers:
         )
 
     def numbers_of(self, call: Any) -> Iterable[Any]:
-        """The NamedTuple `call` flattened, in the order of the schema."""
+        """The values of the NamedTuple `call`, flattened."""
         if self.is_flat:
             return call
         numbers: list[Any] = []
@@ -236,8 +236,6 @@ class _Numbers:
         return self.kind(*(next(numbers) if inner is None else inner.call_of(numbers) for inner in self.inner))
 
     def taking_call(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """The operator, as a function whose last argument is the NamedTuple."""
-
         def with_call(*args: Any) -> Any:
             return operator(*args[:-1], *self.numbers_of(args[-1]))
 
@@ -246,8 +244,6 @@ class _Numbers:
         return with_call
 
     def taking_numbers(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:
-        """`run`, which takes `n_others` arguments and the NamedTuple, as a function of its flattened numbers."""
-
         def with_numbers(*args: Any) -> Any:
             return run(*args[:n_others], self.call_of(iter(args[n_others:])))
 
@@ -258,7 +254,7 @@ _NUMBERS = {"float": float, "int": int, "bool": bool}
 
 
 def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference, whose results are never views, so that a caller may change them in place."""
+    """The reference with results that are not views, so that a caller may change them in place."""
 
     def without_view(result: Any) -> Any:
         return no_view(result) if isinstance(result, torch.Tensor) and result._is_view() else result
@@ -271,8 +267,6 @@ def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fake_of(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake that returns empty tensors with the shapes and dtypes of the reference's results."""
-
     def fake(*args: Any) -> Any:
         results = reference(*args)
         if isinstance(results, torch.Tensor):
@@ -283,7 +277,6 @@ def _fake_of(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fake_like(names: tuple[str, ...], schema: Any) -> Callable[..., Any]:
-    """Empty results like the arguments of these names."""
     places = [[argument.name for argument in schema.arguments].index(name) for name in names]
 
     def fake(*args: Any) -> Any:
@@ -295,7 +288,7 @@ def _fake_like(names: tuple[str, ...], schema: Any) -> Callable[..., Any]:
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
-    """Without this error, tangents of forward-mode autograd would be dropped in silence: a derivative of zero."""
+    """Without this error, forward-mode autograd would silently give a derivative of zero."""
     arguments = (t for arg in args for t in (arg if isinstance(arg, (tuple, list)) else (arg,)))
     if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in arguments):
         raise NotImplementedError(
@@ -314,10 +307,10 @@ is_transformed._dynamo_marked_constant = True
 
 
 def _refuse_transforms(what: str) -> NoReturn:
-    """In eager, torch complains about a missing `setup_context`; torch.compile traces `forward` as a plain function and
-    gives a zero gradient (pytorch issue 193279). The same happens to an operator called without its Function, as under
-    vmap, whose tensors hide an outer requires_grad. Without gradients, vmap's fallback crashed in torch 2.13 (a
-    segmentation fault in torch.autograd.grad, under pytest)."""
+    """Without this error, torch.compile, and vmap around an operator, give a gradient of zero (pytorch issue 193279).
+
+    vmap's fallback without gradients crashes in torch 2.13.
+    """
     raise RuntimeError(
         f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
         "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "
@@ -326,7 +319,7 @@ def _refuse_transforms(what: str) -> NoReturn:
 
 
 def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher; when a configuration fails and is quarantined, it runs again with the next layer's."""
+    """`launcher`, run again with the registry's next configuration after one fails."""
 
     def run(*args: Any) -> Any:
         while True:
@@ -339,7 +332,7 @@ def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quarantine(failure: LaunchFailed) -> None:
-    """Quarantine a configuration that failed; raises the cause if no other layer can answer."""
+    """Quarantine the configuration that failed; raise the cause if the registry has no other one."""
     if not registry.quarantine(failure.plan, failure.cause):
         raise failure.cause from None
 
@@ -348,14 +341,11 @@ _USUAL = NO_TENSORS | TENSORS
 
 
 class Function(torch.autograd.Function):
-    """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
+    """An autograd Function with forward(ctx, ...), whose `apply` is faster than torch's and refuses torch.func.
 
-    torch's own is slow because it checks for every argument, numbers too, whether it is a tensor. A call with DTensors
-    follows `sharding`, the Function's rule (sharding.py); without a rule the call is refused.
-
-    It takes the arguments of an op's public function, which has checked the options; operators check the tensors.
-    A Function checks nothing: under torch.compile an error raised in `forward` reaches the user as an internal error of
-    torch. Code written for Liger calls other classes (`compat/functions.py`).
+    A call with DTensors follows the rule `sharding`; without a rule it is refused. The Function checks no arguments,
+    since torch.compile turns an error raised in `forward` into an internal error of torch: the op's public function
+    checks the options, and operators check the tensors.
     """
 
     sharding: ClassVar[RowsRule | RotaryRule | LossRule | None] = None
@@ -365,7 +355,7 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         if has_transforms():
-            _refuse_transforms(_called(cls.__name__))
+            _refuse_transforms(f"Liger{cls.__name__}")
         if kwargs:
             return super().apply(*args, **kwargs)
         unusual = [a for a in args if type(a) not in _USUAL]
@@ -379,16 +369,10 @@ class Function(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*plain)
 
 
-def _called(name: str) -> str:
-    """A Function's name in errors: code written for Liger knows `RMSNormFunction` as `LigerRMSNormFunction`."""
-    return f"Liger{name}"
-
-
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a Function's backward that has no derivative of its own: create_graph=True raises, always.
+    """Decorates a Function's backward without a second derivative: create_graph=True raises.
 
-    By itself, torch's `once_differentiable` raises only if the incoming gradient has a graph, and is silently wrong if
-    not (`loss.sum()`).
+    torch's `once_differentiable` alone is silently wrong if the incoming gradient has no graph, as for `loss.sum()`.
     """
     once = once_differentiable(backward)
 
@@ -399,7 +383,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return once(ctx, *grads)
         raise RuntimeError(
-            f"{_called(backward.__qualname__.split('.')[0])}: liger_hw's ops have no second derivative; "
+            f"Liger{backward.__qualname__.split('.')[0]}: liger_hw's ops have no second derivative; "
             "call backward without create_graph=True, or use the unpatched model for it"
         )
 
@@ -410,20 +394,20 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OperatorFunction(Function):
-    """An autograd Function that names its operators; `forward` and `backward` follow from the names in their schemas.
+    """An autograd Function whose forward and backward follow from the names in the schemas of two operators.
 
         fwd = define("f_fwd(Tensor X, Tensor? W, float eps, int mode) -> (Tensor Y, Tensor rstd)", ...)
         bwd = define("f_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, int mode, bool needs_params)"
                      " -> (Tensor dX, Tensor dW)", ...)
 
-    The Function takes the forward operator's arguments and returns the results whose gradients backward takes (`dY`),
-    which come first. Backward's other arguments have the names of arguments and results of forward, which are saved
-    for it: tensors, then numbers. Each result of backward, `d<argument>`, is that argument's gradient; `dA_dB` is the
-    gradients of A and B concatenated, or only A's without a B. Backward may also take `bool[] needed`, its first
-    number: which of its results are needed; and `needs_params`, its last: whether an argument in `params` needs one.
+    The Function takes fwd's arguments and returns those of its results whose gradients (`dY`) bwd takes; they are the
+    first ones. bwd's other arguments have the names of fwd's arguments and results, which are saved: tensors, then
+    numbers. A result `dA` of bwd is the gradient of argument A; `dA_dB` is the gradients of A and B, concatenated, or
+    A's alone if B is None. Two more numbers are possible: `bool[] needed`, the first, says which results are needed, and
+    `needs_params`, the last, whether an argument in `params` needs a gradient.
 
     in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
-    then takes one more argument, `owned`: whether the caller made the inputs for this call and does not use them again.
+    then has a last argument `owned`: whether the inputs were made for this call and are not used again.
     is_cheap: the outputs are offered for recomputation (`recompute/recipes.py`)
     """
 
@@ -510,7 +494,7 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
         if tensors[0] is None:
             return result, *[None] * len(tensors)
         sizes = [min(t.numel(), result.numel()) for t in tensors]  # 0 where no gradient is needed
-        # torch's plain split would also record that the parts share memory, which takes host time
+        # torch's plain split would also record that the parts share memory
         first, *parts = result.unsafe_split_with_sizes([result.numel() - sum(sizes), *sizes])
         return first, *[
             part.view(t.shape) if t.dim() != 1 and part.numel() else part for part, t in zip(parts, tensors)
@@ -535,17 +519,15 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
 
 
 def _may_overwrite(saved: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a backward may write over its saved tensors, which the caller owns, to save half the memory."""
+    """Whether a backward may write over its saved tensors, which the caller owns."""
     if graph_is_kept() or is_transformed():
         return False
     return all([type(t) is torch.Tensor and t.is_contiguous() for t in saved])
 
 
 def graph_is_kept() -> bool:
-    """Whether this backward may run again over the same saved tensors: with retain_graph, and while torch.compile
-    traces.
+    """Whether this backward may run again over the same saved tensors: with retain_graph, or traced by torch.compile.
 
-    A captured graph keeps the flag of its capture: to replay a backward twice per forward, capture it with
-    retain_graph.
+    To replay a captured backward twice for one forward, capture it with retain_graph.
     """
     return torch.compiler.is_compiling() or keeps_graph()

@@ -1,8 +1,8 @@
 """Recording a call of an operator for `launch.replay`: its allocations, launches with their tensors, and results.
 
-Only a call that does nothing else is recorded. A layout whose call runs another operator of torch (a copy, a product, a
-value read back), uses a tensor that is neither an argument nor allocated in it, or launches through Triton, always runs
-the launcher. Parts of a launcher that does more can be recorded by themselves (`repeated`).
+A call is refused if it runs another operator of torch (a copy, a product, a value read back), uses a tensor that is
+neither an argument nor allocated in the call, or launches through Triton. Parts of such a launcher can be recorded by
+themselves (`repeated`).
 """
 
 from __future__ import annotations
@@ -20,46 +20,39 @@ from .checks import TENSORS, NumberTypes, coerced
 from .launch import MISSED, REFUSED, UNSEEN, Observer, observing, replay, tensor_count
 
 _aten = torch.ops.aten
-_ALLOCATIONS = frozenset(
-    {
-        *(_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default),
-        *(_aten.new_empty.default, _aten.new_empty_strided.default),
-    }
-)
-_SAME_MEMORY = frozenset({_aten.view.default, _aten.detach.default})
+_ALLOCATIONS = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
+_ALLOCATIONS |= {_aten.new_empty.default, _aten.new_empty_strided.default}
+_SAME_MEMORY = {_aten.view.default, _aten.detach.default}
 _REPEATED = {
     _aten._assert_async.msg: assert_async,
     _aten.fill_.Scalar: torch.Tensor.fill_,
     _aten.zero_.default: torch.Tensor.zero_,
 }
-"""Operators on an allocation that a replay repeats, in their order among the launches."""
+"""Operators on an allocation that a replay repeats."""
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a part of a launcher that takes a tensor, then tensors and numbers, and returns what it allocated."""
+    """Decorates a part of a launcher, which takes a tensor, then tensors and numbers, and returns tensors that it
+    allocates. The arguments are not checked."""
     name, record = f"{part.__module__}.{part.__qualname__}", recorder(part, ((), ()))
 
     @wraps(part)
     def call(*args: Any) -> Any:
-        result = replay(name, _no_check, args, len(args), record)
+        result = replay(name, lambda args: None, args, len(args), record)
         return part(*args) if result is MISSED or result is UNSEEN else result
 
     return call
 
 
-def _no_check(args: tuple) -> None:
-    """Parts of launchers need no check: their caller has checked its arguments."""
-
-
 def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[dict, tuple, tuple], Any]:
-    """A function that calls `launcher` and stores in the cache the recording of that call, or REFUSED."""
+    """A function that calls `launcher` and stores the recording of the call, or REFUSED, in the cache."""
 
     def record(cache: dict, key: tuple, args: tuple) -> Any:
-        # a new tensor for each argument, since the caller may have passed one tensor twice
+        # a new tensor for each argument: the caller may have passed one tensor twice
         arguments = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
         recorded = _Recorder(arguments)
         with observing(recorded), recorded:
-            result = launcher(*coerced(arguments, numbers))  # reading a tensor's number is another operator
+            result = launcher(*coerced(arguments, numbers))  # inside: reading the number of a tensor is refused
         if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorded.plans):
             cache[key] = recorded.recording(arguments, result) or REFUSED
         return result
@@ -68,9 +61,9 @@ def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[di
 
 
 class _Recorder(Observer, TorchDispatchMode):
-    """Sees every operator of torch and every launch of this thread.
+    """Records every operator of torch and every launch of this thread.
 
-    places: tensor -> position of its pointer in a replay: first None's, then arguments', then allocations'
+    places: id of a tensor -> position of its pointer in a replay: first None, then arguments, then allocations
     """
 
     def __init__(self, arguments: tuple) -> None:
@@ -85,7 +78,7 @@ class _Recorder(Observer, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to skip dynamo, torch would import it at the first operator we see, which takes a second."""
+        """False: to skip dynamo, torch would import it at the first operator, which takes a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -122,7 +115,7 @@ class _Recorder(Observer, TorchDispatchMode):
         return entry
 
     def recording(self, arguments: tuple, result: Any) -> tuple | None:
-        """(device, allocations, steps, allocations -> result), or None if the call did anything else."""
+        """(device, allocations, steps, allocations -> result), or None if the call cannot be repeated."""
         results = result if isinstance(result, tuple) else () if result is None else (result,)
         places = [self.places.get(id(tensor), 0) - self.first for tensor in results]
         if self.refused or len(set(places)) < len(places) or min(places, default=0) < 0:
@@ -131,7 +124,7 @@ class _Recorder(Observer, TorchDispatchMode):
         allocations = []
         for number, tensor in enumerate(self.allocated):
             if tensor.data_ptr() & 15 or tensor.device != arguments[0].device:
-                return None  # an allocator without alignment, or host memory
+                return None
             if shown.get(number, tensor).numel() != tensor.numel():
                 return None  # a part of what was allocated
             tensor = shown.get(number, tensor)
@@ -146,7 +139,7 @@ class _Recorder(Observer, TorchDispatchMode):
 
 
 def _allocation(tensor: torch.Tensor, arguments: tuple) -> tuple:
-    """(argument that it is like, shape, strides, dtype): only the argument if there is one, which is cheapest."""
+    """(position of an argument that `empty_like` would copy, or None; shape; strides; dtype)."""
     for number, arg in enumerate(arguments):
         if isinstance(arg, torch.Tensor) and (arg.dtype, arg.shape) == (tensor.dtype, tensor.shape):
             if torch.empty_like(arg, device="meta").stride() == tensor.stride():

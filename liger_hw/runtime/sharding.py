@@ -1,8 +1,7 @@
-"""What an op's autograd Function does with DTensors: the rule that it names as `sharding`, and who applies it.
+"""Rules for an op's autograd Function on DTensors, which it names as `sharding`; without a rule it refuses them.
 
-A rule says which placements the arguments need and which the results have. `distributed/dtensor.py` applies it. That
-file is in a higher layer and needs torch.distributed.tensor, so the package's root sets its name here, and it is
-imported for the first DTensor. A Function without a rule refuses DTensors.
+A rule says which placements the arguments need and which the results have. `distributed/dtensor.py` applies it. It is
+in a higher layer and needs torch.distributed.tensor, so it is imported for the first DTensor, by the name `handler`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib
 from typing import Any, NamedTuple, NoReturn
 
 handler: str | None = None
-"""Full name of the module that applies rules: `apply(function, args)` and `refuse(name, args)`."""
+"""Full name of the module with `apply(function, args)` and `refuse(name, args)`."""
 
 
 class RowsRule(NamedTuple):
@@ -26,7 +25,7 @@ class RowsRule(NamedTuple):
 
 
 class RotaryRule(NamedTuple):
-    """A rotation of q and k by cos and sin, which follow the batch and the tokens; weights: as of `RowsRule`."""
+    """A rotation of q and k by cos and sin, which are sharded like batch and tokens; weights: as in RowsRule."""
 
     weights: tuple[str, ...] = ()
 
@@ -38,7 +37,7 @@ class LossRule(NamedTuple):
 
 
 def is_dtensor(arg: Any) -> bool:
-    """Whether it is a DTensor. Goes by the class's name, so that torch.distributed.tensor is not imported for it."""
+    """Whether it is a DTensor, without importing torch.distributed.tensor."""
     return type(arg).__name__ == "DTensor" and type(arg).__module__.startswith("torch.distributed")
 
 
@@ -48,6 +47,6 @@ def apply_sharded(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def refuse_dtensors(name: str, args: tuple[Any, ...]) -> NoReturn | None:
-    """Raise `ShardingError` where args hold a DTensor: an operator takes plain tensors only."""
+    """Raise `ShardingError` if there is a DTensor in args: operators take plain tensors."""
     if any(is_dtensor(arg) for arg in args):
         importlib.import_module(handler).refuse(name, args)

@@ -1,7 +1,6 @@
-"""Triton, or a stand-in that lets kernel files be imported where Triton is not installed, or too old.
+"""Triton, or a stand-in with which kernel files can be imported if Triton is not installed, or too old.
 
-Kernel files write `from ...runtime.triton_import import tl, triton`. Without Triton every op still runs its reference
-on CPU tensors; launching a kernel raises with what to install.
+Without Triton every op still runs its reference on CPU tensors; launching a kernel raises (`require`).
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
 
 
 class Absent:
-    """Stands for a module of Triton: each attribute is another stand-in, so that annotations like `tl.constexpr`
-    evaluate.
+    """Stands for a module of Triton, so that annotations like `tl.constexpr` evaluate.
 
-    It has the module's name, so that a kernel has the same digest with and without Triton (`ci/kernel_digests.py`).
+    It has the module's name, so that kernels have the same digests with and without Triton (`ci/kernel_digests.py`).
     """
 
     def __init__(self, name: str) -> None:

@@ -195,15 +195,6 @@ def test_a_loss_of_hidden_states_that_are_not_contiguous():
     torch.testing.assert_close(loss, expected)
 
 
-def test_a_family_that_transformers_does_not_have_is_named(monkeypatch):
-    def absent(name):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(forwards, "importlib", types.SimpleNamespace(import_module=absent))
-    with pytest.raises(ModuleNotFoundError, match="model.llama is not in liger_hw's shim: there is no transformers"):
-        forwards.FamilyModule("liger_kernel.transformers.model.llama").fill("llama")
-
-
 def test_liger_s_cross_entropy_in_the_place_of_torch_s(of_llama, monkeypatch):
     """As copies of Liger's patch functions put it, for the whole process; a patched head stays fused."""
     expected = trained(llama())

@@ -368,7 +368,8 @@ for module, names in json.load(open({str(NAMES)!r})).items():
     if "transformers.trainer.orpo_trainer.LigerORPOTrainer" in missing:
         assert "pip install trl" in missing.pop("transformers.trainer.orpo_trainer.LigerORPOTrainer")
         assert importlib.util.find_spec("trl") is None
-    assert not [name for name, error in missing.items() if "is not in liger_hw's shim: " not in error]
+    words = "is not in liger_hw's shim: ", "No module named 'transformers.models"  # of a newer transformers
+    assert not [name for name, error in missing.items() if not any(text in error for text in words)]
     idle = [
         pattern
         for pattern in replaced.REPLACED
