@@ -1,20 +1,18 @@
 """Lanes, devices and hermetic state for every test.
 
-A lane is a marker, by the hardware a test needs: cpu, interpret, aot, gpu, multigpu (see pyproject.toml). A test that
-takes the fixture `lane` runs in all of cpu, interpret and gpu (fewer with `@pytest.mark.lanes(...)`), and once for each
-dtype the lane is exact in when it takes `dtype` too. Fixture `op` is every registered op, `case` every op with every
-option set. Any other test without a lane marker is a cpu test. A lane this process cannot serve is skipped with what it
-would take. `pytest -m interpret` starts the interpreter by itself;
-elsewhere a process interprets kernels when it was started with LIGER_HW_INTERPRET=1.
+A lane is a marker for the hardware that a test needs: cpu, interpret, aot, gpu, multigpu (see pyproject.toml). A test
+with the fixture `lane` runs in cpu, interpret and gpu (fewer with `@pytest.mark.lanes(...)`), and once for each dtype
+that is exact in the lane if it has `dtype` too. Fixture `op` is each registered op, `case` each op with each of its
+option sets. Other tests without a lane marker are cpu tests. Lanes that this process cannot run are skipped. `pytest -m
+interpret` starts the interpreter; otherwise a process interprets kernels if LIGER_HW_INTERPRET=1.
 
-What repeats a proof with further ops, families, options, dtypes or architectures is marked `full` beside its lane, and
-`make test` leaves it out (ci/test.sh). `@pytest.mark.full` marks a test or one of its parameters.
-`@pytest.mark.daily(*lanes, **values)` marks every set of parameters but those with these values, in these lanes
-(default: all that need no GPU); of several such marks on one test each adds what it names. A value is the text of a
-parameter, or a tuple of texts; of a `case` they are `op` and `options`, which is "default" or "other".
+`make test` leaves out tests marked `full`, which repeat a proof with more ops, families, options, dtypes or
+architectures. `@pytest.mark.daily(*lanes, **values)` marks as `full`, in these lanes (default: all that need no GPU),
+all parameters but those with these values; several such marks on a test add up. A value is the text of a parameter, or
+a tuple of texts. A `case` has the values `op` and `options`, which is "default" or "other".
 
-`@pytest.mark.memory(GIB, op=GIB)` is for tests of the gpu lane that take much of the device's memory. A device that has
-less skips them, and `ci/test.sh` runs them in one process.
+`@pytest.mark.memory(GIB, op=GIB)`: the device memory that a test of the gpu lane needs, if much. Devices with less skip
+the test; `ci/test.sh` runs such tests in one process.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a shared test body runs: its name, the torch device, and the dtypes that are exact enough to test there."""
+    """Where a shared test body runs. dtypes: those that are exact enough to test there"""
 
     name: str
     device: str
@@ -87,13 +85,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _lane_of_run(config: pytest.Config) -> str | None:
-    """The one lane that `-m LANE` or `-m "LANE and ..."` asks for."""
+    """The lane of `-m LANE` or `-m "LANE and ..."`."""
     first = config.getoption("markexpr", "").split(" and ")[0].strip()
     return first if first in LANES else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that names neither the lane asked for nor the fixture `lane` has no test of it, and is not imported."""
+    """A file without the name of the chosen lane and without the word `lane` has no test of it and is not imported."""
     lane_of_run = _lane_of_run(config)
     if lane_of_run in (None, "cpu") or collection_path.suffix != ".py":
         return None
@@ -205,13 +203,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported by now lives as long as the process: no garbage collection need look through it again."""
+    """Garbage collections need not look again through what was imported by now."""
     gc.collect()
     gc.freeze()
 
 
 def _memory_of(item: pytest.Item) -> float:
-    """GiB that a test's mark `memory` says, of its op where the mark names it; 0 without a mark."""
+    """The GiB of a test's mark `memory`, for its op if the mark names it; 0 without a mark."""
     mark = item.get_closest_marker("memory")
     if mark is None:
         return 0
@@ -230,7 +228,7 @@ def _gib_of(device: str) -> float:
 
 
 def _runs_daily(item: pytest.Item, lane: str) -> bool:
-    """Whether no mark `daily` leaves a test to `make test LANES=full`."""
+    """Whether `make test` runs a test, by its marks `daily`."""
     values = _values(item)
     chosen = [mark.kwargs for mark in item.iter_markers("daily") if lane in (mark.args or _WITHOUT_GPU)]
     if not chosen and lane == "interpret" and values.get("dtype") == "float16":
@@ -245,7 +243,7 @@ def _runs_daily(item: pytest.Item, lane: str) -> bool:
 
 
 def _values(item: pytest.Item) -> dict[str, str]:
-    """Each parameter of a test as a mark `daily` writes it."""
+    """The parameters of a test as marks `daily` write them."""
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     if "case" in params and isinstance(params["case"], tuple):
         op, options = params["case"]
@@ -268,7 +266,7 @@ def _interpreter():
 
 @pytest.fixture
 def gpu(pytestconfig: pytest.Config) -> str:
-    """The device of the gpu lane, for tests of that lane alone."""
+    """The device of the gpu lane, for tests of only that lane."""
     device = gpu_device(pytestconfig)
     assert device is not None, "mark the test with pytest.mark.gpu"
     return device
@@ -276,7 +274,7 @@ def gpu(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture(autouse=True)
 def _memory_released(request: pytest.FixtureRequest):
-    """After a test of the gpu lane: torch's cached blocks, which other processes on the device could not use."""
+    """After a test of the gpu lane, torch frees the memory that it has cached."""
     yield
     if request.node.get_closest_marker("gpu") and (device := gpu_device(request.config)):
         import torch
@@ -286,7 +284,7 @@ def _memory_released(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number of its own for every test, the same in every run."""
+    """A number that depends on the test, the same in every run."""
     return zlib.crc32(request.node.name.encode())
 
 
@@ -300,7 +298,7 @@ def generator(seed: int):
 
 @pytest.fixture
 def set_env():
-    """Sets a variable that liger_hw reads; after the test what the environment said before holds again."""
+    """Sets a variable that liger_hw reads, until the end of the test."""
     from liger_hw import env
 
     with pytest.MonkeyPatch.context() as patch:
@@ -315,7 +313,7 @@ def set_env():
 
 @pytest.fixture
 def define(monkeypatch: pytest.MonkeyPatch):
-    """`runtime.operator.define`; the operators go with the test."""
+    """`runtime.operator.define` for operators that are removed after the test."""
     import torch
 
     from liger_hw.runtime import operator
@@ -343,7 +341,7 @@ def one_rank():
 
 @pytest.fixture
 def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The registry without anything resolved, stored, overridden or set aside, before and after the test."""
+    """The registry without anything resolved, stored, overridden or quarantined, before and after the test."""
     from liger_hw import registry
 
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
@@ -365,7 +363,7 @@ def on_sm90(clean_registry):
 
 @pytest.fixture
 def no_failed_configuration():
-    """In production a configuration that fails is quarantined and the next layer answers; a test must see it."""
+    """Fails a test if a configuration was quarantined in it."""
     from liger_hw import registry
 
     before = registry.quarantined()

@@ -1,4 +1,4 @@
-"""What the shared kernel tests do with an op: sizes to try, samples, one forward and backward, and the fp64 oracle."""
+"""Helpers of the tests: an op's sizes and samples, one forward and backward, the fp64 oracle, and processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE_OF_A_FAMILY = (
     "softmax",
     "swiglu",
 )
-"""An op of each family of kernels, for what `make test` proves of some ops and `make test LANES=full` of all."""
+"""An op of each family of kernels, for tests of which `make test` runs some ops and `make test LANES=full` all."""
 
 
 def small_sizes(op: Op) -> list[Sizes]:
@@ -52,13 +52,13 @@ def small_sizes(op: Op) -> list[Sizes]:
 
 
 def few_sizes(op: Op) -> Sizes:
-    """The first of `small_sizes` with a handful of rows, for what does not depend on their number."""
+    """The first of `small_sizes` with a few rows."""
     first = small_sizes(op)[0]
     return (min(first[0], 7), *(min(s, 7) if s == first[1] and len(first) > 3 else s for s in first[1:]))
 
 
 def wide_sizes(op: Op) -> Sizes:
-    """Few rows of a last dimension that takes more than one 4096-wide tile, where the op has such a dimension."""
+    """Few rows with a last dimension of more than one tile of 4096, if the op has such a dimension."""
     large = next(iter(op.workloads.values()))
     if large[-1] < 1024:
         return small_sizes(op)[-1]
@@ -78,14 +78,14 @@ def make(op: Op, sizes: Sizes, dtype: torch.dtype, device: str, seed: int, optio
 
 
 def in_threads(*functions: Callable[[], Any]) -> None:
-    """Calls them at once, each in a thread of its own, and raises an error of one of them."""
+    """Call the functions at once, each in a thread, and raise an error of one of them."""
     with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
         for call in [pool.submit(function) for function in functions]:
             call.result()
 
 
 def python(*words: Any, env: Mapping[str, str] = {}, **options: Any) -> str:
-    """What this Python prints with these words, `env` in its environment beside ours; it must end well."""
+    """What a new Python process prints; it must succeed. env: added to this process's environment"""
     command, environment = [sys.executable, *map(str, words)], {**os.environ, **env}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -102,20 +102,20 @@ def said(capsys: Any, *words: str) -> tuple[int, str, str]:
 
 
 def printed(capsys: Any, *words: str, code: int = 0) -> str:
-    """What `liger-hw` prints on standard output, or on standard error where it is to fail with a code."""
+    """What `liger-hw` prints on standard output, or on standard error if `code` is not 0; it must return `code`."""
     found, out, err = said(capsys, *words)
     assert found == code, out + err
     return err if code else out
 
 
 def team_words(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Both sums in one word, inverted, as `cooperative.publish` leaves them."""
+    """The words that `cooperative.publish` writes for these sums."""
     high, low = (t.float().view(torch.int32).long() for t in (first, second))
     return ~(high << 32 | low & 0xFFFFFFFF)
 
 
 def team_sums(words: torch.Tensor) -> torch.Tensor:
-    """[2, ...]: the sums in them."""
+    """The sums in words: [2, ...]."""
     return torch.stack([~words >> 32, ~words << 32 >> 32]).to(torch.int32).view(torch.float32)
 
 
@@ -126,7 +126,7 @@ def leaf(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 def mapped(
     tree: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: dict[int, torch.Tensor] | None = None
 ) -> Any:
-    """`tree` (tuples, lists, dicts) with every tensor changed; a tensor that occurs twice is changed once."""
+    """`tree` (tuples, lists, dicts) with every tensor changed, one that occurs twice only once."""
     seen = {} if seen is None else seen
     if isinstance(tree, torch.Tensor):
         if id(tree) not in seen:
@@ -138,7 +138,7 @@ def mapped(
 
 
 def changed(sample: Sample, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
-    """The sample with every tensor changed (new leaves that require grad where the old ones did)."""
+    """The sample with every tensor changed: new leaves with the same requires_grad."""
     seen: dict[int, torch.Tensor] = {}
 
     def new(t: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def padded(t: torch.Tensor) -> torch.Tensor:
 
 
 def shipped_tables() -> dict[str, list[tuple[Any, Any]]]:
-    """`vendor/file` of every table the package ships -> its ((op, variant, key), Entry) pairs."""
+    """`vendor/file` of every shipped table -> its ((op, variant, key), Entry) pairs."""
     from liger_hw.autotune import store, tables
     from liger_hw.backends import VENDORS
 
@@ -186,7 +186,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 @dataclass
 class Result:
-    """One call, as flat lists: outputs, their incoming gradients, inputs and their gradients; None for one without."""
+    """One call, as flat lists of tensors, or None for an absent gradient."""
 
     outputs: list[torch.Tensor]
     incoming: list[torch.Tensor | None]
@@ -229,7 +229,8 @@ def run(function: Callable[..., Any], sample: Sample, seed: int = 0, grads: list
 
 
 def assert_others_get_no_gradient(function: Callable[..., Any], sample: Sample, seed: int = 0) -> None:
-    """Inputs that the sample gives without a gradient, a teacher's, get none and change nothing if they want one."""
+    """Inputs without requires_grad in the sample, such as a teacher's, get no gradient if they require one, and the
+    results stay the same."""
     alone, inputs = run(function, sample, seed), tensors((sample.args, sample.kwargs))
     others = [t.requires_grad_() for t in inputs if t.is_floating_point() and not t.requires_grad]
     found = run(function, sample, grads=alone.incoming)
@@ -243,7 +244,7 @@ def assert_others_get_no_gradient(function: Callable[..., Any], sample: Sample, 
 def reference(
     op: Op, sample: Sample, incoming: list[torch.Tensor | None], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Result:
-    """What the op's reference gives for the sample and the outputs' gradients, every floating tensor changed."""
+    """The reference's result for the sample and the outputs' gradients, every floating tensor changed."""
 
     def new(t: torch.Tensor) -> torch.Tensor:
         return change(t) if t.is_floating_point() else t.clone()
@@ -252,14 +253,14 @@ def reference(
 
 
 def oracle(op: Op, sample: Sample, incoming: list[torch.Tensor | None]) -> Result:
-    """The exact result: the reference in fp64, with the roundings at which its definition says that it jumps."""
+    """The exact result: the reference in fp64. Roundings in `sample.exact`, at which the definition jumps, are kept."""
     stated = dataclasses.replace(sample, kwargs={**sample.kwargs, **sample.exact})
     return reference(op, stated, incoming, torch.Tensor.double)
 
 
 class _Rounded(TorchDispatchMode):
-    """Every floating result of an operation moves up or down by `unit`, forward and backward, in a softmax too;
-    what is only copied or viewed, and what is changed in place, stays."""
+    """Every floating-point result of an operation moves up or down by `unit`, forward and backward, also inside a
+    softmax. Copies, views and changes in place stay as they are."""
 
     _COPIES = (
         *("_to_copy", "cat", "clone", "constant_pad_nd", "copy", "embedding", "gather", "index", "index_select"),
@@ -296,7 +297,7 @@ class _Rounded(TorchDispatchMode):
 
 
 def _farthest(exact: Result, moved: Callable[[int], Result]) -> list[torch.Tensor]:
-    """How far from `exact` (outputs, then gradients) the results of three draws are."""
+    """The largest distance of three draws from `exact`, for each output, then each gradient."""
     most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
     for draw in range(3):
         drawn = zip(most, moved(draw).bits(), exact.bits())
@@ -321,8 +322,8 @@ def roundings(
 ) -> list[torch.Tensor]:
     """How much `exact` moves when every intermediate result of the oracle moves by the accumulator's rounding error.
 
-    That shows terms which cancel whatever the inputs are, as `sensitivity` does not: dy - n mean(dy n) in the gradient
-    of a normalisation where one element is most of the row's norm, a logit less the log-sum-exp of one class.
+    Unlike `sensitivity`, this shows terms that cancel whatever the inputs are: dy - n mean(dy n) in a norm's gradient,
+    if one element is most of the row's norm, or a logit less the log-sum-exp of one class.
     """
 
     def moved(draw: int) -> Result:
@@ -375,7 +376,7 @@ def _draws(op: Op, sample: Sample, result: Result) -> dict[float, list[tuple[tor
 
 
 def noted(launches: dict) -> Callable[..., None]:
-    """For `Foreseen`: what tells the kernels of a launch from others becomes a key of `launches`."""
+    """For `Foreseen`: adds a key to `launches` for each kernel that a launch would compile."""
 
     def note(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         launches[plan.tunable.name, plan.key, likeness(kernel, args, flags)] = None

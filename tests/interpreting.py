@@ -1,7 +1,6 @@
-"""Triton's interpreter as the tests of that lane use it: with the maxima of a device, and faster.
+"""Changes to Triton's interpreter for the tests: maxima as on a device, and less Python around numpy's arithmetic.
 
-Most of an interpreted operation is not its arithmetic in numpy but Triton's own Python around it: `faster` leaves out
-what has no effect on results. It replaces functions of Triton by name, and leaves a Triton older than 3.7 as it is.
+`faster` replaces functions of Triton by name. It leaves a Triton older than 3.7 as it is.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from triton.runtime import interpreter
 
 
 def maxima_of_a_device(patch: pytest.MonkeyPatch) -> None:
-    """The interpreter up to 3.7 keeps NaN in `tl.maximum` and `tl.minimum` where devices drop it, as later ones do.
-
-    Its `tl.max` and `tl.min` drop it already; what asks for `propagate_nan` keeps it, here and there.
-    """
+    """`tl.maximum` and `tl.minimum` drop NaN, as on devices; the interpreter keeps it up to 3.7."""
     for name, drops in (("create_maxnumf", numpy.fmax), ("create_minnumf", numpy.fmin)):
         operation = functools.partialmethod(interpreter.InterpreterBuilder.binary_op, op=drops)
         patch.setattr(interpreter.InterpreterBuilder, name, operation)
@@ -31,17 +27,16 @@ def faster(patch: pytest.MonkeyPatch) -> None:
         return
     _replace_language_once(patch)
     _keep_types(patch)
-    # In int64 each sum and product of int32 is computed again, for an assertion that is ignored outside debug mode.
+    # the check computes each sum and product of int32 again in int64
     builder = interpreter.interpreter_builder
     patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug))
 
 
 def _replace_language_once(patch: pytest.MonkeyPatch) -> None:
-    """A launch replaces the functions of `triton.language`, and every call of a device function inside it looks through
-    them again, which takes longer than what most of those functions do.
+    """A launch replaces the functions of `triton.language`, and so does every call of a device function inside it.
 
-    Here such a call replaces only what neither its launch nor a call before it has. Triton takes back what a launch
-    replaced and leaves what a device function did.
+    Here such a call replaces only those that its launch and earlier calls have not. Triton restores those that a launch
+    replaced, not those of a device function.
     """
     replace_language = interpreter._patch_lang
     by_launch: list[frozenset[str]] = []  # of the launch in progress: launches take turns
@@ -74,9 +69,9 @@ def _replace_language_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_types(patch: pytest.MonkeyPatch) -> None:
-    """Every operation makes the types of its operands anew, their shapes as constexprs, and a table of numpy's dtypes.
+    """The types of operands, their shapes as constexprs and the table of numpy's dtypes are made only once.
 
-    Here each is made once. Shapes that are equal are then one object, and operands of one need no broadcast.
+    Equal shapes are then one object, and operands with the same one need no broadcast.
     """
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
     broadcast, find_dtype = semantic.TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype

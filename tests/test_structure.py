@@ -1,4 +1,4 @@
-"""The house rules that keep one move in one place: what may stand in which file."""
+"""The house rules that can be checked in the source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VENDOR_WORD = re.compile(
     r"|cdna|rdna|tesla|geforce|radeon|instinct|\bh[12]00\b|\ba100\b|\bmi\d{3}",
     re.IGNORECASE,
 )
-# Every line of code in kernels/ that may name a vendor's thing, with why. Docstrings and comments may.
+# Lines of code in kernels/ and runtime/ that may name something of a vendor, with the reason.
 VENDOR_CODE = {
     "operator.py": ['for key in ("CUDA", "XPU"):'],  # torch's dispatch keys; ROCm shares the first
     "triton_import.py": [
@@ -94,7 +94,7 @@ def test_allowed_vendor_lines_are_still_there():
 
 
 def test_no_launch_numbers_in_kernels():
-    """A kernel is launched with what the registry resolved: no num_warps=4 written down."""
+    """A kernel is launched with the configuration that the registry resolved."""
     wrong = _found(KERNELS, re.compile(r"\bnum_(warps|stages|ctas)\s*=\s*\d"))
     assert not wrong, "\n".join(wrong)
 
@@ -105,7 +105,7 @@ def test_no_autotuner_anywhere():
 
 
 def test_no_host_synchronisation_in_a_step():
-    """Nothing waits for the device. A checking mode that the user switched on may, and WAITS."""
+    """Only WAITS, and checking modes that the user has switched on, may wait for the device."""
     found = [line for line in _found([*KERNELS, *IN_A_STEP], SYNCS) if not _checks(line)]
     wrong = [line for line in found if not any(line.endswith(text) for text in WAITS)]
     assert not wrong, "\n".join(wrong)
@@ -113,7 +113,7 @@ def test_no_host_synchronisation_in_a_step():
 
 
 def _checks(found: str) -> bool:
-    """Whether the line stands in a function that a checking mode alone calls: its name starts with `_check`."""
+    """Whether the line is in a function whose name starts with `check` or `_check`."""
     file, number = found.split(":")[:2]
     tree = ast.parse((PACKAGE.parent / file).read_text())
     inside = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno <= int(number) <= f.end_lineno]
@@ -121,7 +121,6 @@ def _checks(found: str) -> bool:
 
 
 def test_no_threads_in_a_step():
-    """Workers of the tuner are processes that threads wait for; `compile_ahead` gives its threads plain numbers."""
     starts = re.compile(r"ThreadPool|ProcessPool|threading\.(Thread|Timer)\b|_thread\.start|multiprocessing|\bfork\(")
     rooms = ("autotune", "cli", "bench")
     wrong = [
@@ -135,9 +134,8 @@ def test_no_threads_in_a_step():
 
 
 def test_what_bears_a_name_of_liger_s_checks_its_arguments():
-    """An autograd Function does not: code written for Liger is given the classes of compat/functions.py.
-
-    The base classes of losses, which programs subclass, check in their forward."""
+    """An autograd Function does not check: code written for Liger gets the classes of compat/functions.py, and base
+    classes of losses, which check in their forward."""
     bases = "Function", "OperatorFunction", "torch.autograd.Function"
     sources = [path for path in SOURCES if path.name != "loss_bases.py"]
     found = [
@@ -175,7 +173,7 @@ def test_every_op_is_complete(op):
         assert re.fullmatch(r"_\w+_kernel", launched), f"{tunable.name}: {launched} should be _<op>_<variant>_kernel"
 
 
-# Sizes of a model rather than of a batch: a kernel may be specialised on what divides them.
+# Sizes of a model, not of a batch: a kernel may be specialised on their divisibility.
 MODEL_SIZES = set("n_cols n_channels n_experts n_heads n_inner n_k_heads n_q_heads n_p n_q n_stored".split())
 MODEL_SIZES |= {"n_in", "n_mix", "n_out", "n_streams"}
 SPECIALISED = {
@@ -208,7 +206,7 @@ def test_files_stay_readable():
 
 MOST_PARAMETERS, MOST_KERNEL_LINES = 25, 150
 MORE_PARAMETERS = {"_modulated_rms_norm_bwd_kernel": 28}
-"""Kernels that still have more, with how many."""
+"""Kernels with more parameters, and how many."""
 
 
 def test_a_person_can_read_a_kernel():
@@ -256,7 +254,7 @@ IDIOM = re.compile(
 )
 """Turns of speech, in comments and strings, that a reader has to read twice."""
 WORDS_LEFT = Path(__file__).with_name("words_left.json")
-"""File -> how many of both it still has. It may only shrink: `python tests/test_structure.py` writes it again."""
+"""File -> how many of both it has; may only shrink. `python tests/test_structure.py` writes it."""
 
 
 def _words(path: Path) -> int:
@@ -288,7 +286,7 @@ PRIVATE = re.compile(r"torch\._C|torch\._(?!_version)|\b_C\.|sys\.settrace|__cod
 
 
 def test_private_interfaces_stand_in_one_list():
-    """private.py has torch's, each with its reason; `private.ELSEWHERE` names the files that read other ones."""
+    """private.py has torch's, each with its reason; `private.ELSEWHERE` lists other uses."""
     from liger_hw import private
 
     explained = set(re.findall(r"^(\w+) = .*  # .+", (PACKAGE / "private.py").read_text(), re.MULTILINE))
@@ -317,7 +315,7 @@ UNDERSCORES_LEFT = {"transformers/auto_model.py"}  # names that frameworks look 
 
 
 def _underscores() -> dict[str, list[str]]:
-    """File -> underscore names it takes from files of the package; function-level imports too."""
+    """File -> underscore names that it takes from other files of the package."""
     files = {p.relative_to(PACKAGE.parent).as_posix(): p for p in SOURCES}
     modules = {name[:-3].replace("/", ".").removesuffix(".__init__"): name for name in files}
     taken = collections.defaultdict(list)
@@ -356,7 +354,7 @@ def test_underscore_names_stay_in_their_module():
 
 
 def test_no_import_circles():
-    """Imports inside functions and modules named in strings count; what a type checker alone imports does too."""
+    """Imports inside functions, for type checkers and of modules named in strings count too."""
     imported = collections.defaultdict(set)
     for name, file, _ in _arrows():
         if "*" not in file and name != file:
@@ -399,8 +397,7 @@ FLOORS = (
     "cli",
     "__main__",
 )
-"""The rooms, the lowest first; a file listed by itself is taken out of its room. A module imports what is on its own
-floor or below."""
+"""The rooms, the lowest first. A file may be listed apart from its room. A module imports from its floor or below."""
 UPWARDS = {
     ("__init__", "*"): "the table of public names; each is loaded when it is asked for",
     ("ops", "kernels/*"): "the file of an op, when somebody asks for the op",
@@ -408,26 +405,22 @@ UPWARDS = {
     ("transformers/__init__", "compat/modules"): "Liger's layers that only the shim has",
     ("transformers/__init__", "compat/replaced"): "what to use in the place of a name of Liger's that is not here",
 }
-"""Imports of a higher floor: inside a function, or of a module named in a string, and why. It may only shrink."""
+"""Imports from a higher floor, inside functions or of modules named in strings, and why; may only shrink."""
 
 
 def _floor_of(file: str) -> int:
-    """The floor of a file, named without its suffix; of several entries that hold it, the longest counts."""
+    """The floor of a file, named without suffix, by the longest entry that contains it."""
     floors = {entry: floor for floor, entries in enumerate(FLOORS) for entry in entries.split()}
     return floors[max((entry for entry in floors if f"{file}/".startswith(f"{entry}/")), key=len)]
 
 
 @functools.cache
 def _arrows() -> list[tuple[str, str, str]]:
-    """(file, file it imports, when) of the package, without suffixes. When: `now`, `later`, as a function runs, or
-    `typing`, by a type checker alone.
-
-    A string that names a module counts as well: somebody imports it later. `room/*` is any file of a room, where only
-    the beginning of the name is known.
-    """
+    """(file, file that it imports, when), without suffixes. when: `now`, `later` (inside a function or by a string that
+    names a module) or `typing` (only for type checkers). `room/*` is any file of a room."""
     files = {p.relative_to(PACKAGE).as_posix().removesuffix(".py"): p for p in SOURCES}
     modules = {f"liger_hw.{name}".replace("/", ".").removesuffix(".__init__"): name for name in files}
-    root = {"liger_hw": modules.pop("liger_hw")}  # everybody's name; what is imported from it is the version
+    root = {"liger_hw": modules.pop("liger_hw")}
     found = []
 
     def look(name: str, node: ast.AST, when: str) -> None:
@@ -457,7 +450,7 @@ def _arrows() -> list[tuple[str, str, str]]:
 
 
 def _variable(node: ast.AST) -> str:
-    """The name of the variable that a part of an f-string shows, or an empty string."""
+    """The name of the variable in a part of an f-string, or ""."""
     return getattr(getattr(node, "value", None), "id", "")
 
 

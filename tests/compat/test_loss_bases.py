@@ -411,21 +411,6 @@ def test_what_cannot_be_raises():
             function.apply(x[:2], weight, *args)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_chunk_forward_of_the_policy(bias):
-    draw = Draw()
-    head, ids = draw.head(3, LENGTH, bias=bias), draw.labels(3, LENGTH).clamp_min(0)
-    weights = draw(3, LENGTH)
-
-    def mine(x, weight, bias):
-        return (LigerFusedLinearPPOBase.chunk_forward(x, weight, ids, bias=bias, temperature=0.9) * weights).sum()
-
-    def plain(x, weight, bias):
-        return (token_logps(x, weight, bias, ids, 0.9) * weights).sum()
-
-    same(results(mine, head, (), ()), results(plain, head, (), ()))
-
-
 def test_the_normalizer(monkeypatch):
     count, mask = LigerFusedLinearPPOBase._compute_dapo_normalizer, torch.tensor([[1, 1, 0], [1, 0, 0]])
     assert count(mask) == 3 and count(mask).dtype is torch.float32 and count(0 * mask) == 1

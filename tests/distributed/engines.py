@@ -1,12 +1,11 @@
-"""One rank of one engine: a tiny model trained two steps by the engine, patched and unpatched, against one process.
+"""One rank of an engine: a tiny model trained for two steps, patched and unpatched, compared with one process.
 
     torchrun --nproc-per-node 2 tests/distributed/engines.py ENGINE:full,ENGINE:lora OUT.json [--device cuda]
 
-Every rank trains on its own half of each batch. What the engine leaves as whole weights after each step of SGD with a
-learning rate of one gives the gradients. Rank 0 writes, for each cell, how far losses and gradients are from those
-of plain torch in one process on the whole batch, and how often each operator was called, on all ranks together. On GPUs
-the model has a wider vocabulary and longer rows, so that the logits' memory shows, and each record also has the errors
-of the unpatched engine and the peak memory of both.
+Every rank trains on its part of each batch. The gradients follow from the whole weights after each step of SGD with a
+learning rate of one. For each cell (engine:adapter), rank 0 writes how far losses and gradients are from plain torch in
+one process on the whole batch, and how often all ranks together called each operator. On GPUs, vocabulary and rows are
+larger, so that the logits' memory shows, and records also have the unpatched engine's errors and both peaks of memory.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ VOCAB_ON_GPU, TOKENS_ON_GPU = 4096, 256
 RATE, STEPS = 1.0, 2
 DEVICE = torch.device("cpu")
 RECOMPUTED = "recomputed"
-"""Said for an adapter: the whole model trains, patched with activations="full". Others have the default."""
+"""In place of an adapter: the whole model trains, patched with activations="full"."""
 COMPUTE = torch.float32
-"""What forwards compute in: bfloat16 means autocast, with weights in float32."""
+"""The dtype of forwards: bfloat16 by autocast, with weights in float32."""
 
 
 # -- what is trained -------------------------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ def config(**changes: Any) -> Any:
 
 
 def make_model(adapter: str = "full", **changes: Any) -> Any:
-    """The same weights on every rank, drawn large enough that a wrong kernel shows."""
+    """A model with the same weights on every rank, large enough to show a wrong kernel."""
     from objectives import OBJECTIVES, LlamaWithObjective
     from transformers import LlamaForCausalLM
 
@@ -76,7 +75,6 @@ def make_model(adapter: str = "full", **changes: Any) -> Any:
 
 
 def mixture_of_experts() -> Any:
-    """Four experts a layer, of which two for each token, in the place of its MLP."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -84,7 +82,7 @@ def mixture_of_experts() -> Any:
 
 
 def with_adapter(model: Any, adapter: str) -> Any:
-    """model: the base; adapter: full (none: every weight trains), experts (likewise) or PEFT's."""
+    """adapter: full or experts, for none, or lora"""
     if adapter in ("full", "experts"):
         return model
     import peft
@@ -101,7 +99,7 @@ def with_adapter(model: Any, adapter: str) -> Any:
 
 
 def batches(ranks: int) -> list[dict[str, torch.Tensor]]:
-    """STEPS batches of ROWS rows a rank; each rank ignores as many labels as any other, so that means agree."""
+    """STEPS batches of ROWS rows for each rank. All ranks ignore equally many labels, so that means agree."""
     made = []
     for step in range(STEPS):
         ids = torch.randint(3, VOCAB, (ranks * ROWS, TOKENS), generator=torch.Generator().manual_seed(70 + step))
@@ -121,10 +119,10 @@ def own(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Run:
-    """What a training showed: losses by step, weights before and after every step by name, calls by operator.
+    """Results of a training: the losses, the weights before and after every step, and operators' numbers of calls.
 
-    recomputed: the calls by which activations were computed again in backward, which `kernels` does not count
-    peak_mib: of what was allocated on this rank's GPU while it trained, beyond what was there before
+    recomputed: calls that compute activations again in backward, which `kernels` does not count
+    peak_mib: what this rank allocated on its GPU while it trained
     """
 
     def __init__(self) -> None:
@@ -142,7 +140,7 @@ class Run:
 
 
 def named(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Trained weights under names that wrappers do not change."""
+    """Weights under names without wrappers'."""
     for word in ("_orig_mod.", "_fsdp_wrapped_module.", "module.", "base_model.model."):
         weights = {name.replace(word, ""): w for name, w in weights.items()}
     return {name: w.detach().float().cpu().clone() for name, w in weights.items()}
@@ -206,7 +204,7 @@ def loop(
     step: Callable[[Any], torch.Tensor] | None = None,
     share: Callable[[dict], dict] = own,
 ) -> Run:
-    """Two SGD steps of `model`; whole() -> the gathered weights that train; step(batch) -> loss, default torch's."""
+    """Two SGD steps of `model`. whole: returns the gathered weights; step: batch -> loss (default: torch's own)"""
     run = Run()
     optimizer = None
     if step is None:  # foreach, which is the default on GPUs, takes no mixture of DTensors and plain tensors
@@ -227,7 +225,7 @@ def loop(
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
-    """Weights that train, DTensors gathered."""
+    """The weights that train, gathered."""
     with torch.no_grad():
         return {
             name: (p.full_tensor() if hasattr(p, "full_tensor") else p)
@@ -237,13 +235,11 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
 
 
 def alone(adapter: str, ranks: int, **changes: Any) -> Run:
-    """Plain torch in one process, unpatched, on the whole batch."""
     model = make_model(adapter, **changes).to(DEVICE)
     return loop(model, lambda: trained(model), ranks, share=lambda batch: batch)
 
 
 def patch(model: Any, patched: bool) -> Any:
-    """The report of patching a live model, or None."""
     import liger_hw
 
     options = {}
@@ -323,10 +319,7 @@ def _fsdp2(adapter: str, patched: bool, tail: bool, late: bool = False, replicas
 
 
 def _deepspeed(stage: int, persistent: int = 0) -> dict[str, Any]:
-    """DeepSpeed's settings, with buckets that do not hide the memory of a small model.
-
-    persistent: elements of a parameter that is left whole on each rank
-    """
+    """DeepSpeed's settings. persistent: elements of a parameter that stays whole on each rank"""
     buckets = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     settings = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -375,7 +368,7 @@ def _zero(adapter: str, patched: bool, stage: int, init: bool = False) -> Run:
 
 
 def tensor_parallel(patched: bool, adapter: str = "full") -> Any:
-    """A Llama by torch's plan: heads, MLPs and the vocabulary are split; norms and embeddings are on every rank."""
+    """A Llama whose heads, MLPs and vocabulary are split by torch; norms and embeddings are on every rank."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -392,7 +385,6 @@ def tensor_parallel(patched: bool, adapter: str = "full") -> Any:
 
 @engine
 def tp_torch(adapter: str, patched: bool) -> Run:
-    """Every rank has the whole batch."""
     model = tensor_parallel(patched, adapter)
     return loop(model, lambda: trained(model), 1, share=lambda batch: batch)
 
@@ -442,7 +434,7 @@ def accelerate_fsdp2(adapter: str, patched: bool) -> Run:
 
 
 def _trainer(adapter: str, patched: bool, **engine: Any) -> Run:
-    """Hugging Face's Trainer, which finds the kernels through the shim where use_liger_kernel=True."""
+    """Hugging Face's Trainer, which finds the kernels through the shim."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     run, world = Run(), dist.get_world_size()
@@ -507,7 +499,7 @@ def trainer_zero3(adapter: str, patched: bool) -> Run:
 
 @engine
 def pipeline(adapter: str, patched: bool) -> Run:
-    """torch.distributed.pipelining: rank r has a half of the layers; the last stage's loss is the fused one."""
+    """torch.distributed.pipelining: each rank has half of the layers; the last stage's loss is the fused one."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     from liger_hw.transformers.functional import liger_fused_linear_cross_entropy
@@ -573,7 +565,7 @@ ENGINES |= {
 
 
 class _Stage(torch.nn.Module):
-    """Half of a Llama: embedding and the first layers, or the last layers and the norm, with the head beside it."""
+    """Half of a Llama: the embedding and the first layers, or the last layers and the norm."""
 
     def __init__(self, model: Any, first: bool) -> None:
         super().__init__()
@@ -600,7 +592,7 @@ class _Stage(torch.nn.Module):
 
 
 def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative difference (of norms) of two sets of gradients, and whose it is."""
+    """The largest relative difference, by norm, of two sets of gradients, and its parameter."""
     assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:4]
     most = max(float(w.norm()) for w in wanted.values())
     errors = {n: float((found[n] - w).norm()) / max(float(w.norm()), 1e-4 * most) for n, w in wanted.items()}
@@ -609,7 +601,7 @@ def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tu
 
 
 def cell(name: str, adapter: str) -> dict[str, Any]:
-    """One record. On GPUs and in bfloat16 it also has what the unpatched engine differs by from plain float32."""
+    """A record. On GPUs and in bfloat16 it also has the unpatched engine's differences from plain float32."""
     global COMPUTE
     ranks = 1 if name.startswith(("tp_", "pipeline")) else dist.get_world_size()
     chosen, COMPUTE = COMPUTE, torch.float32
@@ -631,14 +623,13 @@ def cell(name: str, adapter: str) -> dict[str, Any]:
 
 
 def on_all_ranks(calls: Counter) -> dict[str, int]:
-    """The sums of every rank's counts."""
     counted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counted, calls)
     return dict(sorted(sum(counted, Counter()).items()))
 
 
 def run_engine(name: str, adapter: str, patched: bool) -> Run:
-    """A run that leaves nothing to the next one: accelerate keeps its plugin in the environment and in classes."""
+    """A run; afterwards accelerate's plugin is removed from the environment and from classes."""
     environment = dict(os.environ)
     try:
         return ENGINES[name](adapter, patched)
@@ -652,7 +643,7 @@ def run_engine(name: str, adapter: str, patched: bool) -> Run:
 
 
 def largest(value: float) -> float:
-    """The largest of the ranks' values."""
+    """The largest value of all ranks."""
     value = torch.tensor(value, device=DEVICE)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
@@ -665,7 +656,7 @@ def errors_of(found: Run, expected: Run) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of the packages that are here of those that the engines are made of."""
+    """Versions of Python and of the engines' packages."""
     found = {"python": platform.python_version()}
     for package in ("torch", "transformers", "accelerate", "deepspeed", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,6 +1,6 @@
-"""A Llama whose forward gives the loss of DPO or GRPO, fused with the output head or in plain torch.
+"""A Llama whose forward returns the loss of DPO or GRPO, fused with the output head or in plain torch.
 
-The loss runs inside the model's forward, so that whatever an engine hangs on the model has its effect.
+The loss runs inside the model's forward, where engines have gathered the weights.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ OBJECTIVES = ("dpo", "grpo")
 
 
 class LlamaWithObjective(LlamaForCausalLM):
-    """objective: dpo, of which two neighbouring rows are the chosen and the rejected answer, with means over tokens
-    (differences of long sums would be inexact), or grpo, whose advantages are read off the rows' first tokens. Both
-    without a reference model.
+    """objective: dpo, with the chosen and the rejected answer in neighbouring rows and means over tokens, since
+    differences of long sums are inexact; or grpo, with advantages from the rows' first tokens. Without reference models
 
-    fused: the loss is one of liger_hw.chunked_loss, or of the tensor-parallel head's log-probabilities
+    fused: use a loss of liger_hw.chunked_loss, or log-probabilities of the tensor-parallel head
     """
 
     objective = "dpo"
@@ -54,11 +53,11 @@ class LlamaWithObjective(LlamaForCausalLM):
         return CausalLMOutput(loss=head_loss(self.lm_head, hidden, loss))
 
     def is_split(self) -> bool:
-        """Whether the head is tensor parallel: FSDP2's weights are DTensors too, but it gathers them."""
+        """Whether the head is tensor parallel. FSDP2's weights are DTensors too, but it gathers them."""
         return type(self.lm_head.weight).__name__ == "DTensor" and not hasattr(self.lm_head, "unshard")
 
     def from_log_probs(self, logp: torch.Tensor, target: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """The loss, from the log-probabilities of the targets [rows, tokens], zero where there is none."""
+        """The loss, from log-probabilities of targets [rows, tokens], zero for ignored ones."""
         if self.objective == "dpo":
             chosen, rejected = (logp.sum(1) / (target != -100).sum(1)).chunk(2)
             return -F.logsigmoid(BETA * (chosen - rejected)).mean()
@@ -73,7 +72,7 @@ def log_probs(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def split_log_probs(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The same of a head whose weight is a DTensor, split by rows."""
+    """The log-probabilities by a head whose weight is a DTensor, split by rows."""
     from torch.distributed.tensor import DTensor, Replicate
 
     from liger_hw.transformers.functional import liger_fused_linear_log_probs

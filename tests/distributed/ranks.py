@@ -2,9 +2,8 @@
 
     run(__file__, "check_something", "cpu")     # check_something(rank, device), in two processes over gloo
 
-The function asserts; a rank that fails fails the test with its traceback. Processes on the CPU wait for the next
-function, until one fails or the tests end: most of what a rank does is to import torch. Those on GPUs, which hold
-memory there, leave. Called as a script, this is one rank.
+A rank that fails fails the test with its traceback. Processes on the CPU wait for the next function until one fails or
+the tests end, since importing torch takes most of their time. Those on GPUs end. Called as a script, this is one rank.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Ranks:
         ]
 
     def check(self, file: str, function: str, seconds: float) -> str:
-        """Run a function on every rank; "" or what the ranks said before one of them failed or ran out of time."""
+        """Run a function on every rank; returns "", or the ranks' errors if one failed or ran out of time."""
         limit = Timer(seconds, self.end)
         limit.start()
         try:
@@ -73,7 +72,6 @@ class Ranks:
         return said.read()[-3000:]
 
     def leave(self) -> None:
-        """Let the ranks take leave of each other, in an orderly way if they can."""
         for process in self.running:
             process.stdin.close()
         for process in self.running:
@@ -110,7 +108,7 @@ def run(file: str, function: str, kind: str = "cpu", world: int | None = None, *
 everywhere = pytest.mark.parametrize(
     "kind", [pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("", marks=pytest.mark.multigpu, id="gpus")]
 )
-"""Of a test that takes `kind`: on the CPU, and on GPUs."""
+"""Runs a test with the argument `kind` on the CPU and on GPUs."""
 
 
 class Calls(Observer):
@@ -125,17 +123,15 @@ class Calls(Observer):
 
 
 def accelerators() -> int:
-    """How many ranks a test on accelerators has: one a device, at most four, and two or four."""
+    """The number of ranks of a test on accelerators: two or four."""
     return 4 if torch.accelerator.device_count() >= 4 else 2
 
 
 def accelerator() -> str:
-    """The device type of the machine's accelerator."""
     return torch.accelerator.current_accelerator().type
 
 
 def main(kind: str, address: str, world: str, rank: str) -> None:
-    """One rank."""
     torch.set_num_threads(1)
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, int(rank))
     if kind != "cpu":

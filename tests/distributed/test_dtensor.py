@@ -268,28 +268,3 @@ def test_a_divergence_of_dtensors_is_refused(mesh_of_one, grad, needs_grad):
     for function in (F.liger_jsd, F.liger_kl_div, F.liger_tvd):
         with torch.set_grad_enabled(grad), pytest.raises(ShardingError, match="takes no DTensor"):
             function(rows, rows.detach())
-
-
-@pytest.mark.cpu
-def test_a_new_argument_shifts_nothing(mesh_of_one):
-    """A rule finds a Function's arguments by their names, wherever they stand and whether they are given or not."""
-
-    class RMSNormFunction:
-        sharding = RowsRule(inputs=("X",), weights=("W",))
-
-        @staticmethod
-        def forward(ctx, X, residual, W, eps=1e-6, row_mode="auto"):
-            raise NotImplementedError
-
-        @classmethod
-        def apply(cls, *args):
-            given.append(args)
-            return args[0] * args[2]
-
-    given = []
-    x, w = (distribute_tensor(random(*size), mesh_of_one, [Replicate()]) for size in ((3, 4), (4,)))
-    found = dtensor.apply(RMSNormFunction, (x, "a residual", w))
-    torch.testing.assert_close(found.full_tensor(), (x * w).full_tensor())
-    ((local, residual, weight, *rest),) = given
-    assert residual == "a residual" and rest == [1e-6, "auto"]
-    assert not isinstance(local, DTensor) and not isinstance(weight, DTensor)

@@ -1,9 +1,8 @@
-"""Every engine people train with: the same losses and gradients as plain torch, and the kernels still on.
+"""Every engine trains with the kernels, with the losses and gradients of plain torch.
 
-On the CPU one test is one launch of engines.py with two gloo ranks. On two or four GPUs of this machine (marker
-multigpu) all engines run over NCCL in one launch, in float32 and again in bfloat16, since a process that uses a GPU is
-slow to start. Lane `distributed` (ci/distributed.sh) installs what the engines need and runs them on the CPU; if
-$MATRIX names a folder, each cell's record is left there for docs/distributed-matrix.md (ci/distributed_page.py).
+On the CPU, a test launches engines.py with two gloo ranks. On two or four GPUs (marker multigpu), one launch runs all
+engines over NCCL, in float32 or in bfloat16. ci/distributed.sh installs what the engines need and runs them on the CPU.
+Records of cells are left in the folder $MATRIX for docs/distributed-matrix.md (ci/distributed_page.py).
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("engines.py")
 STEPS, LAYERS = 2, 2
 CALLS = {"rms_norm_fwd": STEPS * (2 * LAYERS + 1), "swiglu_fwd": STEPS * LAYERS, "rope": STEPS * 2 * LAYERS}
-"""Calls by each rank of the operators that every engine must reach; rope's backward is the same operator."""
+"""Each rank's calls of operators that every engine must reach; rope's backward is the same operator."""
 RECOMPUTED = {"rms_norm_fwd": STEPS * 2, "swiglu_fwd": STEPS}
-"""Calls by each rank, besides, by which the last layer's level has its activations again in backward."""
+"""Each rank's additional calls that compute the last layer's activations again in backward."""
 GATES = {"swiglu_fwd": STEPS}
-"""The same where the norms' weights are freed after each forward.
-
-In its first step ZeRO-3 frees weights that it leaves whole later on, as `trainer_zero3` has the norms'.
-"""
+"""The same if the norms' weights are freed after each forward. ZeRO-3 does that in its first step with weights that it
+leaves whole later, as those of the norms in `trainer_zero3`."""
 FUSED = {"fused_linear_cross_entropy_fwd": STEPS}
 SLICED = {"fused_linear_cross_entropy_tp_fwd": STEPS}
 NEEDS = {"zero": ("deepspeed",), "trainer_zero3": ("deepspeed",), "accelerate": ("accelerate",)}
@@ -64,19 +61,19 @@ WITH_OBJECTIVES = {
     "zero3": "chunked_loss",
     "tp_torch": "fused_linear_log_probs_fwd|fused_linear_log_probs_keep",
 }
-"""Engines that are tried with the losses of objectives.py as well, and the operators of which the loss calls one."""
+"""Engines that also run with the losses of objectives.py -> operators, one of which the loss calls."""
 WITH_RECOMPUTING = (
     *("ddp", "fsdp1_flat", "fsdp1_original_patched_after", "fsdp2_group", "accelerate_fsdp2", "zero2", "zero3"),
     *("zero3_init", "tp_torch", "tp_transformers", "trainer_ddp", "trainer_zero3", "pipeline"),
 )
-"""Engines that are tried with activations="full" as well: the first of two layers is then computed twice."""
+"""Engines that also run with activations="full", which computes the first of two layers twice."""
 WITH_EXPERTS = ("fsdp1_flat_patched_after", "fsdp2_group", "zero3", "zero3_init")
 DAILY = ("fsdp2_group",)
-"""What `make test` runs of it: the arrangement that Trainer, accelerate and transformers make."""
+"""The engines that `make test` runs: what Trainer, accelerate and transformers set up."""
 
 
 def missing(engine: str) -> list[str]:
-    """The packages that an engine needs and this environment does not have."""
+    """The packages that an engine needs and that are not installed."""
     needed = {package for prefix, packages in NEEDS.items() if engine.startswith(prefix) for package in packages}
     return sorted(package for package in needed if importlib.util.find_spec(package) is None)
 
@@ -84,7 +81,7 @@ def missing(engine: str) -> list[str]:
 def launch(
     cells: list[str], device: str, ranks: int, folder: Path, compute: str = "float32", seconds: int = 800
 ) -> list[dict]:
-    """The records of engines.py; a cell that hangs ends the launch, and it and those after it have none."""
+    """The records of engines.py. A cell that hangs ends the launch; it and later cells have no record."""
     out = folder / f"{compute}.json"
     environment = {
         **os.environ,
@@ -115,25 +112,25 @@ def launch(
 
 
 def cells_of(engine: str) -> list[str]:
-    """engine:adapter of the plain models that an engine trains."""
+    """engine:adapter of an engine's cells with cross entropy."""
     return [f"{engine}:{adapter}" for adapter in ENGINES[engine].get("adapters", "full,lora").split(",")]
 
 
 def objectives_of(engine: str) -> list[str]:
-    """engine:objective and engine:objective-lora of an engine that is tried with other losses."""
+    """engine:objective and engine:objective-lora of an engine's cells with other losses."""
     cells = cells_of(engine) if engine in WITH_OBJECTIVES else []
     named = [cell.replace(":", f":{objective}-") for objective in OBJECTIVES for cell in cells]
     return [cell.removesuffix("-full") for cell in named]
 
 
 def more_cells_of(engine: str) -> list[str]:
-    """The engine's cells with other losses or other models."""
+    """The engine's other cells."""
     recomputed = [f"{engine}:recomputed"] * (engine in WITH_RECOMPUTING)
     return objectives_of(engine) + recomputed + [f"{engine}:experts"] * (engine in WITH_EXPERTS)
 
 
 def check(records: list[dict], cells: list[str], folder: Path) -> None:
-    """Each of the cells is among the records, and is as it must be."""
+    """Each of the cells has a record without errors."""
     found = {f"{record['engine']}:{record['adapter']}": record for record in records}
     for cell in cells:
         log = "\n".join(path.read_text()[-3000:] for path in folder.rglob("*.log"))
@@ -143,7 +140,6 @@ def check(records: list[dict], cells: list[str], folder: Path) -> None:
 
 
 def need(engine: str) -> None:
-    """Skip the test where a package that the engine needs is missing."""
     if packages := missing(engine):
         pytest.skip(f"needs {', '.join(packages)}: bash ci/distributed.sh installs it")
 
@@ -183,7 +179,7 @@ def test_preference_and_policy_losses(engine, tmp_path):
 
 
 def on_gpus(engine: str, compute: str) -> list[str]:
-    """The engine's cells of the matrix on GPUs: in bfloat16 only the whole model."""
+    """The engine's cells on GPUs: in bfloat16 only the whole model."""
     if compute == "bfloat16":
         return [f"{engine}:full"]
     return cells_of(engine) + more_cells_of(engine)
@@ -191,7 +187,7 @@ def on_gpus(engine: str, compute: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=("float32", "bfloat16"))
 def matrix(request, tmp_path_factory):
-    """(the records of all engines that this machine can run, what they computed in, the folder with their log)"""
+    """(the records of all engines that this machine can run, the dtype, the folder with logs)"""
     from ranks import accelerators  # ci/distributed_page.py imports this file, and knows no `ranks`
 
     folder = tmp_path_factory.mktemp("matrix")
@@ -216,10 +212,10 @@ def test_on_gpus(matrix, engine):
 
 
 def wrong(record: dict) -> dict[str, str]:
-    """What of one cell's record is not as it must be: of loss, gradient and kernels, each with what was found.
+    """loss, gradient or kernels -> what is wrong with it in a cell's record.
 
-    In bfloat16 gradients may be 1.5 times as far from float32's as the engine's own, and the loss one rounding; the
-    engine's own must be as far as bfloat16 makes them.
+    In bfloat16, gradients may be 1.5 times as far from float32's as the unpatched engine's, whose error must be one of
+    bfloat16, and the loss one rounding.
     """
     limits = {"loss": 1e-5, "gradient": 1e-3}
     if record["compute"] == "bfloat16":

@@ -1,7 +1,6 @@
-"""The replay cache: a replayed call launches what its launcher would, on its own tensors; else the launcher is asked.
+"""The replay cache: a replayed call launches what its launcher would launch, on its own tensors.
 
-On the CPU there is a stand-in for the driver: tensors say they are on the current device, compiled kernels note their
-arguments.
+On the CPU, a stand-in for the driver puts tensors on the current device and records the arguments of compiled kernels.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ from liger_hw.transformers import functional
 from liger_hw.transformers.tiny import tiny_model
 
 cpu = pytest.mark.cpu
-WHOLLY_RECORDED = (
-    *("rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "softmax", "dyt", "cross_entropy"),
-)
+WHOLLY_RECORDED = "rms_norm fused_add_rms_norm layer_norm rope swiglu geglu softmax dyt cross_entropy".split()
 pytestmark = pytest.mark.usefixtures("no_failed_configuration")
 
 
 class Driver:
-    """The device that tensors are on and the current one; every launch past Triton, as the compiled kernel sees it."""
+    """The device of tensors, the current device, and the launches of compiled kernels without Triton."""
 
     def __init__(self) -> None:
         self.tensors_on = self.current = 0
@@ -70,7 +67,7 @@ def driver(monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Names of the operators whose launcher ran, recording or not."""
+    """Names of the operators whose launchers ran."""
     names = []
 
     def noting(name, launcher):
@@ -98,8 +95,10 @@ def inputs(rows=3, columns=64, dtype=torch.float32):
 
 
 def last(driver) -> tuple:
-    """(grid and stream, pointers, the rest) of the last launch of rms_norm's forward: x, w, y, rstd of x, residual, w,
-    b, y, sum, rstd; then numbers, of which the fifth is eps."""
+    """(grid and stream, pointers to x, w, y and rstd, the rest) of the last launch of rms_norm's forward.
+
+    The fifth number of the rest is eps.
+    """
     _, *args = driver.seen[-1]
     assert args[4] == "head"
     return tuple(args[:4]), tuple(args[5:12][i] for i in (0, 2, 4, 6)), tuple(args[12:])
@@ -111,7 +110,7 @@ def pointers(*tensors) -> tuple:
 
 @cpu
 def test_every_op_launches_again_what_its_launchers_launched(driver, case, seed, monkeypatch):
-    """Forward and backward five times: the later ones as the first, pointers of fresh tensors aside."""
+    """Five times forward and backward launch the same, except for pointers to new tensors."""
     op, options = case
     monkeypatch.setattr(torch, "_assert_async", lambda *args: None)
     sample = make(op, few_sizes(op), torch.float32, "cpu", seed, options)
@@ -131,7 +130,7 @@ def test_every_op_launches_again_what_its_launchers_launched(driver, case, seed,
 
 
 def _without_fresh(launch: tuple, own: set) -> tuple:
-    """A launch with addresses of tensors that are not the caller's all called alike."""
+    """A launch with the addresses of tensors that are not the caller's replaced by one word."""
     return tuple(a if not isinstance(a, int) or a < 1 << 32 or a in own else "fresh" for a in launch)
 
 
@@ -166,7 +165,7 @@ def test_one_tensor_passed_twice_is_two_arguments(driver, asked):
 
 @cpu
 def test_layouts_that_differ_are_recorded_apart(driver, asked):
-    """Alignment, dtype, strides, and numbers: each its own, and each launched with its own."""
+    """By alignment, dtype, strides and numbers."""
     x, w = inputs()
     moved = torch.randn(3 * 64 + 1)[1:].view(3, 64)
     wide = torch.randn(3, 128)[:, :64]
@@ -310,10 +309,7 @@ def _launched(x, y, out, z=0.0):
         lambda x, y, z: _launched(x, y, x),
         lambda x, y, z: _launched(x, torch.empty(64, device="meta"), torch.empty_like(x)),
     ],
-    ids=[
-        *("a copy", "zeros", "a value read", "a tensor of its own", "part of an allocation", "an argument"),
-        "memory elsewhere",
-    ],
+    ids="copy,zeros,a value read,another tensor,part of an allocation,an argument,memory elsewhere".split(","),
 )
 def test_a_launcher_that_does_more_is_always_asked(probe, launcher):
     calls = []
@@ -328,7 +324,7 @@ def test_a_launcher_that_does_more_is_always_asked(probe, launcher):
 @cpu
 @pytest.mark.parametrize("through_dispatcher", [False, True])
 def test_parts_of_an_operator_that_does_more_are_repeated(probe, driver, through_dispatcher):
-    """Each by itself, from its third call on, in eager and below the dispatcher; what lies between is always done."""
+    """From the third call on, in eager and below the dispatcher."""
     parts, calls = [], []
 
     @recording.repeated
@@ -362,7 +358,6 @@ _KEPT = torch.randn(64)
 
 @cpu
 def test_an_assertion_on_the_device_is_made_again(probe, driver, monkeypatch):
-    """Of the tensor of this call, after it was written."""
     asserted, calls = [], []
 
     def launcher(x, y, z):
@@ -385,8 +380,6 @@ def test_an_assertion_on_the_device_is_made_again(probe, driver, monkeypatch):
 
 @cpu
 def test_zeros_are_written_again(probe, driver):
-    """Before every launch, into that call's own allocation."""
-
     def launcher(x, y, z):
         return _launched(x, y, torch.empty_like(x).zero_())
 
@@ -404,7 +397,7 @@ def test_zeros_are_written_again(probe, driver):
 @cpu
 @pytest.mark.parametrize("calls", range(4))
 def test_a_launch_refused_later_is_quarantined(driver, asked, calls, clean_registry):
-    """At the first launch past Triton, while recorded, or later: the next layer answers, and is recorded."""
+    """At the first launch without Triton, while recorded, or later: the next layer's configuration is recorded."""
     x, w = inputs()
     config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
     with registry.pretend(known_target("sm90")), registry.override("rms_norm.fwd", config):
@@ -470,7 +463,7 @@ def test_launchers_see_numbers_as_the_schema_has_them(probe, driver):
 
 @cpu
 def test_cpu_tensors_do_not_ask_for_the_current_device(monkeypatch):
-    """torch's answer is an error where there is no driver, and in a process forked after CUDA was used."""
+    """torch raises without a driver, and in a process forked after CUDA was used."""
 
     def no_driver():
         raise RuntimeError("Found no NVIDIA driver on your system")
@@ -494,7 +487,6 @@ def test_results_are_inference_tensors_where_they_would_be(driver, asked):
 
 @cpu
 def test_a_recording_holds_no_tensor(driver):
-    """Nor does a cycle that waits for Python's collector."""
     gc.collect()
     gc.disable()
     try:
@@ -510,7 +502,6 @@ def test_a_recording_holds_no_tensor(driver):
 
 @cpu
 def test_recording_does_not_import_the_compiler():
-    """It takes a second or more, in the middle of a training step."""
     code = """
 import sys, torch
 from liger_hw.runtime import recording
@@ -523,8 +514,6 @@ assert len(seen.allocated) == 1 and "torch._dynamo" not in sys.modules
 
 @cpu
 def test_threads_record_each_for_itself(driver):
-    """All record the same layouts, while the plans change under them."""
-
     def work():
         for number in range(100):
             x, w = inputs(1 + number % 5)
@@ -540,8 +529,8 @@ def test_threads_record_each_for_itself(driver):
 @cpu
 @pytest.mark.parametrize("meanwhile", [0, 3])
 def test_the_tuner_checks_the_plan_it_says(driver, monkeypatch, meanwhile):
-    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer, nor what
-    another thread launches while the block is entered."""
+    """`everywhere` gives launchers another plan: no recording with the previous one may answer, nor one that another
+    thread makes while the block is entered."""
     x, w = inputs()
     for _ in range(3):
         norm(x, w)
@@ -570,7 +559,7 @@ def test_layouts_that_never_repeat_are_not_kept_without_end(driver, monkeypatch)
 
 @pytest.mark.lanes("gpu")
 def test_recorded_calls_give_the_same_bits(lane, case, seed, clean_registry, monkeypatch):
-    """Four calls of a layout with other values each, the last two on another stream, against Triton's own launcher."""
+    """Four calls of a layout with different values, the last two on another stream, against Triton's launcher."""
     op, options = case
     module = torch.get_device_module(torch.device(lane.device).type)
 
@@ -597,7 +586,6 @@ def test_recorded_calls_give_the_same_bits(lane, case, seed, clean_registry, mon
 
 @pytest.mark.lanes("gpu")
 def test_recorded_while_a_graph_is_captured(lane, seed, clean_registry):
-    """The second call of a layout, which records it, and the third may both lie in a captured graph."""
     if torch.device(lane.device).type != "cuda":
         pytest.skip("torch captures graphs on its cuda device type")
     x, w = torch.randn(5, 64, device=lane.device), torch.randn(64, device=lane.device)
@@ -616,7 +604,7 @@ def test_recorded_while_a_graph_is_captured(lane, seed, clean_registry):
 
 @cpu
 def test_batched_gradients_go_by_the_dispatcher(driver, asked):
-    """Their tensors have no memory of their own: no launch is made with them, and none is recorded."""
+    """Their tensors have no memory: nothing is launched with them or recorded."""
     x, w = inputs()
     dy, rstd = torch.randn(2, *x.shape), torch.rand(x.shape[0])
     exact = [rms_norm.RMSNormFunction.bwd.overload(g, x, w, rstd, 1e-6, 0.0, 0, False)[0] for g in dy]
