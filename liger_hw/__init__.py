@@ -24,11 +24,7 @@ __version__ = "0.1.0"
 sharding.handler = "liger_hw.distributed.dtensor"  # imported for the first DTensor
 autotune.compiles_ahead = "liger_hw.autotune.compile_ahead"  # imported for the first call of an op with many kernels
 
-_SUBMODULES = (
-    *("transformers", "chunked_loss", "distributed", "recompute", "registry", "kernels", "backends", "autotune"),
-    *("bench", "env", "hub", "trl"),
-)
-
+_SUBMODULES = "transformers chunked_loss distributed recompute registry kernels backends autotune bench env hub trl"
 HOME = {
     "patch": "liger_hw.transformers.apply",
     "revert": "liger_hw.transformers.report",
@@ -42,7 +38,7 @@ HOME = {
     "CountedRows": "liger_hw.kernels.heads.linear_head",
     "LaunchConfig": "liger_hw.backends.base",
     "Target": "liger_hw.backends.base",
-    **{name: f"liger_hw.{name}" for name in _SUBMODULES},
+    **{name: f"liger_hw.{name}" for name in _SUBMODULES.split()},
 }
 """Public name -> module that defines it."""
 

@@ -1,6 +1,6 @@
 """All private interfaces of torch that the code uses, each with its reason; other files take them from here.
 
-`ELSEWHERE` lists exceptions; tests/test_structure.py checks both. A name that a build of torch lacks is None.
+`ELSEWHERE` lists exceptions; tests/test_structure.py checks both. Names that a build of torch lacks are None.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ grouped_matmul = torch._grouped_mm  # several products in one launch by the vend
 current_device = getattr(_C, "_cuda_getDevice", None)  # at every launch, without torch.cuda's own checks
 current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)  # a handle at every launch, without a Stream object
 
-hooks_on_every_module = (
-    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
-    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
-)
+hooks_on_every_module = [_module._global_forward_pre_hooks, _module._global_forward_hooks]
+hooks_on_every_module += [_module._global_backward_pre_hooks, _module._global_backward_hooks]
 """torch's dictionaries of hooks that run before and after each module's forward and backward."""
 
 

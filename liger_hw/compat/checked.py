@@ -1,7 +1,7 @@
 """Cross entropies under Liger Kernel's names, with two differences from liger_hw's own.
 
-That of given logits raises for a target out of bounds, before the launch: programs catch the error and go on. The mean
-over no targets is zero, not nan.
+The cross entropy of given logits raises for a target out of bounds before the launch: programs catch the error and go
+on. The mean over no targets is zero, not nan.
 """
 
 from __future__ import annotations

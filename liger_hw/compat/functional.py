@@ -1,7 +1,7 @@
 """Behind `liger_kernel.functional`: Liger Kernel's signatures and defaults over liger_hw's functions.
 
-`impl`, `mode` and `backend` have no effect. Other names are those of `liger_hw.transformers.functional` without
-`liger_`.
+`impl`, `mode` and `backend` have no effect. Other names are in `liger_hw.transformers.functional`, with `liger_` before
+them.
 """
 
 from __future__ import annotations

@@ -16,10 +16,8 @@ from ..transformers.loss import OutputHead, head_path, viewed_with
 from .fsdp import redirected
 
 __all__ = ["LigerORPOTrainer"]  # noqa: F822, by __getattr__
-_METRICS = (
-    *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss"),
-    *("rewards/chosen", "rewards/rejected", "log_odds_ratio", "log_odds_chosen"),
-)
+_METRICS = "logps/chosen logps/rejected logits/chosen logits/rejected nll_loss rewards/chosen rewards/rejected".split()
+_METRICS += ["log_odds_ratio", "log_odds_chosen"]
 """Names of the loss's metrics, in its order."""
 
 

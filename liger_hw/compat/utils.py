@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.utils` and `liger_kernel.ops.utils`: helpers for code with its own kernels."""
+"""Behind `liger_kernel.utils` and `liger_kernel.ops.utils`: helpers for code with kernels of its own."""
 
 from __future__ import annotations
 

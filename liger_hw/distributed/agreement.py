@@ -29,8 +29,6 @@ from ..backends import LaunchConfig, Target
 from ..registry import Entry
 
 log = logging.getLogger("liger_hw")
-_LINGER = 10.0
-"""Seconds that a rank, which may host the store, waits for the others to read the answers."""
 _stepped: Any = None
 """The store of the process group whose ranks agree, or need no comparison."""
 
@@ -189,7 +187,7 @@ def _exchange(
 ) -> list[dict[str, Any]]:
     """`tell()` of every rank, in the order of `ranks`. where: prefix of the keys in the store.
 
-    A rank that holds the store may end as soon as this returns, so each waits until the others have read too. Raises
+    A rank that holds the store may end when this returns, so each waits up to 10 seconds for the others to read. Raises
     `RuntimeError` on every rank if one fails or has not answered after `seconds`.
     """
     try:
@@ -205,7 +203,7 @@ def _exchange(
         raise RuntimeError(f"liger_hw.distributed.sync: {_missing(store, ranks, keys)} ({error})") from error
     with contextlib.suppress(Exception):  # a rank may have ended
         store.set(f"{where}/{dist.get_rank()}/read", "")
-        store.wait([f"{key}/read" for key in keys], datetime.timedelta(seconds=min(seconds, _LINGER)))
+        store.wait([f"{key}/read" for key in keys], datetime.timedelta(seconds=min(seconds, 10.0)))
     everyone = [json.loads(one) for one in answers_of_all]
     refused = [f"rank {rank}: {one['refused']}" for rank, one in zip(ranks, everyone) if "refused" in one]
     if refused:

@@ -359,7 +359,7 @@ def learn(model: nn.Module) -> None:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Name -> shape, when gathered, of a module's parameters; None for a parameter that is None."""
+    """Name -> shape, when gathered, of a module's parameters; None for an absent one (`bias=None`)."""
     shapes = {name: None if p is None else whole_shape(p) for name, p in module._parameters.items()}
     return shapes | _flattened.get(module, {})
 

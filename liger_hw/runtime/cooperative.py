@@ -1,8 +1,8 @@
 """Cooperative grids: programs that share a task (a row, a group of channels) too large for one, and exchange sums.
 
 Programs wait for one another, so all must be resident at once. With `launch_cooperative_grid` the driver starts all of
-them together or refuses the launch, which quarantines the configuration. Until there is room for all, none starts, so
-another kernel on the device, even a collective's, can delay the grid but cannot deadlock with it.
+them together or refuses the launch, which quarantines the configuration. Another kernel on the device, even a
+collective's, can delay the grid but cannot deadlock with it.
 
 Each program publishes two partial sums in one 64-bit word and collects the words of all splits of its task. Words are
 zeroed before each launch, and one relaxed atomic access reads both sums or neither, so no order between memory accesses

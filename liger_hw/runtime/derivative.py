@@ -1,6 +1,6 @@
 """The reference and the fake of a backward operator, from its forward's reference and the names in their schemas.
 
-Names are those of `operator.OperatorFunction`. If `needs_params` is False, all results but the first are empty;
+Names are as in `operator.OperatorFunction`. If `needs_params` is False, all results but the first are empty;
 `needed` has a flag for each result. The gradient of None is empty. An operator without results writes the gradients
 over the arguments that its schema marks as written.
 """

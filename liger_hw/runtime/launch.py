@@ -1,4 +1,4 @@
-"""Launching a kernel with a resolved plan (`launch`) or again as recorded (`replay`), and watching it (`observing`).
+"""Launching a kernel with a resolved plan (`launch`), repeating recorded launches (`replay`), observing (`observing`).
 
 A kernel's parameters are, in this order: tensors (or None), runtime numbers or tuples of them, flags (constexprs that
 the call chooses), tunables (constexprs that the plan chooses).
@@ -390,8 +390,8 @@ observers: list[tuple[int | None, "Observer"]] = []
 
 
 class Observer:
-    """Base class. Arguments and results are those of `launch`, of `call_routine`, and of an operator that is called in
-    eager mode (`call` is what `define` returned).
+    """Base class. Arguments and results are as in `launch`, `call_routine`, and an operator's call in eager mode, where
+    `call` is the function that `define` returned.
 
     `proceed` calls the next outer observer, after the last one the work itself; without that call, the method replaces
     the work.

@@ -91,20 +91,17 @@ def define(
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, the same ones for all arguments of one layout
     reference: the same results in plain torch
-    derivative_of: for a backward operator, its forward operator. The reference follows from the forward's by autograd,
-    and the fake from the names, unless given (`derivative.py`); `reference` then computes the forward's results from
-    the backward's arguments.
+    derivative_of: for a backward operator, its forward operator, from whose reference this one's follows
+    (`derivative.py`); `reference` then computes the forward's results from the backward's arguments
     shapes: the tensors' shapes and dtypes, as `checks.Shapes` reads them; checked in every call
     misfit: returns an error about arguments that fit `shapes`, or ""
-    fake: returns empty results of the right shapes, for torch.compile. A tuple names for each result an argument of the
-    same shape and dtype; if that is None, the result has no elements. None calls the reference on fake tensors, which
-    must not use autograd.
+    fake: returns empty results for torch.compile. A tuple names for each result an argument of the same shape and
+    dtype; the result of None has no elements. By default the reference is called on fake tensors, without autograd.
     numbers: a NamedTuple whose fields are appended to the schema. All functions here, and the returned one, take one
     such tuple as their last argument.
     recorded: False for a launcher that does more than allocate and launch (`recording.repeated`)
 
-    All functions take the schema's arguments by position. Numbers are converted to the schema's types. No function may
-    return one of its inputs.
+    Arguments are positional, numbers are converted to the schema's types. No function may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
     call_numbers = None if numbers is None else _Numbers(numbers)
@@ -157,9 +154,9 @@ def define(
 
     for key in ("CUDA", "XPU"):
         _library.impl(name, below_dispatcher, key)
-    _library.impl(name, checked(run_launcher if INTERPRET else _without_views(reference)), "CPU")
+    _library.impl(name, checked(run_launcher if INTERPRET else _with_results(_without_view, reference)), "CPU")
     if fake is None:
-        fake = _fake_of(reference)
+        fake = _with_results(lambda t: t.new_empty(t.shape), reference)
     elif isinstance(fake, tuple):
         fake = _fake_like(fake, overload._schema)
     torch.library.register_fake(f"liger_hw::{name}", checked(fake), lib=_library)
@@ -253,27 +250,21 @@ class _Numbers:
 _NUMBERS = {"float": float, "int": int, "bool": bool}
 
 
-def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference with results that are not views, so that a caller may change them in place."""
+def _with_results(change: Callable[[torch.Tensor], torch.Tensor], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with `change` applied to each tensor that it returns."""
 
-    def without_view(result: Any) -> Any:
-        return no_view(result) if isinstance(result, torch.Tensor) and result._is_view() else result
-
-    def run(*args: Any) -> Any:
-        results = reference(*args)
-        return tuple(map(without_view, results)) if isinstance(results, (tuple, list)) else without_view(results)
-
-    return run
-
-
-def _fake_of(reference: Callable[..., Any]) -> Callable[..., Any]:
-    def fake(*args: Any) -> Any:
-        results = reference(*args)
+    def changed(*args: Any) -> Any:
+        results = run(*args)
         if isinstance(results, torch.Tensor):
-            return results.new_empty(results.shape)
-        return None if results is None else tuple(t.new_empty(t.shape) for t in results)
+            return change(results)
+        return None if results is None else tuple(map(change, results))
 
-    return fake
+    return changed
+
+
+def _without_view(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be changed in place, also by a caller under autograd."""
+    return no_view(t) if t._is_view() else t
 
 
 def _fake_like(names: tuple[str, ...], schema: Any) -> Callable[..., Any]:
@@ -343,12 +334,12 @@ _USUAL = NO_TENSORS | TENSORS
 class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` is faster than torch's and refuses torch.func.
 
-    A call with DTensors follows the rule `sharding`; without a rule it is refused. The Function checks no arguments,
-    since torch.compile turns an error raised in `forward` into an internal error of torch: the op's public function
-    checks the options, and operators check the tensors.
+    It checks no arguments: torch.compile turns an error raised in `forward` into an internal error of torch. The op's
+    public function checks options, and operators check tensors.
     """
 
     sharding: ClassVar[RowsRule | RotaryRule | LossRule | None] = None
+    """The rule for DTensors, which are refused without one."""
     compiles_ahead: ClassVar[bool] = False
     """Whether the kernels of the first call are compiled in parallel."""
 

@@ -196,7 +196,7 @@ def test_a_loss_of_hidden_states_that_are_not_contiguous():
 
 
 def test_liger_s_cross_entropy_in_the_place_of_torch_s(of_llama, monkeypatch):
-    """As copies of Liger's patch functions put it, for the whole process; a patched head stays fused."""
+    """As copies of Liger's patch functions do, for the whole process; a patched head stays fused."""
     expected = trained(llama())
     logits, target = torch.randn(4, 9), torch.tensor([3, -100, 0, 8])
     loss = torch.nn.functional.cross_entropy(logits, target)

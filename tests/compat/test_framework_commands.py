@@ -1,8 +1,7 @@
-"""Frameworks' own training commands on a CPU: behind the shim they train as without it, on our kernels' modules.
+"""Frameworks' training commands on a CPU, with the shim and without.
 
-Each needs another transformers, so each has an environment of its own: FRAMEWORKS=axolotl bash ci/cpu.sh, or
-llamafactory, or ms-swift. Skipped elsewhere. verl's trainers ask for NCCL and NeMo AutoModel's loader for CUDA, so of
-them test_frameworks.py calls the parts.
+Each needs another transformers, so it has its own environment: FRAMEWORKS=axolotl bash ci/cpu.sh, or llamafactory, or
+ms-swift. Skipped elsewhere. verl needs NCCL and NeMo AutoModel CUDA: test_frameworks.py calls parts of them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def print_ours():
         forwards += [(type(o).__name__, o.forward) for o in objects if type(o).__name__ in {PARTS}]
         print("OURS", *sorted({{name for name, forward in forwards if hasattr(forward, "_liger_hw_part")}}), flush=True)
 """
-"""Printed when the command ends: classes whose forward, or that of an instance, is ours."""
+"""Prints, when the command ends, the classes whose forward, or that of an instance, is ours."""
 
 AXOLOTL = """
 base_model: model
@@ -110,7 +109,7 @@ COMMANDS = {
     "llamafactory": (["llamafactory.cli", "train", "config.yaml"], LLAMAFACTORY, "enable_liger_kernel: true\n"),
     "ms-swift": (["swift.cli.sft", *SWIFT.split()], "", ["--use_liger_kernel", "true"]),
 }
-"""Distribution -> (module and words, configuration, what is added to either for Liger)."""
+"""Distribution -> (module and arguments, configuration, addition to either for Liger)."""
 
 
 def _train(name: str, folder: Path, *, liger: bool) -> str:

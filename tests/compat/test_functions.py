@@ -1,5 +1,5 @@
-"""Every class that Liger's programs call `apply` of is a public function, and arguments that do not fit are refused
-before anything is launched, by the functions of `liger_kernel.chunked_loss` too."""
+"""`apply` of Liger's classes is a public function. Invalid arguments are refused before a launch, also by the functions
+of `liger_kernel.chunked_loss`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from liger_hw.transformers.functional import liger_cross_entropy
 pytestmark = pytest.mark.cpu
 
 WITHOUT_AN_OP = {"LigerMLPFunction", "LigerTiledMLPFunction"}
-"""They call modules and other ops; tests/kernels/test_tiled_mlp.py compares them."""
+"""Compared in tests/kernels/test_tiled_mlp.py."""
 SCALED = {"LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"}
-"""Another name of fused_linear_log_probs; tests/kernels/test_log_probs.py compares it."""
+"""Other names of fused_linear_log_probs, compared in tests/kernels/test_log_probs.py."""
 OF_LIGER = {
     "kl_div": ((), {"reduction": "batchmean"}),
     "mhc_coeffs": (
@@ -29,17 +29,15 @@ OF_LIGER = {
     ),
     "tvd": ((), {"reduction": "batchmean"}),
 }
-"""Op -> what Liger's class takes beside tensors, and those options of the public function: where defaults differ."""
+"""Op whose defaults differ -> the numbers that Liger's class takes, and the same options of the public function."""
 
 
 def arguments(name: str) -> tuple:
-    """What an op's sample calls it with."""
     return make(registry.get_op(name), few_sizes(registry.get_op(name)), torch.float32, "cpu", 0).args
 
 
 @pytest.mark.parametrize("name", sorted(set(functions.__all__) - WITHOUT_AN_OP - SCALED))
 def test_a_class_gives_what_its_public_function_gives(name):
-    """And refuses by it, before a launch, what it refuses: tests/kernels/test_declared_shapes.py."""
     function = getattr(functions, name)
     op = registry.get_op(function.__name__.removeprefix("liger_").removeprefix("_"))
     args, (numbers, options) = arguments(op.name), OF_LIGER.get(op.name, ((), {}))
@@ -50,7 +48,7 @@ def test_a_class_gives_what_its_public_function_gives(name):
 
 
 class _Launched(TorchDispatchMode):
-    """Names of liger_hw's operators that ran; one that refuses its arguments does so before its launcher."""
+    """Names of liger_hw's operators that ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +70,7 @@ CHANGES = {
 
 
 def _calls() -> dict:
-    """Name -> (function, what it takes, by place the changes after which it does as well)."""
+    """Name -> (function, its arguments, position -> changes after which the arguments are still valid)."""
     x, weight, bias, ids = torch.randn(4, 6, 8), torch.randn(11, 8), torch.randn(11), torch.randint(11, (4, 6))
     policy, reference = (x, weight, ids, bias), (x + 1, weight + 1, bias + 1)
     per_token, kept, good = torch.randn(2, 4, 6), torch.ones(4, 6), torch.tensor([True, False, True, False])
@@ -96,7 +94,7 @@ def _calls() -> dict:
 
 @pytest.mark.parametrize("name", _calls())
 def test_arguments_that_do_not_fit_are_refused_before_a_launch(name):
-    """Every change of a tensor, but the fitting ones, is an error that says whose."""
+    """Every change of a tensor that makes it invalid is an error that names the function."""
     function, args, fitting = _calls()[name]
     with _Launched() as launched:
         function(*args)
@@ -119,7 +117,7 @@ def test_a_short_weight_is_refused_under_torch_compile():
 
 
 def test_results_are_those_of_liger_s_classes():
-    """What Liger's give that the functions here do not: four results of a cross entropy, None where not asked for."""
+    """Four results of a cross entropy, None if not requested."""
     logits, target = arguments("cross_entropy")
     loss, *others = functions.LigerCrossEntropyFunction.apply(logits, target, None)
     assert others == [None] * 3
@@ -141,7 +139,7 @@ IGNORED = torch.full((6,), -100)
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_cross_entropy_of_no_rows_is_zero(reduction):
-    """As Liger's; liger_hw's own mean is nan, as torch's."""
+    """As in Liger; liger_hw's own mean is nan, as in torch."""
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
     logits = torch.randn(6, 16, requires_grad=True)
     own = liger_cross_entropy(logits, IGNORED)
@@ -173,7 +171,7 @@ def test_a_cross_entropy_of_no_rows_is_zero(reduction):
 
 @pytest.mark.parametrize("loss", [LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss])
 def test_distillation_takes_sequences(loss):
-    """Inputs [batch, length, hidden] and labels [batch, length], as some of TRL's trainers pass them."""
+    """[batch, length, hidden] with labels [batch, length], as some of TRL's trainers pass them."""
     student, teacher = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 12)
     heads = torch.randn(16, 8, requires_grad=True), torch.randn(16, 12)
     labels = torch.tensor([[1, -100, 3], [15, 0, 7]])

@@ -1,4 +1,4 @@
-"""Losses of one's own on Liger's base classes, as written for Liger, against the formulas on whole logits in fp64."""
+"""Custom losses on Liger's base classes, against formulas on whole logits in fp64."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def same(mine, plain):
 
 
 HEADS = [(bias, frozen) for bias in (True, False) for frozen in ((), (1,), (0,))]
-"""Whether there is a bias, and which of input and weight want no gradient."""
+"""Whether there is a bias, and which of input and weight need no gradient."""
 
 
 @pytest.mark.parametrize("bias, frozen", HEADS)
@@ -387,7 +387,7 @@ def test_autocast_sums_the_gradient_of_an_fp32_weight():
         assert found.dtype is torch.float32 and (found - wanted).norm() < 2**-6 * wanted.norm()
 
 
-def test_what_cannot_be_raises():
+def test_invalid_arguments_raise():
     draw = Draw()
     x, weight, bias = draw.head(3, LENGTH)
     target, good = draw.labels(3, LENGTH), draw.bools(3)

@@ -1,4 +1,4 @@
-"""`import liger_kernel` answered by liger_hw: in processes of their own, as the programs that need it run."""
+"""`import liger_kernel` with the shim, in other processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = Path(__file__).with_name("liger_names.json")
 
 
 def environment(path: str = str(compat.PATH)) -> dict[str, str]:
-    """Variables of a process that finds what is below `path` first, and in which nothing hides an installed Liger."""
+    """Variables of a process with `path` first on PYTHONPATH and without LIGER_HW_SHADOW_LIGER."""
     paths = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {k: v for k, v in os.environ.items() if k != "LIGER_HW_SHADOW_LIGER"} | {"PYTHONPATH": paths}
 
@@ -34,7 +34,7 @@ def python(code: str, path: str = str(compat.PATH), **variables: str) -> subproc
 
 
 def passes(code: str) -> str:
-    """What the code printed in a process that has not imported liger_kernel yet."""
+    """What the code prints in a process that has not imported liger_kernel yet."""
     process = _interpreter()
     process.stdin.write(json.dumps(code) + "\n")
     process.stdin.flush()
@@ -72,7 +72,7 @@ for line in sys.stdin:
 
 @functools.lru_cache(maxsize=1)
 def _interpreter() -> subprocess.Popen:
-    """One process for all of `passes`: most of what it does is to import torch. It forgets liger_kernel each time."""
+    """One process for all of `passes`, since importing torch takes most of its time."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen([sys.executable, "-c", _INTERPRETER], env=environment(), **pipes)
     atexit.register(process.kill)
@@ -123,7 +123,7 @@ assert LigerSwiGLUMLP is ours.LigerSwiGLUMLP
 
 
 def test_modules_are_the_shim_s():
-    """Not those of liger_hw that stand behind it, also where these were imported before."""
+    """Not those of liger_hw, even if these were imported before."""
     passes("""
 import liger_hw.chunked_loss.dpo_loss, liger_hw.transformers.functional
 from liger_kernel.chunked_loss import dpo_loss
@@ -134,7 +134,7 @@ assert functional.__name__ == "liger_kernel.transformers.functional"
 
 
 def test_modules_below_one_that_is_imported():
-    """Liger's import each other, so that programs find them as attributes."""
+    """Programs find them as attributes, as Liger's modules import each other."""
     passes("""
 import liger_kernel.transformers, liger_kernel.ops
 assert liger_kernel.transformers.rms_norm.LigerRMSNorm is liger_kernel.transformers.LigerRMSNorm
@@ -146,7 +146,7 @@ assert not hasattr(liger_kernel.transformers, "nothing") and not hasattr(liger_k
 
 
 def test_forwards_of_families():
-    """Their modules hold what Liger's import beside them; test_forwards.py runs them."""
+    """Their modules have the names that Liger's import; test_forwards.py runs the forwards."""
     passes("""
 import importlib.util
 from liger_kernel.transformers.model import loss_utils, output_classes
@@ -174,7 +174,7 @@ print(importlib.metadata.version("liger_kernel"), liger_kernel.__version__, is_l
     assert said.split() == [compat.VERSION, compat.VERSION, "True"]
 
 
-def test_what_is_not_there_is_said():
+def test_names_that_liger_does_not_have_are_import_errors():
     passes("""
 for code, said in {
     "from liger_kernel.transformers import LigerNothing": "cannot import name 'LigerNothing'",
@@ -186,8 +186,8 @@ for code, said in {
 """)
 
 
-def test_liger_hw_transformers_answers_what_the_shim_s_does():
-    """A program that changes its import finds the same names, or the same words of what to use."""
+def test_liger_hw_transformers_has_the_names_of_the_shim_s():
+    """liger_hw.transformers has the same names, and the same advice for missing ones."""
     done = python(
         """
 import sys
@@ -233,7 +233,7 @@ import liger_hw.compat.utils
 
 
 def test_functions_take_every_argument_of_liger_s():
-    """By position, as `apply` takes them: also those that choose among Liger's implementations."""
+    """By position, also those that choose among Liger's implementations."""
     passes("""
 import torch
 from liger_kernel.ops import (
@@ -264,7 +264,7 @@ for other in (q[:, :4], q[None]):
 
 
 def test_helpers_that_patch_single_modules():
-    """Each becomes Liger's layer, with its own epsilon, and so do the copies that PEFT saves."""
+    """A module, and its copies in PEFT's wrapper, become Liger's layer with the module's epsilon."""
     pytest.importorskip("peft")
     passes("""
 import copy
@@ -323,7 +323,7 @@ def test_a_real_install_is_not_hidden(real):
 
 
 def test_the_trainer_switches_it_on(tmp_path):
-    """transformers.Trainer(use_liger_kernel=True, liger_kernel_config=...) unmodified, against the same run without."""
+    """transformers.Trainer(use_liger_kernel=True, liger_kernel_config=...) against the same run without."""
     said = passes(
         f"""
 import torch
@@ -353,8 +353,8 @@ assert len(plain) == 3 and all(abs(a - b) < 1e-4 for a, b in zip(plain, patched)
 
 
 def test_liger_s_public_names_resolve():
-    """Every class and function of Liger 0.8.5's modules (liger_names.json, from its wheel; of `ops` the classes) is
-    there, or importing it says what to use in its place. The error is an ImportError, so that feature tests work."""
+    """Every class and function in Liger 0.8.5's wheel (liger_names.json; of `ops` only the classes) can be imported, or
+    the ImportError says what to use."""
     said = passes(f"""
 import json
 for module, names in json.load(open({str(NAMES)!r})).items():
@@ -375,7 +375,7 @@ for module, names in json.load(open({str(NAMES)!r})).items():
         for pattern in replaced.REPLACED
         if not any(re.fullmatch(pattern, name) for name in (*missing, "backends", "triton", *UNLISTED))
     ]
-    assert not idle, f"nothing is left out any more for {idle}"
+    assert not idle, f"take these out of REPLACED: {idle}"
 
 
 UNLISTED = (
@@ -385,7 +385,7 @@ UNLISTED = (
     "transformers.monkey_patch.llama_lce_forward",
     "env_report",
 )
-"""Names of Liger's that are in REPLACED and not in liger_names.json."""
+"""Names in REPLACED that are not in liger_names.json."""
 
 
 def test_what_is_not_here_names_its_replacement():
@@ -407,7 +407,6 @@ assert hasattr(layers, "LigerMHC")
 
 
 def test_the_ops_of_0_8_5():
-    """mHC, neighbourhood attention, one of Llama 4's rotary functions, and GRPO's function."""
     passes("""
 import types
 import torch
@@ -440,7 +439,7 @@ assert isinstance(error, TypeError) and "at most 22" in str(error), "one argumen
 
 
 def test_what_axolotl_imports():
-    """Axolotl 0.19: the names that its integration of Liger takes from modules of which nothing else is here."""
+    """Names that the integration of Liger in Axolotl 0.19 imports."""
     passes("""
 from liger_kernel.ops.backends.registry import IMPL_REGISTRY
 from liger_kernel.transformers.fsdp import _FSDPForwardRedirection as known
@@ -450,7 +449,6 @@ assert _FSDPForwardRedirection is known and IMPL_REGISTRY == {}
 
 
 def test_experts():
-    """`LigerExperts(config)(hidden_states, top_k_index, top_k_weights)` and the Function's five arguments."""
     passes("""
 import torch
 from types import SimpleNamespace
@@ -554,7 +552,7 @@ destroy_process_group()
 
 
 def test_liger_kernel_functional():
-    """Liger's own signatures and defaults there; any impl, mode and backend is taken."""
+    """Liger's signatures and defaults, with any impl, mode and backend."""
     passes("""
 import torch, liger_kernel
 import torch.nn.functional as F
@@ -584,9 +582,9 @@ same(s, F.rms_norm(2 * x, (8,), w, 1e-6)); same(r, 2 * x)
 
 
 def test_cross_entropy_checks_targets_on_the_host_as_liger_does():
-    """Under every name of Liger's; a fused head does not, nor does what liger_hw names, nor a captured or traced call.
+    """Under every name of Liger's, but not fused heads, liger_hw's own names, and captured or traced calls.
 
-    On the CPU every loss looks at its targets, so what counts here are the looks before the loss itself is called.
+    On the CPU every loss checks its targets; this test counts the checks before the loss is called.
     """
     passes("""
 import copy, inspect, pickle

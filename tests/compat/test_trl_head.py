@@ -1,7 +1,6 @@
 """The head of TRL's trainers on liger_fused_linear_log_probs: `liger_hw.trl`.
 
-Skipped where trl is not installed (TRL=1.16.0 bash ci/cpu.sh), and where it is older than 1.15, whose head takes other
-arguments: there `install` must refuse.
+Skipped if trl is not installed (TRL=1.16.0 bash ci/cpu.sh), or older than 1.15, which `install` must refuse.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ def test_every_output_and_its_gradient(case):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_not_asked_for_is_not_there():
+def test_outputs_that_are_not_requested_are_none():
     hidden, weight = torch.randn(5, 16), torch.randn(50, 16)
     results = liger_hw.trl.log_probs(hidden, weight, None, torch.arange(5), 1.0, 7, None, 1.0, ("log_probs",))
     assert results[0].shape == (5,) and results[1:] == (None,) * 4
 
 
 def test_the_products_are_in_the_dtype_of_the_hidden_states():
-    """As with `cast_lm_head_to_fp32`: the weight follows, and has its gradient in its own dtype."""
+    """As with `cast_lm_head_to_fp32`: the weight is cast, and its gradient has the weight's dtype."""
     hidden = torch.randn(5, 16, requires_grad=True)
     weight = torch.randn(50, 16).bfloat16().requires_grad_()
     targets = torch.arange(5)
@@ -95,7 +94,7 @@ def test_autocast_decides_the_dtype_of_the_products():
 
 
 def test_a_weight_that_zero3_takes_away_again():
-    """DeepSpeed leaves an empty tensor in a gathered weight's place once the call is over."""
+    """DeepSpeed leaves an empty tensor in the place of a gathered weight after the call."""
     hidden, weight = torch.randn(5, 16, requires_grad=True), torch.nn.Parameter(torch.randn(50, 16))
     whole = weight.detach().clone().requires_grad_()
     weight.ds_id = 3
@@ -182,7 +181,7 @@ for kind in TRAINERS:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Each trainer's log without and with `install()`, and what it asked the head for in each call."""
+    """Each trainer's log without and with `install()`, and the outputs that it requested in each call."""
     version = importlib.metadata.version("trl") if importlib.util.find_spec("trl") else "1.15"
     if tuple(int(part) for part in version.split(".")[:2]) < (1, 15):
         with pytest.raises(ImportError, match="patch the model instead"):
@@ -204,7 +203,7 @@ def test_a_trainer_trains_as_without(trained, kind):
     assert one["moved"] > 1e-3 and one["apart"] < 1e-2 * one["moved"]
 
 
-def test_every_output_was_asked_for(trained):
+def test_every_output_was_requested(trained):
     asked = {kind: {name for call in trained[kind]["asked"] for name in call} for kind in TRAINERS}
     assert all(trained[kind]["asked"] for kind in TRAINERS)
     assert asked["dpo"] == set(OUTPUTS)

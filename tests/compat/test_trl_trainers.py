@@ -1,11 +1,8 @@
 """TRL's own trainers with `use_liger_kernel=True` through the shim, against the same trainers without it.
 
-Up to 1.12 the switch of DPO, KTO and GRPO means losses of `liger_kernel.chunked_loss` on hidden states, and SFT's the
-fused linear cross entropy; 1.13 has copies of these losses, and from 1.14 on it means the layers alone, under TRL's own
-fused head. Each must train as without it.
-
-One process trains all of them, tiny, on the CPU. Skipped where trl and datasets are not installed (TRL=1.16.0 bash
-ci/cpu.sh installs them beside the environment and runs this).
+Up to 1.12 it means losses of `liger_kernel.chunked_loss` in DPO, KTO and GRPO, and the fused linear cross entropy in
+SFT. From 1.14 on it means only the layers, with TRL's own fused head. Skipped if trl and datasets are not installed
+(TRL=1.16.0 bash ci/cpu.sh).
 """
 
 from __future__ import annotations
@@ -25,12 +22,11 @@ CODE = "found = {kind: compared(trained(kind), trained(kind, use_liger_kernel=Tr
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Each trainer's log without and with the switch, and how far its parameters moved and came apart."""
+    """Each trainer's log without and with the switch, how far its parameters moved, and how far they differ."""
     return found_by(CODE, TRAINERS, tmp_path_factory.mktemp("trl"), str(compat.PATH))
 
 
 def _layers_only() -> bool:
-    """Whether this TRL's switch means the layers alone: it has no use for liger's losses any more."""
     return tuple(int(part) for part in importlib.metadata.version("trl").split(".")[:2]) >= (1, 14)
 
 
@@ -48,9 +44,9 @@ def test_it_runs_on_liger_hw(trained, kind):
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_it_trains_as_without(trained, kind):
-    """Every step's loss, gradient norm and whatever else both arms log, and the parameters after the last step.
+    """Every number that both log, and the parameters after the last step.
 
-    Not the mean logits: Liger's losses, and so ours, count prompt and padding too (KTO: their sum), TRL does not.
+    Not the mean logits: those of Liger's losses include prompt and padding (KTO: their sum), TRL's do not.
     """
     found = trained[kind]
     plain, patched = found["plain"]["logged"], found["ours"]["logged"]
