@@ -394,8 +394,8 @@ class OperatorFunction(Function):
     The Function takes fwd's arguments and returns those of its results whose gradients (`dY`) bwd takes; they are the
     first ones. bwd's other arguments have the names of fwd's arguments and results, which are saved: tensors, then
     numbers. A result `dA` of bwd is the gradient of argument A; `dA_dB` is the gradients of A and B, concatenated, or
-    A's alone if B is None. Two more numbers are possible: the first, `bool[] needed`, says which results are needed; the
-    last, `needs_params`, whether an argument in `params` needs a gradient.
+    A's alone if B is None. Two more numbers are possible: the first, `bool[] needed`, says which results are needed,
+    the last, `needs_params`, whether an argument in `params` needs a gradient.
 
     in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
     then has a last argument `owned`: whether the inputs were made for this call and are not used again.
