@@ -391,8 +391,8 @@ class OperatorFunction(Function):
         bwd = define("f_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, int mode, bool needs_params)"
                      " -> (Tensor dX, Tensor dW)", ...)
 
-    The Function takes fwd's arguments and returns those of its results whose gradients (`dY`) bwd takes; they are the
-    first ones. bwd's other arguments have the names of fwd's arguments and results, which are saved: tensors, then
+    The Function takes fwd's arguments and returns its first results, whose gradients (`dY`) are arguments of
+    bwd. bwd's other arguments have the names of fwd's arguments and results, which are saved: tensors, then
     numbers. A result `dA` of bwd is the gradient of argument A; `dA_dB` is the gradients of A and B, concatenated, or
     A's alone if B is None. Two more numbers are possible: the first, `bool[] needed`, says which results are needed,
     the last, `needs_params`, whether an argument in `params` needs a gradient.
