@@ -24,7 +24,7 @@ import torch
 from ..distributed.owners import head_loss
 from ..kernels.losses.cross_entropy import CrossEntropyOutput
 from ..transformers.loss import causal_lm_forward
-from ..transformers.marks import is_ours, marked, original_of
+from ..transformers.marks import is_ours, mark, original_of
 from ..transformers.models import specs
 from .loss_utils import LigerForCausalLMLoss
 
@@ -68,7 +68,7 @@ class FamilyModule(ModuleType):
 
 def _forward(module: str, name: str, cls: type) -> Callable[..., Any]:
     original, switch = original_of(cls.forward), [True]
-    forward = marked(causal_lm_forward(original, "lm_head", True, switch), _PART, _PART, original, switch)
+    forward = mark(causal_lm_forward(original, "lm_head", True, switch), _PART, _PART, switch, original)
     forward.__module__, forward.__name__, forward.__qualname__ = module, name, name
     return forward
 

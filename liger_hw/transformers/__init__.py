@@ -41,10 +41,10 @@ __all__, _find, __dir__ = lazy(__name__, HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name; or a function of `functional` or a layer of the shim, which Liger has in this module.
+    """A public name, or a function of `functional` or a layer of the shim, which Liger has in this module.
 
-    Raises `ImportError` for a name of Liger's that has a replacement: its message is shown by an import statement, that
-    of an `AttributeError` is not.
+    Raises `ImportError` for a name of Liger's that has a replacement: an import statement shows its message, which
+    it does not for an `AttributeError`.
     """
     if name in HOME or not name.lower().startswith(("liger", "apply_liger", "autoliger")):
         return _find(name)

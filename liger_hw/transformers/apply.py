@@ -1,8 +1,8 @@
 """The public patch functions: `patch` for any model, `apply_liger_kernel_to_<family>` for the families of models/.
 
-Both decide what is to be patched, one live model or the classes of a family, and leave the patching to engine.py.
-`MODEL_TYPE_TO_APPLY_LIGER_FN`, `_apply_liger_kernel` and `_apply_liger_kernel_to_instance` are what Hugging Face's
-Trainer and other frameworks look for, under Liger's names.
+They decide what to patch, one live model or the classes of a family; engine.py patches it. Hugging Face's Trainer and
+other frameworks look for Liger's names `MODEL_TYPE_TO_APPLY_LIGER_FN`, `_apply_liger_kernel` and
+`_apply_liger_kernel_to_instance`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 import logging
 import sys
 import warnings
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any, Callable, Collection, TypeVar, Union, cast
 
@@ -32,18 +31,16 @@ log = logging.getLogger("liger_hw")
 Model = Union[torch.nn.Module, "type[torch.nn.Module]"]
 """A live model, or a class of a transformers model."""
 
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    """The hint for an unknown keyword of a function: the nearest known one, else all."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
 
 
 def _suggests_keywords(function: _F) -> _F:
-    """Decorates a function so that its error about an unknown keyword names the nearest one."""
+    """A function whose error about an unknown keyword names the nearest one."""
     known = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -81,10 +78,11 @@ def patch(
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, short_conv: which parts may be patched. Each is
     recognised by running it and the kernels' references on small random inputs. A part that agrees with no kernel keeps
     its own code, and the report says why. short_conv: the part of linear attention before its scan, and LFM2's
-    convolution cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never
-    computes the logits while training with labels. These two need a transformers causal LM.
-    activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
-    liger_hw.activations. None: all, but of the last layer what is cheap to compute again where the loss is fused
+    convolution.
+    cross_entropy, fused_linear_cross_entropy (not both): the first replaces the loss and keeps the logits; with the
+    second, training with labels never computes the logits. They need a transformers causal LM.
+    activations: what backward keeps, see liger_hw.activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels
+    by layer. None: all, but with the fused loss the last layer is at `cheap`
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     Raises `TypeError` for anything but a module or a transformers model class, `ValueError` for both losses at once,
@@ -122,7 +120,7 @@ def patch(
 
 
 def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
-    """The public `apply_liger_kernel_to_<name>` of a spec, with its real signature, which it enforces."""
+    """The public `apply_liger_kernel_to_<name>` of a spec, which enforces its signature."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, default=default) for name, default in spec.parameters]
     additions = ("experts", "activations")  # not in Liger
@@ -164,13 +162,13 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     parts = ", ".join(name for name in known if name not in ("model", *additions))
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
-    {parts}: which parts; `cross_entropy` keeps the logits and replaces
-    the loss only, `fused_linear_cross_entropy` (not both) never computes them while training with labels.
+    {parts}: which parts. `cross_entropy` replaces the loss and keeps the
+    logits; with `fused_linear_cross_entropy` (not both), training with labels never computes them.
     model: None patches the classes in transformers, for models made before or after this call; a live model (also
     wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
     experts: whether mixtures of experts are patched; None: unless the family's MLPs are switched off by name.
-    activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
-    liger_hw.activations. None: all, but of the last layer what is cheap to compute again where the loss is fused
+    activations: what backward keeps, see liger_hw.activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels
+    by layer. None: all, but with the fused loss the last layer is at `cheap`
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     An unknown keyword {unknown}. Raises `TypeError` for a model of another family, `ValueError` for both losses at once
@@ -197,7 +195,7 @@ def _patch_family(spec: FamilySpec, model: Any, activations: Any, options: dict[
 
 
 def _modeling_module(spec: FamilySpec) -> ModuleType:
-    """The family's module in transformers. Raises `ImportError` with what to do when it has none."""
+    """The family's module in transformers. Raises `ImportError` if it has no such module."""
     try:
         import transformers
     except ImportError:
@@ -214,7 +212,7 @@ def _modeling_module(spec: FamilySpec) -> ModuleType:
 
 
 def _checked_model(spec: FamilySpec, model: Any) -> Any:
-    """The bare model to patch, or None for the classes. Raises `TypeError` for others, with what to call."""
+    """The bare model to patch, or None for the classes. Raises `TypeError` for a model of another family."""
     if model is None:
         return None
     bare = model if isinstance(model, type) else unwrapped(model)
@@ -237,10 +235,8 @@ def _checked_model(spec: FamilySpec, model: Any) -> Any:
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` itself.
-
-    The parameters' shapes in FSDP1's wrappers are noted, since the model inside does not have them.
-    """
+    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` itself. FSDP1's wrappers are
+    asked for the parameters' shapes, which the model inside does not have."""
     from transformers import PreTrainedModel
 
     if isinstance(model, torch.nn.Module):
@@ -265,22 +261,18 @@ def sample(cls: type) -> Any:
     """A model of `cls` without weights (on the meta device), for a class patch to examine.
 
     It is made from the default configuration, or from a tiny one if the default is not valid. Before transformers 5,
-    where each of up to 512 experts in a layer is a module, the tiny one is first. Raises `NoSample`.
+    where up to 512 experts in a layer are modules, the tiny one is tried first. Raises `NoSample`.
     """
-    from .tiny import tiny_config
+    from .tiny import IS_TRANSFORMERS_5, tiny_config
 
-    makers, reasons = [cls.config_class, lambda: tiny_config(cls.config_class)], []
-    state = torch.get_rng_state()
-    try:
-        for make in makers if int(version("transformers").split(".")[0]) >= 5 else makers[::-1]:
+    makers, reason = [cls.config_class, lambda: tiny_config(cls.config_class)], ""
+    with torch.random.fork_rng(devices=()), torch.device("meta"):
+        for make in makers if IS_TRANSFORMERS_5 else makers[::-1]:
             try:
-                with torch.device("meta"):
-                    return cls(make()).train()
+                return cls(make()).train()
             except Exception as error:  # a default configuration need not be valid
-                reasons.append(first_line(error))
-    finally:
-        torch.set_rng_state(state)
-    raise NoSample(f"{cls.__name__} cannot be made from its default configuration ({reasons[-1]})")
+                reason = first_line(error)
+    raise NoSample(f"{cls.__name__} cannot be made from its default configuration ({reason})")
 
 
 # -- what frameworks look for ----------------------------------------------------------------------------------------
@@ -295,10 +287,10 @@ MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., PatchReport]] = {
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> PatchReport | None:
-    """Patch the classes of a `config.model_type`; keywords that its function does not have are left out, with a note.
+    """Patch the classes of a `config.model_type`: by its function, else by `patch` of its causal LM class.
 
-    A type without a function of its own is patched through its causal LM class, by `patch`. Returns None, with a
-    warning, for a type that transformers has no causal LM for.
+    Keywords that the function does not have are left out, with a note. Returns None, with a warning, for a type without
+    a causal LM in transformers.
     """
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if function is not None:

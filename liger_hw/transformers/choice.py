@@ -1,8 +1,7 @@
 """The implementation that runs a model's experts, which a configuration of transformers 5 names.
 
 A patch writes `Chosen` there, which equals the name `liger_hw`. Patched experts run the kernel while their
-configuration names it. If a program names another implementation after the patch, even the one from before, that one
-runs.
+configuration names it: if a program names another implementation after the patch, that one runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SLOT = "_liger_hw_experts"
 
 
 class Chosen(str):
-    """`liger_hw` in a configuration whose model a patch has changed. instead: what the configuration named before.
+    """`liger_hw` in the configuration of a patched model. instead: what the configuration named before.
 
     A copy is the same object. Pickle stores `instead`, so that loading does not need liger_hw.
     """
@@ -43,20 +42,18 @@ class Choice:
     """Writes `Chosen` into the configuration of one live model, for a report to undo; see `report.Patch`."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.chosen = config, Chosen(getattr(config, CHOICE))
+        self.config = config
 
     def apply(self) -> None:
-        setattr(self.config, CHOICE, self.chosen)
+        setattr(self.config, CHOICE, Chosen(getattr(self.config, CHOICE)))
 
     def revert(self) -> bool:
-        """Restore the former name, unless a program has chosen another since."""
-        if getattr(self.config, CHOICE) is self.chosen:
-            setattr(self.config, CHOICE, self.chosen.instead)
+        release(self.config)
         return True
 
 
 def release(config: Any) -> None:
-    """Undo `Choice` on a configuration, without its report."""
+    """Restore the name that a configuration had before `Choice`, unless a program has chosen another since."""
     chosen = getattr(config, CHOICE, None)
     if type(chosen) is Chosen:
         setattr(config, CHOICE, chosen.instead)
@@ -70,5 +67,4 @@ def chosen_by_default(original: Callable) -> Callable:
         name = original(self, requested_experts)
         return Chosen(name) if requested_experts is None else name
 
-    mark(get_correct_experts_implementation, "experts", "")
-    return get_correct_experts_implementation
+    return mark(get_correct_experts_implementation, "experts", "")

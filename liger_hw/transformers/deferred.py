@@ -1,13 +1,13 @@
 """Logits that are not computed yet: the object a patched causal LM's output head returns while it trains.
 
 The family's own forward runs on it unmodified. Scaling, tanh softcapping, adding a number to each column of the
-vocabulary, casts to fp32, slices and reshapes of the leading dimensions are recorded;
-`torch.nn.functional.cross_entropy` then consumes hidden states and head weight directly, so the logits never exist.
-Anything else computes them (`materialise`) by calling the head itself and replaying the recorded operations one by one,
-and carries on with plain tensors, exactly as without the patch.
+vocabulary, casts to fp32, slices and reshapes of the leading dimensions are recorded.
+`torch.nn.functional.cross_entropy` then takes hidden states and head weight, so the logits never exist. Any other
+operation computes the logits (`materialise`): it calls the head, replays the recorded operations one by one, and goes
+on with plain tensors, as without the patch.
 
-It is not a tensor, so C++ code cannot take it. `torch.autograd.Function.apply` passes such objects on to `forward`, but
-gives them no gradient: there, reading the logits raises `GradientWouldBeLost`. The outputs of the model have an
+The object is not a tensor, so C++ code cannot take it. `torch.autograd.Function.apply` passes it on to `forward` but
+gives it no gradient, so reading the logits there raises `GradientWouldBeLost`. The outputs of the model have an
 `OutputLogits` (output_logits.py) instead, which is a tensor.
 """
 
@@ -36,10 +36,7 @@ class NotRecorded(Exception):
 
 
 class Surroundings:
-    """Grad mode, autocast and saved-tensor hooks when the head was called.
-
-    The logits are computed under these, even if that is later.
-    """
+    """Grad mode, autocast and saved-tensor hooks when the head was called; the logits are computed under these."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -51,8 +48,8 @@ class Surroundings:
     def restored(self) -> contextlib.ExitStack:
         """Context manager that restores what has changed since.
 
-        Newer hooks (of a non-reentrant checkpoint around a loss, say) do not see what the product saves: it is computed
-        once, and would be missing when they recompute.
+        Hooks set since, say by a non-reentrant checkpoint around a loss, do not see what the product saves: it is
+        computed once, and would be missing when they recompute.
         """
         stack = contextlib.ExitStack()
         if torch.is_grad_enabled() != self.grad:
@@ -66,8 +63,9 @@ class Surroundings:
 
 
 def _state(t: torch.Tensor) -> tuple[torch.Tensor, int | None, int | None]:
-    """A tensor's state: (itself, its version, None if torch does not count it; its address, which assigning to `.data`
-    changes, None without memory of its own)."""
+    """(tensor, its version or None if torch does not count it, its address or None without memory of its own).
+
+    Assigning to `.data` changes the address."""
     has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_functorch_wrapped(t)
     return t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None
 
@@ -77,15 +75,12 @@ def _hooks_in_force() -> Any:
 
 
 def inside_a_function() -> bool:
-    """Whether this runs in an autograd.Function, whose results must be tensors to have a gradient: in its forward,
-    which alone switches forward-mode gradients off as well, or in its backward, as the second forward of a checkpoint
-    with use_reentrant=True. The second forward of any other checkpoint saves tensors under hooks, and must save those
-    of the first.
-    """
+    """Whether this runs in an autograd.Function, whose results must be tensors to have a gradient."""
     if torch.compiler.is_compiling():
         return False
-    if graph_task() != -1:
+    if graph_task() != -1:  # in a backward without hooks: a checkpoint with use_reentrant=True runs its forward again
         return recipes.innermost_hooks() is None
+    # only the forward of a Function switches forward-mode gradients off as well
     return not has_forward_gradients() and not torch.is_inference_mode_enabled()
 
 
@@ -98,10 +93,9 @@ class DeferredLogits:
     without logits, `vocab_size` is the length of the last dimension where it is known without computing
     added: [vocab], which has no gradient, or None for zeros
     head_input: the head's argument, if that is a shard of `hidden`
-    parent, replay: the object this one was derived from and how, for computing it operation by operation
+    parent, replay: the object this one was derived from, and the operation that did it
 
-    Public names are a tensor's; fields that loss.py and output_logits.py read have an underscore, so as not to hide
-    one.
+    Fields have an underscore, so as not to hide an attribute of tensors; loss.py and output_logits.py read them.
     """
 
     def __init__(
@@ -143,21 +137,15 @@ class DeferredLogits:
         """
         if not self.is_deferred:
             return replay(self.materialise())
-        derived = DeferredLogits(
-            self._head,
-            of_hidden(self._hidden),
-            self._surroundings,
-            changed.get("dtype", self.dtype),
-            scale=changed.get("scale", self._scale),
-            cap=changed.get("cap", self._cap),
-            added=changed.get("added", self._added),
-            parent=self,
-            replay=replay,
-        )
+        formula, hidden = {**self._formula(), **changed}, of_hidden(self._hidden)
+        derived = DeferredLogits(self._head, hidden, self._surroundings, **formula, parent=self, replay=replay)
         derived._is_detached = self._is_detached
         if not self._is_detached:  # logits in outputs do this themselves
             self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
         return derived
+
+    def _formula(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "scale": self._scale, "cap": self._cap, "added": self._added}
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -210,16 +198,12 @@ class DeferredLogits:
             root._left_with = [_state(t) for t in self.computed_from()]
 
     def detached_twin(self) -> "DeferredLogits":
-        """The same logits, computed separately, with a graph that begins at `leaves`.
-
-        Changes of one do not affect the other.
-        """
+        """The same logits, computed separately, with a graph that begins at `leaves`."""
         *steps, root = self._chain()
         twin = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, head_input=root._head_input)
         twin._left_with, twin._is_detached = root._left_with, True
         for step in reversed(steps):
-            changed = {"dtype": step.dtype, "scale": step._scale, "cap": step._cap, "added": step._added}
-            twin = twin._derive(step._replay, lambda _, hidden=step._hidden: hidden, **changed)
+            twin = twin._derive(step._replay, lambda _, hidden=step._hidden: hidden, **step._formula())
         return twin._derive(lambda x: x if x.is_contiguous() else x.clone())
 
     @property
@@ -228,33 +212,23 @@ class DeferredLogits:
         return self._chain()[-1]._leaves
 
     def _chain(self) -> list["DeferredLogits"]:
-        """These logits, their parent and so on."""
         chain = [self]
         while chain[-1]._parent is not None:
             chain.append(chain[-1]._parent)
         return chain
 
     def computed_from(self) -> list[torch.Tensor]:
-        """The hidden states of the call and the weights, for a fused head.
-
-        Of a detached twin the weights as the forward left them, whatever the head has by now: a program may have called
-        the model with others (`torch.func.functional_call`).
-        """
+        """The hidden states of the call and the weights, for a fused head. For a detached twin the weights that the
+        forward used: a program may have replaced the head's since (`torch.func.functional_call`)."""
         root = self._chain()[-1]
         if root._is_detached and root._left_with is not None:
             return [t for t, *_ in root._left_with]
         return [root._head_input, *self._head.weights()]
 
     def has_same_weights(self) -> bool:
-        """Whether the head has the weights that these logits are computed from."""
         return [id(t) for t in self.computed_from()[1:]] == [id(t) for t in self._head.weights()]
 
-    def has_gradient(self) -> bool:
-        """Whether the logits, once computed, require a gradient."""
-        return self._surroundings.grad and self._head.has_gradient(self._hidden)
-
     def check_unchanged(self) -> None:
-        """Raise if weights or hidden states have changed since `leave`."""
         before = self._chain()[-1]._left_with
         if before is None:
             return
@@ -273,8 +247,8 @@ class DeferredLogits:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or not self._surroundings.grad:
                 return
-        elif has_forward_gradients() or torch.is_inference_mode_enabled():
-            return  # only the forward of an autograd.Function switches forward-mode gradients off as well
+        elif has_forward_gradients() or torch.is_inference_mode_enabled():  # as in `inside_a_function`
+            return
         if self._surroundings.tracked and self._head.has_gradient(self._hidden):
             raise GradientWouldBeLost(
                 "liger_hw: deferred logits reached an autograd.Function (or a checkpoint with use_reentrant=True), "
@@ -323,7 +297,7 @@ class DeferredLogits:
         return {"scale": self._scale * factor, "added": added}
 
     def add(self, other: Any, **kwargs: Any) -> Any:
-        """Recorded for a tensor of one number a column without gradient, such as BART's `final_logits_bias`."""
+        """Recorded for a tensor with one number a column and no gradient, such as BART's `final_logits_bias`."""
         return self.materialise().add(_plain(other), **kwargs) if kwargs else self + other
 
     def __add__(self, other: Any) -> Any:

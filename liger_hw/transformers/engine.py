@@ -4,8 +4,8 @@ On classes it replaces `forward` of the norm, MLP and causal LM classes and the 
 modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So existing
 models are patched too, except for their experts, which a model's config chooses when it is made. On one live model it
 binds the same functions to that model's modules only, and its configuration names the experts.
-Nothing else changes: no function of torch or shared by families, no parameter, no class of a module. Parts that are not
-recognised keep their own code, and the report says why.
+No function of torch or shared by families, no parameter and no module's class is changed. Parts that are not recognised
+keep their own code, and the report says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .choice import CHOICE, NAME, SLOT, Choice, chosen_by_default
 from .experts import as_before, is_spread, register_experts
 from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
-from .marks import PATCH_MARK, mark, marked
+from .marks import mark, mark_of
 from .packing import packing_note
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
@@ -41,14 +41,14 @@ log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
 _LOSSES = (_PLAIN_LOSS, _FUSED_LOSS)
 _EXPERTS, MLPS = "experts", ("swiglu", "geglu", "relu_squared")
-"""Keywords for MLPs: a family has one of them, which covers its MLPs, whatever they compute."""
+"""Keywords for MLPs. A family has one of them, which covers all its MLPs."""
 _PARTS = {
     "fused_gate_up_swiglu": "swiglu",
     "fused_moe": _EXPERTS,
     "gated_rms_norm": "rms_norm",
     "gated_delta_inputs": "short_conv",
 }
-"""Kernel -> its keyword, if that has another name."""
+"""Kernel -> its keyword, where that has another name."""
 
 
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
@@ -71,7 +71,7 @@ def patch_classes(
 def _apply(
     patcher: "_Patcher", options: dict[str, bool], activations: Any, model: nn.Module | None, samples: tuple[Any, ...]
 ) -> PatchReport:
-    """Patch, log the report once and return it; on an error everything done so far is undone.
+    """Patch, log the report once and return it. An error undoes what was done before it.
 
     activations: what backward keeps (see `liger_hw.activations`); None: `put_default` if the patch has the fused loss.
     Raises `ValueError` for both losses at once, and for a second patch that asks for the other loss.
@@ -105,15 +105,16 @@ def _apply(
 
 
 class _Patcher:
-    """One call of a patch function: the part common to live models and classes.
+    """One call of a patch function, on a live model or on classes.
 
-    Subclasses have `patch_rope`, `patch_modules` and `causal_lms`: for every causal LM, (model or class to patch, the
-    model or a sample). why_no_loss: what the report says if there is no causal LM
+    Subclasses have `patch_rope`, `patch_modules` and `causal_lms`, which yields (model or class to patch, the model or
+    a sample) for each causal LM. why_no_loss: what the report says without one
     """
 
     def __init__(self, report: PatchReport, why_no_loss: str) -> None:
         self.report, self.why_no_loss = report, why_no_loss
         self.recognised: dict[tuple, Match | Refused | None] = {}
+        self.recognise_rotary = functools.cache(rotary.recognise)
         self.paths: dict[Any, str] = {}
         """Module of a live model -> its path."""
 
@@ -133,7 +134,7 @@ class _Patcher:
             has_model = True
             slot = forward_slot(owner)
             current = getattr(owner, slot)
-            where, old_mark = f"{type(model).__name__}.forward", _mark_of(current)
+            where, old_mark = f"{type(model).__name__}.forward", mark_of(current)
             head = head_path(model)
             if old_mark is not None and old_mark[0] != part:
                 raise ValueError(
@@ -150,7 +151,7 @@ class _Patcher:
             forward = causal_lm_forward(original, head, part == _FUSED_LOSS, switch)
             if not isinstance(owner, type) and original is type(owner).forward:
                 forward = if_class_unchanged(original, forward)
-            marked(forward, part, part, original, switch)
+            mark(forward, part, part, switch, original)
             replacement = forward if isinstance(owner, type) else types.MethodType(forward, owner)
             kernel, words = part, ""
             if part == _FUSED_LOSS and owner is model and (reason := why_not_fused(model, head)):
@@ -162,21 +163,26 @@ class _Patcher:
             self.keep(part, "-", part, f"left alone: {self.why_no_loss}")
 
     def recognise(self, module: nn.Module, options: dict[str, bool]) -> Match | Refused | None:
-        """`probing.recognise`, once for all modules that must compute the same.
-
-        Mixers, whose probe takes longest, are not run if their option is off.
-        """
-        if not options.get("short_conv") and probing.mixers.is_candidate(module):
+        """`probing.recognise`, once for all modules that must compute the same."""
+        if not options.get("short_conv") and probing.mixers.is_candidate(module):  # their probe takes longest
             return None
         forward = type(module).forward
         guards = guards_of(module, forward, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
         own_gate = probing.experts.has_own_gate(module)
         children = tuple(module._modules)
-        key = (type(module), forward, shapes, children, tuple(module._buffers), _hashable(guards), own_gate)
+        key = (type(module), forward, shapes, children, tuple(module._buffers), guards, own_gate)
         if key not in self.recognised:
             self.recognised[key] = probing.recognise(module, forward)
         return self.recognised[key]
+
+    def rotary_match(self, function: Callable, where: str, module: Any = None) -> Match | None:
+        """The match of a rotary function. A function without one is reported."""
+        result = None if mark_of(function) else self.recognise_rotary(function)
+        if isinstance(result, Match):
+            return result
+        self.keep("rope", where, "rope", f"left alone: {result.reason}" if result else ALREADY, module)
+        return None
 
     def keep(self, part: str, where: str, kernel: str, state: str, module: Any = None) -> None:
         """Report a place that keeps its code; module: the live model's module, for its path."""
@@ -186,21 +192,16 @@ class _Patcher:
         self.report.change(PatchRow(part, where, kernel, PATCHED, variant), patch)
 
 
-def _mark_of(function: Any) -> tuple[str, str] | None:
-    """(part, kernel) of a function that a patch has put in place."""
-    return getattr(function, PATCH_MARK, None)
-
-
 _REPLACED = "left alone: its forward was replaced by something else; patch the model before that"
 
 
 def _is_foreign(owner: Any, forward: Callable) -> bool:
-    """Whether a live module's forward is not its method, such as a function set by pipeline parallelism."""
+    """Whether a live module's forward is not a method of it but, say, a function set by pipeline parallelism."""
     return not isinstance(owner, type) and getattr(forward, "__self__", None) is not owner
 
 
 def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
-    """The part in `options` to which a kernel belongs, or None if its option is absent or false."""
+    """The part to which a kernel belongs, or None if its option is absent or false."""
     part = _PARTS.get(kernel, kernel)
     if part not in options and part in MLPS:
         part = next((name for name in MLPS if name in options), part)
@@ -208,7 +209,6 @@ def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
 
 
 def _is_causal_lm(cls: type) -> bool:
-    """Whether models of a class return the logits of the next token, and take labels."""
     from transformers import PreTrainedModel
 
     if not issubclass(cls, PreTrainedModel) or "labels" not in inspect.signature(cls.forward).parameters:
@@ -219,15 +219,6 @@ def _is_causal_lm(cls: type) -> bool:
 _CAUSAL = re.compile(
     "ForCausalLM|LMHead|ForConditionalGeneration|GenerationDecoder|MTModel|EncoderDecoderModel|ToText$"
 )
-
-
-def _hashable(value: Any) -> Any:
-    """Guards as a dictionary key: themselves, or their repr if a tuple in them cannot be hashed."""
-    try:
-        hash(value)
-    except TypeError:
-        return str(value)
-    return value
 
 
 # -- one live model --------------------------------------------------------------------------------------------------
@@ -258,7 +249,7 @@ class _ModelPatcher(_Patcher):
     def _patch_module(self, module: nn.Module, options: dict[str, bool]) -> None:
         slot = forward_slot(module)
         current, where = getattr(module, slot), f"{type(module).__name__}.forward"
-        if old_mark := _mark_of(current) or _mark_of(getattr(module, SLOT, None)):
+        if old_mark := mark_of(current) or mark_of(getattr(module, SLOT, None)):
             if options.get(old_mark[0]) and old_mark[0] not in ("rope", *_LOSSES):
                 self.keep(old_mark[0], where, old_mark[1], ALREADY, module)
             return
@@ -277,9 +268,7 @@ class _ModelPatcher(_Patcher):
             self.keep(part, where, result.kernel, f"left alone: {result.reason}", module)
             return
         forward = self._forward(module, part, result, current.__func__)
-        if result.kernel == "fused_moe":
-            self._choose(module)
-        self.change(part, where, result.kernel, Patch(module, slot, types.MethodType(forward, module)), result.variant)
+        self._bind(module, slot, forward, where, part, result)
 
     def _patch_spread(self, module: nn.Module, where: str, part: str, match: Match) -> None:
         """Patch SLOT, which the function named `liger_hw` calls: expert parallelism has replaced the forward."""
@@ -287,17 +276,15 @@ class _ModelPatcher(_Patcher):
             return
         original, switch = type(module).forward, [True]
         guards = probing.experts.while_named(guards_of(module, original, match.used))
-        forward = marked(guarded(match, guards, as_before, switch), part, match.kernel, original, switch)
-        self._choose(module)
-        self.change(part, where, match.kernel, Patch(module, SLOT, types.MethodType(forward, module)), match.variant)
+        forward = mark(guarded(match, guards, as_before, switch), part, match.kernel, switch, original)
+        self._bind(module, SLOT, forward, where, part, match)
 
-    def _choose(self, module: nn.Module) -> None:
-        """Make the configuration of experts name liger_hw, if it names another implementation."""
+    def _bind(self, module: nn.Module, slot: str, forward: Callable, where: str, part: str, match: Match) -> None:
+        """Give the module this forward. The configuration of experts then names liger_hw."""
         config = vars(module).get("config")
-        if getattr(config, CHOICE, NAME) != NAME:
-            choice = Choice(config)
-            choice.apply()
-            self.report.patches.append(choice)
+        if match.kernel == "fused_moe" and getattr(config, CHOICE, NAME) != NAME:
+            self.report.apply(Choice(config))
+        self.change(part, where, match.kernel, Patch(module, slot, types.MethodType(forward, module)), match.variant)
 
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
         """The match's forward while the module is as it is now; if it changes, `original` runs."""
@@ -305,17 +292,15 @@ class _ModelPatcher(_Patcher):
         guards = tuple(guard for guard in guards if guard[1] not in match.used)  # it was probed with its own weights
         if match.kernel == "fused_moe":
             guards = probing.experts.while_named(guards)
-        key = (id(match), original, _hashable(guards))
+        key = (id(match), original, guards)
         if key not in self.forwards:
             switch = [True]
             forward = if_class_unchanged(original, guarded(match, guards, original, switch))
-            marked(forward, part, match.kernel, original, switch)
-            self.forwards[key] = forward
+            self.forwards[key] = mark(forward, part, match.kernel, switch, original)
         return self.forwards[key]
 
     def patch_rope(self) -> None:
-        recognise, copy_calling = functools.cache(rotary.recognise), functools.cache(_copy_calling)
-        bound_by_class = functools.cache(if_class_unchanged)
+        copy_calling, bound_by_class = functools.cache(_copy_calling), functools.cache(if_class_unchanged)
         for module in self.model.modules():
             slot = forward_slot(module)
             if _is_foreign(module, getattr(module, slot)):
@@ -324,27 +309,21 @@ class _ModelPatcher(_Patcher):
                 continue
             forward = current_forward(module, slot)
             where, unpatched = f"{type(module).__name__}.forward", forward
-            if getattr(forward, PATCH_MARK, ("",))[0] == "rope":
+            if (mark_of(forward) or ("",))[0] == "rope":
                 self.keep("rope", where, "rope", ALREADY)
                 continue
             for name, function in rotary.functions_called(forward).items():
-                function_at = f"{function.__module__.rpartition('.')[2]}.{name}"
-                if hasattr(function, PATCH_MARK):
-                    self.keep("rope", function_at, "rope", ALREADY)
+                match = self.rotary_match(function, f"{function.__module__.rpartition('.')[2]}.{name}", module)
+                if match is None:
                     continue
-                result = recognise(function)
-                if isinstance(result, Refused):
-                    self.keep("rope", function_at, "rope", f"left alone: {result.reason}", module)
-                    continue
-                copied = copy_calling(forward, name, function, result)
+                copied = copy_calling(forward, name, function, match)
                 if isinstance(copied, str):
                     self.keep("rope", where, "rope", copied, module)
                     continue
                 forward = copied  # may call a second rotary function
                 method = bound_by_class(unpatched, forward) if unpatched is type(module).forward else forward
-                mark(method, "rope", result.kernel)
-                bound = types.MethodType(method, module)
-                self.change("rope", where, result.kernel, Patch(module, slot, bound), result.variant)
+                bound = types.MethodType(mark(method, "rope", match.kernel), module)
+                self.change("rope", where, match.kernel, Patch(module, slot, bound), match.variant)
 
 
 def _copy_calling(forward: Callable, name: str, function: Callable, match: Match) -> Callable | str:
@@ -358,7 +337,7 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
         module = sys.modules.get(scope.__globals__["__name__"])
         if module is not None:
             replacement = if_global_unchanged(module, name, function, replacement)
-        scope.__globals__[private] = marked(replacement, "rope", match.kernel, function)
+        scope.__globals__[private] = mark(replacement, "rope", match.kernel, original=function)
     try:
         return rebind(forward, name, private)
     except (CannotRebind, NoSource) as error:
@@ -387,7 +366,7 @@ class _ClassPatcher(_Patcher):
     def patch_modules(self, options: dict[str, bool]) -> None:
         borrowed: dict[tuple[str, type], Match] = {}
         for cls, modules in self.instances.items():
-            old_mark = _mark_of(cls.forward)
+            old_mark = mark_of(cls.forward)
             if old_mark is not None and old_mark[0] not in _LOSSES:
                 if options.get(old_mark[0]):
                     self.keep(old_mark[0], f"{cls.__name__}.forward", old_mark[1], ALREADY)
@@ -411,13 +390,9 @@ class _ClassPatcher(_Patcher):
         """One forward for all instances of a class: each match, under the guards of the sample it came from."""
         where, original = f"{cls.__name__}.forward", cls.forward
         unknown = EVERYTHING in reads(cls, original)
-        matches: list[tuple[Guards, Match]] = []
-        for module, result in results:
-            if isinstance(result, Match) and not unknown:
-                guards = guards_of(module, original, result.used)
-                if not any(g == guards and m is result for g, m in matches):
-                    matches.append((guards, result))
-        matches = [pair for pair in matches if not any(_contradicts(*pair, *sample) for sample in results)]
+        known = [] if unknown else [(module, result) for module, result in results if isinstance(result, Match)]
+        pairs = dict.fromkeys((guards_of(module, original, match.used), match) for module, match in known)
+        matches = [pair for pair in pairs if not any(_contradicts(*pair, *sample) for sample in results)]
         if not matches:
             refused = next((result for _, result in results if isinstance(result, Refused)), None)
             reason = "it passes self on" if unknown else "its instances differ in ways that cannot be told apart"
@@ -432,7 +407,7 @@ class _ClassPatcher(_Patcher):
         for guards, match in matches:
             forward = guarded(match, guards, forward, switch)
         words, match = sorted({m.variant for _, m in matches}), matches[0][1]
-        marked(forward, part, match.kernel, original, switch)
+        mark(forward, part, match.kernel, switch, original)
         self.change(part, where, match.kernel, Patch(cls, "forward", forward), " or ".join(filter(None, words)))
 
     def _choose_by_default(self) -> None:
@@ -440,16 +415,13 @@ class _ClassPatcher(_Patcher):
         existing model's configuration names one, but not whether the program chose it."""
         slot = "get_correct_experts_implementation"
         for sample in self.samples:
-            owners = [
-                cls for cls in type(sample).__mro__ if cls.__module__ == self.modeling.__name__ and hasattr(cls, slot)
-            ]
-            if owners and PATCH_MARK not in vars(getattr(owners[-1], slot)):
-                patch = Patch(owners[-1], slot, chosen_by_default(getattr(owners[-1], slot)))
-                patch.apply()
-                self.report.patches.append(patch)
+            own_classes = (cls for cls in type(sample).__mro__ if cls.__module__ == self.modeling.__name__)
+            bases = [cls for cls in own_classes if hasattr(cls, slot)]
+            if bases and not mark_of(getattr(bases[-1], slot)):
+                self.report.apply(Patch(bases[-1], slot, chosen_by_default(getattr(bases[-1], slot))))
 
     def _patch_new_models(self, options: dict[str, bool], borrowed: dict[tuple[str, type], Match]) -> None:
-        """Patch classes from elsewhere (torch's LayerNorm, a CLIP tower, a Llama) in new models of the family.
+        """Patch modules of other families' classes (torch's LayerNorm, a CLIP tower, a Llama) in new models.
 
         These classes are shared, so they are not changed; each new model of the family is patched when it is complete.
         """
@@ -458,9 +430,7 @@ class _ClassPatcher(_Patcher):
         def prepare(model: nn.Module) -> None:
             _ModelPatcher(model, PatchReport(type(model).__name__, "a new model")).patch(parts)
 
-        patch = NewModels({type(sample) for sample in self.samples}, prepare)
-        patch.apply()
-        self.report.patches.append(patch)
+        self.report.apply(NewModels({type(sample) for sample in self.samples}, prepare))
         for (part, cls), match in borrowed.items():
             row = PatchRow(part, f"{cls.__name__}.forward of new models", match.kernel, PATCHED, match.variant)
             self.report.rows.append(row)
@@ -476,15 +446,9 @@ class _ClassPatcher(_Patcher):
                     continue
                 done.add(name)
                 where = f"{short}.{name}"
-                if hasattr(function, PATCH_MARK):
-                    self.keep("rope", where, "rope", ALREADY)
-                    continue
-                result = rotary.recognise(function)
-                if isinstance(result, Refused):
-                    self.keep("rope", where, "rope", f"left alone: {result.reason}")
-                    continue
-                replacement = marked(result.replacement, "rope", result.kernel, function)
-                self.change("rope", where, result.kernel, Patch(self.modeling, name, replacement), result.variant)
+                if match := self.rotary_match(function, where):
+                    replacement = mark(match.replacement, "rope", match.kernel, original=function)
+                    self.change("rope", where, match.kernel, Patch(self.modeling, name, replacement), match.variant)
         if not done:
             self.keep("rope", short, "rope", "left alone: no attention of its own calls a rotary function")
 

@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="liger_hw")
 
 Every patch function registers the name and writes it into the configurations of the models that it patches (choice.py).
-So `model.set_experts_implementation(...)` works after a patch: patched experts run the kernel while their configuration
-names `liger_hw`, and transformers' implementation if it names another.
+So `model.set_experts_implementation(...)` works after a patch: experts run the kernel while their configuration names
+`liger_hw`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .replacing import guarded, guards_of
 
 log = logging.getLogger("liger_hw")
 _DEFAULT = "grouped_mm"
-"""What runs where the op cannot and no configuration names another implementation: transformers' default."""
+"""transformers' default, which runs where the op cannot and the configuration names no other implementation."""
 
 
 def register_experts() -> bool:
-    """Make `experts_implementation="liger_hw"` known to transformers; whether this transformers has such a choice.
+    """Make `experts_implementation="liger_hw"` known to transformers. Returns whether this release has that choice.
 
-    A second call does nothing. Raises `ImportError` when transformers is not installed.
+    Raises `ImportError` if transformers is not installed.
     """
     import transformers  # noqa: F401
 
@@ -49,11 +49,11 @@ def register_experts() -> bool:
 def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts of a module with batched parameters, by `fused_moe` where it computes what the module does.
+    """Experts with batched parameters, by `fused_moe` where it computes what the module does, else by transformers'
+    default, with one warning.
 
     hidden_states: [tokens, hidden]; top_k_index, top_k_weights: [tokens, k], where an index of at least
     `self.num_experts` contributes nothing. Returns [tokens, hidden] in the dtype of hidden_states.
-    Other experts run by transformers' default, and the log says once why.
     """
     if SLOT in self.__dict__:
         return self.__dict__[SLOT](hidden_states, top_k_index, top_k_weights)
@@ -117,8 +117,8 @@ def as_before(
 def is_spread(module: torch.nn.Module, forward: Callable) -> bool:
     """Whether transformers has spread a module's experts over ranks, with a `forward` that calls the class's own.
 
-    Each rank has some of the experts, or a part of every one. Newer versions mark modules in the first case; in the
-    second, and in older versions in both, the only sign is the function that made the forward.
+    Each rank has some of the experts, which newer versions mark, or a part of each. Without a mark, the only sign is
+    the function that made the forward.
     """
     if getattr(module, "_is_expert_parallel", False):
         return True

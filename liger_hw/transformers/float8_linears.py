@@ -1,10 +1,10 @@
 """`liger_hw.float8(model)`: the linears of a live model multiply in FP8.
 
-Each one's class becomes `Float8Linear`, a subclass of `nn.Linear`. Parameters, buffers, hooks and names stay the same
-objects, so that state_dict, optimizers, checkpointing and FSDP see no difference, and `undo` restores the class. With
-`keep_frozen`, a linear whose weight does not train becomes a `KeptFloat8Linear`, which stores only FP8; reading
-`weight`, as a state_dict does, still gives it in its dtype. Linears of one parent share the FP8 copy of an input that
-several of them take (q, k, v; gate, up).
+Their class becomes `Float8Linear`, a subclass of `nn.Linear`. Parameters, buffers, hooks and names stay the same, so
+state_dict, optimizers, checkpointing and FSDP work as before, and `undo` restores the class. With `keep_frozen`, a
+linear whose weight does not train becomes a `KeptFloat8Linear`, which stores only FP8; `weight` and state_dict still
+give it in its dtype. Linears of one parent share the FP8 copy of an input that several of them take (q, k, v; gate,
+up).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROUTERS = {"router", "gate"}
 
 
 class SharedInput:
-    """The last input of some linears, and its FP8 copy while a backward keeps it. Both are weak references."""
+    """The last input of some linears and its FP8 copy, which a backward keeps. Both are weak references."""
 
     def __init__(self) -> None:
         self.state: tuple | None = None
@@ -47,9 +47,9 @@ class SharedInput:
     def rows(self, x: torch.Tensor, settings: Settings) -> Float8Rows:
         """x in FP8: the previous linear's copy, if that had the same tensor, unchanged since.
 
-        Each linear takes a copy once. A tensor that comes to the same linear again is quantised again, since a write
-        through `x.data` does not change its version. (Such a write between two linears of one forward is not noticed;
-        in torch too it makes the first one's gradient wrong.) Tensors of `torch.inference_mode` have no version and are
+        Each linear takes a copy once: a tensor that comes to it again is quantised again, since a write through
+        `x.data` does not change the version. (Such a write between two linears of one forward goes unnoticed; in torch
+        too it makes the first one's gradient wrong.) Tensors of `torch.inference_mode` have no version and are
         quantised each time.
         """
         counts, taker = not x.is_inference(), id(settings)
@@ -72,8 +72,8 @@ class SharedInput:
 
 @dataclass
 class Settings:
-    """How one linear computes. shared: the SharedInput of linears with the same input, or None; kept: the former dtype
-    of a weight that is kept in FP8, or None."""
+    """How one linear computes. shared: the SharedInput of linears with the same input; kept: the former dtype of a
+    weight that is kept in FP8."""
 
     recipe: Recipe
     shared: SharedInput | None = None
@@ -105,8 +105,7 @@ class Float8Linear(nn.Linear):
         return linear(input, weight, self.bias, rows, settings.recipe, "float8", *state)
 
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
-        """This linear applied to act(a) * b, which is only written in FP8; None if a hook or another forward needs
-        it."""
+        """This linear of act(a) * b, which is written in FP8 only; None if a hook or another forward needs it."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         if any(hooks) or "forward" in vars(self) or act not in GATES or not self.float8.recipe.rowwise or too_wide(a):
             return None
@@ -116,8 +115,8 @@ class Float8Linear(nn.Linear):
         return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *state)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
-        """The weight; its scale, if it is kept in FP8; and where to note scales for `overflow`, or None under
-        torch.compile."""
+        """The weight, its scale if it is kept in FP8, and where to note scales for `overflow` (not under
+        torch.compile)."""
         return self.weight, None, None if torch.compiler.is_compiling() else self.float8.scales
 
     def _widened(self) -> torch.Tensor:
@@ -125,7 +124,7 @@ class Float8Linear(nn.Linear):
         return self.weight
 
     def give_back(self) -> None:
-        """Become the former linear again; a weight that was kept in FP8 stays rounded."""
+        """Become the former linear again. A weight that was kept in FP8 stays rounded."""
         del self.float8
         self.__class__ = nn.Linear
 
@@ -141,8 +140,8 @@ _CAST = (
 
 
 class KeptWeight(torch.Tensor):
-    """The `weight` of a `KeptFloat8Linear` as it is read: a temporary tensor in its dtype. Writing to it raises
-    `ValueError`, since the written values would be lost."""
+    """What reading `weight` of a `KeptFloat8Linear` returns: a temporary tensor in its dtype. Writing to it raises
+    `ValueError`, since the values would be lost."""
 
     _is_param = True  # for isinstance(weight, nn.Parameter)
 
@@ -168,7 +167,7 @@ class KeptWeight(torch.Tensor):
 
 class KeptFloat8Linear(Float8Linear):
     """A `Float8Linear` whose weight, which does not train, is kept in FP8 alone: a parameter `weight_fp8` and a buffer
-    `weight_scale`. `weight`, and a state_dict, have it in its dtype."""
+    `weight_scale`."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -200,7 +199,7 @@ class KeptFloat8Linear(Float8Linear):
         return super()._apply(fn, *args)
 
     def keep(self) -> None:
-        """Replace the weight of a linear that has just got this class; the wider weight is freed."""
+        """Quantise the weight of a linear that has just got this class, and free the wider one."""
         weight = self._parameters.pop("weight")
         rows = quantized(weight.detach(), E4M3, self.float8.recipe.rowwise)
         self.float8.kept = weight.dtype
@@ -230,7 +229,6 @@ class KeptFloat8Linear(Float8Linear):
         del destination[f"{prefix}weight_fp8"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A checkpoint's weight is quantised."""
         weight, kept = state_dict.pop(f"{prefix}weight", None), self.weight_fp8
         if weight is None:
             missing_keys, weight = args[2], kept
@@ -252,11 +250,8 @@ _CLASSES = (Float8Linear, KeptFloat8Linear)
 
 @dataclass
 class Float8Report:
-    """What `float8` did. linears: path -> sizes of each linear in FP8; left_alone: path -> why it is not;
-    unmatched: texts of `skip` that are in no linear's path.
-
-    `print(report)` lists all; `overflow` says where numbers were not finite; `undo` reverts it.
-    """
+    """What `float8` did; `undo` reverts it. linears: path -> sizes of each linear in FP8; left_alone: path -> why it is
+    not; unmatched: texts of `skip` that are in no linear's path."""
 
     recipe: str
     linears: dict[str, str] = field(default_factory=dict)
@@ -265,8 +260,8 @@ class Float8Report:
     _modules: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> int:
-        """Restore every linear's class; returns how many. Raises `ValueError` for a linear that was parametrised or
-        sharded by itself since, and for a weight that is kept in FP8 and was sharded since."""
+        """Restore every linear's class; returns how many. Raises `ValueError` if a linear was parametrised or sharded
+        by itself since, or a weight that is kept in FP8 was sharded since."""
         for path, module in zip(self.linears, self._modules):
             if isinstance(module, Float8Linear) and type(module) not in _CLASSES:
                 raise ValueError(
@@ -282,10 +277,10 @@ class Float8Report:
         return len(ours)
 
     def overflow(self) -> dict[str, str]:
-        """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the last forward
-        and backward of each linear; empty where none had. Quantising finite numbers never overflows.
+        """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the linear's last
+        forward and backward. Quantising finite numbers never overflows.
 
-        It is read from the scales, so that training does no extra work. The call waits for the device. Linears that
+        It is read from the scales, so training does no extra work; the call waits for the device. Linears that
         torch.compile traced are not included.
         """
         overflows = {}
@@ -318,14 +313,15 @@ def float8(
 
     model: on a device that has FP8, or on the CPU, where FP8 is computed exactly and slowly
     recipe: `rowwise`, a scale for each row of each tensor, or `tensorwise`, one for each tensor
-    skip: linears whose path contains one of these texts stay as they are. So do heads, routers, linears with
-    fewer than `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones, GPT-2's
-    Conv1D), and linears with a replaced forward.
+    skip: linears whose path contains one of these texts stay as they are. So do heads, routers, linears with fewer than
+    `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones, GPT-2's Conv1D),
+    and linears with a replaced forward.
     keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
-    quantising in a step. `weight`, `state_dict` and `undo` give them in their dtype, but rounded. A weight that several
-    modules share is not changed, nor is the first weight of a model, from which `model.dtype` is read. Returns a
-    `Float8Report`, whose `undo()` reverts it. Raises `ValueError` for another recipe, for a device without FP8, for a
-    model of which no linear fits, and for keep_frozen where all weights train.
+    quantising in a step. `weight`, `state_dict` and `undo` give them in their dtype, but rounded. Weights that several
+    modules share do not change, nor does a model's first weight, from which `model.dtype` is read.
+
+    Returns a `Float8Report`, whose `undo()` reverts it. Raises `ValueError` for another recipe, a device without FP8, a
+    model in which no linear fits, and keep_frozen if all weights train.
     """
     if recipe not in tuple(RECIPES):
         reason = "; block scales are for sm100 and later and have no kernel here; use rowwise" * (recipe == "mxfp8")
@@ -383,16 +379,16 @@ def float8(
 
 
 def _is_left_to_torch(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch's own linear runs for an input: traced, nested or sparse, of a wrong width or dtype (which torch
-    refuses), in fp64, empty, or on the meta device."""
+    """Whether torch's own linear runs for an input: traced, nested, sparse, of a width or dtype that torch refuses, in
+    fp64, empty, or on the meta device."""
     if is_traced() or x.is_nested or x.layout is not torch.strided:
         return True
     return x.shape[-1:] != weight.shape[1:] or x.dtype not in KERNEL_DTYPES or not x.numel() or x.device.type == "meta"
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
-    """The loss heads, by transformers' names, of the model and of models inside it, with the modules in a head (such as
-    PEFT's copy of it); and linears whose weight is an embedding's."""
+    """The loss heads of the model and of models inside it, by transformers' names, with the modules in a head (PEFT's
+    copy of it, say), and linears whose weight is an embedding's."""
     modules = list(model.modules())
     embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
     heads = {module for module in modules if module._parameters.get("weight") in embeddings}
@@ -408,7 +404,6 @@ def _heads(model: nn.Module) -> set[nn.Module]:
 
 
 def _why_not(path: str, module: nn.Linear, skip: tuple[str, ...], smallest: int) -> str:
-    """Why a linear stays as it is, or ""."""
     if isinstance(module, Float8Linear):
         return "in FP8 already"
     if type(module) is not nn.Linear:

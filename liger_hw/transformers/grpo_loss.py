@@ -1,4 +1,4 @@
-"""The GRPO family's loss on logits that exist already, under Liger's name.
+"""The GRPO family's loss of logits, under Liger's name.
 
 `liger_hw.chunked_loss.LigerFusedLinearGRPOLoss` computes the same from hidden states, without the logits.
 """

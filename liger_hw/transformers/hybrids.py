@@ -26,7 +26,7 @@ PACKAGES = {
 
 
 def slow_recurrence(model: nn.Module) -> str:
-    """One line about packages that this model's modules would call but cannot, or ""."""
+    """One line about missing packages that this model's modules would call, or ""."""
     modules = {type(module).__module__ for module in model.modules()}
     modeling = [sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models.")]
     patched = {CONV, DELTA} & patched_parts(model).keys()

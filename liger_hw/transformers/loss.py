@@ -1,11 +1,11 @@
 """The one loss path of every causal LM: its own forward, run with an output head that defers the logits.
 
-`causal_lm_forward` wraps a family's forward. While labels are given, the forward runs on a `ModelView`: the model,
-except that its output head is an `OutputHead`, whose result is a `DeferredLogits` (deferred.py). Nothing is written to
-the model, so this works in threads, under gradient checkpointing and inside `torch.compile(fullgraph=True)` alike.
+`causal_lm_forward` wraps a family's forward. With labels the forward runs on a `ModelView`, in which the output head is
+an `OutputHead`, whose result is a `DeferredLogits` (deferred.py). Nothing is written to the model, so this works in
+threads, under gradient checkpointing and inside `torch.compile(fullgraph=True)`.
 
 `distributed/owners.py` decides how the head's weight may be read: at any time, only inside the head's own forward
-(FSDP, ZeRO-3, accelerate's placement), or as this rank's slice of the vocabulary (tensor parallelism). All other heads
+(FSDP, ZeRO-3, accelerate's placement), or as this rank's slice of the vocabulary (tensor parallelism). Other heads
 (LoRA, quantised, offloaded, hooked) compute their logits, and one warning says why and what to do.
 """
 
@@ -47,8 +47,8 @@ _SLICED = (
 class ModelView:
     """A module with the attribute `name` replaced by `value`; other attributes are read from and written to the module.
 
-    A call runs the module's forward with the view as self; a head inside a head (BERT's cls.predictions.decoder) is a
-    view in a view.
+    A call runs the module's forward with the view as self. For a head inside modules (BERT's cls.predictions.decoder),
+    `value` is a view too.
     """
 
     def __new__(cls, module: nn.Module, name: str, value: Any) -> "ModelView":
@@ -83,7 +83,7 @@ class ModelView:
 
 
 class _ViewType(type):
-    """The type of a view has the attributes of the viewed module's type: `type(self).CONSTANT` in its forward."""
+    """Gives the type of a view the attributes of the viewed module's type, for `type(self).CONSTANT` in its forward."""
 
     def __getattr__(cls, name: str) -> Any:
         if name == "viewed_type":
@@ -109,12 +109,12 @@ class OutputHead:
     fused: the loss takes hidden states and weight; else it takes logits, and only the loss is replaced
     wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
     `predicted_tokens`, the index of each row's largest logit; `results` has them after the loss
-    counted: the number of labels that are not ignored, being copied to the host; ignored rows are then left out of the
-    products of a loss with at most `rows` rows, the number of labels
-    stands_in: the code that takes the logits is not transformers', and gets an `OutputLogits`, a tensor, if the head is
-    fused and whole
-    called, computed, loss_called: whether the head was called, whether its logits were computed, and whether a loss was
-    called that can take hidden states
+    counted: the number of labels that are not ignored, being copied to the host; a loss with at most `rows` rows, the
+    number of labels, then leaves ignored rows out of its products
+    stands_in: code that is not transformers' takes the logits: it gets an `OutputLogits`, which is a tensor, if the
+    head is fused and whole
+    called, computed, loss_called: whether the head was called, its logits computed, and a loss called that can take
+    hidden states
     loss_nodes: the autograd nodes of the losses that took hidden states
     """
 
@@ -155,19 +155,19 @@ class OutputHead:
 
     @property
     def vocab_size(self) -> int | None:
-        """Length of the logits' last dimension, or None if it is not known without computing them."""
+        """Length of the logits' last dimension; None if only computing them tells."""
         linear = self.module if self.access is None else self.access.linear
         if self.access is not None or type(linear) is nn.Linear:
             return head_width(linear)
         return getattr(linear, "out_features", None)
 
     def is_whole(self) -> bool:
-        """Whether one rank alone can compute logits after the forward: the weight is neither gathered nor split."""
+        """Whether one rank alone can compute logits after the forward, as the weight is neither gathered nor split."""
         return self.access is None or (self.access.caller is None and self.access.mesh is None)
 
     def why_not_asked(self, model: str) -> str:
-        """After the forward of the model of this name: why no loss took hidden states, or "" if one did, if the logits
-        are still deferred, or if the head has given the reason."""
+        """Why no loss of this model took hidden states, after its forward; "" if one did, if the logits are still
+        deferred, or if `find_access` has given the reason."""
         if not self.called:
             return f"{model} computes its logits elsewhere, in full, which is right but takes their memory"
         if self.loss_called or not self.computed or self.access is None:
@@ -177,14 +177,10 @@ class OutputHead:
             "in full, which is right but takes their memory"
         )
 
-    def has_gradient(self, hidden: torch.Tensor | None) -> bool:
-        """Whether the logits of these hidden states require a gradient."""
-        if hidden is None or hidden.requires_grad:
-            return True
-        return any(p.requires_grad for p in self.module.parameters())
+    def has_gradient(self, hidden: torch.Tensor) -> bool:
+        return hidden.requires_grad or any(p.requires_grad for p in self.module.parameters())
 
     def logits(self, hidden: torch.Tensor, surroundings: Surroundings) -> torch.Tensor:
-        """The real head's logits."""
         self.computed = True
         with surroundings.restored():
             return self.module(hidden)
@@ -203,7 +199,7 @@ class OutputHead:
         return self._loss_of(functional.liger_cross_entropy(computed, target, **self._more(), **options))
 
     def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
-        """The same loss from hidden states and weight, or None if it cannot be computed so."""
+        """The same loss from hidden states and weight, or None if they do not suffice."""
         self.loss_called = True
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
@@ -280,7 +276,6 @@ class OutputHead:
 
 @torch.compiler.assume_constant_result
 def _note_compiled() -> None:
-    """Logged once, while torch.compile traces."""
     warn_once(
         "it is compiled while its weight is gathered by hooks; its logits are computed in full, which is right but "
         "takes their memory. To fuse it, compile the layers instead of the whole model"
@@ -326,9 +321,9 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     The result takes three more keywords: `skip_logits` (True or False; None: while training with labels; no effect
     without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy` and
     `outputs.predicted_tokens`, one for each position, undefined at ignored labels; otherwise these attributes are
-    None). `shift_labels` alone gives a loss too. Skipped logits are computed if they are read before backward; they are
-    None inside torch.compile, in replicas of `nn.DataParallel`, and if the head's weight is sharded, since one rank
-    alone may read them.
+    None). `shift_labels` alone gives a loss too. Skipped logits are computed when they are read, before backward; they
+    are None inside torch.compile, in replicas of `nn.DataParallel`, and if the head's weight is sharded, since a single
+    rank may read them.
     """
     functional.liger_cross_entropy, functional.liger_fused_linear_cross_entropy  # noqa: B018  loaded before a step
     signature = inspect.signature(original)
@@ -338,8 +333,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     undeferred: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def path_of_head(self) -> str:
-        """`head_at`, or the path of the head in a model of a patched class with another language model than the default
-        one; "" if there is no head."""
+        """`head_at`, or where a model of a patched class with another language model has its head; "" if nowhere."""
         try:
             _at(self, head_at)
         except AttributeError:
@@ -383,7 +377,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         counted, rows, is_replica = None, labels.numel(), getattr(self, "_is_replica", False)
         known_loss = of_transformers and _loss_is_of_transformers(self)
         if skip and known_loss:  # another loss may use rows that the labels ignore
-            # before the model runs, so that the count is on the host when the loss needs it
+            # counted before the model runs, so that the number is on the host when the loss needs it
             shifted = kwargs.get("shift_labels")  # which some families' forward takes and does not use
             counted = CountedRows(labels if shifted is None else (labels, shifted))
         head = OutputHead(module, fused and skip, wants, counted, rows, not known_loss and not is_replica)
@@ -408,13 +402,16 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         )
         return outputs
 
-    forward.__signature__ = _with_keywords(signature, *_KEYWORDS)
+    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS]
+    parameters = [p for p in signature.parameters.values() if p.name not in _KEYWORDS]
+    at = len(parameters) - bool(parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    forward.__signature__ = signature.replace(parameters=[*parameters[:at], *extra, *parameters[at:]])
     return forward
 
 
 def _is_of_deferred_logits(error: Exception) -> bool:
-    """Whether a forward may have raised because its logits were deferred. A function scripted by torch.jit then raises
-    a RuntimeError, which usually has another cause, such as no memory or a failed device."""
+    """Whether a forward may have raised because its logits were deferred. Most RuntimeErrors have another cause, such
+    as no memory, but a function scripted by torch.jit raises one then."""
     foreign = isinstance(error, RuntimeError) and not isinstance(error, (GradientWouldBeLost, NotImplementedError))
     return not foreign or DeferredLogits.__name__ in str(error)
 
@@ -429,10 +426,8 @@ def _is_of_transformers(function: Any) -> bool:
 
 
 def _loss_is_of_transformers(model: nn.Module) -> bool:
-    """Whether the loss function of a transformers model, if it calls one, is code of transformers.
-
-    A program may set another on the model, its class or in transformers' table of losses.
-    """
+    """Whether a transformers model's loss function is code of transformers: a program may set another on the model, its
+    class or in transformers' table of losses."""
     function = getattr(model, "loss_function", None)
     return function is None or _is_of_transformers(function)
 
@@ -440,6 +435,7 @@ def _loss_is_of_transformers(model: nn.Module) -> bool:
 _ATTRIBUTES = ("token_accuracy", "predicted_tokens")
 """Attributes of outputs beside the family's own."""
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
+"""Keywords of a patched forward beside the family's own."""
 
 
 def _at(module: Any, path: str) -> Any:
@@ -448,32 +444,22 @@ def _at(module: Any, path: str) -> Any:
     return module
 
 
-def _with_keywords(signature: inspect.Signature, *names: str) -> inspect.Signature:
-    parameters = [p for p in signature.parameters.values() if p.name not in names]
-    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
-    at = len(parameters) - bool(parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    return signature.replace(parameters=[*parameters[:at], *extra, *parameters[at:]])
-
-
 def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
     """`outputs` of a forward, with the deferred logits in them computed unless they are to be skipped.
 
-    keep: skipped logits stay deferred, as `OutputLogits`, and can be read; else they are None.
+    keep: skipped logits stay deferred, as `OutputLogits`, and can be read; else they are None
     """
     head.counted = None  # it was for the loss of the forward
-
-    left: list[tuple[DeferredLogits, Any]] = []  # an object that is in the outputs twice stays one
+    stand_ins: dict[int, Any] = {}  # an object that is in the outputs twice stays one
 
     def settled(value: DeferredLogits) -> Any:
         if not skip or (keep and not value.is_deferred):
             return value.materialise()
         if not keep:
             return None
-        for logits, stand_in in left:
-            if logits is value:
-                return stand_in
-        left.append((value, output_logits(value)))
-        return left[-1][1]
+        if id(value) not in stand_ins:
+            stand_ins[id(value)] = output_logits(value)
+        return stand_ins[id(value)]
 
     outputs = _replaced(outputs, settled)
     for name, value in head.results.items():
@@ -494,10 +480,10 @@ def _with_attributes(outputs: Any) -> Any:
 
 
 def _replaced(value: Any, settled: Callable[[DeferredLogits], Any], is_output: bool = True) -> Any:
-    """A model's outputs with their deferred logits replaced, also inside tuples, lists, dicts and dataclasses: a model
-    around a language model may hand on its outputs. Without deferred logits, value itself is returned.
+    """A model's outputs with their deferred logits replaced, also inside tuples, lists, dicts and dataclasses, since a
+    model around a language model may return its outputs. Without deferred logits it is `value` itself.
 
-    is_output: whether it is the outputs themselves; inside them only dataclasses are searched
+    is_output: whether these are the outputs themselves; of objects inside them only dataclasses are searched
     """
     if isinstance(value, DeferredLogits):
         return settled(value)
@@ -508,7 +494,7 @@ def _replaced(value: Any, settled: Callable[[DeferredLogits], Any], is_output: b
         changed = {name: new for name, (item, new) in items.items() if new is not item}
         if any(new is None for new in changed.values()):  # a ModelOutput leaves them out when it is made
             return type(value)(**{name: new for name, (_, new) in items.items()})
-        for name, new in changed.items():  # to make another ModelOutput takes 50 us
+        for name, new in changed.items():  # making another ModelOutput takes 50 us
             value[name] = new
         return value
     if isinstance(value, (tuple, list)):

@@ -13,28 +13,28 @@ SWITCH = "_liger_hw_switch"
 _ORIGINAL, _ITSELF = "_liger_hw_original", "_liger_hw_itself"
 
 
-def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None = None) -> None:
-    """Mark `function` as installed by a patch.
+def mark(
+    function: Callable, part: str, kernel: str, switch: list[bool] | None = None, original: Callable | None = None
+) -> Callable:
+    """Mark `function` as installed by a patch, and return it.
 
     switch: a list that a revert empties, since other code may still hold `function`, which then runs the original
+    original: the function that it replaces, whose name and docstring it takes
     """
     setattr(function, PATCH_MARK, (part, kernel))
     setattr(function, _ITSELF, function)
     if switch is not None:
         setattr(function, SWITCH, switch)
-
-
-def marked(
-    function: Callable, part: str, kernel: str, original: Callable, switch: list[bool] | None = None
-) -> Callable:
-    """`function` with the mark of a patch, under the names of `original`, which it replaces."""
-    function.__name__ = getattr(original, "__name__", function.__name__)
-    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
-    function.__module__ = getattr(original, "__module__", function.__module__)
-    function.__doc__ = original.__doc__
-    mark(function, part, kernel, switch)
-    setattr(function, _ORIGINAL, original)
+    if original is not None:
+        setattr(function, _ORIGINAL, original)
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(function, name, getattr(original, name, getattr(function, name)))
     return function
+
+
+def mark_of(function: Any) -> tuple[str, str] | None:
+    """(part, kernel) of a function that a patch installed, else None."""
+    return getattr(function, PATCH_MARK, None)
 
 
 def original_of(function: Callable) -> Callable:

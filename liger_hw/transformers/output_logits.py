@@ -1,12 +1,12 @@
 """The logits in a patched model's output, as a `torch.Tensor` subclass that computes them when they are read.
 
-Inside the model's forward the logits are `DeferredLogits` (deferred.py). It returns an `OutputLogits`, which has the
-shape, dtype and device that the logits will have, and their place in the autograd graph, but no memory.
+Inside the model's forward the logits are `DeferredLogits` (deferred.py). The output has an `OutputLogits`: it has the
+shape, dtype and device of the logits and their place in the autograd graph, but no memory.
 
-A call from Python (`__torch_function__`) is recorded if `DeferredLogits` records it; any other computes the logits
-and gets them as a plain tensor. A call from C++ (a collective, an `autograd.Function`, TorchScript) sees a tensor, and
-computes the logits when an operator reads it (`__torch_dispatch__`). The gradient returns through
-`OutputLogitsFunction`, from a separate graph of the logits, so hooks on the hidden states and weights run once.
+A call from Python (`__torch_function__`) is recorded if `DeferredLogits` records it; any other gets the computed logits
+as a plain tensor. A call from C++ (a collective, an `autograd.Function`, TorchScript) gets this tensor, whose logits
+are computed when an operator reads them (`__torch_dispatch__`). Their gradient goes through `OutputLogitsFunction`,
+from a separate graph, so hooks on the hidden states and weights run once.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class _Passing(torch.autograd.Function):
         return value.detach()  # a new object, not the argument
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        """As torch.func asks for (jvp)."""
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:  # apart, for torch.func.jvp
         ctx.n_others = len(inputs) - 1
 
     @staticmethod
@@ -76,8 +75,8 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
 
     parent: the operand of a recorded operation; backward also reaches it, with a None gradient
 
-    If hidden states or weights are no plain tensors (DTensors), returns the deferred logits themselves; if the head is
-    not fused, the computed logits.
+    Returns the deferred logits themselves if hidden states or weights are not plain tensors (DTensors), and the
+    computed logits if the head is not fused.
     """
     if not logits.is_fused:
         return logits.materialise()
@@ -98,10 +97,10 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
 
 
 class OutputLogits(torch.Tensor):
-    """Logits [..., vocab] that are computed when they are read. See the module; made by `output_logits`.
+    """Logits [..., vocab] that are computed when they are read; made by `output_logits`.
 
-    The result of a recorded operation is computed from its parent's plain tensor, as soon as that exists: an in-place
-    change then shows only in tensors that share its memory.
+    The result of a recorded operation is computed from its parent's plain tensor as soon as that exists, so that an
+    in-place change shows only in tensors that share its memory.
     """
 
     _logits: DeferredLogits
@@ -116,7 +115,6 @@ class OutputLogits(torch.Tensor):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether they have not been computed yet."""
         return self._plain is None and self._logits.is_deferred and (self._parent is None or self._parent.is_deferred)
 
     @torch.compiler.disable
@@ -158,8 +156,8 @@ class OutputLogits(torch.Tensor):
 
     @torch.compiler.disable
     def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`torch.nn.functional.cross_entropy` of these logits: from the hidden states if the fused loss takes these
-        arguments and no hook waits for the logits' gradient."""
+        """`torch.nn.functional.cross_entropy` of these logits, from the hidden states if the fused loss takes these
+        arguments and no hook needs the logits' gradient."""
         target, options, is_known = loss_arguments(*args, **kwargs)
         chain = self._chain()
         is_watched = any(logits._has_hook for logits in chain)
@@ -184,13 +182,12 @@ class OutputLogits(torch.Tensor):
         return F.cross_entropy(self.materialise(), *args, **kwargs)
 
     def _chain(self) -> "list[OutputLogits]":
-        """These logits, their parent and so on."""
         return [self] if self._parent is None else [self, *self._parent._chain()]
 
     def _place(self) -> tuple[bool, bool]:
         """(whether the tensor requires a gradient, whether its place in the graph is the original one)
 
-        If an autograd.Function returns the logits, as DDP's does, they get another place.
+        A Function that returns the logits, as DDP's does, gives them another place.
         """
         with without_torch_function():
             return self.requires_grad, self.grad_fn is self._made_by
@@ -205,11 +202,11 @@ class OutputLogits(torch.Tensor):
                 node.register_prehook(_refuse_hooked)
 
     def _fused_losses(self) -> set[Any]:
-        """The autograd nodes of losses, the model's and a program's, whose gradient bypasses these logits."""
+        """The autograd nodes of losses whose gradient bypasses these logits."""
         return {node for reference in self._losses if (node := reference()) is not None}
 
     def _is_changed(self) -> bool:
-        """Whether the plain tensor, or one that it shares memory with, was changed in place outside of a Function."""
+        """Whether the plain tensor, or one that shares its memory, was changed in place outside of a Function."""
         return self._plain is not None and self._plain.grad_fn is not self._plain_made_by
 
     def _shares_memory(self) -> bool:
@@ -219,8 +216,8 @@ class OutputLogits(torch.Tensor):
         return self._plain.untyped_storage()._cdata in storages
 
     def _in_graph(self) -> torch.Tensor:
-        """The tensor of these logits in the autograd graph: the plain tensor if it was changed in place, or if these
-        are a recorded operation's result, which is computed from the parent's plain tensor."""
+        """The tensor of these logits in the autograd graph: the plain tensor if it was changed in place or is computed
+        from a parent's, else these."""
         if self._plain is None or (self._parent is not None and not self._place()[1]):
             return self
         return self if self._parent is None and not self._is_changed() else self._plain
@@ -290,19 +287,18 @@ class OutputLogits(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         def values(stand_in: OutputLogits) -> torch.Tensor:
-            """The logits without their gradient: this is below autograd."""
             with torch.overrides.enable_reentrant_dispatch():
                 if torch.is_grad_enabled() and stand_in._is_changed():
                     raise GradientWouldBeLost(_CHANGED)
                 plain = stand_in._logits.materialise() if stand_in._plain is None else stand_in._plain
-                return plain.detach()
+                return plain.detach()  # this is below autograd
 
         args, kwargs = tree_map_only(OutputLogits, values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 _ENGINES = ("torch.distributed.", "deepspeed.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
-"""Packages whose hooks only detect the start of backward; they hook every output, so the loss as well."""
+"""Packages that hook every output, the loss too, only to detect the start of backward."""
 
 _MISSED = (
     "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"
@@ -363,7 +359,7 @@ _OF_GRAPH = {
     *_getters("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"),
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
 }
-"""Attributes that concern the place in the autograd graph: the stand-in's, not the logits'."""
+"""What concerns the place in the autograd graph, which the stand-in has."""
 
 _CLONES = {torch.Tensor.clone, torch.clone}
 """Recorded only under no_grad, for DDP, whose Function clones every output."""

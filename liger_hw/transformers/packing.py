@@ -1,7 +1,7 @@
 """Whether documents packed into one row see each other, tested on a tiny model of the same class and attention.
 
-The trained model is not run: two batches that differ only in the first document go through the tiny model, and the
-second document's logits must be the same. State space layers ignore positions and carry their state over.
+Two batches that differ only in the first document go through the tiny model, and the second document's logits must be
+the same. State space layers ignore positions and carry their state over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .tiny import VOCAB, tiny_model
 FIRST, SECOND = 5, 7
 """Tokens of the two documents, the longer one last."""
 THRESHOLD = 0.01
-"""Largest difference, as a share of the largest logit, that rounding may leave."""
+"""Largest difference that counts as rounding, as a share of the largest logit."""
 _EAGER = "gpt_oss deepseek_v4 mamba mamba2 falcon_mamba rwkv xlstm bloom inkling2 mpt xglm"
 _ANY = "afmoe biogpt glm4v_moe granitemoehybrid inkling lfm2 lfm2_moe lfm3 minimax nemotron_h opt recurrent_gemma zaya"
 _NO_FLEX = "bailing_hybrid bamba falcon falcon_h1 glm46v glm4v jamba kimi_linear olmo_hybrid qwen2_vl qwen2_5_vl"
@@ -31,7 +31,7 @@ FORMS = ("position_ids", "position_ids of several rows", "cu_seq_lens")
 
 
 def packing_note(model: torch.nn.Module, of_class: bool = False) -> str:
-    """One line if `LEAKING` has a model and its attention, or if a CPU cannot tell, else "". Nothing is run.
+    """One line if `LEAKING` has the model and its attention, or if only a GPU can tell; else "". Nothing is run.
 
     of_class: the model is a sample of its class, whose models may have any attention
     """

@@ -1,9 +1,9 @@
 """A copy of a function that calls another function in place of one module-level name: how rope is patched per instance.
 
-Attention forwards look their rotary function up by name in the modeling module, which every model of the family shares.
-For one instance, the forward is copied with that one name in its code changed to a private one (`private_name`), which
-is added to the modeling module. The copy has the module's own globals, so later patches of other names take effect, and
-Dynamo sees an ordinary function.
+Attention forwards look their rotary function up by name in the modeling module, which all models of the family share.
+For one instance the forward is copied, and the name in the copy's code is a private one (`private_name`) that is added
+to the modeling module. The copy has the module's globals, so later patches of other names take effect, and Dynamo sees
+an ordinary function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "_liger_hw_"
 
 
 def private_name(name: str, variant: str) -> str:
-    """The global name of the kernel that replaces a module's function `name`."""
+    """The global name of the kernel that replaces the function `name`."""
     return PREFIX + "".join(c if c.isalnum() else "_" for c in f"{variant} {name}".strip())
 
 

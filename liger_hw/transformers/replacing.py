@@ -1,8 +1,8 @@
 """Forwards that a patch installs: a kernel on a module's own weights, under guards (`guarded`).
 
-probing/ runs one module and picks the replacement below that computes the same. A class patch then serves every
-instance of the class, and a module may change after it was patched, so the replacement checks its guards at every call
-and runs the original forward where one fails.
+probing/ runs one module and picks the replacement below that computes the same. A class patch serves every instance of
+the class, and a module may change after it was patched. So the replacement checks its guards at every call, and runs
+the original forward where one fails.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def should_use_original(x: Any) -> bool:
     """Whether a patched part runs its own code for this input: where torch.jit or torch.fx traces or torch.func
     transforms, for dtypes that kernels do not take, and on the CPU.
 
-    On the CPU no kernel runs, and references are slower than the module's own code. References do run there if kernels
-    are interpreted, activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
+    On the CPU the kernels' references are slower than the module's own code. They run there only if kernels are
+    interpreted, activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
     """
     if is_traced() or isinstance(x, torch.fx.Proxy):
         return True
@@ -46,7 +46,7 @@ def should_use_original(x: Any) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch.jit traces or torch.func transforms. Both see the model's own code, never kernels."""
+    """Whether torch.jit traces or torch.func transforms: both get the model's own code."""
     return torch.jit.is_tracing() or is_transformed()
 
 
@@ -63,7 +63,7 @@ def runs_kernels(x: Any) -> bool:
     return not should_use_original(x) and not x.is_nested
 
 
-# -- guards: what another module, or the same one later, must have in common with the one that was run ----------------
+# -- guards: what another module, or the same one later, must have in common with the one that was probed -------------
 
 Guards = tuple[tuple[str, str, Any], ...]
 """(kind, attribute, value) for each attribute of the module that must have a value. `holds` has the kinds."""
@@ -72,15 +72,15 @@ INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
 """Attributes by which accelerate's hooks or other code replace the forward of one module."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 """Kinds of values that are compared with ==."""
 
 
 def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Guards:
     """What another module of the class must share with `module`, so that `function` computes the same on it.
 
-    All attributes that `function` reads, except those `used` by the kernel itself and the sizes of the weights; of a
-    weight the number of dimensions, or that it is absent.
+    These are all attributes that `function` reads, except those `used` by the kernel and the sizes of weights. Of a
+    weight it is the number of dimensions, or that it is absent.
     """
     names = reads(type(module), function)
     if EVERYTHING in names:
@@ -119,10 +119,8 @@ def holds(module: nn.Module, guards: Guards) -> bool:
     """Whether a match found under `guards` applies to `module` as it is now."""
     for kind, name, value in guards:
         if kind == "config":
-            if vars(module.config).get(name) != value:
-                return False
-            continue
-        if kind == "child":
+            agree = vars(module.config).get(name) == value
+        elif kind == "child":
             child = module._modules.get(name)
             agree = child is None if value is None else _has_state(child, value)
         elif kind == "dims":
@@ -150,7 +148,7 @@ _UNKNOWN = -1
 def _dims_now(module: nn.Module, name: str) -> int | None:
     """How many dimensions a weight has: a kernel for a weight [width] cannot take one [heads, width].
 
-    A parameter that PEFT computes is not looked up, which would compute it once more.
+    `_UNKNOWN` for a parameter that PEFT computes: a look-up would compute it once more.
     """
     # FSDP1 and replicas keep a weight as an attribute
     weight = (module._parameters if name in module._parameters else module.__dict__).get(name, module)
@@ -182,11 +180,13 @@ class _Value:
 def _comparable(value: Any, owner: nn.Module) -> Any:
     """A key that is equal for values that compute the same.
 
-    A partial function is compared by its parts, a method of `owner` by its function (each activation module has its
-    own), anything else that is not plain by identity.
+    A tuple or partial function is compared by its parts, a method of `owner` by its function (each activation module
+    has its own), anything else that is not plain by identity.
     """
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, tuple):
+        return tuple(_comparable(part, owner) for part in value)
     if isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
         return tuple(value.keywords), tuple(_comparable(part, owner) for part in parts)
@@ -199,9 +199,8 @@ def _comparable(value: Any, owner: nn.Module) -> Any:
 
 
 class _State(NamedTuple):
-    """What a child computes by. Of a child with weights or children only its class counts. Of any other, such as an
-    activation: its class's forward, whether it is customised, and its attributes.
-    """
+    """What decides a child's result. Of a child with weights or children only its class counts; of any other, such as
+    an activation, also its class's forward, whether it is customised, and its attributes."""
 
     cls: type
     forward: Callable | None = None
@@ -239,8 +238,7 @@ def current_forward(module: Any, slot: str = "forward") -> Callable:
 def is_customised(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's forward: it has hooks, or another forward of its own.
 
-    Hooks of FSDP2 and ZeRO-3 gather weights, and accelerate's placement hooks replace a forward by one that computes
-    the same, so they do not count.
+    Hooks of FSDP2 and ZeRO-3, which gather weights, and accelerate's placement hooks do not count.
     """
     if owners.hooks_of(module) - {owners.FSDP2, owners.ZERO3}:
         return True
@@ -251,7 +249,6 @@ def is_customised(module: nn.Module) -> bool:
 
 
 def _weight_sizes(module: nn.Module) -> set[int]:
-    """The sizes of a module's and its children's weights."""
     sizes: set[int] = set()
     for part in (module, *module.children()):
         for shape in owners.parameter_shapes(part).values():
@@ -273,9 +270,8 @@ class Match:
     replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
     inputs: how many tensors `replacement` takes after the module
-    ready: asked (module, input) at every call, in addition to the guards, whether the match holds; None if it always
-    does
-    takes: whether `replacement` accepts a call's further arguments {name: value}; None: it accepts no further ones
+    ready: whether the match holds for (module, input), asked at every call in addition to the guards; None: always
+    takes: whether `replacement` accepts a call's further arguments {name: value}; None: it accepts none
     """
 
     kernel: str
@@ -290,9 +286,8 @@ class Match:
 def guarded(match: Match, guards: Guards, original: Callable, switch: list[bool]) -> Callable:
     """A method that replaces `original` by `match.replacement`, with the same signature.
 
-    `original` itself runs for modules that do not meet `guards`, where the match is not ready for the input or
-    `should_use_original` says so, for nested tensors, when more or fewer arguments are given than the match takes, and
-    once `switch` is empty.
+    `original` itself runs if the module does not meet `guards`, `runs_kernels` or `match.ready` is false for the input,
+    the match does not take these arguments, or `switch` is empty.
     """
     replacement, ready, takes = match.replacement, match.ready, match.takes or (lambda options: not options)
     parameters = inspect.signature(original).parameters.values()
@@ -331,9 +326,8 @@ def if_class_unchanged(original: Callable, forward: Callable) -> Callable:
 
 
 def if_global_unchanged(module: Any, name: str, original: Callable, function: Callable) -> Callable:
-    """A rotary function in a live model's copy of a forward, which the forward's module has under `name`.
-
-    It calls `function`, until a program replaces that global by something other than `original`: then that."""
+    """A rotary function for a live model's copy of a forward. It calls `function`, the replacement of `original`, until
+    a program sets `name` in the forward's module to something else, and then that."""
     there = getattr(module, name)
 
     def current(*args, **kwargs):
@@ -351,7 +345,7 @@ LEAST_BYTES = 16 << 20
 
 
 def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | None, switch: list[bool]) -> Callable:
-    """A forward for a class's layers that runs a model's last layer at `cheap`; is_last None: for one last layer.
+    """A forward for layers that runs the last one at `cheap`. is_last: None for the last layer's own forward.
 
     It changes nothing under a level that the user named, other saved-tensor hooks or torch.compile, or without kernels.
     """
@@ -379,15 +373,19 @@ def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | Non
 
 
 def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, casting_mode: str) -> Callable:
-    """RMSNorm of (module, x), whose attributes have these names. No weight: no scaling; eps may be a number."""
+    """RMSNorm of (module, x), from attributes of these names; weight None: no scaling; eps may be a number."""
     from ..kernels.norms.rms_norm import CASTING_MODES, RMSNormFunction
 
     casting = CASTING_MODES[casting_mode]
-    if not isinstance(eps, str):
-        return lambda self, x: RMSNormFunction.apply(x, weight and getattr(self, weight), eps, offset, casting)
-    return lambda self, x: RMSNormFunction.apply(
-        x, weight and getattr(self, weight), getattr(self, eps), offset, casting
-    )
+
+    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return RMSNormFunction.apply(x, weight and getattr(self, weight), _epsilon(self, eps), offset, casting)
+
+    return replacement
+
+
+def _epsilon(module: Any, eps: str | float) -> float:
+    return getattr(module, eps) if isinstance(eps, str) else eps
 
 
 def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
@@ -399,8 +397,7 @@ def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | floa
         shift = None if bias is None else getattr(self, bias)
         if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()  # autocast runs torch's own in fp32
-        value = getattr(self, eps) if isinstance(eps, str) else eps
-        return liger_layer_norm(x, scale + offset if offset else scale, shift, value)
+        return liger_layer_norm(x, scale + offset if offset else scale, shift, _epsilon(self, eps))
 
     return replacement
 
@@ -412,9 +409,8 @@ def gated_rms_norm_replacement(
     liger_gated_rms_norm = functional.liger_gated_rms_norm
 
     def replacement(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        value = getattr(self, eps) if isinstance(eps, str) else eps
         options = activation, casting_mode, norm_before_gate, groups.columns(self, x.shape[-1])
-        return liger_gated_rms_norm(x, gate, getattr(self, weight), value, *options)
+        return liger_gated_rms_norm(x, gate, getattr(self, weight), _epsilon(self, eps), *options)
 
     return replacement
 
@@ -426,9 +422,8 @@ def weights_fit_kernel(
 
     A user may have replaced either by a value that only the module's own code takes. A weight that a parametrization
     computes is not looked up, which would compute it once more.
-    one_dtype: x must have the first weight's dtype too; outside_autocast: and autocast must be off
+    one_dtype: x must have the first weight's dtype too; outside_autocast: autocast must be off
     """
-
     by_name = isinstance(eps, str)
 
     def ready(self: Any, x: torch.Tensor) -> bool:
@@ -477,7 +472,7 @@ def gated_replacement(
 ) -> Callable:
     """down(act(gate(x)) * up(x)) of (module, x), with the module's projections of these names.
 
-    gate_scale, out_scale: attributes that multiply the gate and the result, or empty. up_first: up is called first.
+    gate_scale, out_scale: attributes that multiply the gate and the result, or empty; up_first: up is called first
     cast: the input of down is cast to its weight's dtype where that is one of these
     """
     kernel, liger_swiglu, may_fuse = _gate_kernel(act), functional.liger_swiglu, not gate_scale and not cast
@@ -535,7 +530,7 @@ def one_projection_replacement(activation: Callable, up: str, down: str, out_sca
 # -- rotary functions -------------------------------------------------------------------------------------------------
 #
 # Each maker takes the original and returns a function of the same arguments, which calls one kernel. A call that the
-# kernel has no form for (no k, a cache of another length, learned angles, another layout) runs the original.
+# kernel does not cover (no k, a cache of another length, learned angles, another layout) runs the original.
 
 
 def of_q_and_k(function: type, form: Any, widths: int, original: Callable) -> Callable:
@@ -590,7 +585,7 @@ def three_axes(original: Callable) -> Callable:
 
 
 def packed_patches(original: Callable) -> Callable:
-    """Packed patches of all images: q and k [T, heads, width], cos and sin [T, width]."""
+    """For packed patches of all images: q and k [T, heads, width], cos and sin [T, width]."""
     rope = functional.liger_vision_rope
 
     def rotary(q, k, cos, sin):
@@ -603,10 +598,10 @@ def packed_patches(original: Callable) -> Callable:
 
 
 def complex_angles(tokens_axis: int, original: Callable) -> Callable:
-    """(q, k, angles) with complex angles.
+    """For functions of (q, k, complex angles).
 
-    q and k: [B, T, heads, width] for tokens_axis 1 (Llama 4), [B, heads, T, width] for 2 (DeepSeek-V2). Angles:
-    [B or 1, T, half], or [T, 1, half] in Llama 4's vision tower.
+    q and k: [B, T, heads, width] for tokens_axis 1 (Llama 4), [B, heads, T, width] for 2 (DeepSeek-V2)
+    angles: [B or 1, T, half], or [T, 1, half] in Llama 4's vision tower
     """
     rope = functional.liger_llama4_rope
 

@@ -7,6 +7,7 @@ A patch replaces attributes of classes, modules or one live model's modules (`Pa
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import sys
@@ -23,7 +24,7 @@ from .. import env, registry
 from ..locks import fork_safe
 from ..text import fold, table, with_notes
 from . import choice
-from .marks import PATCH_MARK, SWITCH, is_ours, mark
+from .marks import SWITCH, is_ours, mark, mark_of
 
 log = logging.getLogger("liger_hw")
 _MISSING = object()
@@ -42,7 +43,7 @@ PATCH_LOCK = fork_safe(threading.RLock())
 def patched_parts(model: Any) -> dict[str, int]:
     """Kernel -> how many of a model's modules run it, by patches of the model or of its classes."""
     places = ((module, slot) for module in model.modules() for slot in (forward_slot(module), choice.SLOT))
-    marks = (getattr(getattr(module, slot, None), PATCH_MARK, None) for module, slot in places)
+    marks = (mark_of(getattr(module, slot, None)) for module, slot in places)
     return dict(Counter(mark[1] for mark in marks if mark is not None))
 
 
@@ -68,7 +69,6 @@ class PatchRow:
 
     @property
     def left_alone(self) -> bool:
-        """Whether a part keeps its own code."""
         return self.state.startswith("left alone")
 
 
@@ -90,7 +90,7 @@ class Patch:
     def revert(self) -> bool:
         """Restore the original object; false, with a warning, if another object has replaced the patch's.
 
-        The patch's function may still be in instances' hooks or in a wrapper: it then runs the original forward.
+        Hooks or wrappers of other code may still hold the patch's function, which then runs the original forward.
         """
         restored = self._restore()
         if not restored or isinstance(self.owner, type):
@@ -114,9 +114,8 @@ class Patch:
         if "_old_forward" in attributes and not is_ours(attributes["_old_forward"]):  # the hook has another
             return True
         if is_ours(current) or is_ours(attributes.get("_old_forward")) or current is not self.original:
-            owner = getattr(self.owner, "__qualname__", None) or getattr(self.owner, "__name__", None)
-            owner = owner or type(self.owner).__name__
-            log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, owner)
+            owner = self.owner if hasattr(self.owner, "__name__") else type(self.owner)
+            log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, owner.__name__)
             return False
         return True
 
@@ -127,19 +126,17 @@ _HELPERS = ("_replicate_for_data_parallel", "__getstate__")
 
 
 def _keep_copies_apart(module: torch.nn.Module) -> None:
-    """Make copies of a module with replaced methods run on their own weights; `_release_copies` undoes it.
+    """Make copies of a module with replaced methods run on their own weights.
 
-    A replaced method lies in the module's dictionary, bound to that module. `copy.deepcopy` binds it to the copy.
-    Replicas of `nn.DataParallel` and `copy.copy` take the dictionary unchanged, so their methods would run on the
-    original: replicas get their own methods, shallow copies and pickles go back to their class's. Both call methods of
-    the module for this, which are added here.
+    A replaced method lies in the module's dictionary, bound to that module. `copy.deepcopy` binds it to the copy, but
+    `nn.DataParallel` and `copy.copy` take the dictionary unchanged. The two methods added here give replicas methods of
+    their own, and shallow copies and pickles the methods of their class.
     """
     module.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replica, module)
     module.__dict__["__getstate__"] = types.MethodType(_state, module)
 
 
 def _release_copies(module: torch.nn.Module) -> None:
-    """Undo `_keep_copies_apart`."""
     for name in _HELPERS:
         module.__dict__.pop(name, None)
 
@@ -153,7 +150,6 @@ def _replica(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _state(module: torch.nn.Module) -> Any:
-    """The state from which copies and pickles of `module` are made."""
     its_own = getattr(type(module), "__getstate__", None)  # every class has one since Python 3.11
     state = module.__dict__ if its_own is None else its_own(module)
     if not isinstance(state, dict) or sys._getframe(1).f_code is copy.deepcopy.__code__:
@@ -167,9 +163,8 @@ def _state(module: torch.nn.Module) -> Any:
 def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
     """Remove every kernel from a live model or a class of models; returns how many places were restored.
 
-    model: a live model, patched by any call, or a deep or unpickled copy of one; its classes stay patched, with a
-    warning. Or a class of transformers (`revert(LlamaForCausalLM)`): every call that patched the classes of its family
-    is undone, even if its report is lost.
+    model: a live model or a deep or unpickled copy of one; patches of its classes stay, with a warning. Or a class of
+    transformers (`revert(LlamaForCausalLM)`): all patches of its family's classes are undone, without their reports.
     """
     if isinstance(model, type):
         return _revert_classes(model)
@@ -205,7 +200,7 @@ _class_reports: list["PatchReport"] = []
 
 
 def _patched_class(model: torch.nn.Module) -> type | None:
-    """A patched class of a model, for `revert`: its own class, else one of a part."""
+    """The class whose `revert` undoes patches of this model's classes: its own, or a part's; else None."""
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     with PATCH_LOCK:
         for cls in classes:
@@ -227,7 +222,7 @@ def _revert_classes(cls: type) -> int:
 
 
 class NewModels:
-    """`prepare(model)` for every model of these transformers classes that is made until it is reverted; see `Patch`."""
+    """Calls `prepare(model)` for each model of these transformers classes that is made before `revert`; see `Patch`."""
 
     def __init__(self, classes: set[type], prepare: Callable[[Any], None]) -> None:
         self.models: weakref.WeakSet = weakref.WeakSet()
@@ -244,8 +239,7 @@ class NewModels:
                     self.models.add(model)
                     prepare(model)
 
-        mark(post_init, "new models", "")
-        return post_init
+        return mark(post_init, "new models", "")
 
     def apply(self) -> None:
         for patch in self.patches:
@@ -261,15 +255,13 @@ class NewModels:
 
 @dataclass(eq=False, repr=False)
 class PatchReport:
-    """What `apply_liger_kernel_to_<family>` did: rows for reading, `revert()` for undoing; `str(report)` is a table.
+    """What `apply_liger_kernel_to_<family>` did. `revert()` undoes that call alone; `str(report)` is a table.
 
-    As a context manager it reverts at the end: `with apply_liger_kernel_to_mistral(): ...`. A report undoes only its
-    own call: after a second call, which changes nothing, the first report still undoes all.
+    As a context manager it reverts at the end: `with apply_liger_kernel_to_mistral(): ...`.
 
     module: for a patch of classes, the module of transformers that defines them
     logits: for a live model, how many its head computes for a token
-    unnamed: for a live model, classes of modules that were not examined because of their names
-    (`probing.is_overlooked`)
+    unnamed: for a live model, classes that were not examined because of their names (`probing.is_overlooked`)
     packing: one line if packed documents see each other, or if that is not known (`packing.packing_note`)
     """
 
@@ -288,10 +280,13 @@ class PatchReport:
         """The rows that this call changed."""
         return [row for row in self.rows if row.state == PATCHED]
 
-    def change(self, row: PatchRow, patch: Patch) -> None:
-        """Apply one patch and note it."""
+    def apply(self, patch: Any) -> None:
+        """Apply a `Patch`, `NewModels` or `choice.Choice`, which `revert` undoes."""
         patch.apply()
         self.patches.append(patch)
+
+    def change(self, row: PatchRow, patch: Patch) -> None:
+        self.apply(patch)
         self.rows.append(row)
 
     def remember(self) -> None:
@@ -300,9 +295,9 @@ class PatchReport:
             _class_reports.append(self)
 
     def revert(self) -> None:
-        """Restore every original, newest first. A second call does nothing.
+        """Restore every original, newest first.
 
-        A place that other code has changed since is not changed, with a warning, and the next call tries again.
+        A place that other code has changed since is left as it is, with a warning; the next call tries it again.
         """
         with PATCH_LOCK:
             applied = bool(self.patches)
@@ -336,7 +331,7 @@ class PatchReport:
         return "\n".join([f"{self.family}: {self.target}", table(cells), *lines])
 
     def _in_short(self) -> str:
-        """One sentence: whether logits are kept, of what size and why, and what is left alone."""
+        """One sentence: whether a training step holds the logits, their size, and which parts are left alone."""
         if self.reverted:
             return "Reverted: none of this is in place any more."
         losses = [row for row in self.rows if row.kernel == "cross_entropy"]
@@ -356,24 +351,23 @@ class PatchReport:
 
     def _cells(self) -> list[tuple[str, ...]]:
         """A header, and one row for each group of places that differ only in their path."""
-        sources = {kernel: config_source(kernel) for kernel in {row.kernel for row in self.rows}}
-        groups = Counter((r.part, r.where, r.kernel, r.state, r.variant) for r in self.rows)
-        paths = {(r.part, r.where, r.kernel, r.state, r.variant): r.path for r in reversed(self.rows)}  # the first
+        groups: dict[PatchRow, list[str]] = {}
+        for row in self.rows:
+            groups.setdefault(dataclasses.replace(row, path=""), []).append(row.path)
         cells = [("part", "where", "kernel", "state", "configuration")]
-        for group, n in groups.items():
-            part, where, kernel, state, variant = group
-            if state == PATCHED and variant.startswith("logits computed"):  # only the loss of such a head is replaced
+        for row, paths in groups.items():
+            state, n = row.state, len(paths)
+            if state == PATCHED and row.variant.startswith("logits computed"):  # only the head's loss is replaced
                 state = "logits kept"
-            source = sources[kernel] if state in (PATCHED, ALREADY, "logits kept") else "-"
-            words = f"{kernel} ({variant})" if variant else kernel
-            place = f"{where} x{n}" if n > 1 else where
-            if paths[group] and source == "-":
-                place += f" ({'first ' if n > 1 else ''}{paths[group]})"
-            cells.append((part, place, words, state, source))
+            source = config_source(row.kernel) if state in (PATCHED, ALREADY, "logits kept") else "-"
+            words = f"{row.kernel} ({row.variant})" if row.variant else row.kernel
+            place = f"{row.where} x{n}" if n > 1 else row.where
+            if paths[0] and source == "-":
+                place += f" ({'first ' if n > 1 else ''}{paths[0]})"
+            cells.append((row.part, place, words, state, source))
         return cells
 
     def _others(self) -> list[str]:
-        """Lines about packing and modules that were not examined."""
         lines = [self.packing] if self.packing else []
         if self.unnamed:
             classes = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.unnamed).items())

@@ -1,9 +1,9 @@
 """Reading a forward's source code: the attributes that it reads, and the branches that it may take.
 
-A module is recognised by runs on a few inputs. On other inputs (of another length, dtype or device) its code may take
-other branches. So conditions in its source, and in functions that it calls, may depend only on attributes of the
-module, which guards compare (replacing.py), and on its mode, since the probes run both modes. `open_branch` names the
-first condition that depends on more. Code without source is left alone.
+A module is recognised by runs on a few inputs. On others (of another length, dtype or device) its code may take other
+branches. So conditions in its source, and in functions that it calls, may depend only on attributes of the module,
+which guards compare (replacing.py), and on its mode, as both modes are probed. `open_branch` names the first condition
+that depends on more. Code without source is left alone.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ OF_CONFIG = "config."
 def reads(cls: type, function: Callable) -> frozenset[str]:
     """Names that `function`, the methods it names and the function it decorates may look up on self.
 
-    Names that it may look up on self's configuration have `config.` before them. `EVERYTHING` is among the names if it
-    passes self on to a function that may read anything.
+    Names that it may look up on self's configuration are prefixed with `config.`. `EVERYTHING` is among the names if
+    self is passed on to a function that may read anything.
     """
     seen: set[str] = set()
     waiting: list[Any] = [function]
@@ -120,8 +120,8 @@ class Facts(NamedTuple):
     """What is known about the calls for which a kernel runs.
 
     present: arguments that are not None; absent: arguments that have their defaults
-    compared: attributes with which a loop over experts compares numbers, such as the number of experts skipped:
-    attributes whose code does not matter, since stand-ins replace it; in_autocast: probed under autocast too
+    compared: attributes with which a loop over experts compares numbers, such as the number of experts
+    skipped: attributes whose code does not matter, since stand-ins replace it; in_autocast: probed under autocast too
     dims: numbers of dimensions that the probes' inputs have; dtypes: the probes run with every dtype of kernels
     """
 
@@ -134,11 +134,8 @@ class Facts(NamedTuple):
     dtypes: bool = False
 
 
-_NOTHING = Facts()
-
-
-def open_branch(function: Callable, module: nn.Module | None = None, facts: Facts = _NOTHING) -> str:
-    """Why a function, a method of `module`, may compute something else on other inputs, or "" if it cannot."""
+def open_branch(function: Callable, module: nn.Module | None, facts: Facts) -> str:
+    """Why a function, or method of `module`, may compute something else on other inputs; "" if it cannot."""
     waiting: list[tuple[Any, Any, Facts]] = [(function, module, facts)]
     done: set[tuple[types.CodeType, int]] = set()
     while waiting:
@@ -166,25 +163,24 @@ _KNOWN_FUNCTIONS = {
     ("transformers.utils.generic", "maybe_autocast"): "enters torch's autocast, if it is on or is to be turned on",
     ("transformers.models.llama4.modeling_llama4", "reshape_for_broadcast"): "asks only for the number of dimensions",
 }
-"""Functions with branches that change nothing where a kernel runs, and why."""
+"""Functions whose branches change nothing where a kernel runs, and why."""
 _NO_BACKEND = "mps"
-"""A kind of device on which no kernel of liger_hw runs, so that its modules always run their own forward there."""
+"""A type of device without kernels of liger_hw, on which modules run their own forward."""
 _DATA = (bool, int, float, complex, list, set, dict, torch.Tensor)
-"""Types of global variables that a program may change after probing, since no guard compares them."""
+"""Types of global variables that a program may change after probing; no guard compares them."""
 _QUESTIONS = {isinstance, issubclass, hasattr, getattr, len, type, callable, bool, int, float, str}
 """Builtins whose answers follow from their arguments."""
 _AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype")
 
 
 def _is_known(function: Any) -> bool:
-    """Whether a function is torch's, liger_hw's or Python's own."""
     module = getattr(function, "__module__", None) or ""
     return module.partition(".")[0] in _KNOWN_MODULES or (module, function.__name__) in _KNOWN_FUNCTIONS
 
 
 class _Reader(ast.NodeVisitor):
-    """Reads one function. reason: why it may take another branch; called: (function, owner) of every function that it
-    names, called or not."""
+    """Reads one function. reason: why it may take another branch; called: (function, owner) for every function that
+    its code names."""
 
     def __init__(self, function: Any, owner: Any, facts: Facts) -> None:
         self.function, self.owner, self.facts = function, owner, facts
@@ -248,7 +244,7 @@ class _Reader(ast.NodeVisitor):
     visit_While = visit_Try = visit_Match = _refuse
 
     def _decided(self, test: ast.expr) -> bool | None:
-        """The value of a condition wherever the guards hold; None if it is not known."""
+        """The value of a condition wherever the guards hold; None if unknown."""
         if isinstance(test, ast.BoolOp):
             answers = [self._decided(value) for value in test.values]
             decisive = isinstance(test.op, ast.Or)
@@ -269,7 +265,6 @@ class _Reader(ast.NodeVisitor):
             return None
 
     def _value(self, expression: ast.expr) -> Any:
-        """The value of a settled expression for this module: attributes, and builtins of them."""
         return eval(compile(ast.Expression(expression), self.code.co_filename, "eval"), {**self.names, **self.values})
 
     def _is_settled(self, node: ast.expr) -> bool:
@@ -303,8 +298,8 @@ class _Reader(ast.NodeVisitor):
         return isinstance(node, kinds) and all(map(self._is_settled, parts))
 
     def _compares_experts(self, node: ast.Compare) -> bool:
-        """Whether a condition compares a number with an attribute of `compared`, or asks whether a tensor is empty. The
-        probes of experts cover both outcomes."""
+        """Whether a condition compares a number with an attribute of `compared`, or asks whether a tensor is empty: the
+        probes of experts have both outcomes."""
         if not self.facts.compared:
             return False
         words, right = ast.unparse(node.left), node.comparators[0]
@@ -370,10 +365,9 @@ class _Reader(ast.NodeVisitor):
     def _refuse_data(self, node: ast.expr, value: Any) -> None:
         """Refuse a global variable. An attribute of the module would be compared by a guard."""
         if isinstance(value, _DATA):
-            words = (
-                f"it reads the global variable {ast.unparse(node)}, which a program may change; keep it on the module"
-            )
-            self.reason = self.reason or words
+            name = ast.unparse(node)
+            reason = f"it reads the global variable {name}, which a program may change; keep it on the module"
+            self.reason = self.reason or reason
 
     def _add(self, value: Any, owner: Any) -> None:
         """Note the Python code behind a value, if there is any."""
@@ -394,7 +388,7 @@ class _Reader(ast.NodeVisitor):
             self.called.append((call, value))
 
     def _named(self, node: ast.expr) -> Any:
-        """The value of a name, or of an attribute of a Python module, outside the function; None if it has none."""
+        """The value outside the function of a name, or of an attribute of a Python module; None if there is none."""
         if isinstance(node, ast.Name):
             return None if self._is_local(node.id) else self.names.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -403,7 +397,7 @@ class _Reader(ast.NodeVisitor):
         return None
 
     def _is_self(self, argument: ast.expr) -> bool:
-        """Whether a function passes its module on as this argument; a decorator's may be called `*args`."""
+        """Whether a function passes its module on as this argument, which may be `*args` in a decorator."""
         if isinstance(argument, ast.Starred) and not self.code.co_argcount:
             return True
         return isinstance(argument, ast.Name) and argument.id == self.me
@@ -412,13 +406,13 @@ class _Reader(ast.NodeVisitor):
         return name in self.code.co_varnames or name in self.code.co_cellvars
 
     def _member(self, node: ast.Attribute) -> Any:
-        """The class attribute of the module for an attribute that is looked up on it."""
+        """The attribute of the module's class for an attribute that is looked up on the module."""
         is_mine = isinstance(node.value, ast.Name) and node.value.id == self.me
         return inspect.getattr_static(type(self.owner), node.attr, None) if is_mine else None
 
 
 def _asks_for_mode(test: ast.expr) -> bool:
-    """Whether a condition asks for the mode or for autocast, both outcomes of which are probed."""
+    """Whether a condition asks for the mode or for autocast, for which both answers are probed."""
     return any(isinstance(n, ast.Attribute) and n.attr in ("training", *_AUTOCAST) for n in ast.walk(test))
 
 

@@ -1,8 +1,7 @@
 """Tiny models of any family, made from its configuration class: random weights, a few layers, narrow, in fp32.
 
-`tiny_config` sets the sizes that all families have to small values, under the families' names for them, and keeps the
-family's defaults for the rest (activations, norms, multipliers, layer patterns). `_OWN` has further values that a few
-families need.
+`tiny_config` makes the sizes small, under the families' names for them, and keeps the family's defaults for the rest
+(activations, norms, multipliers, layer patterns). `_OWN` has further values that a few families need.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ _SIZES = (
 )
 """(value, the families' names for it)"""
 _VALUES = {name: value for value, names in _SIZES for name in names.split()}
-_TAKES_CONFIGS = int(version("transformers").split(".")[0]) >= 5
-"""Before 5, some composite configurations take their parts as dictionaries only."""
+IS_TRANSFORMERS_5 = int(version("transformers").split(".")[0]) >= 5
+
 _DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "dropout_prob", "layerdrop")
 
 
 def tiny_config(config_class: type, **chosen: Any) -> Any:
     """A small configuration of the class. chosen: values that replace this module's, nested by sub-configuration.
 
-    Raises whatever the class raises for sizes that do not fit it.
+    Raises what the class raises for sizes that do not fit it.
     """
     chosen_here = {**_OWN.get(config_class.__name__, {}), **chosen}
     try:
@@ -74,7 +73,7 @@ def tiny_config(config_class: type, **chosen: Any) -> Any:
         kind = type(current) if hasattr(type(current), "sub_configs") else sub_class
         if isinstance(inner, dict) and hasattr(kind, "to_dict") and (current is not None or inner):
             small = tiny_config(kind, **inner)
-            values[name] = small if _TAKES_CONFIGS else small.to_dict()
+            values[name] = small if IS_TRANSFORMERS_5 else small.to_dict()  # before 5, some take dictionaries only
     config = config_class(**{**values, **chosen_here})
     config.use_cache = False
     return config
@@ -92,7 +91,7 @@ def _field_names(config_class: type, default: Any) -> set[str]:
 
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_MROPE = {"rope_parameters" if _TAKES_CONFIGS else "rope_scaling": _SECTIONS}
+_MROPE = {"rope_parameters" if IS_TRANSFORMERS_5 else "rope_scaling": _SECTIONS}
 _MROPE_WHOLE = {name: {**value, "partial_rotary_factor": 1.0} for name, value in _MROPE.items()}
 _INDEXER = {"indexer_budget": 8, "indexer_compress_ratio": 2, "output_gate_type": "silu"}
 _OWN: dict[str, dict[str, Any]] = {
@@ -109,7 +108,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "Gemma4AssistantConfig": {"text_config": {"hidden_size_per_layer_input": 0}},
     "Gemma4UnifiedAssistantConfig": {"text_config": {"num_kv_shared_layers": 0}},
     "Glm4vTextConfig": _MROPE_WHOLE,
-    "Glm4vMoeTextConfig": {**_MROPE_WHOLE, **({} if _TAKES_CONFIGS else {"partial_rotary_factor": 1.0})},
+    "Glm4vMoeTextConfig": {**_MROPE_WHOLE, **({} if IS_TRANSFORMERS_5 else {"partial_rotary_factor": 1.0})},
     "GitConfig": {"vision_config": {"image_size": 4}},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
     "KimiLinearConfig": {"linear_head_dim": 16, "linear_num_heads": 4},
@@ -119,8 +118,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "MllamaTextConfig": {"rope_scaling": {"rope_type": "default"}},
     "Qwen2VLTextConfig": _MROPE,
     "Qwen2_5_VLTextConfig": _MROPE,
-    "Qwen3VLTextConfig": {} if _TAKES_CONFIGS else _MROPE,
-    "Qwen3VLMoeTextConfig": {} if _TAKES_CONFIGS else _MROPE,
+    "Qwen3VLTextConfig": {} if IS_TRANSFORMERS_5 else _MROPE,
+    "Qwen3VLMoeTextConfig": {} if IS_TRANSFORMERS_5 else _MROPE,
     "Qwen4ExpTextConfig": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, **_INDEXER},
     "ReformerConfig": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 4},
     "XmodConfig": {"default_language": "en_XX", "languages": ["en_XX"]},
@@ -135,13 +134,10 @@ def tiny_model(cls: type, seed: int = 0, **chosen: Any) -> Any:
     import torch
 
     config = tiny_config(cls.config_class, **chosen)
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = cls(config).float().train()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    finally:
-        torch.set_rng_state(state)
     return model

@@ -37,11 +37,9 @@ def llama():
 @pytest.fixture(autouse=True)
 def nothing_left_patched():
     """Every test gives the classes back as it found them."""
-    before = {(id(o), n): vars(o).get(n) for f in FAMILIES.values() for o, n in f.slots()}
+    before = [family.state() for family in FAMILIES.values()]
     yield
-    for each in FAMILIES.values():
-        for owner, name in each.slots():
-            assert vars(owner).get(name) is before[id(owner), name], f"{owner.__name__}.{name} was left patched"
+    assert [family.state() for family in FAMILIES.values()] == before, "was left patched"
 
 
 @pytest.fixture(autouse=True)

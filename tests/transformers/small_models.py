@@ -61,10 +61,16 @@ class Family:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         return model
 
-    def slots(self):
-        """What a class patch may change: (owner, attribute) pairs."""
-        owners = [(cls, "forward") for cls in (self.norm, self.mlp, self.attention, self.causal_lm)]
-        return [*owners, (self.modeling, "apply_rotary_pos_emb")]
+    def state(self):
+        """(owner, attribute) -> the object there, for all that a class patch may change."""
+        slots = [(cls, "forward") for cls in (self.norm, self.mlp, self.attention, self.causal_lm)]
+        slots += [(self.modeling, "apply_rotary_pos_emb")]
+        return {(owner, name): vars(owner).get(name) for owner, name in slots}
+
+
+def forwards(model):
+    """Module name -> the function that its forward is."""
+    return {name: getattr(m.forward, "__func__", m.forward) for name, m in model.named_modules()}
 
 
 def gradients(model, **inputs):

@@ -100,10 +100,6 @@ def _generic(model, kind, **options):
     return patches.patch(model, **options)
 
 
-def _by_type(model, kind, **options):
-    return patches._apply_liger_kernel_to_instance(model, **options)
-
-
 def _deterministic(model, kind, **options):
     liger_hw.set_deterministic(True)  # until `clean_registry` ends
     return _live(model, kind, **options)
@@ -113,7 +109,6 @@ FORMS = {
     "classes": (_class, "llama", {}),
     "a live model": (_live, "llama", {}),
     "patch": (_generic, "qwen3", {}),
-    "by type": (_by_type, "llama", {}),
     "experts": (_class, "mixtral", {}),
     "experts of a live model": (_live, "mixtral", {}),
     "deterministic": (_deterministic, "llama", {}),

@@ -274,26 +274,6 @@ def test_a_part_that_is_compiled_alone_is_compiled_once(classes):
     torch._dynamo.reset()
 
 
-@pytest.mark.daily(classes="False")
-@both
-def test_traced_with_fake_tensors(classes):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    model = tiny(num_hidden_layers=2, attn_implementation="eager")
-    parts = list(model.model.layers.parameters())
-    mask, x, positions = torch.zeros(2, 1, 11, 11), torch.randn(2, 11, SIZES["hidden_size"]), torch.arange(11)[None]
-
-    def gradients(x, mask, positions):
-        out = model.model(inputs_embeds=x, attention_mask=mask, position_ids=positions, use_cache=False)
-        return torch.autograd.grad(out.last_hidden_state.square().sum(), parts)
-
-    with patched(model, classes=classes, **KEEP):
-        expected = gradients(x, mask, positions)
-    with patched(model, classes=classes):
-        traced = make_fx(gradients, tracing_mode="fake", _allow_non_fake_inputs=True)(x, mask, positions)
-    assert same(traced(x, mask, positions), expected)
-
-
 @both
 def test_odd_models_are_left_as_they_are(classes, recomputed):
     """Layers that were taken away since, none at all, and one that somebody runs by a function of his own."""

@@ -257,37 +257,6 @@ def test_experts_that_branch_where_no_probe_goes_are_left_alone(where, reason, m
     assert len(moe_calls) == (0 if where else 3)
 
 
-@pytest.mark.parametrize("family, name", [("deepseek_v4", "DeepseekV4MLP"), ("glm5_next", "Glm5NextTextMLP")])
-def test_an_mlp_beside_the_experts_with_a_limit_keeps_its_own_code(family, name):
-    """Shared experts are limited as the others are, and no kernel of one MLP has a limit."""
-    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER}
-    config = SimpleNamespace(**sizes, hidden_act="silu", mlp_bias=False, swiglu_limit=10.0)
-    module = torch.nn.Sequential(getattr(modeling, name)(config))
-    x = 100 * torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
-    expected = module(x)
-    report = patched(module)
-    assert not report.patched and "of about 10000" in str(report), str(report)
-    assert torch.equal(module(x), expected)
-
-
-def test_flags_are_not_believed():
-    """A gate with its halves swapped is found out, whatever `_apply_gate` and the flags promise."""
-
-    class Swapped(type(of("mixtral", "MixtralExperts"))):
-        def forward(self, hidden_states, top_k_index, top_k_weights):
-            return _all_experts(self, self.swapped, hidden_states, top_k_index, top_k_weights)
-
-        def swapped(self, gate_up):
-            up, gate = gate_up.chunk(2, -1)
-            return self.act_fn(gate) * up
-
-    module = of("mixtral", "MixtralExperts")
-    module.__class__ = Swapped
-    found = probing.experts.recognise(module, Swapped.forward)
-    assert isinstance(found, probing.Refused) and "its activation" in found.reason
-
-
 def _tanh_gate(self, gate_up):
     gate, up = gate_up.chunk(2, -1)
     return gate.tanh() * up

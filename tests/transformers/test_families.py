@@ -99,6 +99,7 @@ def test_signatures_are_those_of_liger_0_8_5():
             continue
         parameters = inspect.signature(getattr(liger_hw.transformers, spec.function_name)).parameters
         found[name] = ", ".join(f"{p}" for p in parameters.values() if p.kind is not p.KEYWORD_ONLY)
+        assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["experts", "activations"]  # ours
     usual = "rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None"
     assert len(found) == 45 and sum(text == usual for text in found.values()) == 17
     # Liger's has the plain loss by default; here it is asked for with cross_entropy=True alone, as there

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from harness import python
+from small_models import forwards
 
 import liger_hw
 from liger_hw.transformers import PatchReport
@@ -29,54 +30,29 @@ KEYWORDS = {
 }
 
 
-def identities(family):
-    return {(owner.__name__, name): vars(owner).get(name) for owner, name in family.slots()}
-
-
 def module_functions(*modules):
     return {(m.__name__, name): value for m in modules for name, value in vars(m).items() if callable(value)}
 
 
-def forwards(model):
-    """Module name -> the function that its forward is."""
-    return {name: getattr(m.forward, "__func__", m.forward) for name, m in model.named_modules()}
-
-
-def test_signature_is_liger_s(family):
-    parameters = dict(inspect.signature(family.apply).parameters)
-    for name in ("experts", "activations"):  # not in Liger
-        assert parameters.pop(name).kind is inspect.Parameter.KEYWORD_ONLY
-    assert {name: p.default for name, p in parameters.items()} == KEYWORDS
-    assert list(parameters) == list(KEYWORDS)
-    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
-    assert family.apply.__name__ == f"apply_liger_kernel_to_{family.name}"
-
-
 def test_class_patch_and_revert_restore_the_very_objects(family):
-    before = identities(family)
+    before = family.state()
     report = family.apply()
-    changed = {key for key, value in identities(family).items() if value is not before[key]}
-    attention = (family.attention.__name__, "forward")
+    changed = {key for key, value in family.state().items() if value is not before[key]}
+    attention = (family.attention, "forward")
     assert changed == set(before) - {attention}
     assert not report.rows[0].state.startswith("left")
     report.revert()
-    assert all(value is before[key] for key, value in identities(family).items())
+    assert family.state() == before
     report.revert()
-    assert all(value is before[key] for key, value in identities(family).items())
+    assert family.state() == before
 
 
 @pytest.mark.parametrize("part", ["rope", "fused_linear_cross_entropy", "rms_norm", "swiglu"])
 def test_each_part_alone(family, part):
-    before = identities(family)
+    before = family.state()
     with family.apply(**{name: name == part for name in KEYWORDS if name != "model"}) as report:
         assert [row.part for row in report.patched] == [part]
-        assert sum(value is not before[key] for key, value in identities(family).items()) == 1
-
-
-def test_everything_off_changes_nothing(family):
-    before = identities(family)
-    report = family.apply(False, False, False, False, False)
-    assert report.rows == [] and all(value is before[key] for key, value in identities(family).items())
+        assert sum(value is not before[key] for key, value in family.state().items()) == 1
 
 
 def test_nothing_process_wide_changes(family):
@@ -111,11 +87,11 @@ def test_nothing_process_wide_changes(family):
 
 
 def test_instance_patch_binds_this_model_only(family, batch):
-    before = identities(family)
+    before = family.state()
     patched, other = family.model(), family.model()
     untouched = forwards(other)
     report = family.apply(model=patched)
-    assert all(value is before[key] for key, value in identities(family).items())
+    assert family.state() == before
     assert forwards(other) == untouched
     counts = {part: sum(row.part == part for row in report.patched) for part in KEYWORDS}
     assert counts == {
@@ -158,11 +134,11 @@ def test_rope_on_an_instance_leaves_the_module_function_to_others(family, batch,
 
 
 def test_idempotent(family, batch, calls):
-    before = identities(family)
+    before = family.state()
     first = family.apply()
-    once = identities(family)
+    once = family.state()
     second = family.apply()
-    assert all(value is once[key] for key, value in identities(family).items())
+    assert family.state() == once
     assert second.patched == [] and {row.state for row in second.rows} == {"already patched"}
     model = family.model()
     instance = family.apply(model=model)
@@ -170,53 +146,19 @@ def test_idempotent(family, batch, calls):
     model(**batch)
     assert calls["fused"] == 1
     second.revert()
-    assert all(value is once[key] for key, value in identities(family).items())
+    assert family.state() == once
     first.revert()
-    assert all(value is before[key] for key, value in identities(family).items())
-
-
-def test_parts_added_by_a_second_call(family):
-    with family.apply(rope=False, swiglu=False, fused_linear_cross_entropy=False) as first:
-        with family.apply() as second:
-            assert {row.part for row in first.patched} == {"rms_norm"}
-            assert {row.part for row in second.patched} == {"rope", "swiglu", "fused_linear_cross_entropy"}
+    assert family.state() == before
 
 
 def test_the_other_loss_must_be_reverted_first(family):
-    before = identities(family)
+    before = family.state()
     with family.apply():
-        patched = identities(family)
+        patched = family.state()
         with pytest.raises(ValueError, match=r"already patched for fused_linear_cross_entropy; revert\(\)"):
             family.apply(cross_entropy=True, fused_linear_cross_entropy=False)
-        assert all(value is patched[key] for key, value in identities(family).items())
-    assert all(value is before[key] for key, value in identities(family).items())
-
-
-def test_two_families_in_one_process(mistral, llama, batch, calls):
-    with mistral.apply():
-        model, other = mistral.model(), llama.model()
-        assert model(**batch).logits.is_deferred and type(other(**batch).logits) is torch.Tensor
-        with llama.apply():
-            assert other(**batch).logits.is_deferred
-        assert type(other(**batch).logits) is torch.Tensor and model(**batch).logits.is_deferred
-    assert calls["fused"] == 3
-
-
-def test_exception_inside_the_with_block_reverts(family):
-    before = identities(family)
-    with pytest.raises(KeyError), family.apply():
-        raise KeyError
-    assert all(value is before[key] for key, value in identities(family).items())
-
-
-def test_a_later_patch_of_somebody_else_is_left_in_place(family, caplog):
-    report = family.apply(rope=False, swiglu=False, fused_linear_cross_entropy=False)
-    original, theirs = report.patches[0].original, lambda self, x: x
-    family.norm.forward = theirs
-    with caplog.at_level(logging.WARNING, "liger_hw"):
-        report.revert()
-    assert family.norm.forward is theirs and "was changed after patching" in caplog.text
-    family.norm.forward = original
+        assert family.state() == patched
+    assert family.state() == before
 
 
 def test_patch_suggests_a_keyword():
@@ -251,9 +193,9 @@ def test_wrong_models_raise_with_what_to_do(mistral, llama):
 
 
 def test_a_class_of_the_family_means_its_classes(family):
-    before = identities(family)
+    before = family.state()
     with family.apply(model=family.causal_lm):
-        assert family.norm.forward is not before[family.norm.__name__, "forward"]
+        assert family.norm.forward is not before[family.norm, "forward"]
 
 
 def test_a_model_without_a_head(family, batch):
@@ -306,12 +248,6 @@ def test_report_reads_as_a_table(family, caplog):
     assert f"{family.norm.__name__}.forward x5" in norm and norm.endswith(config_source("rms_norm"))
     assert next(line for line in lines if line.startswith("swiglu")).endswith("-")
     report.revert()
-
-
-def test_report_ends_with_what_it_means(family):
-    with family.apply() as report:
-        words = "A training step with labels never holds the logits; nothing that was recognised is left alone."
-        assert str(report).splitlines()[-1] == words
 
 
 def test_forward_keeps_its_signature(family):

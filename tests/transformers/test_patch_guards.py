@@ -127,12 +127,12 @@ def test_threads_that_patch_and_revert_follow_one_another(mistral, monkeypatch):
         time.sleep(0.02)
 
     monkeypatch.setattr(Patch, "apply", slow)
-    before = {key: vars(key[0])[key[1]] for key in mistral.slots()}
+    before = mistral.state()
     reports = []
     in_threads(*[lambda: reports.append(mistral.apply())] * 2)
     assert sorted(len(report.patched) for report in reports) == [0, 4]
     in_threads(*(report.revert for report in reports))
-    assert all(vars(owner)[name] is value for (owner, name), value in before.items())
+    assert mistral.state() == before
 
 
 REPLACED = {

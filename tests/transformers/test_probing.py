@@ -13,7 +13,6 @@ from torch import nn
 
 from liger_hw.transformers import probing
 from liger_hw.transformers.probing import Match, Refused, rotary
-from liger_hw.transformers.replacing import guards_of, holds
 from liger_hw.transformers.source import EVERYTHING, reads
 
 pytestmark = pytest.mark.cpu
@@ -520,22 +519,6 @@ def test_a_default_dtype_does_not_matter():
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(isinstance(match, Match) for match in found), found
-
-
-def test_guards_tell_apart_what_a_forward_reads():
-    def forward(self, x):
-        y = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        return F.dropout(self.down_proj(y), self.residual_dropout, self.training)
-
-    module = mlp(forward)
-    guards = guards_of(module, forward, probing.recognise(module).used)
-    assert holds(module, guards)
-    module.limit = 3.0  # not read
-    assert holds(module, guards)
-    module.act_fn = nn.GELU()
-    assert not holds(module, guards)
-    module.act_fn, module.residual_dropout = nn.SiLU(), 0.1
-    assert not holds(module, guards)
 
 
 def _called_by_another(self, x):

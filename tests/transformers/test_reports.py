@@ -122,11 +122,11 @@ def test_reverting_a_model_says_where_its_classes_are_patched(model, caplog):
 
 
 def test_a_discarded_report_is_found_by_the_class(llama):
-    before = {slot: vars(slot[0]).get(slot[1]) for slot in llama.slots()}
+    before = llama.state()
     llama.apply()
-    assert sum(vars(owner).get(name) is not was for (owner, name), was in before.items()) == 4
+    assert sum(value is not before[key] for key, value in llama.state().items()) == 4
     assert liger_hw.revert(llama.causal_lm) >= 4
-    assert all(vars(owner).get(name) is was for (owner, name), was in before.items())
+    assert llama.state() == before
     assert liger_hw.revert(llama.causal_lm) == 0
 
 

@@ -7,15 +7,12 @@ import logging
 
 import pytest
 import torch
+from small_models import forwards
 
 import liger_hw
 import liger_hw.transformers
 
 pytestmark = pytest.mark.cpu
-
-
-def forwards(model):
-    return {name: getattr(m.forward, "__func__", m.forward) for name, m in model.named_modules()}
 
 
 def own(model):
@@ -38,13 +35,13 @@ def test_a_deep_copy_is_reverted_alone(family, batch):
 def test_parts_are_reverted_in_any_order(family):
     off = {"fused_linear_cross_entropy": False, "rope": False}
     for scope in (None, family.model()):
-        before = {(owner, name): vars(owner).get(name) for owner, name in family.slots()}
+        before = family.state()
         first = family.apply(model=scope, swiglu=False, **off)
         second = family.apply(model=scope, rms_norm=False, **off)
         third = family.apply(model=scope)
         for report in (first, third, second):
             report.revert()
-        assert all(vars(owner).get(name) is value for (owner, name), value in before.items())
+        assert family.state() == before
         assert scope is None or own(scope) == 0
 
 

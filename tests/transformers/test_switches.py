@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 
 import pytest
@@ -14,13 +13,6 @@ import liger_hw
 from liger_hw.transformers.tiny import tiny_config, tiny_model
 
 pytestmark = pytest.mark.cpu
-
-
-@contextlib.contextmanager
-def patched(model, scope):
-    """A live model patched alone, or through its classes."""
-    with liger_hw.patch(model if scope == "model" else type(model)):
-        yield model
 
 
 @pytest.fixture(params=["model", "class"])
@@ -114,7 +106,7 @@ SWITCHES = [value for name, value in list(globals().items()) if name.startswith(
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.__name__)
 def test_a_switch_after_the_patch_is_obeyed(switch, scope, llama, batch, kernel_calls):
     model, expected = llama.model(), llama.model()
-    with patched(model, scope):
+    with liger_hw.patch(model if scope == "model" else type(model)):
         model(**batch)
         before = set(kernel_calls)
         kernel_calls.clear()

@@ -1,8 +1,7 @@
 """Model families: what `apply_liger_kernel_to_<family>` needs to know about each. families.py has the table.
 
-A spec states where a family's code is and which keywords its function has. Which kernels fit which of its modules is
-found by running them (see ../probing/). A family without a spec needs none: `liger_hw.patch(model)` finds the same
-kernels. `liger-hw check MODEL` says what a model gets.
+A spec states where a family's code is and which keywords its function has. Which kernels fit its modules is found by
+running them (../probing/), so `liger_hw.patch(model)` needs no spec. `liger-hw check MODEL` shows what a model gets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The families with a function of their own. A new family is one line here.
 
-State only what differs from a Llama: other keywords, another module name, more model types. In a family of several
-towers a class patch changes the family's own classes; what it takes from other families (a CLIP or SigLIP tower, a
-Llama) is patched in its models made from then on.
+State only what differs from a Llama: keywords, module name, more model types. A class patch changes the family's own
+classes; modules from other families (a CLIP or SigLIP tower, a Llama) are patched in models that are made afterwards.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class FamilySpec:
 
     name: suffix of `apply_liger_kernel_to_<name>` and, by default, of the modeling module
     models: names of its model classes in the modeling module; a class patch examines one model of each, without weights
-    parameters: keyword and default of each argument of the public function, in order, `model` among them; a
-        fused_linear_cross_entropy of None means the fused loss unless cross_entropy is asked for
+    parameters: keyword and default of each argument of the public function, in order, `model` among them;
+    fused_linear_cross_entropy=None means the fused loss unless cross_entropy is true
     module: name of the package in transformers.models, where it is not `name`
     also: options that the function takes beyond its signature, as `**kwargs`; on unless given as False
     types: values of `config.model_type` that mean this family, beside its name

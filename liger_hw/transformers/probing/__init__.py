@@ -1,16 +1,16 @@
 """Recognising a module by what it computes when it is run: the heart of the patch engine.
 
-`recognise(module)` runs a copy of a norm, gated MLP or experts module on small random inputs, on the CPU, beside the
-kernels' references. It answers with the `Match` that agrees, a `Refused` that says why no kernel does, or None for a
-module of another kind. `rotary.recognise(function)` does the same for a rotary function.
+`recognise(module)` runs a copy of a norm, MLP, mixer or experts module on small random inputs, on the CPU, beside the
+kernels' references. It returns the `Match` that agrees, a `Refused` that says why no kernel does, or None for a module
+of another kind. `rotary.recognise(function)` does the same for a rotary function.
 
 Weights are never read: a norm's copy gets random weights of the same shapes, and an MLP's projections are replaced by
-stand-ins that answer with random numbers. So sharded, quantised, adapted and not yet loaded (meta) models are probed in
-the same way, and a 7B model in a few milliseconds. The formula must agree in fp32, also on large numbers, the rounding
-in bf16, and the gradients.
+stand-ins that return random numbers. So sharded, quantised, adapted and not yet loaded (meta) models are probed in the
+same way, and a 7B model in a few milliseconds. The formula must agree in fp32, also on large numbers, the rounding in
+bf16, and the gradients.
 
-probe.py has how a copy is run; norms.py, mlps.py, experts.py, mixers.py and rotary.py have one kind each;
-../replacing.py says when a match that was found on one module applies to another.
+probe.py runs the copies; norms.py, mlps.py, experts.py, mixers.py and rotary.py have one kind each; ../replacing.py
+decides when a match of one module applies to another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any, Callable
 from torch import nn
 
 from ...distributed import owners
+from ..replacing import Match
 from . import experts, mixers, mlps, norms
-from .probe import Match, Refused, quiet
+from .probe import Refused, quiet
 
 _KINDS = (norms, experts, mlps, mixers)
 

@@ -1,7 +1,7 @@
 """Experts whose weights are batched parameters: recognised by running a tiny copy of them beside `fused_moe`.
 
-The copy has the module's attributes, and random weights of a few small experts in the same layout. The results and
-gradients of its own loop over experts (which transformers calls `eager`) decide; flags such as `is_transposed` do not.
+The copy has the module's attributes and random weights of a few small experts in the same layout. The results and
+gradients of its own loop over experts (`eager` in transformers) decide, not flags such as `is_transposed`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,18 @@ from ...runtime.checks import autocast_dtype
 from .. import functional
 from ..choice import CHOICE, NAME
 from ..marks import is_ours
-from ..replacing import Guards, stands_for
+from ..replacing import Guards, Match, stands_for
 from ..source import Facts, open_branch
-from .probe import (
-    LARGE,
-    Match,
-    Refused,
-    agrees,
-    generator,
-    has_same_gradients,
-    lost_weights,
-    normal,
-    numbers_read,
-    probe_copy,
-    random,
-    required_inputs,
-    run,
-)
+from . import probe
+from .probe import Refused
 
 KERNEL = "fused_moe"
 _BIASES = "_bias"
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
 _UP = ("gate_up_proj", "up_proj")
 _DOWN = "down_proj"
 _GATE = "_apply_gate"
-"""The method that transformers' implementations call between the two products; an eager loop need not."""
+"""The method that transformers' implementations call between the two products; an eager loop may not call it."""
 _EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
 _HIDDEN, _INNER = 8, 12
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
@@ -56,7 +44,6 @@ IN_A_LIST = (
     "its experts are modules in a list, as transformers 4 has them; fused_moe takes batched parameters, as "
     "transformers 5 has them"
 )
-_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
 
 
 class Formula(NamedTuple):
@@ -71,8 +58,7 @@ class Formula(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     def weights(self, module: Any) -> tuple[torch.Tensor | None, ...]:
-        """(up, down, bias of up, bias of down) of a module as it is now; each is read once, since PEFT computes
-        them."""
+        """(up, down, bias of up, bias of down) of a module as it is now. PEFT computes them, so each is read once."""
         names = (self.up, _DOWN, self.up_bias, self.down_bias)
         return tuple(getattr(module, name) if name else None for name in names)
 
@@ -115,14 +101,14 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def is_list_of_modules(module: nn.Module) -> bool:
-    """Whether a module loops over a list of experts, each of which is a module of its own."""
+    """Whether a module has a list of experts, each of them a module."""
     experts = module._modules.get("experts")
     return isinstance(experts, nn.ModuleList) and len(experts) > 0
 
 
 def is_named_so(module: nn.Module) -> bool:
     """Whether a module is named experts, and takes tokens, experts and weights."""
-    return type(module).__name__.endswith("Experts") and len(required_inputs(type(module).forward)) == 3
+    return type(module).__name__.endswith("Experts") and len(probe.required_inputs(type(module).forward)) == 3
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
@@ -145,12 +131,12 @@ def while_named(guards: Guards) -> Guards:
 
 
 def has_own_gate(module: Any) -> bool:
-    """Whether this module has another gate than its class."""
+    """Whether this module has a gate other than its class's."""
     return _GATE in module.__dict__ and not is_ours(module.__dict__[_GATE])
 
 
 def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
-    """Whether a module still has the gate with which it was recognised; guards cover only what its own loop calls."""
+    """Whether a module still has the gate with which it was recognised. Guards cover only what its own loop calls."""
     gate = getattr(cls, _GATE, None)
 
     def ready(self: Any, x: torch.Tensor) -> bool:
@@ -161,7 +147,7 @@ def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
 
 def _formula(module: nn.Module, forward: Callable) -> Formula | str:
     """The formula, or why the op has no formula for this module."""
-    if lost := lost_weights(module):
+    if lost := probe.lost_weights(module):
         return lost
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
     up = next((name for name in _UP if name in shapes), "")
@@ -192,13 +178,13 @@ def _formula(module: nn.Module, forward: Callable) -> Formula | str:
 
 
 def _inputs(forward: Callable) -> list[str]:
-    """Names of a forward's arguments; gpt-oss gives two of the three a default."""
-    names = required_inputs(forward)
+    """Names of a forward's three inputs; gpt-oss gives two of them a default."""
+    names = probe.required_inputs(forward)
     return names if len(names) == 3 else list(inspect.signature(forward).parameters)[1:]
 
 
 class _Layout(NamedTuple):
-    """Layout of the weights. inner: the experts' width in the probe; sizes: size in the real module -> in the probe."""
+    """Layout of the weights. inner: the experts' width in the probe; sizes: size in the module -> in the probe."""
 
     is_transposed: bool
     has_gate: bool
@@ -207,7 +193,7 @@ class _Layout(NamedTuple):
 
 
 def _layouts(up: tuple[int, ...], down: tuple[int, ...], is_double: bool) -> Iterator[_Layout]:
-    """The possible layouts of weights of these shapes; two if the sizes are ambiguous."""
+    """The possible layouts of weights of these shapes: two if the sizes are ambiguous."""
     if len(up) != 3 or len(down) != 3 or up[0] != down[0]:
         return
     for is_transposed in (False, True):
@@ -228,21 +214,21 @@ class _Probe:
     def __init__(self, module: nn.Module, forward: Callable, up: str, names: Any, layout: _Layout) -> None:
         self.module, self.forward, self.up, self.layout = module, forward, up, layout
         self.up_bias, self.down_bias = (name if name in names else "" for name in (up + _BIASES, _DOWN + _BIASES))
-        hidden, inner, source = _HIDDEN, layout.inner, generator()
+        hidden, inner, source = _HIDDEN, layout.inner, probe.generator()
         columns = 2 * inner if layout.has_gate else inner
         numbers = self._numbers()
         # pre-activations below all limits, above limits in its attributes, and above any limit in its code
-        self.scales = 0.3, max([6.0, *numbers]), LARGE
+        self.scales = 0.3, max([6.0, *numbers]), probe.LARGE
 
         def weight(rows: int, n: int) -> torch.Tensor:
-            w = normal(_EXPERTS, rows, n, source=source)
+            w = probe.normal(_EXPERTS, rows, n, source=source)
             return (w.mT.contiguous() if layout.is_transposed else w).requires_grad_()
 
         self.parameters = {up: weight(columns, hidden), _DOWN: weight(hidden, inner)}
         for name, size in ((self.up_bias, columns), (self.down_bias, hidden)):
             if name:
-                self.parameters[name] = normal(_EXPERTS, size, source=source).requires_grad_()
-        self.x = normal(_TOKENS, hidden, source=source).requires_grad_()
+                self.parameters[name] = probe.normal(_EXPERTS, size, source=source).requires_grad_()
+        self.x = probe.normal(_TOKENS, hidden, source=source).requires_grad_()
         experts = torch.stack([torch.randperm(_EXPERTS - 1, generator=source)[:_TOP_K] for _ in range(_TOKENS)])
         self.index = experts  # the last expert has no token
         self.weights = torch.rand(_TOKENS, _TOP_K, generator=source, dtype=torch.float32).requires_grad_()
@@ -256,15 +242,15 @@ class _Probe:
             for result in results:
                 if isinstance(result, str):
                     return _DENSE if self._takes_dense_weights() else result
-            if not agrees(in_eval, self._own(1.0), 1e-6):
+            if not probe.agrees(in_eval, self._own(1.0), 1e-6):
                 return "it computes something else in eval mode"
-            if not agrees(of_one, self._own(1.0)[:1], 2e-5):
+            if not probe.agrees(of_one, self._own(1.0)[:1], 2e-5):
                 return "it computes something else for one token"
             for options in self._options():
                 mine = [self._reference(scale, options) for scale in self.scales]
-                if all(agrees(result, expected, 2e-5) for result, expected in zip(mine, results)):
+                if all(probe.agrees(result, expected, 2e-5) for result, expected in zip(mine, results)):
                     leaves = [self.x, self.weights, *self.parameters.values()]
-                    if not all(has_same_gradients(*pair, leaves, 2e-4) for pair in zip(mine, results)):
+                    if not all(probe.has_same_gradients(*pair, leaves, 2e-4) for pair in zip(mine, results)):
                         return f"its gradients are not {KERNEL}'s"
                     if not self._has_gate_of(options):
                         return f"its {_GATE} computes something else than its own loop"
@@ -285,23 +271,23 @@ class _Probe:
         if apply_gate is None or not self.layout.has_gate:
             return True
         gate = Gate(**{name: value for name, value in options.items() if name in Gate._fields})
-        copied = probe_copy(self.module, self.parameters, {})
-        z = random(_TOKENS, 2 * self.layout.inner, source=generator())
-        return all(agrees(run(apply_gate, copied, scale * z), gate.apply(scale * z), 2e-5) for scale in self.scales)
+        copied = probe.copy_of(self.module, self.parameters, {})
+        z = probe.random(_TOKENS, 2 * self.layout.inner, source=probe.generator())
+        return all(
+            probe.agrees(probe.run(apply_gate, copied, scale * z), gate.apply(scale * z), 2e-5) for scale in self.scales
+        )
 
     def _own(self, scale: float, *routing: torch.Tensor, training: bool = True) -> torch.Tensor | str:
-        """The result of a copy of the module for x * scale; routing: its other arguments, if not index and weights.
-
-        There is a token of x for each row of these.
-        """
-        copied = probe_copy(self.module, self.parameters, {}, training)
+        """The result of a copy of the module for x * scale. routing: its other arguments instead of index and weights,
+        with a row for each token of x"""
+        copied = probe.copy_of(self.module, self.parameters, {}, training)
         for name, value in vars(copied).items():
             if type(value) is int and value in self.layout.sizes:
                 copied.__dict__[name] = self.layout.sizes[value]
         if "num_experts" in vars(copied):
             copied.__dict__["num_experts"] = _EXPERTS  # expert parallelism has set it to a rank's share
         routing = routing or (self.index, self.weights)
-        return run(self.forward, copied, self.x[: len(routing[0])] * scale, *routing)
+        return probe.run(self.forward, copied, self.x[: len(routing[0])] * scale, *routing)
 
     def _reference(self, scale: float, options: dict[str, Any]) -> torch.Tensor:
         up_bias, down_bias = self.parameters.get(self.up_bias), self.parameters.get(self.down_bias)
@@ -309,21 +295,20 @@ class _Probe:
         return fused_moe_reference(self.x * scale, *weights, gate_up_bias=up_bias, down_bias=down_bias, **options)
 
     def _options(self) -> Iterator[dict[str, Any]]:
-        """Every set of options that the module's own numbers allow, the plainest first."""
+        """All sets of options that the module's numbers allow, the plainest first."""
         fixed: dict[str, Any] = {"is_transposed": True} if self.layout.is_transposed else {}
         if not self.layout.has_gate:
             fixed["has_gate"] = False
-        numbers = [None, *dict.fromkeys(self._numbers())]
+        numbers = dict.fromkeys(self._numbers())
+        limits = [{}, *({"limit": number} for number in numbers)]
         halves = ({}, {"is_concatenated": False}) if self.layout.has_gate else ({},)
-        for half, activation, limit in itertools.product(halves, _ACTIVATIONS, numbers):
-            limited = {} if limit is None else {"limit": limit}
-            yield {"activation": activation, **limited, **half, **fixed}
+        for half, activation, limit in itertools.product(halves, _ACTIVATIONS, limits):
+            yield {"activation": activation, **limit, **half, **fixed}
         if self.layout.has_gate:  # gpt-oss's
-            for half, alpha, limit in itertools.product(halves, [1.0, *numbers[1:]], numbers):
-                limited = {} if limit is None else {"limit": limit}
-                yield {"activation": "silu", "alpha": alpha, **limited, "up_offset": 1.0, **half, **fixed}
+            for half, alpha, limit in itertools.product(halves, [1.0, *numbers], limits):
+                yield {"activation": "silu", "alpha": alpha, **limit, "up_offset": 1.0, **half, **fixed}
 
     def _numbers(self) -> list[float]:
-        """Positive finite numbers among the attributes that its forward reads, without sizes."""
-        values = numbers_read(self.module, self.forward, int, float).values()
+        """Positive finite numbers among the attributes that the forward reads, except sizes."""
+        values = probe.numbers_read(self.module, self.forward, int, float).values()
         return [float(v) for v in values if 0 < v < float("inf") and v not in self.layout.sizes]

@@ -1,8 +1,8 @@
 """Token mixers of hybrids: gated delta nets (Qwen3-Next, Qwen3.5) up to their scan, and LFM2's short convolution.
 
-A mixer is recognised like any module, by running a small copy beside its replacement. Its forward calls the convolution
-and the scan by global names; the probe replaces them by plain torch, so that the comparison does not depend on the
-installed packages. A patch never replaces the scan itself.
+A mixer is recognised by running a small copy beside its replacement. Its forward calls the convolution and the scan by
+global names, for which the probe has plain torch: the comparison does not depend on installed packages. A patch never
+replaces the scan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import nn
 
 from ...text import first_line
-from .probe import Match, Refused, agrees, generator, has_same_gradients, normal, probe_copy, run
+from .. import functional
+from ..replacing import Match
+from . import probe
+from .probe import Refused
 
 DELTA, CONV = "gated_delta_inputs", "short_conv"
 _SCAN, _MASK = "torch_chunk_gated_delta_rule", "apply_mask_to_padding_states"
@@ -29,7 +32,7 @@ _WITH_OWN_CODE = frozenset({"cache", "cache_params", "past_key_values", "seq_idx
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has the parts of a gated delta net, or of LFM2's short convolution and no others."""
+    """Whether a module has the parts of a gated delta net, or exactly the parts of LFM2's short convolution."""
     children, attributes = module._modules.keys(), vars(module).keys()
     if {"A_log", "dt_bias"} <= module._parameters.keys():
         return {"conv1d", "norm", "out_proj"} <= children and {*_SIZES} <= attributes
@@ -45,7 +48,7 @@ def _conv(module: Any) -> Any:
 
 
 def _ready(self: Any, x: torch.Tensor) -> bool:
-    """Whether the convolution's weight can be read directly; accelerate's hooks may have to load it first."""
+    """Whether the convolution's weight can be read directly: accelerate's hooks would load it first."""
     conv = _conv(self)
     return type(conv) is nn.Conv1d and conv.bias is None and "_hf_hook" not in conv.__dict__ and x.dim() == 3
 
@@ -54,8 +57,8 @@ def _ready(self: Any, x: torch.Tensor) -> bool:
 
 
 def _delta_replacement(modeling: Any, repeats_heads: bool) -> Callable[..., torch.Tensor]:
-    """The forward without a cache, of a module whose code finds the scan in `modeling`."""
-    from ..functional import liger_gated_delta_inputs
+    """The forward without a cache of a module that takes its scan from `modeling`."""
+    liger_gated_delta_inputs = functional.liger_gated_delta_inputs
 
     def replacement(self: Any, x: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
         x = getattr(modeling, _MASK)(x, attention_mask)
@@ -80,7 +83,7 @@ def _delta_replacement(modeling: Any, repeats_heads: bool) -> Callable[..., torc
 
 
 def _conv_replacement(modeling: Any) -> Callable[..., torch.Tensor]:
-    from ..functional import liger_short_conv
+    liger_short_conv = functional.liger_short_conv
 
     def replacement(self: Any, x: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
         x = self.in_proj(getattr(modeling, _MASK)(x, attention_mask))
@@ -93,7 +96,7 @@ def _conv_replacement(modeling: Any) -> Callable[..., torch.Tensor]:
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
-    """The op for the part of a mixer before its scan, or for all of a short convolution."""
+    """The op for the part of a mixer before its scan, or for a whole short convolution."""
     kernel = DELTA if "A_log" in module._parameters else CONV
     function, conv = inspect.unwrap(forward), _conv(module)
     scope = getattr(function, "__globals__", {})
@@ -109,11 +112,9 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     stand_ins = {"causal_conv1d_fn": _conv_stand_in, _SCAN: _scan_stand_in, _MASK: scope[_MASK]}
     theirs = types.FunctionType(code, {**scope, **stand_ins}, None, function.__defaults__, function.__closure__)
     theirs.__kwdefaults__ = function.__kwdefaults__
-    repeats = "repeat_interleave" in code.co_names
-
-    def replacement(modeling: Any) -> Callable[..., torch.Tensor]:
-        return _delta_replacement(modeling, repeats) if kernel == DELTA else _conv_replacement(modeling)
-
+    replacement = _conv_replacement
+    if kernel == DELTA:
+        replacement = functools.partial(_delta_replacement, repeats_heads="repeat_interleave" in code.co_names)
     if reason := _difference(module, kernel, theirs, replacement(types.SimpleNamespace(**stand_ins))):
         return Refused(reason, kernel)
     used = {*module._modules, *module._parameters, *_SIZES, "layer_idx"}
@@ -123,26 +124,25 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
 
 def _difference(module: nn.Module, kernel: str, theirs: Callable, ours: Callable) -> str:
     """How two forwards of a small copy of a module differ, or ""."""
-    source = generator()
+    source = probe.generator()
     mask = torch.ones(2, 9)
     mask[1, 6:] = 0
-
     with torch.enable_grad():
         try:
             copied = _small(module, kernel, source)
         except Exception as error:  # its parts differ from transformers'
             return f"no small copy of it can be made ({first_line(error)})"
-        x = normal(2, 9, _HIDDEN, source=source).requires_grad_()
+        x = probe.normal(2, 9, _HIDDEN, source=source).requires_grad_()
         leaves = [x, *copied.parameters()]
         for scale, tokens, attention_mask in ((1.0, 9, None), (1.0, 9, mask), (1.0, 1, None), (1e2, 9, None)):
             by_name = (functools.partial(forward, attention_mask=attention_mask) for forward in (theirs, ours))
-            expected, result = (run(forward, copied, scale * x[:, :tokens]) for forward in by_name)
+            expected, result = (probe.run(forward, copied, scale * x[:, :tokens]) for forward in by_name)
             for each in (expected, result):
                 if isinstance(each, str):
                     return each
-            if not agrees(result, expected, 2e-5):
+            if not probe.agrees(result, expected, 2e-5):
                 return f"it computes something else than {kernel}"
-            if not has_same_gradients(result, expected, leaves, 2e-4):
+            if not probe.has_same_gradients(result, expected, leaves, 2e-4):
                 return f"its gradients are not {kernel}'s"
     return ""
 
@@ -153,7 +153,7 @@ def _small(module: Any, kernel: str, source: torch.Generator) -> nn.Module:
     def drawn(child: nn.Module) -> nn.Module:
         for name, parameter in list(child._parameters.items()):
             if parameter is not None:
-                child._parameters[name] = normal(*parameter.shape, source=source).requires_grad_()
+                child._parameters[name] = probe.normal(*parameter.shape, source=source).requires_grad_()
         return child
 
     def linear(n_in: int, n_out: int) -> nn.Module:
@@ -166,7 +166,7 @@ def _small(module: Any, kernel: str, source: torch.Generator) -> nn.Module:
 
     if kernel == CONV:
         projections = {"in_proj": linear(_HIDDEN, 3 * _HIDDEN), "out_proj": linear(_HIDDEN, _HIDDEN)}
-        return probe_copy(module, {}, {"conv": conv(_HIDDEN), **projections})
+        return probe.copy_of(module, {}, {"conv": conv(_HIDDEN), **projections})
     groups, v_dim = module.num_v_heads // module.num_k_heads, _K_DIM * module.head_v_dim // module.head_k_dim
     n_v_heads, keys = _HEADS * groups, _HEADS * _K_DIM
     values = n_v_heads * v_dim
@@ -177,11 +177,11 @@ def _small(module: Any, kernel: str, source: torch.Generator) -> nn.Module:
         for name in module._modules
         if name.removeprefix("in_proj_") in widths
     }
-    weights = {name: normal(v_dim, source=source).requires_grad_() for name in module.norm._parameters}
-    children |= {"conv1d": conv(2 * keys + values), "norm": probe_copy(module.norm, weights, {})}
+    weights = {name: probe.normal(v_dim, source=source).requires_grad_() for name in module.norm._parameters}
+    children |= {"conv1d": conv(2 * keys + values), "norm": probe.copy_of(module.norm, weights, {})}
     children["out_proj"] = linear(values, _HIDDEN)
-    parameters = {name: normal(n_v_heads, source=source).requires_grad_() for name in module._parameters}
-    copied = probe_copy(module, parameters, children)
+    parameters = {name: probe.normal(n_v_heads, source=source).requires_grad_() for name in module._parameters}
+    copied = probe.copy_of(module, parameters, children)
     sizes = _HEADS, n_v_heads, _K_DIM, v_dim, keys, values, 2 * keys + values, _HIDDEN
     copied.__dict__.update(zip(_SIZES, sizes))
     return copied
@@ -197,7 +197,7 @@ def _conv_stand_in(x: torch.Tensor, weight: Any, bias: Any = None, activation: A
 def _scan_stand_in(
     query: Any, key: Any, value: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool = False, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Takes the scan's arguments, and depends on all of them."""
+    """A scan whose result depends on all its arguments."""
     if use_qk_l2norm_in_kernel:
         query, key = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (query, key))
     groups = value.shape[2] // query.shape[2]

@@ -1,8 +1,7 @@
 """MLPs, gated or with squared ReLU, with projections of any kind.
 
-Projections are not inspected: a stand-in notes its arguments and returns random numbers, so that sharded, quantised,
-adapted and not yet loaded (meta) projections make no difference. Patched MLPs call them in the family's own order, so
-that LoRA's dropout draws the same random numbers.
+A stand-in takes each projection's place: it notes its arguments and returns random numbers. Patched MLPs call the
+projections in the family's own order, so that LoRA's dropout draws the same random numbers.
 """
 
 from __future__ import annotations
@@ -18,23 +17,10 @@ from ...kernels.pointwise.geglu import geglu_reference
 from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
 from .. import functional
-from ..replacing import Cast, gated_replacement, halves_replacement, is_customised, one_projection_replacement
+from ..replacing import Cast, Match, gated_replacement, halves_replacement, is_customised, one_projection_replacement
 from ..source import Facts, open_branch
-from .probe import (
-    BATCH,
-    LARGE,
-    Match,
-    Refused,
-    agrees,
-    generator,
-    has_same_gradients,
-    is_equal,
-    numbers_read,
-    probe_copy,
-    random,
-    required_inputs,
-    run,
-)
+from . import probe
+from .probe import Refused
 
 # -- which modules may be an MLP -------------------------------------------------------------------------------------
 
@@ -42,7 +28,7 @@ _NAMES = ("mlp", "ffn", "feedforward", "experts")
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """A module of two or three projections with activations between them, or one named an MLP or experts."""
+    """Whether a module is two or three projections and activations, or is named an MLP or experts."""
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.Linear)):
         return False
     if any(word in type(module).__name__.lower() for word in _NAMES):
@@ -52,15 +38,14 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
-    """The activation kernel that belongs between `module`'s projections."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     projections = {name: child for name, child in children.items() if _kind(child) == "projection"}
     has_others = any(_kind(child) == "other" for child in children.values())
     if module._parameters:
         return Refused("its projections are its own parameters", "swiglu")
     if not projections or (has_others and len(projections) < 2):
-        return None  # a container of MLPs, or a head: its parts are examined separately
-    inputs = required_inputs(forward)
+        return None  # a container of MLPs, or a head; its parts are examined separately
+    inputs = probe.required_inputs(forward)
     if len(inputs) != 1:
         return Refused(f"it takes {' and '.join(inputs) or 'no input'}", "swiglu")
     if has_others or len(projections) not in (2, 3):
@@ -73,7 +58,7 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """ "projection", "act" (no parameters, no children), "dropout" or "other"."""
+    """One of "projection", "act" (no parameters, no children), "dropout" and "other"."""
     if isinstance(module, nn.Dropout):
         return "dropout"
     if hasattr(module, "base_layer") or isinstance(getattr(module, "out_features", None), int):
@@ -104,7 +89,7 @@ class _StandIn:
         self, name: str, projection: nn.Module, calls: list[_Call], source: torch.Generator, case: "_Case"
     ) -> None:
         self.name, self.projection, self.calls = name, projection, calls
-        self.answer = random(*case.leading, _out_features(projection), source=source) * case.scale
+        self.answer = probe.random(*case.leading, _out_features(projection), source=source) * case.scale
         if _has_weight(projection):
             self.weight = torch.empty(0, dtype=case.weight or case.dtype)
 
@@ -120,7 +105,7 @@ class _StandIn:
 
 
 def _has_weight(module: nn.Module) -> bool:
-    """Whether its `weight` is a tensor. It is not read: a parametrization would compute it, and ZeRO-3 gather it."""
+    """Whether its `weight` is a tensor, without reading it: that computes a parametrization, and gathers for ZeRO-3."""
     if module._parameters.get("weight") is not None or module._buffers.get("weight") is not None:
         return True
     return isinstance(inspect.getattr_static(module, "weight", None), (torch.Tensor, property))
@@ -142,14 +127,14 @@ class _Probe:
 
     def __init__(self, module: nn.Module, forward: Callable, projections: dict[str, nn.Module]) -> None:
         self.module, self.forward, self.projections = module, forward, projections
-        self.numbers = numbers_read(module, forward, float)
+        self.numbers = probe.numbers_read(module, forward, float)
         self.multipliers: dict[str, float] = {}
         others = frozenset(list(inspect.signature(forward).parameters)[2:])  # a call with one runs the original
         self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}), dtypes=True)
 
     def answer(self) -> Match | Refused:
-        """The match or the reason. First every float that the forward reads has a distinct value and may be a
-        multiplier of the formula; if nothing matches, it is tried without multipliers."""
+        """The match or the reason. First, each float that the forward reads gets a distinct value and may be a
+        multiplier in the formula. If nothing matches, the probe runs without multipliers."""
         self.multipliers = {name: 1.25 + 0.5 * i for i, name in enumerate(self.numbers)}
         result = self._answer() if self.multipliers else None
         if not isinstance(result, Match):
@@ -175,19 +160,19 @@ class _Probe:
         return Refused(elsewhere, match.kernel) if elsewhere else match
 
     def _run(self, case: "_Case") -> tuple[torch.Tensor | str, torch.Tensor, list[_Call]]:
-        """The module's result of one run, or why it cannot be run; its input; and the calls of its projections."""
-        source = generator()
+        """The module's result or why it cannot be run, its input, and the calls of its projections."""
+        source = probe.generator()
         calls: list[_Call] = []
         stand_ins = {name: _StandIn(name, child, calls, source, case) for name, child in self.projections.items()}
         first = next(iter(self.projections.values()))
-        x = random(*case.leading, getattr(first, "in_features", None) or 8, source=source).to(case.dtype)
+        x = probe.random(*case.leading, getattr(first, "in_features", None) or 8, source=source).to(case.dtype)
         with torch.enable_grad():
-            copied = probe_copy(self.module, {}, stand_ins, case.training)
+            copied = probe.copy_of(self.module, {}, stand_ins, case.training)
             copied.__dict__.update(self.multipliers)
-            return run(self.forward, copied, x), x, calls
+            return probe.run(self.forward, copied, x), x, calls
 
     def _elsewhere(self, formula: "_Formula") -> str:
-        """The case in which the formula does not hold (eval mode, another shape or dtype, large numbers), or ""."""
+        """The first case (eval mode, another shape or dtype, large numbers) where the formula does not hold, or ""."""
         for case in _CASES:
             y, _, calls = self._run(case)
             if isinstance(y, str):
@@ -195,9 +180,9 @@ class _Probe:
             answers = {call.name: call.answer for call in calls}
             activated = next((call.input for call in calls if call.name == formula.down), None)
             tolerance = 1e-5 if case.dtype is torch.float32 else 4 * torch.finfo(case.dtype).eps
-            if activated is None or not agrees(activated, formula.expected(answers), tolerance):
+            if activated is None or not probe.agrees(activated, formula.expected(answers), tolerance):
                 return f"it computes something else {case}"
-            if not agrees(y, answers[formula.down] * formula.scale, tolerance):
+            if not probe.agrees(y, answers[formula.down] * formula.scale, tolerance):
                 return f"it computes something else {case}"
         return ""
 
@@ -215,16 +200,15 @@ class _Probe:
     # -- how the activation is recognised -----------------------------------------------------------------------------
 
     def _formula(self, x: torch.Tensor, y: torch.Tensor, calls: list[_Call]) -> "tuple[Match, _Formula] | Refused":
-        """The match, from the arguments of the projections: x for the first ones, and the input of the last one,
-        `down`."""
+        """The match, from the input of the last projection `down`. The others must take x."""
         names = [call.name for call in calls]
         if sorted(names) != sorted(set(names)) or set(names) != set(self.projections):
             return Refused(f"it calls its projections as {', '.join(names) or 'nothing'}", "swiglu")
         *inputs, down = calls
         for call in inputs:
-            if not is_equal(call.input, x):
+            if not probe.is_equal(call.input, x):
                 return Refused(f"{call.name} does not take the module's own input", "swiglu")
-        scale = next((n for n, v in {"": 1.0, **self.multipliers}.items() if agrees(y, down.answer * v)), None)
+        scale = next((n for n, v in {"": 1.0, **self.multipliers}.items() if probe.agrees(y, down.answer * v)), None)
         if scale is None:
             return Refused(f"it goes on after {down.name}", "swiglu")
         result = self._two_inputs(inputs, down, scale) if len(inputs) == 2 else self._one_input(*inputs, down, scale)
@@ -232,12 +216,11 @@ class _Probe:
             return result
         match, expected = result
         answers = {call.name: call.answer for call in calls}
-        if not has_same_gradients(expected(answers), down.input, [call.answer for call in inputs], 1e-4):
+        if not probe.has_same_gradients(expected(answers), down.input, [call.answer for call in inputs], 1e-4):
             return Refused(f"its gradients are not {match.kernel}'s", match.kernel)
         return match, _Formula(expected, down.name, self.multipliers.get(scale, 1.0))
 
     def _two_inputs(self, inputs: list[_Call], down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
-        """act(gate(x)) * up(x), with the function of the reference."""
         for gate, up in (inputs, inputs[::-1]):
             if gated := _gated_activation(down.input, gate.answer, up.answer, {"": 1.0, **self.multipliers}):
                 break
@@ -263,12 +246,12 @@ class _Probe:
             kernel = "geglu" if gated.act != "silu" else "fused_gate_up_swiglu" if order == 1 else "swiglu"
             words = gated.act if order == 1 else f"{gated.act}, up first"
             expected = lambda answers: gated.reference(*answers[up.name].chunk(2, -1)[::order])  # noqa: E731
-        elif agrees(relu_squared_reference(up.answer), down.input):
+        elif probe.agrees(relu_squared_reference(up.answer), down.input):
             kernel, words, squared = "relu_squared", "", functional.liger_relu_squared
             activation = lambda self, x, owned=False: squared(x)  # noqa: E731
             expected = lambda answers: relu_squared_reference(answers[up.name])  # noqa: E731
         else:
-            plain = next((name for name, act in _ONE_LAUNCH.items() if agrees(act(up.answer), down.input)), None)
+            plain = next((name for name, act in _ONE_LAUNCH.items() if probe.agrees(act(up.answer), down.input)), None)
             why = f": torch's {plain} is one launch already" if plain else ", and no kernel"
             return Refused(f"its activation has no gate{why}", "swiglu")
         replacement = one_projection_replacement(activation, up.name, down.name, scale, self._cast(down.name))
@@ -284,7 +267,6 @@ _ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """Activations without a gate, for which torch too reads and writes each element once."""
 
-
 _Expected = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """Projections' results by name -> the input of the last projection."""
 
@@ -299,10 +281,10 @@ class _Formula(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """One run: the shape of x without its width, its dtype, the mode, the dtype of the projections' weights, and a
-    factor of their results."""
+    """One run: the shape of x without its width, its dtype, the mode, the dtype of the projections' weights (None: that
+    of x), and a factor of their results."""
 
-    leading: tuple[int, ...] = BATCH
+    leading: tuple[int, ...] = probe.BATCH
     dtype: torch.dtype = torch.float32
     training: bool = True
     weight: torch.dtype | None = None
@@ -321,9 +303,9 @@ _CASES = tuple(
         ((1, 1), torch.float32, 1.0),
         ((1, 67), torch.float32, 1.0),
         ((5,), torch.float32, 1.0),
-        (BATCH, torch.float32, LARGE),
-        (BATCH, torch.bfloat16, 1.0),
-        (BATCH, torch.float16, 1.0),
+        (probe.BATCH, torch.float32, probe.LARGE),
+        (probe.BATCH, torch.bfloat16, 1.0),
+        (probe.BATCH, torch.float16, 1.0),
     )
 )
 """Cases that must have the same formula as the first run."""
@@ -345,16 +327,11 @@ def _gated_activation(
     expected: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
 ) -> _Gated | None:
     """The gated activation with the result `expected` for (gate, up) in fp32. Only silu's kernel takes a multiplier."""
-    kinds = [
-        ("silu", name, functools.partial(swiglu_reference, gate_multiplier=value))
-        for name, value in multipliers.items()
-    ]
-    kinds += [
-        (act, "", functools.partial(geglu_reference, approximate=approximate))
-        for act, approximate in (("gelu_tanh", "tanh"), ("gelu", "none"))
-    ]
+    kinds = [("silu", name, functools.partial(swiglu_reference, gate_multiplier=n)) for name, n in multipliers.items()]
+    kinds += [("gelu_tanh", "", functools.partial(geglu_reference, approximate="tanh"))]
+    kinds += [("gelu", "", functools.partial(geglu_reference, approximate="none"))]
     for act, name, reference in kinds:
-        if agrees(reference(gate, up), expected):
+        if probe.agrees(reference(gate, up), expected):
             return _Gated(act, name, reference)
     return None
 
@@ -362,6 +339,6 @@ def _gated_activation(
 def _why_not(expected: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> str:
     for gate, up in ((one, other), (other, one)):
         for name, activation in (("relu", torch.relu), ("sigmoid", torch.sigmoid)):
-            if expected.shape == up.shape and agrees(activation(gate) * up, expected):
+            if expected.shape == up.shape and probe.agrees(activation(gate) * up, expected):
                 return f"it is gated by {name}: no kernel"
     return "its activation is not silu, tanh gelu or gelu times the other half (it is clamped, limited or in pairs)"

@@ -1,6 +1,4 @@
-"""Norms: RMSNorm with its offset, casting mode and epsilon, gated RMSNorm, and LayerNorm with or without scale and
-shift.
-"""
+"""Norms: RMSNorm with its offset, casting mode and epsilon, gated RMSNorm, and LayerNorm."""
 
 from __future__ import annotations
 
@@ -15,24 +13,11 @@ from ...distributed import owners
 from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
-from ..replacing import gated_rms_norm_replacement, layer_norm_replacement, rms_norm_replacement, weights_fit_kernel
+from .. import replacing
+from ..replacing import Match
 from ..source import Facts, open_branch
-from .probe import (
-    BATCH,
-    LARGE,
-    Match,
-    Refused,
-    agrees,
-    autocast,
-    generator,
-    has_same_gradients,
-    lost_weights,
-    numbers_read,
-    probe_copy,
-    random,
-    required_inputs,
-    run,
-)
+from . import probe
+from .probe import Refused
 
 # -- which modules may be a norm -------------------------------------------------------------------------------------
 
@@ -47,32 +32,28 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
-    """The norm kernel that computes the same as `forward(module, x)`."""
     kind = "layer_norm" if "layernorm" in type(module).__name__.lower() else "rms_norm"
-    inputs = required_inputs(forward)
+    inputs = probe.required_inputs(forward)
     named = [n for n, p in inspect.signature(forward).parameters.items() if p.kind is not p.VAR_KEYWORD][1:]
     gated_norm = kind == "rms_norm" and len(named) == 2 and named[1] == "gate"
     if not gated_norm and (len(inputs) != 1 or len(named) != 1):
         return Refused(f"it takes {' and '.join(named) or 'no input'}", kind)
     if module._buffers:
         return Refused(f"it keeps buffers ({', '.join(module._buffers)})", kind)
-    if lost := lost_weights(module):
+    if lost := probe.lost_weights(module):
         return Refused(lost, kind)
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
     if len(shapes) > 2 or any(len(shape) != 1 or not shape[0] for shape in shapes.values()):
         return Refused(f"its parameters are {', '.join(f'{n} {list(s)}' for n, s in shapes.items())}", kind)
+    if gated_norm and not shapes:
+        return Refused("it has a gate and no weight", kind)
     if gated_norm:
-        return _GatedProbe(module, forward, shapes).answer("gated_rms_norm") if shapes else Refused(_NO_WEIGHT, kind)
+        return _GatedProbe(module, forward, shapes).answer("gated_rms_norm")
     return _Probe(module, forward, shapes).answer(kind)
-
-
-_NO_WEIGHT = "it has a gate and no weight"
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """A norm kernel to try, with the names of the module's weight and bias."""
-
     kernel: str
     offset: float
     weight: str | None
@@ -93,22 +74,22 @@ class _Variant:
 
     def match(self, eps: str | float, mode: str, one_dtype: bool, outside_autocast: bool) -> Match:
         if self.kernel == "rms_norm":
-            words, replacement = mode, rms_norm_replacement(self.weight, eps, self.offset, mode)
+            words, replacement = mode, replacing.rms_norm_replacement(self.weight, eps, self.offset, mode)
         else:
             words = "" if self.bias or not self.weight else "no bias"
-            replacement = layer_norm_replacement(self.weight, self.bias, eps, self.offset)
+            replacement = replacing.layer_norm_replacement(self.weight, self.bias, eps, self.offset)
         words = words if self.weight else "no weight"
         words = ", ".join(filter(None, (words, f"offset {self.offset:g}" if self.offset else "")))
         used = frozenset(name for name in (self.weight, self.bias, eps) if isinstance(name, str))
         weights = tuple(name for name in (self.weight, self.bias) if name)
-        ready = weights_fit_kernel(weights, eps, one_dtype, outside_autocast)
+        ready = replacing.weights_fit_kernel(weights, eps, one_dtype, outside_autocast)
         return Match(self.kernel, words, replacement, used=used, ready=ready)
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """How many columns are normalised together: all of them if `name` is empty. Otherwise the module's attribute
-    `name` is the number of columns in a group or, with `count`, the number of groups."""
+    """How many columns are normalised together: all if `name` is empty, else the module's attribute `name`, which is
+    the number of columns in a group or, with `count`, of groups."""
 
     name: str = ""
     count: bool = False
@@ -139,11 +120,11 @@ class _GatedVariant:
 
     def match(self, eps: str | float, mode: str, one_dtype: bool, outside_autocast: bool) -> Match:
         options = self.activation, mode, self.norm_before_gate, self.groups
-        replacement = gated_rms_norm_replacement(self.weight, eps, *options)
+        replacement = replacing.gated_rms_norm_replacement(self.weight, eps, *options)
         order = f"{self.activation} {'after' if self.norm_before_gate else 'before'} the norm"
         words = f"{order}, {mode}" + (", in groups" if self.groups.name else "")
         used = frozenset(name for name in (self.weight, eps, self.groups.name) if isinstance(name, str) and name)
-        ready = weights_fit_kernel((self.weight,), eps, one_dtype, outside_autocast)
+        ready = replacing.weights_fit_kernel((self.weight,), eps, one_dtype, outside_autocast)
         return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready)
 
 
@@ -153,9 +134,9 @@ _LOW, _HIGH = torch.bfloat16, torch.float32
 _PROBE_EPS = 0.25
 """Replaces the module's epsilon: large relative to the variance, so that a wrong epsilon cannot agree."""
 _SMALL = 2e-3
-"""Scale of the inputs if epsilon is a constant in the code, so that their variance is small beside it."""
+"""Scale of the inputs if epsilon is a constant in the code: their variance is then small beside it."""
 _MISMATCHES = 0.02
-"""Share of low-precision results that may differ by one rounding: the references' sums run in another order."""
+"""Share of low-precision results that may differ by one rounding, since references sum in another order."""
 _WIDTH = 64
 """Width of the probe's input, if the module has neither a weight nor an attribute for it."""
 _OTHER_BATCHES = ((1, 1), (1, 67), (5,))
@@ -165,40 +146,41 @@ _OTHER_BATCHES = ((1, 1), (1, 67), (5,))
 class _Probe:
     """Runs copies of one module with random weights and a large epsilon, beside the kernels' references."""
 
-    more: tuple[torch.Tensor, ...] = ()
-    """Inputs after the first."""
     facts = Facts(in_autocast=True, dims=frozenset({2, 3}))
 
     def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
         self.module, self.forward = module, forward
-        source = generator()
-        self.weights = {name: random(*shape, source=source) for name, shape in shapes.items()}
+        source = probe.generator()
+        self.weights = {name: probe.random(*shape, source=source) for name, shape in shapes.items()}
         width = next(iter(shapes.values()))[0] if shapes else _width_of(module)
-        self.x = random(*BATCH, width, source=source)
-        self.others = [random(*leading, width, source=source) for leading in _OTHER_BATCHES]
+        self.x = probe.random(*probe.BATCH, width, source=source)
+        self.others = [probe.random(*leading, width, source=source) for leading in _OTHER_BATCHES]
+        self.more = self._more_of(self.x)
         self.training = True
+        self.eps: str | float = ""
 
     def answer(self, kind: str) -> Match | Refused:
         """The first epsilon and variant that agree in fp32, if their rounding and gradients agree too."""
         epsilons = self._epsilons()
         reason = "" if epsilons else "it has no epsilon of its own; make it with one (eps=1e-6)"
         for eps in epsilons:
-            expected = self._original(eps, _HIGH, _HIGH)
+            self.eps = eps
+            expected = self._original(_HIGH, _HIGH)
             if isinstance(expected, str):
                 reason = reason or expected
                 continue
             for variant in self._variants():
-                if agrees(self._reference(variant, eps, "llama", _HIGH, _HIGH), expected):
-                    return self._with_casting_mode(eps, variant)
+                if probe.agrees(self._reference(variant, "llama", _HIGH, _HIGH), expected):
+                    return self._with_casting_mode(variant)
         return Refused(reason or "it computes neither an RMSNorm nor a LayerNorm", kind)
 
     def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The norm's arguments after x."""
+        """The norm's inputs after x."""
         return ()
 
     def _epsilons(self) -> list[str | float]:
         """Candidates for epsilon: attributes that the forward reads, and small numbers in its code."""
-        attributes = numbers_read(self.module, self.forward, float)
+        attributes = probe.numbers_read(self.module, self.forward, float)
         code = getattr(self.forward, "__code__", None)
         constants = code.co_consts if code is not None else ()
         return [*attributes, *(c for c in constants if type(c) is float and 0.0 < c < 1e-2)]
@@ -212,58 +194,55 @@ class _Probe:
                     yield _Variant("rms_norm", offset, weight, None)
                 yield _Variant("layer_norm", offset, weight, bias)
 
-    def _with_casting_mode(self, eps: str | float, variant: _Variant) -> Match | Refused:
+    def _with_casting_mode(self, variant: _Variant) -> Match | Refused:
         """The match of a variant that agrees in fp32, with a casting mode that rounds as the module does in bf16.
 
-        Prefers a mode that also agrees for fp32 weights with bf16 inputs. If no mode does, the match covers only inputs
+        A mode that also agrees for fp32 weights with bf16 inputs is preferred. Without one, the match takes only inputs
         in the weight's dtype.
         """
         kernel = variant.kernel
-        good = [mode for mode in variant.modes if self._rounds_alike(eps, variant, mode, _LOW)]
+        good = [mode for mode in variant.modes if self._rounds_alike(variant, mode, _LOW)]
         if not good:
             return Refused(f"it rounds in bf16 unlike {kernel} in any casting mode", kernel)
-        if not self._has_same_gradients(eps, variant):
+        if not self._has_same_gradients(variant):
             return Refused(f"its gradients are not {kernel}'s", kernel)
-        mixed = [mode for mode in good if not self.weights or self._rounds_alike(eps, variant, mode, _HIGH)]
+        mixed = [mode for mode in good if not self.weights or self._rounds_alike(variant, mode, _HIGH)]
         mode = (mixed or good)[0]
-        elsewhere = self._elsewhere(eps, variant, mode)
-        with autocast():
-            in_autocast = self._original(eps, _HIGH, _HIGH)
+        elsewhere = self._elsewhere(variant, mode)
+        with probe.autocast():
+            in_autocast = self._original(_HIGH, _HIGH)
         elsewhere = elsewhere or open_branch(self.forward, self.module, self.facts)
         if elsewhere:
             return Refused(elsewhere, kernel)
-        outside = isinstance(in_autocast, str) or not agrees(
-            self._reference(variant, eps, mode, _HIGH, _HIGH), in_autocast
+        outside = isinstance(in_autocast, str) or not probe.agrees(
+            self._reference(variant, mode, _HIGH, _HIGH), in_autocast
         )
-        return variant.match(eps, mode, one_dtype=not mixed, outside_autocast=outside)
+        return variant.match(self.eps, mode, one_dtype=not mixed, outside_autocast=outside)
 
-    def _elsewhere(self, eps: str | float, variant: _Variant, mode: str) -> str:
+    def _elsewhere(self, variant: _Variant, mode: str) -> str:
         """The first case (another shape, large numbers, eval mode, fp16) where the variant differs, or ""."""
-        first = self.x
-        cases = [(x, 1.0, "") for x in (first, *self.others)]
-        cases.append((first, LARGE if isinstance(eps, str) else LARGE / _SMALL, f" of about {LARGE:g}"))
+        first, large = self.x, probe.LARGE if isinstance(self.eps, str) else probe.LARGE / _SMALL
+        cases = [*((x, 1.0, "") for x in (first, *self.others)), (first, large, f" of about {probe.LARGE:g}")]
         for training in (True, False):
             self.training, when = training, "training" if training else "eval mode"
             for x, scale, words in cases:
                 self.x, self.more = x * scale, tuple(t * scale for t in self._more_of(x))
-                expected = self._original(eps, _HIGH, _HIGH)
-                result = self._reference(variant, eps, mode, _HIGH, _HIGH)
-                if isinstance(expected, torch.Tensor) and not agrees(result, expected):
+                expected = self._original(_HIGH, _HIGH)
+                result = self._reference(variant, mode, _HIGH, _HIGH)
+                if isinstance(expected, torch.Tensor) and not probe.agrees(result, expected):
                     return f"of {list(x.shape)}{words} in {when} it is no {variant.kernel}"
             self.x, self.more = first, self._more_of(first)
             for dtype in (_LOW, torch.float16):
-                if not self._rounds_alike(eps, variant, mode, dtype, dtype):
+                if not self._rounds_alike(variant, mode, dtype, dtype):
                     return f"in {dtype} in {when} it is no {variant.kernel}"
         return ""
 
-    def _rounds_alike(
-        self, eps: str | float, variant: _Variant, mode: str, w_dtype: torch.dtype, x_dtype: torch.dtype = _LOW
-    ) -> bool:
-        """Whether the module and the reference differ, in these dtypes, in few elements and by one rounding at most."""
-        expected = self._original(eps, x_dtype, w_dtype)
+    def _rounds_alike(self, variant: _Variant, mode: str, w_dtype: torch.dtype, x_dtype: torch.dtype = _LOW) -> bool:
+        """Whether module and reference differ in few elements and by one rounding at most in these dtypes."""
+        expected = self._original(x_dtype, w_dtype)
         if isinstance(expected, str):  # torch's norms refuse mixed dtypes, so the kernel may too
             return w_dtype is not x_dtype
-        result = self._reference(variant, eps, mode, x_dtype, w_dtype)
+        result = self._reference(variant, mode, x_dtype, w_dtype)
         if isinstance(result, str) or result.dtype != expected.dtype or result.shape != expected.shape:
             return False
         low = result.dtype is x_dtype
@@ -273,55 +252,51 @@ class _Probe:
             return False
         return not low or float((difference > 0).float().mean()) <= _MISMATCHES
 
-    def _has_same_gradients(self, eps: str | float, variant: _Variant) -> bool:
+    def _has_same_gradients(self, variant: _Variant) -> bool:
         with torch.enable_grad():
             weights = {n: None if w is None else w.clone().requires_grad_() for n, w in self._cast(_HIGH).items()}
-            x, *more = (t.clone().requires_grad_() for t in (self._input(eps), *self.more))
-            expected = self.forward(self._copy(eps, weights), x, *more)
-            result = variant.reference(x, weights, self._value(eps), "llama", *more)
+            x, *more = (t.clone().requires_grad_() for t in (self._input(), *self.more))
+            expected = self.forward(self._copy(weights), x, *more)
+            result = variant.reference(x, weights, self._epsilon(), "llama", *more)
         leaves = [x, *more, *(w for w in weights.values() if w is not None)]
-        return has_same_gradients(result, expected, leaves, 1e-4)
+        return probe.has_same_gradients(result, expected, leaves, 1e-4)
 
     # -- one run -----------------------------------------------------------------------------------------------------
 
-    def _original(self, eps: str | float, x_dtype: torch.dtype, w_dtype: torch.dtype) -> torch.Tensor | str:
-        inputs = (t.to(x_dtype) for t in (self._input(eps), *self.more))
-        return run(self.forward, self._copy(eps, self._cast(w_dtype)), *inputs)
+    def _original(self, x_dtype: torch.dtype, w_dtype: torch.dtype) -> torch.Tensor | str:
+        inputs = (t.to(x_dtype) for t in (self._input(), *self.more))
+        return probe.run(self.forward, self._copy(self._cast(w_dtype)), *inputs)
 
     def _reference(
-        self, variant: _Variant, eps: str | float, mode: str, x_dtype: torch.dtype, w_dtype: torch.dtype
+        self, variant: _Variant, mode: str, x_dtype: torch.dtype, w_dtype: torch.dtype
     ) -> torch.Tensor | str:
-        x, *more = (t.to(x_dtype) for t in (self._input(eps), *self.more))
-        return run(variant.reference, x, self._cast(w_dtype), self._value(eps), mode, *more)
+        x, *more = (t.to(x_dtype) for t in (self._input(), *self.more))
+        return probe.run(variant.reference, x, self._cast(w_dtype), self._epsilon(), mode, *more)
 
-    def _copy(self, eps: str | float, weights: dict[str, torch.Tensor | None]) -> nn.Module:
-        copied = probe_copy(self.module, weights, {}, self.training)
-        if isinstance(eps, str):
-            copied.__dict__[eps] = _PROBE_EPS
+    def _copy(self, weights: dict[str, torch.Tensor | None]) -> nn.Module:
+        copied = probe.copy_of(self.module, weights, {}, self.training)
+        if isinstance(self.eps, str):
+            copied.__dict__[self.eps] = _PROBE_EPS
         return copied
 
     def _cast(self, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
         absent = dict.fromkeys(owners.parameter_shapes(self.module))
         return absent | {name: w.to(dtype) for name, w in self.weights.items()}
 
-    def _input(self, eps: str | float) -> torch.Tensor:
-        return self.x if isinstance(eps, str) else self.x * _SMALL
+    def _input(self) -> torch.Tensor:
+        return self.x if isinstance(self.eps, str) else self.x * _SMALL
 
-    def _value(self, eps: str | float) -> float:
-        return _PROBE_EPS if isinstance(eps, str) else eps
+    def _epsilon(self) -> float:
+        return _PROBE_EPS if isinstance(self.eps, str) else self.eps
 
 
 class _GatedProbe(_Probe):
-    """`_Probe` for a norm that takes a gate; for calls without a gate, the module's own forward runs."""
+    """`_Probe` for a norm that takes a gate. Calls without a gate run the module's own forward."""
 
     facts = _Probe.facts._replace(present=frozenset({"gate"}))
 
-    def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
-        super().__init__(module, forward, shapes)
-        self.more = self._more_of(self.x)
-
     def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (random(*x.shape, source=generator().manual_seed(1)),)
+        return (probe.random(*x.shape, source=probe.generator().manual_seed(1)),)
 
     def _variants(self) -> Iterator[_GatedVariant]:
         width = self.x.shape[-1]
@@ -336,7 +311,6 @@ class _GatedProbe(_Probe):
 
 
 def _width_of(module: nn.Module) -> int:
-    """The width of a norm without weights, from its attributes."""
     for name in ("normalized_shape", "hidden_size", "dim"):
         size = getattr(module, name, None)
         size = size[-1] if isinstance(size, (tuple, list)) and size else size

@@ -1,6 +1,6 @@
 """How a module is probed: a copy of it is run on small random inputs, and its results are compared with a kernel's.
 
-Everything runs on the CPU. Nothing outside changes: no random state, no module, no hook.
+Everything runs on the CPU. No random state, module or hook outside is changed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from torch import nn
 from ...distributed import owners
 from ...private import n_dispatch_modes
 from ...text import first_line
-from ..replacing import (
-    INSTANCE_FORWARDS,
-    Match,  # noqa: F401  each kind of module takes it from here
-)
+from ..replacing import INSTANCE_FORWARDS
 from ..source import EVERYTHING, reads
 
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
 LARGE = 1e4
-"""Size of numbers that exceed any limit (a clamp, say) in a module's code."""
+"""Size of numbers that exceed any limit, such as a clamp's, in a module's code."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +37,24 @@ class Refused:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A block without change of random state, autocast, gradients and default device, with real tensors that autograd
-    can use even if the caller is in inference mode or in torch's fake tensor mode. Its saved tensors are hidden from
-    other hooks: checkpointing counts what a forward saves, and experts may be probed inside one, at their first
-    call."""
+    """A block on the CPU without gradients and autocast, which leaves the random state as it is. Its tensors are real
+    ones that autograd can use, even in inference mode or torch's fake tensor mode. Its saved tensors are hidden from
+    other hooks: checkpointing counts what a forward saves, and experts may be probed at their first call."""
     with contextlib.ExitStack() as stack:
         if n_dispatch_modes():
             from torch.utils._python_dispatch import _disable_current_modes
 
             stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is))
-        state = torch.get_rng_state()
-        try:
-            with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-                yield
-        finally:
-            torch.set_rng_state(state)
-
-
-def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
-    return saved
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved))
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            yield
 
 
 @contextlib.contextmanager
 def autocast() -> Iterator[None]:
-    """Autocast to bf16 on the CPU and, in name, on CUDA: `torch.is_autocast_enabled()` without a device means CUDA."""
+    """Autocast to bf16 on the CPU and, in name, on CUDA, for which `torch.is_autocast_enabled()` asks by default."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         torch.set_autocast_enabled("cuda", True)
@@ -81,17 +70,16 @@ def autocast() -> Iterator[None]:
 
 
 def generator() -> torch.Generator:
-    """The probes' own random numbers, the same in every process."""
     return torch.Generator().manual_seed(20260101)
 
 
 def normal(*shape: int, source: torch.Generator) -> torch.Tensor:
-    """Normal numbers in fp32, also under another default dtype, as set while from_pretrained(dtype=...) runs."""
+    """Normal numbers in fp32, whatever the default dtype, which from_pretrained(dtype=...) changes while it runs."""
     return torch.randn(*shape, generator=source, dtype=torch.float32)
 
 
 def random(*shape: int, source: torch.Generator) -> torch.Tensor:
-    """Normal numbers whose mean is not 0 and whose spread is not 1, so that a missing shift or scale shows."""
+    """Normal numbers with another mean than 0 and spread than 1, so that a missing shift or scale shows."""
     return normal(*shape, source=source) * 1.7 + 0.3
 
 
@@ -99,14 +87,14 @@ def random(*shape: int, source: torch.Generator) -> torch.Tensor:
 
 
 def required_inputs(forward: Callable) -> list[str]:
-    """Names of the arguments after self that a call must give."""
+    """Names of the arguments after self without a default."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
 
 
 def numbers_read(module: nn.Module, forward: Callable, *kinds: type) -> dict[str, Any]:
-    """Name -> value of a module's attributes of these types that its forward may read."""
+    """Name -> value of a module's attributes of exactly these types that its forward may read."""
     names = reads(type(module), forward)
     return {n: v for n, v in vars(module).items() if type(v) in kinds and (n in names or EVERYTHING in names)}
 
@@ -117,12 +105,12 @@ def lost_weights(module: nn.Module) -> str:
     return f"FSDP1 holds its {lost}: patch the model before it is wrapped, or pass the wrapper itself" if lost else ""
 
 
-def probe_copy(
+def copy_of(
     module: nn.Module, parameters: dict[str, torch.Tensor | None], children: dict[str, Any], training: bool = True
 ) -> nn.Module:
     """A module of the same class and attributes, with other parameters, in training or eval mode and without hooks.
 
-    children: replacements of its children; children that are not named are copied in the same way.
+    children: replacements of its children; others are copied in the same way
     """
     copied = object.__new__(type(module))
     nn.Module.__init__(copied)
@@ -132,7 +120,7 @@ def probe_copy(
     own_children = {name: child for name, child in module._modules.items() if name not in children}
     for name, child in own_children.items():
         leaf = child is not None and not child._modules and not isinstance(child, torch.jit.ScriptModule)
-        own_children[name] = probe_copy(child, child._parameters, {}, training) if leaf else child
+        own_children[name] = copy_of(child, child._parameters, {}, training) if leaf else child
     copied.__dict__["training"] = training
     copied.__dict__["_parameters"] = dict(parameters)
     copied.__dict__["_modules"] = {name: {**own_children, **children}[name] for name in module._modules}
@@ -147,10 +135,8 @@ _CONTAINERS = (list, dict, set, collections.deque)
 
 
 def run(function: Callable, *args: Any) -> torch.Tensor | str:
-    """function(*args), where args[0] may be a module; or why it cannot be probed.
-
-    A forward that changes its module (a counter, its last activations) does more than any kernel.
-    """
+    """function(*args), where args[0] may be a module; or why it cannot be probed. A forward that changes its module (a
+    counter, its last activations) does more than any kernel."""
     before = _attributes(args[0])
     try:
         result = function(*args)
@@ -164,7 +150,7 @@ def run(function: Callable, *args: Any) -> torch.Tensor | str:
 
 
 def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
-    """Attribute of a module or of one of its children -> its values, with the versions of tensors."""
+    """Attribute of a module or of one of its children -> its values, and the versions of tensors among them."""
     states: dict[str, tuple[Any, ...]] = {}
     parts = {"": module, **module._modules} if isinstance(module, nn.Module) else {}
     for part, each in parts.items():
@@ -194,14 +180,13 @@ def agrees(result: Any, expected: torch.Tensor, tolerance: float = 1e-5) -> bool
 
 
 def is_equal(result: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and values."""
     return result.shape == expected.shape and result.dtype == expected.dtype and bool((result == expected).all())
 
 
 def has_same_gradients(
     result: torch.Tensor, expected: torch.Tensor, leaves: list[torch.Tensor], tolerance: float
 ) -> bool:
-    """Whether both results pass the same gradients on to every leaf, so that no part of the result is detached."""
+    """Whether both results give every leaf the same gradient."""
     if not expected.requires_grad:
         return False
     direction = expected.detach().cos()

@@ -1,4 +1,4 @@
-"""Rotary functions, `apply_rotary_pos_emb(q, k, cos, sin, ...)` and alike."""
+"""Rotary functions such as `apply_rotary_pos_emb(q, k, cos, sin, ...)`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ...kernels.rotary.qwen2vl_mrope import qwen2vl_mrope_reference
 from ...kernels.rotary.rope import RopeFunction, rope_reference
 from ...kernels.rotary.rotary import HALVES, PAIRS, SHARED, Form
 from ...kernels.rotary.vision_rope import vision_rope_reference
-from ..replacing import complex_angles, of_q_and_k, packed_patches, three_axes
+from ..replacing import Match, complex_angles, of_q_and_k, packed_patches, three_axes
 from ..source import Facts, open_branch
-from .probe import Match, Refused, agrees, generator, normal, quiet
+from . import probe
+from .probe import Refused
 
 # -- which functions a forward calls ---------------------------------------------------------------------------------
 
 
 def functions_called(forward: Callable) -> dict[str, Callable]:
-    """Name -> rotary function that an attention's forward calls by that name, in its own module."""
+    """Name -> rotary function that an attention's forward calls by that global name."""
     functions: dict[str, Callable] = {}
     item: Any = forward
     while item is not None:
@@ -37,11 +38,8 @@ def functions_called(forward: Callable) -> dict[str, Callable]:
 
 
 def plain_function(value: Any) -> types.FunctionType | None:
-    """`value` if it is a function, or the function in a module that the kernels package made of it.
-
-    With that package installed, the rotary functions of transformers 5 are such modules. None for anything else, and
-    for a module whose forward kernels has replaced.
-    """
+    """`value` if it is a function, or the function inside a module that the kernels package made of it: with that
+    package, the rotary functions of transformers 5 are modules. Else None, as for a module with another forward."""
     cls = type(value)
     if hasattr(cls, "kernel_layer_name") and "forward" not in vars(value):
         value = inspect.getclosurevars(cls.forward).nonlocals.get("func")
@@ -54,7 +52,7 @@ def plain_function(value: Any) -> types.FunctionType | None:
 class _Kernel(NamedTuple):
     """A kernel that may compute the same as a rotary function.
 
-    make: maker of the replacement; options: keywords of the reference beside the probe's inputs
+    make: makes the replacement; options: keywords of the reference beside the probe's inputs
     """
 
     op: str
@@ -65,8 +63,7 @@ class _Kernel(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Rotary functions with the same arguments: a test for them, inputs to try, and kernels that may compute the
-    same."""
+    """Rotary functions with the same arguments. takes: whether arguments of these names are they; inputs: to try"""
 
     takes: Callable[[list[str]], bool]
     inputs: list[dict[str, Any]]
@@ -74,12 +71,11 @@ class _Form(NamedTuple):
 
 
 def recognise(function: Callable) -> Match | Refused:
-    """The rotary kernel that computes the same as `function`."""
     parameters = inspect.signature(function).parameters
     names = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
     if "k" in parameters and parameters["k"].default is not inspect.Parameter.empty:
         return Refused("it may be called without k", "rope")
-    with quiet():
+    with probe.quiet():
         forms = [form for form in _forms() if form.takes(names)]
         if not forms:
             return Refused(f"it takes ({', '.join(names)}): no kernel does", "rope")
@@ -90,14 +86,14 @@ def recognise(function: Callable) -> Match | Refused:
             for kernel in form.kernels if ran else ():
                 if all(_is_same(expected[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
                     absent = frozenset(names) - set(inputs[0])
-                    if elsewhere := open_branch(function, facts=Facts(frozenset(inputs[0]), absent)):
+                    if elsewhere := open_branch(function, None, Facts(frozenset(inputs[0]), absent)):
                         return Refused(elsewhere, "rope")
                     return Match(kernel.op, kernel.variant, kernel.make(function))
     return Refused("it turns other pairs, or in another order, than any kernel", "rope")
 
 
 def _outcome(function: Callable, arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """q and k rotated; None when the function does not take such inputs."""
+    """q and k rotated; None if the function does not take these inputs."""
     positional = [value for name, value in arguments.items() if name != "unsqueeze_dim"]
     named = {name: value for name, value in arguments.items() if name == "unsqueeze_dim"}
     try:
@@ -107,7 +103,7 @@ def _outcome(function: Callable, arguments: dict[str, Any], options: dict[str, A
 
 
 def _is_same(expected: tuple[torch.Tensor, ...], result: tuple[torch.Tensor, ...] | None) -> bool:
-    return result is not None and len(expected) == len(result) and all(map(agrees, result, expected))
+    return result is not None and len(expected) == len(result) and all(map(probe.agrees, result, expected))
 
 
 # -- forms: the probes' inputs, and the kernels ----------------------------------------------------------------------
@@ -119,12 +115,12 @@ _QK = ["q", "k", "cos", "sin"]
 def _heads(source: torch.Generator, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     """q with 4 heads and k with 2; heads are dimension `axis` of 4."""
     shapes = [(2, heads, _TOKENS, _WIDTH) if axis == 1 else (2, _TOKENS, heads, _WIDTH) for heads in (4, 2)]
-    return tuple(normal(*shape, source=source) for shape in shapes)
+    return tuple(probe.normal(*shape, source=source) for shape in shapes)
 
 
 def _angles(source: torch.Generator, *shape: int, equal: bool = False) -> tuple[torch.Tensor, ...]:
     """Random numbers for cos and sin; equal: with two equal halves."""
-    tables = tuple(normal(*shape, source=source) for _ in range(2))
+    tables = tuple(probe.normal(*shape, source=source) for _ in range(2))
     return tuple(torch.cat((t[..., : shape[-1] // 2],) * 2, -1) for t in tables) if equal else tables
 
 
@@ -139,29 +135,23 @@ def _q_and_k_form() -> _Form:
     cases = []  # a function raises for widths of cos and sin that it does not support
     for width, equal in ((_WIDTH, False), (_WIDTH, True), (_WIDTH // 2, False), (_WIDTH // 4, True)):
         for axis in (1, 2):
-            source = generator()
+            source = probe.generator()
             q, k = _heads(source, axis)
             cos, sin = _angles(source, 2, _TOKENS, width, equal=equal)
             cases.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
-    whole, half = Form(angles=HALVES), Form(angles=SHARED)
+    halves = "rope", rope_reference, RopeFunction
+    pairs = "interleaved_rope", interleaved_rope_reference, InterleavedRopeFunction
+    shared, apart = {"shared_halves": True}, {"shared_halves": True, "to_halves": True}
     kernels = [
-        _Kernel("rope", "", rope_reference, functools.partial(of_q_and_k, RopeFunction, whole, 1)),
-        _Kernel(
-            "rope",
-            "cos and sin of half the width",
-            rope_reference,
-            functools.partial(of_q_and_k, RopeFunction, half, 2),
-            {"rotary_dim": _WIDTH},
-        ),
+        _Kernel(op, variant, reference, functools.partial(of_q_and_k, function, form, widths), options)
+        for (op, reference, function), variant, form, widths, options in (
+            (halves, "", Form(angles=HALVES), 1, {}),
+            (halves, "cos and sin of half the width", Form(angles=SHARED), 2, {"rotary_dim": _WIDTH}),
+            (pairs, "", Form(True, True, PAIRS), 1, {}),
+            (pairs, "one angle a pair", Form(True, True, SHARED), 1, shared),
+            (pairs, "one angle a pair, taken apart", Form(True, False, SHARED), 1, apart),
+        )
     ]
-    for variant, angles, options in (
-        ("", PAIRS, {}),
-        ("one angle a pair", SHARED, {"shared_halves": True}),
-        ("one angle a pair, taken apart", SHARED, {"shared_halves": True, "to_halves": True}),
-    ):
-        form = Form(True, not options.get("to_halves"), angles)
-        kernel = functools.partial(of_q_and_k, InterleavedRopeFunction, form, 1)
-        kernels.append(_Kernel("interleaved_rope", variant, interleaved_rope_reference, kernel, options))
     return _Form(takes, cases, kernels)
 
 
@@ -169,8 +159,8 @@ def _patches_form() -> _Form:
     """Functions of (q, k, cos, sin) for packed patches."""
     cases = []
     for width in (_WIDTH, _WIDTH // 2):
-        source = generator()
-        q, k = (normal(_TOKENS, heads, _WIDTH, source=source) for heads in (4, 2))
+        source = probe.generator()
+        q, k = (probe.normal(_TOKENS, heads, _WIDTH, source=source) for heads in (4, 2))
         cos, sin = _angles(source, _TOKENS, width)
         cases.append({"q": q, "k": k, "cos": cos, "sin": sin})
     return _Form(lambda names: names == _QK, cases, [_Kernel("vision_rope", "", vision_rope_reference, packed_patches)])
@@ -178,7 +168,7 @@ def _patches_form() -> _Form:
 
 def _three_axes_form() -> _Form:
     """Functions of (q, k, cos, sin, mrope_section, unsqueeze_dim)."""
-    source = generator()
+    source = probe.generator()
     q, k = _heads(source, 1)
     cos, sin = _angles(source, 3, 2, _TOKENS, _WIDTH)
     cases = [{"q": q, "k": k, "cos": cos, "sin": sin, "mrope_section": [2, 3, 3]}]
@@ -189,10 +179,10 @@ def _three_axes_form() -> _Form:
 
 def _complex_form(tokens_axis: int, tower: bool = False) -> _Form:
     """Functions of (q, k, angles); tower: angles are [T, 1, half]."""
-    source = generator()
+    source = probe.generator()
     q, k = _heads(source, 3 - tokens_axis)
     rows = (_TOKENS, 1) if tower else (2, _TOKENS)
-    angles = torch.complex(*(normal(*rows, _WIDTH // 2, source=source) for _ in range(2)))
+    angles = torch.complex(*(probe.normal(*rows, _WIDTH // 2, source=source) for _ in range(2)))
 
     def reference(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         angles = angles.transpose(0, 1) if angles.shape[1] == 1 else angles
