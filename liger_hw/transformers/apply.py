@@ -162,13 +162,11 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     parts = ", ".join(name for name in known if name not in ("model", *additions))
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
-    {parts}: which parts. `cross_entropy` replaces the loss and keeps the
-    logits; with `fused_linear_cross_entropy` (not both), training with labels never computes them.
+    {parts}: which parts; see `liger_hw.patch`
     model: None patches the classes in transformers, for models made before or after this call; a live model (also
     wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
     experts: whether mixtures of experts are patched; None: unless the family's MLPs are switched off by name.
-    activations: what backward keeps, see liger_hw.activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels
-    by layer. None: all, but with the fused loss the last layer is at `cheap`
+    activations: what backward keeps; see `liger_hw.patch`
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     An unknown keyword {unknown}. Raises `TypeError` for a model of another family, `ValueError` for both losses at once

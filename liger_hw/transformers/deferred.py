@@ -443,12 +443,7 @@ def loss_arguments(
 ) -> tuple[Any, dict[str, Any], bool]:
     """(target, the options that our losses have, whether there are no others) of the arguments of
     `torch.nn.functional.cross_entropy` after the logits."""
-    options = {
-        "weight": weight,
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-    }
+    options = dict(weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     return target, options, size_average is None and reduce is None
 
 

@@ -245,18 +245,12 @@ class OutputHead:
         if added is not None:
             bias = (added if bias is None else bias + added).to(weight.dtype)
         with contextlib.nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
-            settings = {
-                "bias": bias,
-                "ignore_index": options["ignore_index"],
-                "label_smoothing": options["label_smoothing"],
-                "reduction": options["reduction"],
-                "softcap": softcap,
-                "compact": self.counted if self.counted is not None and target.numel() <= self.rows else False,
-                **self._more(),
-            }
+            compact = self.counted if self.counted is not None and target.numel() <= self.rows else False
+            settings = {**options, "bias": bias, "softcap": softcap, "compact": compact, **self._more()}
+            ce_weight = settings.pop("weight")
             if self.access.mesh is None:
-                settings["ce_weight"] = options["weight"]
-                result = functional.liger_fused_linear_cross_entropy(hidden, weight, target, **settings)
+                head = functional.liger_fused_linear_cross_entropy
+                result = head(hidden, weight, target, ce_weight=ce_weight, **settings)
             else:
                 head = functional.liger_fused_linear_cross_entropy_tp
                 result = head(hidden, weight, target, self.access.group, **settings)

@@ -141,9 +141,7 @@ def test_a_vision_tower_as_large_has_not_the_decoder_s_layers():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"fused_linear_cross_entropy": False}, {"activations": "keep"}],
-    ids=lambda options: next(iter(options)),
+    "options", [{"fused_linear_cross_entropy": False}, {"activations": "keep"}], ids=lambda options: next(iter(options))
 )
 @both
 def test_where_it_is_not_installed(classes, options, recomputed):

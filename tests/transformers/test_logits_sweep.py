@@ -222,9 +222,7 @@ def _with_a_gradient(owner: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "owner",
-    [torch.Tensor, F, pytest.param(torch, marks=pytest.mark.full)],
-    ids=["Tensor", "functional", "torch"],
+    "owner", [torch.Tensor, F, pytest.param(torch, marks=pytest.mark.full)], ids=["Tensor", "functional", "torch"]
 )
 def test_every_function_of_one_tensor(models, owner):
     names = _with_a_gradient(owner)

@@ -251,10 +251,7 @@ def test_a_forward_replaced_by_a_function_is_left_alone(family, batch):
         torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
     kept = {(row.part, row.where) for row in report.rows if "forward was replaced by something else" in row.state}
     attention = type(model.model.layers[0].self_attn).__name__
-    assert kept == {
-        ("fused_linear_cross_entropy", f"{type(model).__name__}.forward"),
-        ("rope", f"{attention}.forward"),
-    }
+    assert kept == {("fused_linear_cross_entropy", f"{type(model).__name__}.forward"), ("rope", f"{attention}.forward")}
     assert sum(row.part == "rope" for row in report.patched) == 1, "the other layer's attention"
 
 

@@ -137,9 +137,7 @@ def test_a_subclass_patched_as_class_and_as_instance(family, batch, calls):
         def forward(self, input_ids, labels=None, **kwargs):
             return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
-    base = family.model(num_hidden_layers=1)
-    mine = Mine(base.config).train()
-    mine.load_state_dict(base.state_dict())
+    base, mine = family.model(num_hidden_layers=1), family.model(cls=Mine, num_hidden_layers=1)
     expected = grads_of(base, base(**batch).loss)
     with family.apply(), family.apply(model=mine):
         outputs = mine(**batch)
@@ -165,7 +163,7 @@ def test_a_forward_that_leaves_the_loss_no_hidden_states_says_so(mistral, batch,
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
             return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
-    model = Mine(mistral.model(num_hidden_layers=1).config).train()
+    model = mistral.model(cls=Mine, num_hidden_layers=1)
     expected = grads_of(model, model(**batch).loss)
     liger_hw.patch(model)
     with caplog.at_level(logging.WARNING, "liger_hw"):
@@ -218,9 +216,7 @@ def test_a_forward_that_returns_another_kind(mistral, batch, calls, kind, fused)
             del self.seen
             return RETURNS[kind](outputs)
 
-    base = mistral.model(num_hidden_layers=1)
-    model = Mine(base.config).train()
-    model.load_state_dict(base.state_dict())
+    model = mistral.model(cls=Mine, num_hidden_layers=1)
     expected = model(**batch)
     with liger_hw.patch(model, cross_entropy=not fused, fused_linear_cross_entropy=fused):
         found = model(**batch)
@@ -241,9 +237,7 @@ def test_a_loss_over_more_rows_than_labels(mistral, batch):
             rows = torch.cat([logits, logits]).view(-1, logits.size(-1))
             return {"loss": F.cross_entropy(rows, torch.cat([input_ids, input_ids.flip(0)]).view(-1))}
 
-    base = mistral.model(num_hidden_layers=1)
-    model = Mine(base.config).train()
-    model.load_state_dict(base.state_dict())
+    model = mistral.model(cls=Mine, num_hidden_layers=1)
     labels = torch.full_like(batch["labels"], -100)
     labels[0, 5] = 7
     expected = model(batch["input_ids"], labels=labels)["loss"]
@@ -259,7 +253,6 @@ def over_what_labels_ignore(logits, labels, vocab_size, **_):
 def test_a_loss_over_rows_that_the_labels_ignore(mistral, batch, calls, monkeypatch, way):
     """The number of labels that count, which the patched forward takes beforehand, says nothing of such a loss."""
     table = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING
-    base = mistral.model(num_hidden_layers=1)
     cls = mistral.causal_lm
     if way == "a subclass":
         cls = type("Mine", (cls,), {"loss_function": staticmethod(over_what_labels_ignore)})
@@ -272,8 +265,7 @@ def test_a_loss_over_rows_that_the_labels_ignore(mistral, batch, calls, monkeypa
             return _original(self, input_ids, labels=labels.masked_fill(labels == -100, 5))
 
         cls = type("Mine", (cls,), {"forward": filled})
-    model = cls(base.config).train()
-    model.load_state_dict(base.state_dict())
+    model = mistral.model(cls=cls, num_hidden_layers=1)
     expected = model(**batch).loss
     wanted = grads_of(model, expected)
     with liger_hw.patch(model):
