@@ -36,13 +36,6 @@ def of_hook(logits):
     return seen
 
 
-def of_hook_on_a_clone_s_source(logits):
-    seen, copied = [], logits.clone()
-    logits.register_hook(lambda grad: seen.append(grad.clone()))
-    copied.square().sum().backward()
-    return seen
-
-
 def detached_without_grad(logits):
     with torch.no_grad():
         scaled = logits * 2.0
@@ -72,7 +65,6 @@ CASES = {
     "trainer's detach": lambda o, m: transformers.trainer_pt_utils.nested_detach((o.logits,)),
     "vmap": lambda o, m: torch.func.vmap(torch.sum)(o.logits),
     "hook": lambda o, m: of_hook(o.logits),
-    "hook on a clone's source": lambda o, m: of_hook_on_a_clone_s_source(o.logits),
     "without grad": lambda o, m: detached_without_grad(o.logits),
     "gradient by it": lambda o, m: torch.autograd.grad(o.logits.logsumexp(-1).sum(), o.logits),
     "not a way to the loss": lambda o, m: torch.autograd.grad(o.logits.sum(), m.model.norm.weight),

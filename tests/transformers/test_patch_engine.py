@@ -10,12 +10,12 @@ import logging
 import pytest
 import torch
 import transformers
+from families import counted
 from harness import python
 from small_models import forwards
 
 import liger_hw
 from liger_hw.transformers import PatchReport
-from liger_hw.transformers.rebind import private_name
 from liger_hw.transformers.report import config_source
 
 pytestmark = pytest.mark.cpu
@@ -108,29 +108,15 @@ def test_instance_patch_binds_this_model_only(family, batch):
     assert all("forward" not in vars(module) for module in patched.modules())
 
 
-def test_rope_on_an_instance_leaves_the_module_function_to_others(family, batch, monkeypatch):
-    from liger_hw.kernels.rotary.rope import RopeFunction
-
-    seen = []
-    real = RopeFunction.apply
-    monkeypatch.setattr(RopeFunction, "apply", lambda *args: seen.append(1) or real(*args))
-    name = private_name("apply_rotary_pos_emb", "")
-    monkeypatch.delattr(family.modeling, name, raising=False)
-    patched, other = family.model(), family.model()
-    with family.apply(model=patched):
-        other(batch["input_ids"])
-        assert seen == []
-        patched(batch["input_ids"])
-        assert len(seen) == 2
-        # Other globals stay live: a name replaced later in the modeling module is seen by the copied forward.
-        eager = []
-        real_eager = family.modeling.eager_attention_forward
+def test_a_global_that_is_replaced_later_is_used_by_the_copied_attention_forward(family, batch, monkeypatch):
+    model, eager, original = family.model(), [], family.modeling.eager_attention_forward
+    with family.apply(model=model), counted() as calls:
         monkeypatch.setattr(
-            family.modeling, "eager_attention_forward", lambda *a, **k: eager.append(1) or real_eager(*a, **k)
+            family.modeling, "eager_attention_forward", lambda *a, **k: eager.append(1) or original(*a, **k)
         )
-        patched.set_attn_implementation("eager")
-        patched(batch["input_ids"])
-        assert len(eager) == 2
+        model.set_attn_implementation("eager")
+        model(batch["input_ids"])
+        assert len(eager) == calls["rope"] == 2
 
 
 def test_idempotent(family, batch, calls):
