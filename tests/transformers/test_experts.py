@@ -136,7 +136,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("family", LEFT)
-def test_what_the_op_cannot_express_is_left_alone_and_said(family, moe_calls):
+def test_what_the_op_cannot_express_is_left_alone_with_a_reason(family, moe_calls):
     name, reason = LEFT[family]
     module = of(family, name)
     report = patched(module)
@@ -355,7 +355,7 @@ def test_a_model_s_step(scope, moe_calls):
     assert len(moe_calls) == made
 
 
-def test_the_keyword_is_the_mlps_own_unless_it_is_given():
+def test_experts_follow_the_keyword_of_mlps_by_default():
     apply = liger_hw.transformers.apply_liger_kernel_to_mixtral
     others = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
     for options, wanted in (
@@ -379,7 +379,7 @@ def test_a_class_patch_holds_for_models_of_any_dtype(moe_calls):
     assert len(moe_calls) == 1
 
 
-def test_an_implementation_of_somebody_s_own_stays():
+def test_a_custom_experts_implementation_stays():
     found = probing.recognise(of("mixtral", "MixtralExperts", "sonicmoe"))
     assert isinstance(found, probing.Refused) and "experts_implementation='sonicmoe' was asked for" in found.reason
 
@@ -631,7 +631,7 @@ def test_experts_whose_forward_is_expert_parallelism_s_are_patched_by_their_choi
     assert len(moe_calls) == 1 and module.config._experts_implementation == "grouped_mm"
 
 
-def test_another_s_forward_is_left_alone():
+def test_a_replaced_forward_of_experts_is_left_alone():
     module = of("mixtral", "MixtralExperts")
     module.forward = lambda *args: SimpleNamespace()
     (row,) = patched(module).rows

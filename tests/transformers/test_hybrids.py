@@ -64,7 +64,7 @@ def test_every_function_of_transformers_that_falls_back_is_known():
         assert set(decorated.findall(text)) <= defined, f"{path.name}: put its function into hybrids.PACKAGES"
 
 
-def test_nothing_is_said_where_they_are_there_or_not_needed(monkeypatch):
+def test_no_line_if_the_packages_are_installed_or_not_needed(monkeypatch):
     model = _lfm2()
     monkeypatch.setitem(sys.modules, "causal_conv1d", types.ModuleType("causal_conv1d"))
     assert hybrids.slow_recurrence(model) == ""

@@ -125,7 +125,7 @@ def test_what_only_looks_at_them_computes_nothing(models, batch):
     assert logits.is_deferred and "deferred" in repr(logits)
 
 
-def test_nobody_gets_an_address_of_nothing(models, batch):
+def test_asking_for_their_address_raises(models, batch):
     """An extension in C++ that asks for the memory at once gets an error, and not address 0."""
     with pytest.raises(RuntimeError, match="data pointer"):
         torch.utils.dlpack.to_dlpack(models[1](**batch).logits)

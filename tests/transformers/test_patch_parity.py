@@ -160,7 +160,7 @@ def test_token_accuracy(patched, batch):
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "quantised_like"])
 @pytest.mark.parametrize("scale", [1.0, math.inf], ids=["fused", "not_fused"])
-def test_token_accuracy_of_a_loss_of_one_s_own(patched, batch, scale, is_whole):
+def test_token_accuracy_of_a_custom_loss(patched, batch, scale, is_whole):
     """`loss_function` of a program gives it too, whether its cross entropy is fused or takes the logits (a cap that the
     fused loss does not have), whether the logits stand in for a tensor or are deferred."""
     model, _ = patched()

@@ -136,7 +136,7 @@ def test_reverting_a_class_leaves_other_families_patched(llama, mistral):
         assert liger_hw.revert(mistral.causal_lm) > 0 and not report.patches
 
 
-def test_a_model_in_the_wrong_place_is_told_where_it_goes(model):
+def test_a_positional_model_raises_with_the_right_call(model):
     for wrong in (model, type(model)):
         with pytest.raises(
             TypeError, match=r"^apply_liger_kernel_to_llama\(\): pass the model by name: .*\(model=model\)$"

@@ -54,7 +54,7 @@ def test_class_and_instance_in_any_order(family, batch):
         assert forwards(model) == forwards(family.model()) and type(model(**batch).logits) is torch.Tensor
 
 
-def test_under_somebody_s_wrapper_it_is_tried_again(family, caplog):
+def test_a_revert_under_another_wrapper_is_tried_again(family, caplog):
     model = family.model()
     report = family.apply(model=model, rope=False, fused_linear_cross_entropy=False)
     ours = model.model.norm.forward

@@ -103,7 +103,7 @@ def test_dense_parts_of_every_family_of_transformers_4(name, scope):
     ("name", "experts"),
     [("GptOssForCausalLM", "GptOssExperts"), ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextExperts")],
 )
-def test_routing_weights_of_every_expert_are_said_plainly(name, experts):
+def test_the_report_names_routing_weights_of_every_expert(name, experts):
     """It said "Class values must be smaller than num_classes", from inside the model's own one_hot."""
     report = liger_hw.patch(tiny_model(getattr(transformers, name)), fused_linear_cross_entropy=False)
     rows = [row for row in report.rows if row.where.startswith(experts) and row.kernel == "fused_moe"]
