@@ -388,7 +388,7 @@ class _Reader(ast.NodeVisitor):
             self.called.append((call, value))
 
     def _named(self, node: ast.expr) -> Any:
-        """The value outside the function of a name, or of an attribute of a Python module; None if there is none."""
+        """The value outside the function of a name, or of an attribute of a Python module, or None."""
         if isinstance(node, ast.Name):
             return None if self._is_local(node.id) else self.names.get(node.id)
         if isinstance(node, ast.Attribute):
