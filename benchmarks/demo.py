@@ -145,7 +145,8 @@ def main(words: list[str] | None = None) -> int:
     from liger_hw.cli.arguments import usable_device
     from liger_hw.text import fold
 
-    env.prefer("LIGER_HW_CPU_REFERENCE", True)  # on a CPU too, what is compared is what the kernels compute
+    os.environ.setdefault("LIGER_HW_CPU_REFERENCE", "1")  # on a CPU, what is compared is what the kernels compute
+    env.clear()
     sizes = dict(SIZES[arguments.size or ("interpreted" if arguments.interpret else "small")])
     sizes |= {"steps": arguments.steps} if arguments.steps else {}
     runs: dict[str, Any] = {}

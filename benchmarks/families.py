@@ -303,7 +303,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     usable_device("families", options.device)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    env.prefer("LIGER_HW_CPU_REFERENCE", True)  # on a CPU too, what is compared is what the kernels compute
+    os.environ.setdefault("LIGER_HW_CPU_REFERENCE", "1")  # on a CPU, what is compared is what the kernels compute
+    env.clear()
     jobs, rows, screen = list(jobs_of(causal_lms(), options.families, options.named)), [], StatusLine()
     for number, (family, class_name, named) in enumerate(jobs):
         screen.progress(number, len(jobs), family)

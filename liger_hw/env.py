@@ -1,8 +1,8 @@
 """Every environment variable liger_hw reads, typed, in one table.
 
-A variable is read once, at first use, and kept: `os.environ.get` costs more than a whole registry hit. The first use of
-any of them checks all: a value that cannot be parsed raises, an unknown name gives a warning. After changing
-`os.environ` inside a process, call `liger_hw.registry.reload()`.
+All are read at the first use of one, and kept, since `os.environ.get` costs more than a whole registry hit. A value
+that cannot be parsed raises, an unknown name gives a warning. After changing `os.environ` inside a process, call
+`liger_hw.registry.reload()`.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ CONFIG_PREFIX = "LIGER_HW_CONFIG_"
 
 
 class SettingError(ValueError):
-    """What the environment asks for cannot be done; the message names the variable."""
+    """A variable of the environment, which the message names, cannot be used as it is set."""
 
 
 def __getattr__(name: str) -> Any:
-    """Value of a LIGER_HW_ variable, as `env.LIGER_HW_DISABLE`: from now on a plain attribute of this module.
+    """Value of a LIGER_HW_ variable, as `env.LIGER_HW_DISABLE`; from then on a plain attribute of this module.
 
-    Raises `SettingError` when it, or any other one that is set, cannot be parsed.
+    Raises `SettingError` if any variable that is set cannot be parsed.
     """
     if name not in VARIABLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -128,19 +128,9 @@ def launcher_number(name: str, default: int) -> int:
 
 def ignore(name: str) -> None:
     """Use a variable's default, even if it is set, until `clear()`."""
-    _use(name, VARIABLES[name].default)
-
-
-def prefer(name: str, value: Any) -> None:
-    """Use `value` where the variable is not set, until `clear()`."""
-    if name not in os.environ:
-        _use(name, value)
-
-
-def _use(name: str, value: Any) -> None:
     if name not in globals():
         __getattr__(name)  # reads all of them
-    globals()[name] = value
+    globals()[name] = VARIABLES[name].default
 
 
 def explicit_config(op: str, variant: str) -> tuple[str, str] | None:
@@ -153,14 +143,14 @@ def explicit_config(op: str, variant: str) -> tuple[str, str] | None:
 
 
 def unknown_variants(op: str, variants: list[str]) -> list[str]:
-    """`LIGER_HW_CONFIG_<OP>__<VARIANT>` variables that are set for variants the op does not have."""
+    """The `LIGER_HW_CONFIG_<OP>__<VARIANT>` that are set for variants that the op does not have."""
     prefix = f"{CONFIG_PREFIX}{op.upper()}__"
     known = {prefix + variant.upper() for variant in variants}
     return sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
 
 
 def unknown() -> list[str]:
-    """LIGER_HW_ variables that are set but mean nothing: almost always a spelling mistake."""
+    """LIGER_HW_ variables that are set but do not exist, mostly because of a spelling mistake."""
     configs = _config_names()
     return sorted(
         name
@@ -170,7 +160,7 @@ def unknown() -> list[str]:
 
 
 def suggestion(name: str) -> str:
-    """`; did you mean ...?`, or nothing."""
+    """`; did you mean ...?`, or ""."""
     from difflib import get_close_matches
 
     head, mark, variant = name.partition("__")
@@ -179,7 +169,7 @@ def suggestion(name: str) -> str:
 
 
 def _config_names() -> set[str]:
-    """`LIGER_HW_CONFIG_<OP>` of every op file, imported or not, and of every op registered from elsewhere."""
+    """`LIGER_HW_CONFIG_<OP>` of the package's ops, imported or not, and of ops registered from elsewhere."""
     names = {module.rpartition(".")[2] for module in EXPORTS} | _registered
     return {CONFIG_PREFIX + name.upper() for name in names}
 
@@ -188,7 +178,7 @@ _registered: set[str] = set()
 
 
 def know_op(name: str) -> None:
-    """Let `LIGER_HW_CONFIG_<OP>` name an op that is registered from outside the package's own files."""
+    """Let `LIGER_HW_CONFIG_<OP>` name an op that is registered from outside the package."""
     _registered.add(name)
 
 

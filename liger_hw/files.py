@@ -1,4 +1,4 @@
-"""Files: text read with a size limit, caches that several processes write, and a command's output files."""
+"""Files: text read with a size limit, caches that several processes write, and the output of commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import os
 import secrets
 import stat
-import time
 from pathlib import Path
 from typing import Iterator
 
@@ -15,9 +14,6 @@ try:
     import fcntl
 except ImportError:  # not on Windows: there writers do not wait for each other
     fcntl = None
-
-LOCK_SECONDS = 60.0
-"""How long a writer waits for another process's lock before it gives up; longer than any writer needs."""
 
 
 def read_text(path: str | os.PathLike, limit: int) -> str:
@@ -31,22 +27,11 @@ def read_text(path: str | os.PathLike, limit: int) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file that other writers wait for. Raises `OSError` where one of them holds it for too long.
-
-    The system releases it when the process ends in any way. On a file system without locks nothing is locked.
-    """
+    """Hold a lock file that other writers wait for; the system releases it when the process ends in any way."""
     with open(path, "ab") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise OSError(errno.ETIMEDOUT, "another process holds the lock", str(path)) from None
-                time.sleep(0.01)
-            except OSError:
-                break
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -58,8 +43,8 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     """Write a command's output file. Raises `OSError`.
 
-    A regular file is replaced as a whole and keeps its mode; a symbolic link stays one, its target is written. Anything
-    else, such as /dev/stdout or a FIFO, is written to as a stream.
+    A regular file is replaced as a whole and keeps its mode. The target of a symbolic link is written, and the link
+    stays. /dev/stdout, a FIFO and the like are written to as streams.
     """
     path = os.fspath(path)
     try:
@@ -81,7 +66,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Put a whole file in the place of `path`, so that no reader sees half of it. Raises `OSError`.
+    """Put a new file in the place of `path` at once, so that no reader sees half of it. Raises `OSError`.
 
     mode: of the new file (default: 0666 without the umask's bits)
     """

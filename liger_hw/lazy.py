@@ -13,8 +13,8 @@ from typing import Any, Callable, Mapping
 def lazy(module: str, home: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """(`__all__`, `__getattr__`, `__dir__`) of `module`, whose public names are defined elsewhere.
 
-    home: name -> full name of the module that defines it; if that ends with the name itself, the name is the module. A
-    name with a leading underscore can be imported but is not listed.
+    home: name -> full name of the module that defines it, or of the module that it is. A name with a leading underscore
+    can be imported but is not listed.
     """
     public = [name for name in home if not name.startswith("_")]
 

@@ -1,6 +1,6 @@
-"""The table of ops: what a kernel file registers, what is stored for its kernels, and the keys that kernels share.
+"""The table of ops: what a kernel file registers, a stored configuration (`Entry`), and the keys that kernels share.
 
-`register_file(__name__, ...)` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`.
+`register_file(__name__, ...)` at the end of an op's file adds the op; tests, bench, tuner and CLI iterate over `ops()`.
 Callers import these names from `registry`.
 """
 
@@ -27,12 +27,12 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """A configuration that is stored, or that a layer of the registry offers, and its provenance, which `explain` has.
+    """A stored configuration, or one that a layer of the registry offers.
 
-    provenance: at least `{"kind": ...}`, of stored ones a kind of `autotune/store.py`
-    version: of the kernel (`Tunable.version`) it was stored for; for another version the entry is stale
-    source: file and line it was read from; layer: which of the registry's layers offers it
-    rejected: why the registry did not take it, "" for the one that was taken
+    provenance: at least `{"kind": ...}`; `autotune/store.py` lists the kinds that are stored
+    version: the `Tunable.version` that it was stored for; for another version it is stale
+    source: file and line that it was read from; layer: the layer of the registry that offers it
+    rejected: why the registry must not use it, or ""
     """
 
     config: LaunchConfig
@@ -51,7 +51,7 @@ class Entry:
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two >= n (1 for n <= 1). Triton's own is many times slower."""
+    """Smallest power of two >= n (1 for n <= 1). Triton's function is many times slower."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
@@ -76,7 +76,7 @@ def expect(value: Any, kinds: Any, name: str, expected: str) -> None:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter in this process (decided when they are decorated)."""
+    """Whether kernels run in Triton's interpreter in this process."""
     from .runtime.triton_import import INTERPRET
 
     return INTERPRET
@@ -88,7 +88,7 @@ def _device_types() -> tuple[str, ...]:
 
 
 def is_quiet() -> bool:
-    """Whether a graph is being captured or torch.compile is tracing: then no file is opened and nothing is timed."""
+    """Whether a graph is being captured or torch.compile is tracing, when no file may be opened."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -103,11 +103,11 @@ def is_quiet() -> bool:
 
 
 pretending: list[tuple[Target, Any]] = []
-"""(target, table to use instead of the stored ones) of each open `registry.pretend`, the innermost last."""
+"""(target, table to use instead of the stored one) of each open `registry.pretend`, the innermost last."""
 
 
 def pretended() -> Target | None:
-    """The target of the innermost `registry.pretend` that is open."""
+    """The target of the innermost open `registry.pretend`."""
     for target, _ in pretending[-1:]:  # a slice, since another thread may end its block meanwhile
         return target
     return None
@@ -132,10 +132,10 @@ def tile_space(
 ) -> list[LaunchConfig]:
     """Candidates for the tuner: each of `tiles` (a kernel's blocks) with every choice of the other options.
 
-    per_thread: the least and the most elements of a tile that a thread may have; a tile has the product of its blocks,
-    times `width` for a dimension that is not a block
-    staged_bytes: what each stage beyond the first keeps in shared memory, for each element of a tile
-    Left out are persistent grids (`ctas` programs a multiprocessor) whose programs would not be resident together.
+    per_thread: the least and the most elements of a tile for one thread
+    width: elements of a tile's dimension that is not a block
+    staged_bytes: shared memory of each stage beyond the first, for each element of a tile
+    Persistent grids (`ctas` programs a multiprocessor) whose programs cannot be resident together are left out.
     """
     candidates = []
     for blocks, n_warps, n_stages, n_ctas, hint in itertools.product(tiles, warps, stages, ctas, hints):
@@ -153,12 +153,12 @@ class Plan:
     """A resolved launch: the configuration, lowered to arguments of the kernel and of Triton.
 
     layer, config, provenance: the registry's answer
-    constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration,
-    STAGES, LOAD_HINT (the memory hint), LOAD_EVICT (the hint where it is an eviction policy, which stores take too),
-    FAST_LOG2, and DEPENDENT (launched with programmatic dependent launch)
-    options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
-    programs: programs of a persistent grid, 0 when the configuration is not persistent
-    compiled: specialisation -> compiled kernel (see `runtime/launch.py`), or None where Triton's own launcher is used
+    constexprs: values of a kernel's tunable parameters by name: the blocks of the configuration, STAGES, LOAD_HINT (the
+    memory hint), LOAD_EVICT (the hint if it is an eviction policy, which stores take too), FAST_LOG2, and DEPENDENT
+    (launched with programmatic dependent launch)
+    options: the compiler's keywords (num_warps, num_stages, and the vendor's)
+    programs: number of programs of a persistent grid, else 0
+    compiled: specialisation -> compiled kernel (`runtime/launch.py`), or None if Triton's launcher is used
     """
 
     __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance")
@@ -190,7 +190,7 @@ class Plan:
 
     @property
     def name(self) -> tuple[str, str, Key]:
-        """(op, variant, key), by which configurations are stored."""
+        """(op, variant, key): the name of its stored configurations."""
         return self.tunable.op, self.tunable.variant, self.key
 
     def __repr__(self) -> str:
@@ -201,19 +201,19 @@ class Tunable:
     """One kernel launch that has a configuration: `op.variant`, as `rms_norm.fwd`.
 
     kernels: the jit functions it launches
-    version: increased when a change of the kernels may make stored configurations a bad choice; an entry is used only
-    for the version that it was stored for (`ci/kernel_digests.py` records the code of each version)
-    key: (problem sizes..., itemsize) -> Key, the same function that the launcher calls; `dims` names the sizes
+    version: to be increased when stored configurations may no longer be the best for the changed kernels; an entry is
+    used only for its version (`ci/kernel_digests.py` records the code of each version)
+    key: (problem sizes..., itemsize) -> Key, the function that the launcher calls too; `dims` names the sizes
     heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
     space: (target, key) -> candidates for the tuner
-    neutral: options that cannot change a result's bits; all others may, and are fixed under `deterministic`
-    valid: (config, key) -> why it cannot be used for this key, or None; every block has a value
+    neutral: options that cannot change a result's bits; `deterministic` fixes all others
+    valid: (config, key) -> why it cannot be used for this key, or None
     dependent_launch: key -> whether its kernels, which start with `wait_for_previous(DEPENDENT)`, use programmatic
     dependent launch (`runtime/dependent_launch.py`)
     """
 
     resolve: Callable[["Tunable", Any, Key], Plan]
-    """Makes a plan that is not in `plans` yet; set by `registry`."""
+    """Makes a missing plan; set by `registry`."""
 
     def __init__(
         self,
@@ -250,8 +250,8 @@ class Tunable:
         return why_invalid
 
     def _misnamed(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
-        """Why the blocks' names are wrong, or None. They must be as in the heuristic or the safe configuration: each is
-        a constexpr parameter, of which a missing one would be a KeyError at the launch, a further one without effect.
+        """Why the blocks' names are not those of the heuristic or the safe configuration, or None. Each block is a
+        constexpr parameter of the kernel.
         """
         try:
             named = [set(choose(target, key).blocks) for choose in (self.heuristic, self.safe)]
@@ -262,7 +262,7 @@ class Tunable:
         return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
 
     def serves(self, target: Target, key: Key) -> bool:
-        """Whether anything can be launched for this key: the safe configuration, if nothing else."""
+        """Whether at least the safe configuration can be launched for this key."""
         try:
             return not self.illegal(target, key, self.safe(target, key))
         except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
@@ -271,12 +271,15 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Op:
-    """One op file's registration: what tests, bench, tuner and CLI iterate over.
+    """What an op's file registers.
 
     function: the public `liger_<op>`
-    reference: its specification in plain differentiable torch; computes in fp32, or in fp64 where its inputs are fp64
+    reference: its specification in plain differentiable torch; computes in fp32, or in fp64 if its inputs are fp64
     workloads: name -> problem sizes, in the order of the tunables' `dims`
     sample: (sizes, dtype, device, generator, **options) -> Sample, inputs for tests, bench and tuner
+    options: option sets that the shared tests run; the first is the default
+    small: small problem sizes for tests, odd ones among them; empty: the first workload shrunk
+    why_not: target -> why it cannot run the op, or ""
     """
 
     name: str
@@ -286,15 +289,11 @@ class Op:
     workloads: Mapping[str, tuple[int, ...]]
     sample: Callable[..., "Sample"]
     options: tuple[Mapping[str, Any], ...] = ({},)
-    """Option sets the shared tests run; the first is the default."""
     small: tuple[tuple[int, ...], ...] = ()
-    """Small problem sizes for tests, odd ones among them; empty: the first workload shrunk."""
     why_not: Callable[[Target], str] = lambda target: ""
-    """Why a target cannot run the op, or "" if it can."""
 
     @property
     def small_sizes(self) -> tuple[int, ...]:
-        """Problem sizes that any machine runs in a moment."""
         return self.small[0] if self.small else tuple(min(n, 256) for n in next(iter(self.workloads.values())))
 
 
@@ -302,11 +301,12 @@ class Op:
 class Sample:
     """One call of an op: `op.function(*args, **kwargs)`, and `op.reference` with the same arguments.
 
-    Gradients are checked for every floating tensor in `args` that requires grad. `reduction` is the longest sum behind
-    one output element forward; `grad_reduction` the longest behind one gradient element (tests derive tolerances from
-    them); `moved` is the bytes that forward and backward must move, from which floors are computed. `exact` has further
-    arguments of the reference when it computes the exact result in fp64: roundings of the op's definition at which the
-    result jumps.
+    Gradients are checked for every floating tensor in `args` that requires grad.
+    reduction, grad_reduction: the longest sum behind one output element and behind one gradient element, from which
+    tests derive tolerances
+    moved: bytes that forward and backward must move, from which floors are computed
+    exact: further arguments of the reference in fp64: roundings of the op's definition at which the result jumps
+    float8: whether results are products in FP8, which a device sums with fewer bits than fp32 has and returns in bf16
     """
 
     args: tuple[Any, ...]
@@ -316,14 +316,11 @@ class Sample:
     moved: int = 0
     exact: dict[str, Any] = field(default_factory=dict)
     float8: bool = False
-    """Whether results are products in FP8, which a device sums with fewer bits than fp32 has and returns in bf16."""
 
 
 def normal(dtype: "torch.dtype", device: Any, generator: "torch.Generator") -> Callable[..., "torch.Tensor"]:
-    """A function (*shape) -> standard normal values, a leaf that requires a gradient, for the tensors of a `sample`.
-
-    They are drawn in fp32 and rounded, so that all dtypes have the same values.
-    """
+    """A function (*shape) -> standard normal values, a leaf that requires a gradient. They are drawn in fp32 and
+    rounded, so that all dtypes have the same values."""
     import torch
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -348,10 +345,10 @@ def register(op: Op) -> Op:
 
 
 def register_file(module: str, **differs: Any) -> Op:
-    """Add the op that a kernel file is: `register_file(__name__, tunables=...)` at its end.
+    """Add the op of a kernel file: `register_file(__name__, tunables=...)` at its end.
 
-    Its name is the file's. In the file are `liger_<op>`, `<op>_reference`, `WORKLOADS` and `sample`; differs: the other
-    fields of `Op`.
+    The op is named like the file, which defines `liger_<op>`, `<op>_reference`, `WORKLOADS` and `sample`.
+    differs: the other fields of `Op`
     """
     contents, name = vars(sys.modules[module]), module.rpartition(".")[2]
     function, reference = contents[f"liger_{name}"], contents[f"{name}_reference"]
@@ -359,18 +356,13 @@ def register_file(module: str, **differs: Any) -> Op:
     return register(Op(name, function, reference, workloads=workloads, sample=sample, **differs))
 
 
-def unregister(name: str) -> None:
-    """Remove an op from the table, such as a test's own op."""
-    del _ops[name]
-
-
 def registered() -> tuple[Tunable, ...]:
-    """The tunables of the ops whose files are imported so far; only those can have been launched."""
+    """The tunables of the ops whose files are imported so far."""
     return tuple(tunable for op in tuple(_ops.values()) for tunable in op.tunables)
 
 
 def plans() -> list[Plan]:
-    """Every launch this process resolved so far."""
+    """Every launch that this process resolved so far."""
     return [plan for tunable in registered() for plan in list(tunable.plans.values())]
 
 
@@ -382,7 +374,7 @@ def ops() -> Mapping[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """The op of this name; imports its file only. Raises `ValueError` that lists the nearest names."""
+    """The op of this name; imports only its file. Raises `ValueError` with the nearest names."""
     expect(name, str, "op", "the name of an op")
     if name in _ops:
         return _ops[name]
@@ -405,7 +397,7 @@ def tunables() -> dict[str, Tunable]:
 
 
 def get_tunable(name: str) -> Tunable:
-    """The tunable of an op's kernel by its full name (`rms_norm.bwd`); imports the op's file. Raises as `get_op`."""
+    """The tunable of this full name (`rms_norm.bwd`); imports only the op's file. Raises `ValueError`."""
     op = get_op(name.split(".")[0])
     for tunable in op.tunables:
         if tunable.name == name:

@@ -12,13 +12,13 @@ legal answer wins:
     2 user cache                                    6 the op's heuristic, from Target fields
     3 shipped table of the exact device             7 the op's always-legal safe configuration
 
-Layers 1 to 5 are one dictionary per device, read when the device is first used (`table`). A key is a tuple of ints and
-nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted in the user cache. A
+Layers 1 to 5 are one dictionary per device, read when the device is first used (`table`). A key is a tuple of ints, and
+only an equal key matches. A miss takes the heuristic, and is noted in the user cache for a later `liger-hw autotune`. A
 configuration that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate and why
-it was or was not taken.
+it was refused.
 
-Below this file: `ops.py` (the table of ops, Tunable, Plan), `autotune/store.py` (what is stored, and what this process
-notes for later ones). Callers take all their names from here.
+Below this file are `ops.py` (the table of ops, Tunable, Plan) and `autotune/store.py` (the stored configurations).
+Callers import all of these names from here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import json
 import logging
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
 from . import env
 from .autotune import store
@@ -62,7 +62,6 @@ from .ops import (  # noqa: F401
     row_key,
     tile_space,
     tunables,
-    unregister,
 )
 from .text import first_line
 
@@ -83,17 +82,16 @@ _failed: dict[Mark, str] = {}
 """Configurations that failed to launch in this process; earlier failures are in the tables."""
 _explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
-"""Recorded calls of the current plans (`runtime/recording.py`); a new dictionary whenever plans change, so that a
-recording that another thread is making is dropped with the old dictionary."""
+"""Recorded calls of the current plans (`runtime/recording.py`). Replaced whenever plans change, so that a recording
+which another thread is making goes into the old dictionary."""
 _deterministic: bool | None = None
-"""The last argument of `set_deterministic`."""
 
 
 # -- resolution ------------------------------------------------------------------------------------------------------
 
 
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
-    """The answer of `Tunable.plan` if the tunable has no plan yet."""
+    """`Tunable.plan` for a key without a plan."""
     with _lock:
         if (plan := tunable.plans.get((device, key))) is not None:  # another thread has resolved it meanwhile
             return plan
@@ -102,7 +100,7 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
         is_missed = plan.layer in _ALWAYS_TAKEN and not _is_measured_best(plan)
         if is_missed and device.type != "cpu" and not pretended():
             store.note(plan, "missed")
-        if not quiet or target in _tables:  # else the tables are still unread: resolve again when files may be opened
+        if not quiet or target in _tables:  # else no table was read: resolve again when files may be opened
             tunable.plans[device, key] = plan
         return plan
 
@@ -111,7 +109,7 @@ Tunable.resolve = _resolve
 
 
 def _is_measured_best(plan: Plan) -> bool:
-    """Whether a search has found that nothing beats the heuristic at this key."""
+    """Whether a search found that nothing beats the heuristic at this key."""
     entries = table(plan.target).get(plan.name, ())
     return any(entry.kind == "heuristic" and entry.version == plan.tunable.version for entry in entries)
 
@@ -133,7 +131,7 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Entry:
 
 
 def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Entry]:
-    """Every layer's configuration, best first, with the reason if it is refused."""
+    """Every layer's configuration, best first; `rejected` is why it must not be used, or ""."""
     entries = table(target).get((tunable.op, tunable.variant, key), ())
     failed = {
         entry.config: str(entry.provenance.get("reason"))
@@ -155,7 +153,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Entry]:
 def _offers(
     tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig, entries: Sequence[Entry]
 ) -> Iterator[Entry]:
-    """Every layer's configuration, `rejected` only if the layer itself has a reason."""
+    """Every layer's configuration, best first; `rejected` if it is not JSON of a configuration, or stale."""
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
             yield Entry(config, {"kind": "explicit"}, source="override()", layer="explicit")
@@ -168,7 +166,7 @@ def _offers(
             yield replace(offer, rejected=f"{name} is not a launch configuration: {error}")
     for entry in entries:
         stale = ""
-        if entry.layer != "lock" and entry.version != tunable.version:  # locks hold for newer versions too
+        if entry.layer != "lock" and entry.version != tunable.version:  # a lock holds for every version
             stale = f"stored for version {entry.version} of the kernel, this is version {tunable.version}"
         yield replace(entry, rejected=stale)
     yield Entry(heuristic, {"kind": "heuristic"}, layer="heuristic")
@@ -178,31 +176,29 @@ def _offers(
 def forced_config(tunable: Tunable) -> tuple[str, str] | None:
     """(variable, JSON text) of the configuration that `LIGER_HW_CONFIG_<OP>` forces, or None; read once."""
     if tunable.name not in _explicit:
-        _explicit[tunable.name] = env.explicit_config(tunable.op, tunable.variant)
         variants = [one.variant for one in registered() if one.op == tunable.op]
         for name in env.unknown_variants(tunable.op, variants):
-            if name not in _explicit:
-                _explicit[name] = None  # once
-                log.warning("liger_hw: %s is set, but %s has the variants %s", name, tunable.op, ", ".join(variants))
+            store.warn_once(f"{name} is set, but {tunable.op} has the variants {', '.join(variants)}")
+        _explicit[tunable.name] = env.explicit_config(tunable.op, tunable.variant)
     return _explicit[tunable.name]
 
 
 def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
-    """The heuristic's configuration, with those options of `config` that cannot change a result's bits."""
+    """The heuristic's configuration with the options of `config` that cannot change a result's bits."""
     neutral = {name: getattr(config, name) for name in tunable.neutral if hasattr(config, name)}
     blocks = {name: size for name, size in config.blocks.items() if name in tunable.neutral}
     return replace(heuristic, blocks={**heuristic.blocks, **blocks}, **neutral)
 
 
 def is_deterministic() -> bool:
-    """Whether numerics-affecting knobs are fixed: by `set_deterministic`, else by `LIGER_HW_DETERMINISTIC`."""
+    """Whether options that affect numerics are fixed: by `set_deterministic`, else by `LIGER_HW_DETERMINISTIC`."""
     return env.LIGER_HW_DETERMINISTIC if _deterministic is None else _deterministic
 
 
 def table(target: Target) -> Table:
     """Everything stored for a target: (op, variant, key) -> entries, best first. Read once, then kept.
 
-    Empty, and not kept, while a graph is captured or torch.compile traces: no file is opened then.
+    Empty if it is not read yet while a graph is captured or torch.compile traces, when no file may be opened.
     """
     for pretended_target, contents in pretending[-1:]:
         if contents is not None and pretended_target == target:
@@ -216,7 +212,7 @@ def table(target: Target) -> Table:
 
 
 def set_table(target: Target, contents: Table) -> None:
-    """Use this table for `target`, until `reload()`. `distributed.sync` does this on every rank."""
+    """Use this table for `target` until `reload()`, as `distributed.sync` does on every rank."""
     with _lock:
         _tables[target] = contents
         invalidate()
@@ -234,7 +230,7 @@ def invalidate() -> None:
 
 
 def drop_replays() -> None:
-    """Forget every recorded call, because a plan that some of them use has changed."""
+    """Forget every recorded call, because a plan changed."""
     global replay_cache
     replay_cache = {}
 
@@ -253,8 +249,8 @@ def reload() -> None:
 def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     """Force `config` for an op (`"rms_norm"`) or one variant (`"rms_norm.bwd"`) inside a `with` block, process-wide.
 
-    Raises `ValueError` for an unknown op or variant and for invalid values, `TypeError` for another type. A
-    configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
+    Raises `ValueError` for an unknown op or variant and for invalid values, `TypeError` for another type. Where the
+    configuration is illegal on the device, there is a warning with the reason, and the next layer answers.
     """
     expect(scope, str, "scope", "the name of an op or variant, as 'rms_norm' or 'rms_norm.bwd'")
     expect(config, LaunchConfig, "config", "a LaunchConfig (LaunchConfig.from_json makes one from JSON data)")
@@ -269,10 +265,9 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
-    """Resolve every device as `target` inside a `with` block: for testing another vendor's configurations.
+    """Resolve every device as `target` inside a `with` block, to test another vendor's configurations.
 
-    contents: a table for `target`, used instead of the stored ones
-
+    contents: used instead of the stored table of `target`
     Nothing is written to the user's cache inside the block.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
@@ -282,7 +277,7 @@ def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _pushed(stack: list, item: Any) -> Iterator[None]:
-    """`item` on top of a stack inside a `with` block; blocks may end in any order, as in threads and generators."""
+    """`item` on top of a stack inside a `with` block. Blocks of threads and generators may end in any order."""
     with _lock:
         stack.append(item)
         invalidate()
@@ -295,12 +290,12 @@ def _pushed(stack: list, item: Any) -> Iterator[None]:
 
 
 def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
-    """(scope, configuration) of every `override` that is open, the innermost last."""
+    """(scope, configuration) of every open `override`, the innermost last."""
     return tuple(_overrides)
 
 
 def set_deterministic(on: bool | None) -> None:
-    """Fix every numerics-affecting knob to the heuristic's value, so re-tuning cannot move a loss curve.
+    """Fix every option that affects numerics to the heuristic's value, so that tuning cannot move a loss curve.
 
     None returns to `LIGER_HW_DETERMINISTIC`.
     """
@@ -312,7 +307,7 @@ def set_deterministic(on: bool | None) -> None:
 
 
 def reset() -> None:
-    """The state of a new process: `reload()`, and no override, pretence, determinism, quarantine or misses."""
+    """Return to the state of a new process, for tests: `reload()`, and end every override and quarantine."""
     global _deterministic
     with _lock:
         _deterministic = None
@@ -325,9 +320,9 @@ def reset() -> None:
 def quarantine(plan: Plan, error: BaseException) -> bool:
     """No longer use a configuration that failed to launch; returns whether another layer can answer.
 
-    It is also stored for later processes, except for CPU tensors or a pretended target, where the interpreter or a test
-    may have failed, and for failures of the machine: a full disk, memory, or a cooperative launch refused because of
-    other processes on the device. The configuration's plans for this key are dropped on every device.
+    Every device drops its plan with this configuration and key. The failure is stored for later processes too, except
+    for CPU tensors and pretended targets, and for failures of the machine: a full disk, memory, or a cooperative launch
+    that was refused because of other processes on the device.
     """
     if plan.layer == "safe":
         return False
@@ -338,8 +333,8 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
         for name, other in list(plans.items()):
             if (other.key, other.config) == (plan.key, plan.config):
                 del plans[name]
-        mark = (plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text())
-        if mark in _failed:  # it failed in another thread or on another device before
+        mark = plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text()
+        if mark in _failed:  # another thread or device was first
             return True
         _failed[mark] = f"failed at launch: {reason}"
         of_the_machine = isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason
@@ -353,8 +348,8 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
 
 
 def quarantined(target: Target | None = None) -> dict[Mark, str]:
-    """What failed to launch in this process -> why; with a target, also what failed there in earlier ones."""
-    known = tunables() if target else {}  # may import kernel files, which must not wait for the lock
+    """Configurations that failed to launch in this process -> why; with a target, also in earlier processes."""
+    known = tunables() if target else {}  # outside the lock, since it may import kernel files
     with _lock:
         if target is None:
             return dict(_failed)
@@ -368,20 +363,12 @@ def quarantined(target: Target | None = None) -> dict[Mark, str]:
         return {**earlier, **_failed}
 
 
-def release(marks: Iterable[Mark]) -> None:
-    """Give configurations that failed in this process another chance."""
-    with _lock:
-        for mark in list(marks):
-            _failed.pop(mark, None)
-        invalidate()
-
-
 # -- explain ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a tunable launches as it does: the chosen candidate and every other one with its reason."""
+    """Why a tunable launches as it does: every candidate, best first, with the reason if it was refused."""
 
     tunable: str
     target: Target
@@ -415,7 +402,7 @@ class Explanation:
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
     """One Explanation for each kernel of `op` itself at problem sizes `shape` (see the op's `dims`).
 
-    device: a torch device, a Target, a name of a device or architecture (`h200`, `gfx942`), None: the accelerator
+    device: a torch device, a Target, a name of a device or architecture (`h200`, `gfx942`); None is the accelerator
     Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length, `TypeError` for another type.
     """
     import torch

@@ -19,6 +19,7 @@ import pytest
 import torch
 from harness import in_threads
 
+from liger_hw import ops
 from liger_hw.autotune import store
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.registry import LAYERS, Entry, Op, Sample, Tunable, get_op, next_power_of_2, row_key
@@ -69,7 +70,7 @@ def made_up(clean_registry, monkeypatch):
 
     monkeypatch.setattr("liger_hw.autotune.store.read", read)
     yield registry, tunable, stored
-    registry.unregister(op.name)
+    del ops._ops[op.name]
 
 
 def _layer(made_up, target=SM90):

@@ -1,4 +1,4 @@
-"""Whether a candidate computes the right thing: before it is timed, and once more before it is stored."""
+"""Whether a candidate's results are right: checked before it is timed, and once more before it is stored."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .record import tensors_in
 CHUNK = 1 << 25
 """Elements that are compared at once."""
 _NORM = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Largest ||out - reference|| / ||reference|| by dtype; looser than a test's, tight enough to catch a wrong kernel."""
+"""Largest ||out - reference|| / ||reference|| by dtype; looser than in the tests."""
 _ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of one element, relative to its size plus the tensor's root mean square."""
 
 
 def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
-    """Why two tensors are not the same up to rounding, or `""`. Works in chunks: no full-size copies.
+    """Why two tensors are not the same up to rounding, or `""`. Makes no copy of full size.
 
-    An element that is NaN in both counts as equal: it belongs to a work buffer that neither has written.
+    An element that is NaN in both counts as equal: it is of a work buffer, where neither wrote it.
     """
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"{tuple(result.shape)} {result.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
@@ -69,10 +69,10 @@ def disagreements(results: list[torch.Tensor], expected: list[torch.Tensor]) -> 
 
 
 def run(function: Any, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
-    """Outputs and input gradients of one call on fresh copies of the sample's tensors.
+    """Outputs and input gradients of one call on copies of the sample's tensors.
 
-    The incoming gradient of a scalar output is 1/2, as for a loss under two steps of gradient accumulation (kernels may
-    skip their work for 1). Other outputs get random gradients, the same for the same `seed`.
+    The incoming gradient of a scalar output is 1/2, since kernels may skip their work for 1. Other outputs get random
+    gradients from `seed`.
     """
     args = [_leaf(a) for a in sample.args]
     kwargs = {name: _leaf(value) for name, value in sample.kwargs.items()}
@@ -101,7 +101,7 @@ def _gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def against_reference(op: Op, sizes: tuple[int, ...], dtype: torch.dtype, device: Any) -> str:
-    """Why `op.function` and `op.reference` disagree, or `""`. Raises `torch.OutOfMemoryError` when it does not fit."""
+    """Why `op.function` and `op.reference` disagree, or `""`."""
     generator = torch.Generator(device).manual_seed(1)
     sample = op.sample(sizes, dtype, device, generator)
     expected = run(op.reference, sample)

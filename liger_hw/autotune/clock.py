@@ -31,13 +31,13 @@ class _WallEvent:
 class Clock:
     """Times work on a device.
 
-    `with clock:` makes a side stream the current one where the device has graphs; create everything that is measured
+    `with clock:` makes a side stream the current one if the device has graphs. Create everything that is measured
     inside, since a capture must not meet autograd nodes that were made on the default stream.
-    module: torch's module of its type, None for a CPU; graph: that module's class of graphs, None where it has none
+    module: torch's module of the device type, None for a CPU (tests give another); graph: the module's class of graphs,
+    or None
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        """module: replaces torch's, for tests"""
         self.device = device
         self.module = module if device.type == "cpu" else torch.get_device_module(device)
         self.graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
@@ -53,15 +53,16 @@ class Clock:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Put the stream back that was current before."""
+        """Restore the stream that was current before."""
         if self._before is not None:
             self.module.set_stream(self._before)
             self._before = None
 
     def captured(self, run: Callable[[], Any], **options: Any) -> Callable[[], Any]:
-        """`run` captured into a graph, as a replay; `run` itself where the device cannot capture. options: of the begin
+        """The replay of a graph that captured `run`; `run` itself if the device has no graphs.
 
-        torch's own context manager collects garbage and empties the allocator's cache on every capture, about 100 ms.
+        options: of `capture_begin`. torch's context manager would collect garbage and empty the allocator's cache at
+        every capture, which takes about 100 ms.
         """
         if self.graph is None:
             return run
@@ -85,18 +86,18 @@ class Clock:
         return _WallEvent() if self.module is None else self.module.Event(enable_timing=True)
 
     def mark(self) -> Any:
-        """A recorded event: a moment in the device's time. Does not wait for the device."""
+        """A recorded event. Does not wait for the device."""
         event = self.event()
         event.record()
         return event
 
     def ms(self, pairs: Iterable[tuple[Any, Any]]) -> list[float]:
-        """Milliseconds between two recorded events, of each pair; waits for the device."""
+        """Milliseconds between the events of each pair; waits for the device."""
         self.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
 
     def interleaved(self, arms: Sequence[Arm], rounds: int) -> list[list[float]]:
-        """Milliseconds of each arm's calls, `rounds` of each in turn, in rotating order."""
+        """Milliseconds of `rounds` calls of each arm, interleaved in rotating order."""
         events: list[list[tuple[Any, Any]]] = [[] for _ in arms]
         for turn in range(rounds):
             for place in range(len(arms)):
@@ -115,7 +116,7 @@ class Clock:
         return self.interleaved([(before, call)], times)[0]
 
     def copy_rate(self) -> float:
-        """GB/s of a large device-to-device copy, bytes read plus bytes written: the roofline of a memory-bound op."""
+        """GB/s of a large copy on the device, bytes read plus bytes written: the roofline of a memory-bound op."""
         size, times = (32 * MIB, 15) if self.module is None else (1024 * MIB, 60)
         source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)

@@ -1,12 +1,11 @@
 """Ahead-of-time compilation of an op's launches for a GPU that is not here, with the resources of each kernel.
 
-`trace` runs an op forward and backward on fake tensors (no memory, no arithmetic) while the registry pretends to be the
-target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
-alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the
-stock Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
-instruction mix from the binary. An abort or a hang of the compiler is recorded as an error. If the installed Triton has
-no compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form, and resources are
-estimated.
+`trace` runs the launchers of an op's forward and backward on fake tensors while the registry pretends to be the target.
+Each launch is recorded with what Triton specialises it on: dtypes, pointer alignment and range, integers that are 1,
+divisible by 16 or wide. `certify` compiles the recorded launches with the stock Triton compiler in worker processes and
+reads registers, spills, shared memory, occupancy, access widths and the instruction mix from the binary. An abort or a
+hang of the compiler is recorded as an error. If the installed Triton has no compiler for the target, kernels are
+lowered to TTIR, Triton's first, vendor-neutral form, and resources are estimated.
 
     with CompilePool(2) as pool:
         for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), pool):
@@ -63,7 +62,7 @@ class Launch:
 class Certificate:
     """The result of compiling a launch: `resources`, or the compiler's `error`; `illegal` says why it must not run.
 
-    accesses: the loads and stores of its tensors; empty, and `unread` says why, where they cannot be read
+    accesses: the loads and stores of its tensors; unread: why they cannot be read, or ""
     level: how far it was compiled: `binary`, or `ttir`, where `resources` are an estimate
     """
 
@@ -130,34 +129,26 @@ class Case:
     options: Mapping[str, Any]
 
 
-def cases(op: registry.Op, depth: str, dtypes: Sequence[str] | None = None) -> Iterator[Case]:
-    """The cases of an op at a depth; dtypes: instead of the depth's.
+def trace_cases(
+    op: registry.Op, target: Target, depth: str, dtypes: Sequence[str] | None = None, shipped: bool = True
+) -> Iterator[tuple[Case, Launch]]:
+    """Each case of the op at a depth with each of its launches; nothing if the target cannot run the op.
 
     quick: the first workload in bf16. deep: that with every option set, and in fp32. full: every workload with every
-    option set, in bf16 and fp32.
+    option set, in bf16 and fp32. dtypes: instead of the depth's
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"depth must be one of {', '.join(DEPTHS)}, got {depth!r}")
+    import torch
+
+    if op.why_not(target):
+        return
     workloads = list(op.workloads.items())
     for name, sizes in workloads if depth == "full" else workloads[:1]:
         for dtype in dtypes or (("bfloat16",) if depth == "quick" else ("bfloat16", "float32")):
             every = depth == "full" or (depth == "deep" and dtype == "bfloat16")
             for options in op.options if every else op.options[:1]:
-                yield Case(name, tuple(sizes), dtype, options)
-
-
-def trace_cases(
-    op: registry.Op, target: Target, depth: str, dtypes: Sequence[str] | None = None, shipped: bool = True
-) -> Iterator[tuple[Case, Launch]]:
-    """Each case of the op with each launch it makes; none where the target cannot run the op."""
-    import torch
-
-    if op.why_not(target):
-        return
-
-    for case in cases(op, depth, dtypes):
-        for launch in trace(op.name, case.sizes, getattr(torch, case.dtype), target, case.options, shipped=shipped):
-            yield case, launch
+                case = Case(name, tuple(sizes), dtype, options)
+                for launch in trace(op.name, sizes, getattr(torch, dtype), target, options, shipped=shipped):
+                    yield case, launch
 
 
 # -- recording -------------------------------------------------------------------------------------------------------
@@ -174,11 +165,11 @@ def trace(
     shipped: bool = True,
     user: bool = False,
 ) -> list[Launch]:
-    """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order.
+    """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order. Nothing
+    runs and nothing is compiled.
 
-    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped, user: whether the
-    shipped tables, and the user's cache and lock file, are asked before the heuristic. Nothing runs and nothing is
-    compiled.
+    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`
+    shipped, user: whether the shipped tables, and the user's cache and lock file, answer before the heuristic
     """
     import torch
 

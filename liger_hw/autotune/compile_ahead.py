@@ -1,13 +1,13 @@
 """Parallel compilation of the kernels of a model's first step, or of an op's first call.
 
-Without it, a first step compiles one kernel after the other, each at its first launch, which takes seconds with empty
-caches. So in the first training forward of a patched model, every new call of an op is first run on fake tensors,
-forward and backward, which gives its launches with all their flags. Other threads compile these kernels while the step
-goes on. A launch whose kernel is being compiled waits for it.
+A first step would compile one kernel after the other, each at its first launch, which takes seconds with empty caches.
+So in the first training forward of a patched model, every new call of an op is first run on fake tensors, forward and
+backward, which gives its launches with all their flags. Other threads compile these kernels while the step goes on. A
+launch waits for its kernel.
 
-Fake tensors have the shapes, strides and dtypes of the call's tensors and no memory; nothing is computed. The thread
-that runs the model makes them, and no other thread touches the model: the others get a kernel, dtypes, alignments and
-numbers. Off with LIGER_HW_COMPILE_AHEAD=0.
+Fake tensors have the shapes, strides and dtypes of the call's tensors, and no memory. The thread that runs the model
+makes them. The other threads get a kernel, dtypes, alignments and numbers, and never touch the model.
+LIGER_HW_COMPILE_AHEAD=0 switches it off.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def is_wanted(device: torch.device) -> bool:
-    """Whether to compile ahead for a device: it has the fast launcher, it is not switched off, no graph is captured."""
+    """Whether to compile ahead for a device: with its fast launcher, unless switched off or a graph is captured."""
     if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
         return False
     return bool(env.LIGER_HW_COMPILE_AHEAD and registry.backend_of(device).fast_launch)
@@ -50,7 +50,7 @@ def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstFo
     if is_first:
         try:
             seen[id(config)] = config
-        except TypeError:  # it allows no weak references: nothing is compiled ahead for it
+        except TypeError:  # without weak references: compile nothing ahead
             is_first = False
     if not is_first or _operator.before_apply is not None or not is_wanted(device):
         yield None
@@ -65,8 +65,7 @@ def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstFo
 
 
 def before_first_call(function: Any, args: tuple) -> None:
-    """Compile ahead what the first call of a Function launches, outside a model's first forward; args[0] is a
-    tensor."""
+    """Compile ahead what the first call of a Function, whose first argument is a tensor, launches."""
     if id(function) not in seen and is_wanted(args[0].device):
         with during_first_forward(function, args[0].device) as first:
             if first is not None:
@@ -100,7 +99,7 @@ class FirstForward:
         try:
             with observing(Foreseen(self._note_launch)):
                 run_on_fakes(function, args)
-        except Exception as error:  # not an error: the call then compiles its kernels itself
+        except Exception as error:  # then the call compiles its kernels itself
             log.debug("liger_hw: not foreseen: %s: %s", type(error).__name__, error)
         finally:
             _operator.before_apply = before
@@ -127,7 +126,7 @@ class FirstForward:
 
 
 def _layout(value: Any) -> Any:
-    """Equal for arguments that differ only in their tensors' values."""
+    """Equal for arguments that differ only in the values of tensors."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() % 16, value.requires_grad
     if isinstance(value, tuple):
@@ -142,7 +141,7 @@ def _layout(value: Any) -> Any:
 def run_on_fakes(function: Any, args: tuple) -> None:
     """Run an op's autograd Function, and its backward where it has one, on fake tensors of the arguments' layouts.
 
-    The caller's random state, grad mode and saved-tensor hooks are restored afterwards; nothing is computed.
+    The caller's random state, grad mode and saved-tensor hooks are restored afterwards.
     """
     has_graph = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
@@ -158,7 +157,7 @@ def run_on_fakes(function: Any, args: tuple) -> None:
 
 
 class _BeginsBackward(torch.autograd.Function):
-    """A scalar for backward() without a gradient argument, which would make torch import sympy (slow)."""
+    """A scalar of the outputs, whose backward needs no gradient argument: with one, torch imports sympy (slow)."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
@@ -175,7 +174,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _fake(value: Any) -> Any:
-    """A fake tensor of the same layout and alignment to 16 bytes; also for tensors in a tuple."""
+    """A fake tensor of the same layout and alignment to 16 bytes, or a tuple of them."""
     if isinstance(value, tuple):
         parts = tuple(map(_fake, value))
         return type(value)(*parts) if hasattr(value, "_fields") else parts
@@ -188,7 +187,7 @@ def _fake(value: Any) -> Any:
 
 
 def _load_driver(device: torch.device) -> None:
-    """Load Triton's driver of a device: with an empty cache this builds a C extension."""
+    """Load Triton's driver of a device, which builds a C extension if Triton's cache is empty."""
     from triton.compiler.compiler import make_backend
 
     with torch.get_device_module(device).device(device):
@@ -196,8 +195,8 @@ def _load_driver(device: torch.device) -> None:
 
 
 def _hash_triton() -> None:
-    """Compute the hash of Triton's own files, part of every kernel's name in its cache. Triton keeps it; several
-    threads that asked at once would each read and hash hundreds of megabytes."""
+    """Compute the hash of Triton's files, which is part of every kernel's name in its cache. Triton keeps it; else each
+    compiling thread would hash hundreds of megabytes."""
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # the latter up to Triton 3.4
         triton_key = getattr(importlib.import_module(module), "triton_key", None)
         if triton_key is not None:
@@ -208,10 +207,9 @@ def _hash_triton() -> None:
 def name_launchers_apart() -> None:
     """Let several threads load Triton's launchers at once.
 
-    Up to Triton 3.6 every signature of a kernel has a launcher of its own, a C extension that is always called
-    `__triton_launcher`. Python keeps one module object for extensions of one name: a thread that loads a launcher again
-    could be given the function of the launcher that another thread loads meanwhile, and a kernel would get the
-    arguments of another. So each is loaded under the name of its folder in Triton's cache, the hash of its source.
+    Up to Triton 3.6 every signature of a kernel has a launcher, a C extension that is always named `__triton_launcher`.
+    Python keeps one module object for extensions of one name, so a thread could get the launcher that another thread
+    loads at the same time. So each is loaded under the name of its folder in Triton's cache, the hash of its source.
     """
     from triton.runtime import build
 
@@ -226,7 +224,6 @@ def name_launchers_apart() -> None:
 
 
 def _threads() -> int:
-    """Number of compiling threads: this process's share of the cores, at most 24. Most of them wait, for the front end
-    or for a compiler that is a separate process."""
+    """Number of compiling threads: this process's share of the cores, at most 24."""
     ranks = env.launcher_number("LOCAL_WORLD_SIZE", 1)
     return max(2, min(24, (os.cpu_count() or 2) // max(1, ranks)))

@@ -1,8 +1,7 @@
 """Fake tensors: shapes, strides, dtypes and a device, without memory and without values.
 
 Under `FakeTensors` liger_hw's operators run their launchers, and every result of torch is a `FakeTensor`, computed as a
-meta tensor. torch has private fake tensors for its compiler, but imports the whole compiler for them, which takes
-seconds at a process's first call.
+meta tensor. torch's fake tensors are private and import its compiler, which takes seconds.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ OUT_OF_BUDGET = "skipped: the budget is spent"
 class Result:
     """The result of a job. Times are microseconds.
 
-    config: the winner, which is the heuristic when nothing beats it; floor_us: the time its bytes alone would take
-    evidence: for a choice without the device: certificates, and why candidates were dropped
+    config: the winner, or the heuristic if nothing beats it; floor_us: the time that its bytes alone would take
+    evidence: of a choice without the device: certificates, and why candidates were dropped
     """
 
     job: Job
@@ -65,7 +65,7 @@ class Result:
 
     @property
     def floor_share(self) -> float:
-        """`floor_us` over the winner's time; above 1 when bytes come from cache."""
+        """`floor_us` over the winner's time; above 1 if bytes come from cache."""
         return self.floor_us / self.winner_us if self.winner_us else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Result:
 def each(
     jobs: list[Job], choose: Callable[[int, float], Result], budget: float | None, clock: Callable[[], float]
 ) -> Iterator[Result]:
-    """`choose(number of a job, seconds left)` for each job, in order; none is begun once `budget` seconds are spent."""
+    """`choose(number of a job, seconds left)` for each job, in order; after `budget` seconds no job is begun."""
     deadline = clock() + (math.inf if budget is None else budget)
     for number, job in enumerate(jobs):
         began = clock()
@@ -89,10 +89,7 @@ def each(
 
 
 def launched(op: str, sizes: Sizes, dtype: str, target: Target) -> list[tuple[str, Key]]:
-    """(`op.variant`, key) of every launch of an op, of its own kernels and of those it shares.
-
-    Its launchers run on fake tensors as on `target`.
-    """
+    """(`op.variant`, key) of every launch of an op on `target`, kernels of other ops included."""
     import torch
 
     from .record import foresee
@@ -105,10 +102,8 @@ def launched(op: str, sizes: Sizes, dtype: str, target: Target) -> list[tuple[st
 def shapes(
     ops: Iterable[str], chosen: list[models.Model], batches: list[int], seqs: list[int], more: list[Sizes]
 ) -> list[tuple[str, Sizes]]:
-    """(op, sizes) of the models at every batch and sequence length, and `more` sizes for ops that take as many.
-
-    Without models and sizes: each op's workloads.
-    """
+    """(op, sizes) of the models at every batch and sequence length, and `more` sizes for ops that take this number of
+    sizes. Without models and sizes: each op's workloads."""
     pairs: dict[tuple[str, Sizes], None] = {}
     for name in ops:
         op = registry.get_op(name)
@@ -124,10 +119,10 @@ def shapes(
 
 
 def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> tuple[list[Job], list[str]]:
-    """(jobs, what could not be planned) for (op, sizes) pairs.
+    """(jobs, errors) for (op, sizes) pairs.
 
-    Within an op, sizes near 8192 rows come first: the search at the others starts from their winners. A kernel that
-    belongs to another op is tuned as that op's, at sizes of that op with the key.
+    Within an op, sizes near 8192 rows come first, and the searches at other sizes start from their winners. A kernel of
+    another op is tuned in that op, at sizes with the same key.
     """
     best: dict[tuple[str, str, Key], Sizes] = {}
     shared: dict[tuple[str, str, Key], None] = {}
@@ -152,8 +147,7 @@ def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> t
 
 
 def at_keys(names: Iterable[tuple[str, str, Key]]) -> tuple[list[Job], list[str]]:
-    """(jobs, what could not be planned) for (op, variant, key) names, such as recorded misses. Sizes that have the key
-    are found by trial."""
+    """(jobs, errors) for (op, variant, key) names, such as recorded misses; `space.sizes_for` finds sizes."""
     known = registry.tunables()
     jobs, problems = [], []
     for op, variant, key in names:
@@ -171,11 +165,11 @@ def _rows(sizes: Sizes) -> int:
 
 
 def _position(sizes: Sizes) -> tuple:
-    """Sort key of an op's sizes: by width, and within a width from 8192 rows outwards."""
+    """Sort key of an op's sizes: by width, then by the distance from 8192 rows."""
     return sizes[2:] if len(sizes) >= 4 else sizes[1:], abs(_rows(sizes).bit_length() - 14), sizes
 
 
 def _preference(sizes: Sizes) -> tuple:
-    """Greatest for the sizes a shared key is measured at: the largest up to 8192 rows, else the smallest above."""
+    """Greatest for the sizes at which a key is measured: the largest up to 8192 rows, else the smallest above."""
     fits = _rows(sizes) <= 8192
     return fits, math.prod(sizes) if fits else -_rows(sizes), math.prod(sizes)

@@ -1,9 +1,8 @@
 """The lock file: every configuration of a job pinned in one text file, the same on every rank and machine.
 
 `liger-hw lock --model mistral-7b` writes it for one device, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the
-registry. Its entries take precedence over whatever is tuned later. The heuristic's choices are pinned too, since they
-depend on the device. It can be used on another device too, but an entry that is illegal there is an error. It is a
-table (`tables.py`) whose digest covers every key and configuration.
+registry, which comes before all that is tuned. The heuristic's choices are pinned too. It can be used on another
+device, but an entry that is illegal there is an error. It is a table (`tables.py`) with a digest of its entries.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = logging.getLogger("liger_hw")
 
 
 def digest(table: Mapping[Name, Entry]) -> str:
-    """Hash of every (op, variant, key) and configuration; where they came from does not count."""
+    """Hash of every (op, variant, key) and configuration, without their provenance."""
     lines = sorted(
         json.dumps([op, variant, list(key), entry.config.to_json()], sort_keys=True)
         for (op, variant, key), entry in table.items()
@@ -35,7 +34,7 @@ def digest(table: Mapping[Name, Entry]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
-    """(header, entries). Raises `ValueError` that says what is wrong."""
+    """(header, entries). Raises `ValueError`."""
     header, lines, problems = tables.load(path)
     if header.get("kind") != "lock":
         raise ValueError(f"this is a {header.get('kind')!r}, not a lock file; `liger-hw lock` writes one")
@@ -63,8 +62,8 @@ def unusable(target: Target, table: Mapping[Name, Entry]) -> list[str]:
 def entries(path: Path, target: Target) -> dict[Name, Entry]:
     """The entries of the lock file that LIGER_HW_LOCK_FILE names.
 
-    Raises `SettingError` when the file cannot be used or one of its entries cannot be launched on `target`: a run that
-    asks for pinned configurations must not continue without them. A CPU launches no kernels, so any file will do.
+    Raises `SettingError` if the file cannot be used or, except on a CPU, an entry cannot be launched on `target`: a run
+    that asks for pinned configurations must not continue without them.
     """
     try:
         _, table = read(path)
@@ -84,7 +83,7 @@ def entries(path: Path, target: Target) -> dict[Name, Entry]:
 
 
 def pinned(chosen: Entry | Plan) -> Entry:
-    """A chosen configuration as a lock entry, which stays valid for newer versions of the kernel."""
+    """A chosen configuration as an entry of a lock file."""
     kept = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
     kind = str(chosen.provenance.get("kind", "heuristic"))
     return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **kept})
@@ -98,7 +97,7 @@ def write(path: str | Path, table: Mapping[Name, Entry], about: Mapping[str, Any
 
 
 def save(path: str | Path = "liger-hw.lock") -> str:
-    """Pin everything this process launched so far; returns the digest. For a training script after its first step."""
+    """Pin everything that this process launched so far; returns the digest. Call it after the first training step."""
     launched = plans()
     if not launched:
         log.warning("liger_hw: nothing was launched so far, so %s pins nothing; save it after the first step", path)

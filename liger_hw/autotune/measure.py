@@ -1,13 +1,12 @@
 """Measuring candidates on a device: their results are checked, then only the tunable's kernel is timed.
 
-A `Bench` holds one op at one shape. It runs the op once, forward and backward, and keeps the operator calls. For each
-candidate a `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs and with NaN in
-every fresh output. It compares the results with the heuristic's results, which were compared with the op's reference.
-It then captures only the kernel's launches into a graph. Launches rotate over copies of their arguments that together
-exceed the L2 cache several times. Arguments that a kernel overwrites in place are restored before each replay,
-outside the clock.
+A `Bench` runs one op at one shape once, forward and backward, and keeps the operator calls. For each candidate a
+`Stage` runs the operator that launches the tunable's kernels again, on the same inputs and with NaN in every fresh
+output. It compares the results with the heuristic's, which were compared with the op's reference, and captures the
+kernel's launches into a graph. Launches rotate over copies of their arguments that together exceed the L2 cache several
+times. Arguments that a kernel overwrites are restored before each replay, outside the clock.
 
-The tuner calls `LocalMeasurer`, in another process (workers.py).
+The tuner calls `LocalMeasurer` in another process (workers.py).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
 MAX_COPIES = 48
 MOST_ARMS = 12
-"""Candidates that stay prepared, each with a graph and some tensors. At most this many can be timed together."""
+"""Candidates that stay prepared, each with a graph and some tensors, and can be timed together."""
 REPLAY_US = 150.0
 """A replay repeats short kernels up to about this long, so that the graph's launch is negligible."""
 CHECK_BYTES = 2 << 30
@@ -78,9 +77,9 @@ class Bench:
         self.calls: list[Call] = seen.calls
 
     def against_reference(self) -> str:
-        """Why the op disagrees with its reference, or `""`. Runs fewer rows if the full size would not fit in memory.
+        """Why the op disagrees with its reference, or `""`, on fewer rows where the full size is too large.
 
-        Raises `Rejected` where a configuration fails to launch.
+        Raises `Rejected` if a configuration fails to launch.
         """
         sizes = self.sizes
         scale = self.moved // CHECK_BYTES
@@ -97,7 +96,7 @@ class Bench:
 
 
 class Stage:
-    """One tunable at one key: the baseline's results and the tensors every candidate is timed on.
+    """One tunable at one key: the baseline's results, and the tensors on which every candidate is timed.
 
     Raises `Rejected` if the op does not launch it.
     """
@@ -151,7 +150,7 @@ class Stage:
         """Kernels that a candidate's time includes: the tunable's, and others whose launches depend on the candidate.
 
         For example, a persistent backward's grid sets how many partial sums another kernel adds, and a narrow block may
-        need a second kernel. Such kernels are those whose launches differ between the extremes of the search space.
+        need a second kernel. The launches of these differ between the extremes of the search space.
         """
         legal, _ = space.legal(self.tunable, self.target, self.key)
         launched = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
@@ -160,7 +159,7 @@ class Stage:
         return always | {name for launches in launched for name in launches if name not in constant}
 
     def _would_launch(self, config: LaunchConfig) -> dict[tuple[str, int], tuple[bool, tuple]]:
-        """Kernel -> (whether it is the tunable's, its grids and arguments) under `config`; nothing runs."""
+        """Kernel -> (whether it is the tunable's, its grids and arguments) under `config`. Nothing is launched."""
         plan = self.plan(config)
         with torch.no_grad(), unasserted(), installed(plan):
             with observing(Recorder(launching=False), every_thread=True) as seen:
@@ -222,7 +221,7 @@ class Stage:
         return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
-        """The launches on tensor set `number`. A tensor whose layout differs from the set's is copied for each set."""
+        """The launches with their arguments in set `number`. A tensor of another layout is copied for each set."""
         steps = []
         copies: dict[tuple, torch.Tensor] = {}
         for one in launches:
@@ -267,7 +266,7 @@ def _roles(one: Launch) -> dict[int, str]:
 
 
 def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
-    """Bytes of the tensor arguments. Shared memory counts once; with `roles`, memory overwritten in place twice."""
+    """Bytes of the tensor arguments, once where they share memory; with `roles`, twice if overwritten in place."""
     sizes: dict[int, int] = {}
     for i in _tensor_indices(args) if roles is None else roles:
         size = args[i].numel() * args[i].element_size() * (2 if roles and roles[i] == "inout" else 1)
@@ -276,7 +275,7 @@ def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
 
 
 def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, torch.Tensor]]:
-    """Copies that keep strides, and share memory where the originals did."""
+    """Copies with the same strides, which share memory where the originals do."""
     copies: dict[tuple, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +288,7 @@ def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, to
 
 
 def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
-    """The baseline and, for each option that decides a grid, the configurations with its smallest and largest value."""
+    """The baseline, and the configurations with the smallest and the largest value of each option of a grid."""
     chosen = [baseline]
     knobs = [lambda c: c.ctas_per_mp, *(lambda c, name=name: c.blocks.get(name, 0) for name in baseline.blocks)]
     for knob in knobs:
@@ -298,7 +297,7 @@ def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchC
 
 
 class LocalMeasurer:
-    """Measures candidates of one op, shape and tunable at a time on one device."""
+    """Measures candidates on one device, of one op, shape and tunable at a time."""
 
     def __init__(self, device: str) -> None:
         self.device = with_index(device)
@@ -312,7 +311,7 @@ class LocalMeasurer:
         self._arms: dict[LaunchConfig, Arm] = {}
 
     def facts(self) -> dict[str, Any]:
-        """This machine's facts for provenance, and the bandwidth of a copy in GB/s."""
+        """Facts of this machine for provenance, and the bandwidth of a copy in GB/s."""
         return {
             "target": self.target,
             "device": self.target.name,
@@ -368,7 +367,7 @@ class LocalMeasurer:
         self._stage = self._bench = self._shape = None
 
     def _free(self) -> None:
-        """Give memory back only when it may run out: returning it costs more than a measurement."""
+        """Return cached memory to the device if half of its memory is in use; it takes longer than a measurement."""
         if self.device.type == "cpu":
             return
         module = torch.get_device_module(self.device)

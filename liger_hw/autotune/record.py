@@ -1,7 +1,7 @@
-"""Recording what an op does on the device: the operators it calls, the kernels they launch, and the arguments.
+"""Recording the operators that an op calls, the kernels that they launch, and the arguments.
 
-The tuner runs an op once under `Recorder` and afterwards re-runs only the one operator that launches the kernel of
-interest, with the candidate's plan installed, and replays only that kernel's launches under the clock.
+The tuner runs an op once under `Recorder`. Then, for each candidate, it runs the operator that launches the tuned
+kernel again, with the candidate's plan installed, and times that kernel's launches alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from .fake import FakeTensors
 
 @dataclass
 class Launch:
-    """One launch of a kernel, or call of a library's `Routine` in its place; on request with copies of its tensor
-    arguments and (still poisoned, checksum) of each before the launch.
+    """One launch of a kernel, or call of a library's `Routine` in its place.
+
+    before: copies of tensor arguments before the launch; marks: (is poisoned, checksum) of each, if `mark` noted them
     """
 
     plan: Plan
@@ -39,11 +40,10 @@ class Launch:
 
     @property
     def name(self) -> tuple[str, int]:
-        """Its name among an operator's launches: two products may be one kernel."""
+        """Its name among an operator's launches, since two tunables may launch one kernel."""
         return self.plan.tunable.name, id(self.kernel)
 
     def again(self, args: tuple[Any, ...]) -> None:
-        """Launch or call it again, on these arguments."""
         if isinstance(self.kernel, _launch.Routine):
             self.kernel.run(*args)
         else:
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass
 class Call:
-    """One operator call: arguments as they were before it ran (overwritten ones copied) and what it launched."""
+    """One operator call: its arguments as they were before (copies of overwritten ones), and its launches."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -87,7 +87,7 @@ def foresee(
     table: Mapping[tuple[str, str, Key], list[registry.Entry]] = MappingProxyType({}),
 ) -> None:
     """Run one forward and backward of `op` on fake tensors as on `target`, and call `note(plan, kernel, grid, args,
-    flags)` in place of each launch. table: the stored configurations to use; without it, the heuristics.
+    flags)` in place of each launch. table: stored configurations; without them the heuristics answer.
     """
     entry = registry.get_op(op)
     with contextlib.ExitStack() as stack:
@@ -105,10 +105,10 @@ def foresee(
 class Recorder(Observer):
     """Notes operator calls and kernel launches, as `observing(Recorder(), every_thread=True)`.
 
-    keep: called with each launch before it happens; it notes what it needs of the arguments. Only the first launch of
-    each tunable's kernel in an operator call is kept: the rest of a chunked loop repeats it.
-    repeatable: copy what operators overwrite, so that their calls can be run again.
-    launching: False notes launches without running them: nothing is compiled and results are garbage.
+    Of each kernel and key in an operator call only the first launch is noted, since a chunked loop repeats it.
+    keep: called with each noted launch before it happens
+    repeatable: copy the arguments that operators overwrite, so that the calls can be run again
+    launching: False notes launches without making them; results are then undefined
     """
 
     def __init__(self, keep: Any = None, repeatable: bool = False, launching: bool = True) -> None:
@@ -117,7 +117,7 @@ class Recorder(Observer):
         self._keep, self._repeatable, self._launching, self._call = keep, repeatable, launching, None
 
     def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        """Launches through Triton, as for every candidate; it is the outermost observer."""
+        """Launches through Triton, without `proceed`: it is the outermost observer."""
         self._note(Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags)))
         if self._launching:
             _launch.launch_ordinary(plan, kernel, grid, args, flags)
@@ -146,15 +146,15 @@ class Recorder(Observer):
 
 
 def unasserted() -> contextlib.AbstractContextManager[Any]:
-    """Skips assertions on the device, which would read uninitialised memory where nothing is launched."""
+    """Skip assertions on the device, which would read uninitialised memory if nothing is launched."""
     return mock.patch.object(private, "assert_async", lambda *args: None)
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills what `torch.empty` and its kin return with NaN, so that an element that no kernel wrote shows.
+    """Fill the results of `torch.empty` and the like with NaN, which shows elements that no kernel wrote.
 
-    By replacing the functions: a torch function mode is switched off inside the operators that it intercepts.
+    The functions are replaced, since a torch function mode is switched off inside the operators that it intercepts.
     """
 
     def poisoning(make: Any) -> Any:
@@ -197,8 +197,8 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def installed(plan: Plan) -> Iterator[None]:
-    """Let launchers use `plan` for its (device, key). All others are resolved anew, before and after: a plan that has
-    launched would bypass the recorder."""
+    """Let launchers use `plan` for its device and key. All others are resolved again, since calls that are replayed
+    would bypass the recorder."""
     registry.invalidate()
     plan.tunable.plans[plan.device, plan.key] = plan
     try:
@@ -209,13 +209,9 @@ def installed(plan: Plan) -> Iterator[None]:
 
 @contextlib.contextmanager
 def everywhere(plan: Plan) -> Iterator[None]:
-    """Let launchers use `plan` whatever their key.
-
-    For the tuner's processes: two blocks for one tunable must not overlap. The order makes a lock unnecessary: after
-    the first line every plan is this one, and recordings of an earlier plan go into a cache that the second line drops.
-    """
+    """Let launchers use `plan` for every key. Two blocks for one tunable must not overlap."""
     plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
-    registry.drop_replays()  # made with the former plan; recordings made inside are not kept
+    registry.drop_replays()  # after the line above, so that no other plan is recorded
     try:
         yield
     finally:
@@ -223,7 +219,7 @@ def everywhere(plan: Plan) -> Iterator[None]:
 
 
 class Rejected(Exception):
-    """A candidate that must not be timed; the message says why. A worker's is raised as a `WorkerError`."""
+    """A candidate must not be timed; the message says why. From a worker it is raised as a `WorkerError`."""
 
 
 class _Strict(Observer):
@@ -237,6 +233,5 @@ class _Strict(Observer):
 
 
 def strictly() -> contextlib.AbstractContextManager:
-    """A configuration that fails to compile or launch raises `Rejected`, instead of being quarantined for the next
-    layer."""
+    """Let a configuration that fails to compile or launch raise `Rejected`, instead of being quarantined."""
     return observing(_Strict(), every_thread=True)

@@ -15,7 +15,7 @@ _ITEMSIZES = {**{dtype: itemsize for itemsize, dtype in DTYPES.items()}, "float1
 
 
 def legal(tunable: Tunable, target: Target, key: Key) -> tuple[list[LaunchConfig], Counter]:
-    """(the heuristic, then every other legal configuration of the space; how often each reason refused one)."""
+    """(the heuristic, then every other legal configuration of the space; reasons of refusals with their counts)."""
     refused: Counter = Counter()
     configs: dict[LaunchConfig, None] = {}
     for config in (tunable.heuristic(target, key), *tunable.space(target, key)):
@@ -46,10 +46,10 @@ def neighbours(space: Iterable[LaunchConfig], config: LaunchConfig) -> list[Laun
 def shortlist(
     space: Sequence[LaunchConfig], start: LaunchConfig, most: int, scores: Mapping[LaunchConfig, float], seed: str
 ) -> list[LaunchConfig]:
-    """At most `most` configurations to measure first; `start` leads.
+    """At most `most` configurations to measure first, `start` before all others.
 
-    scores: relative times (1.0 is the best) of configurations at neighbouring keys. With scores, two thirds of the
-    list are the best known and the rest are new. Without, half are `start`'s neighbours and the rest a spread.
+    scores: relative times (1.0 is the best) of configurations at a neighbouring key. With scores, two thirds of the
+    list are the best of these and their neighbours follow. Without, half are neighbours of `start`. The rest is random.
     """
     if len(space) <= most:
         return [start, *(c for c in space if c != start)]
@@ -73,10 +73,10 @@ def shortlist(
 
 
 def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> tuple[int, ...] | None:
-    """Other problem sizes that have `key`; None without any.
+    """Other problem sizes that have `key`, or None.
 
     Sizes from 1024 on are multiplied by about 5/8, 3/4 or 7/8, the first that keeps the key, in multiples of 64.
-    Smaller ones (batches, heads, head widths) stay, since they are the same in most models.
+    Smaller ones (batches, heads, head widths) are the same in most models and stay.
     """
     itemsize = _ITEMSIZES[dtype]
     other = tuple(sizes)
@@ -90,12 +90,11 @@ def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> t
 
 
 def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str] | None:
-    """(problem sizes, dtype) that have this key, found by trial; None where none are found.
+    """(problem sizes, dtype) that have this key, found by trial, or None: a recorded miss has only a key.
 
-    A recorded miss has only a key. A key has rows as log2 buckets and columns unchanged, so each number of the key is
-    tried as it is and as an exponent of two, the largest sizes of a bucket first; and so are the op's workloads with
-    other row counts. Then the same with other columns: one less (unaligned rows), a quarter more (no power of two),
-    both, and half.
+    A key has rows as log2 buckets, so each of its numbers is tried as it is and as an exponent of two, the largest
+    first, and so are the op's workloads with other row counts. Then the same with other columns: one less (unaligned
+    rows), a quarter more (no power of two), both, and half.
     """
     numbers = {1, *key, *(1 << n for n in key if 0 <= n <= 24)}
     usable = sorted((n for n in numbers if n > 0), reverse=True)[:12]

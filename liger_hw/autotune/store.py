@@ -1,18 +1,18 @@
-"""Where stored configurations live, and how all of them become one table per device.
+"""The files of stored configurations, and how they become one table per device.
 
 User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`: one file per kind of
-device, `v2/<fingerprint>.json`, in the format of the shipped tables (`tables.py`). Besides configurations it holds
-notes that a process left for later ones. The kind in a line's provenance says which a line is:
+device, `v2/<fingerprint>.json`, in the format of the shipped tables (`tables.py`). It also holds notes for later
+processes. The kind in a line's provenance says which a line is:
 
-    measured, static, modelled   a configuration that answers
+    measured, static, modelled   a configuration for launches
     heuristic                    a search found nothing that beats the heuristic
     timed, refused               a candidate of a search that has not ended: its time, or why it cannot be used
     failed                       a configuration that failed at launch
-    missed                       a key for which no line answered, with what the heuristic chose
+    missed                       a key without a configuration, and what the heuristic chose
 
-Of two lines about the same thing the later one counts, and the end of a search removes the lines of its candidates. A
-writer holds a lock in the same folder, reads the file and replaces it as a whole: a reader sees the old file or the new
-one, and two writers lose nothing. A line that cannot be read is ignored with one warning, and the next write drops it.
+A later line replaces an earlier one about the same thing, and the end of a search removes the lines of its candidates.
+A writer holds a lock in the same folder, reads the file and replaces it as a whole: a reader sees the old file or the
+new one, and two writers lose nothing. A line that cannot be read is ignored with one warning; the next write drops it.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 """
@@ -42,14 +42,11 @@ log = logging.getLogger("liger_hw")
 Table = dict[Name, list[Entry]]
 """Everything that is stored for one device: the lines of each name, the best first."""
 
+# kinds of lines
 ANSWERS = ("measured", "static", "modelled")
-"""Kinds of lines that are configurations for launches."""
 ENDS = ("measured", "heuristic")
-"""Kinds of lines that end a search."""
 CANDIDATES = ("timed", "refused")
-"""Kinds of lines about a candidate of a search that has not ended."""
 NOTES = ("failed", "missed")
-"""Kinds of lines that processes leave for later ones."""
 KINDS = {
     "entries": ANSWERS,
     "misses": ("missed",),
@@ -63,7 +60,7 @@ KINDS = {
 
 
 def root() -> Path | None:
-    """The user cache's folder (it may not exist), or None if there is no home to put one in."""
+    """The user cache's folder, which may not exist; None without a home directory."""
     chosen, base = env.LIGER_HW_CACHE_DIR, os.environ.get("XDG_CACHE_HOME", "")
     if not chosen and os.path.isabs(base):  # the XDG spec says: ignore relative paths
         return Path(base) / "liger_hw"
@@ -74,7 +71,7 @@ def root() -> Path | None:
 
 
 def unwritable() -> str:
-    """Why nothing can be stored in the user cache, or "". Tries to write, and leaves nothing behind."""
+    """Why nothing can be stored in the user cache, or "". Writes a temporary folder to find out."""
     base = root()
     if base is None:
         return "no home directory to keep the cache in; set LIGER_HW_CACHE_DIR to a folder"
@@ -92,7 +89,7 @@ def slug(name: str) -> str:
 
 
 def fingerprint(target: Target) -> str:
-    """Name of a kind of device: two devices share it only if measurements on one are valid on the other."""
+    """Name of a kind of device, which devices share if measurements on one are valid on the others."""
     return f"{target.vendor}-{target.arch}-{slug(target.name)}-{target.multiprocessors}mp"
 
 
@@ -103,7 +100,7 @@ def file_of(target: Target) -> Path | None:
 
 
 def device_files() -> list[Path]:
-    """The file of every kind of device that has something in the user cache. Raises `OSError` if unreadable."""
+    """The files of all devices in the user cache. Raises `OSError` if the folder cannot be read."""
     base = root()
     try:
         return sorted(path for path in (base / f"v{SCHEMA}").iterdir() if path.suffix == ".json") if base else []
@@ -134,7 +131,7 @@ def triton_version() -> str:
     try:
         import triton
 
-        return str(getattr(triton, "__version__", ""))
+        return triton.__version__
     except Exception:  # a broken install can raise more than ImportError
         return ""
 
@@ -150,7 +147,7 @@ def today() -> str:
 
 @cache
 def warn_once(message: str) -> None:
-    """One warning a process, and again after `registry.reload()`: so that a broken cache does not fill the log."""
+    """Log a warning once, and once more after `registry.reload()`."""
     log.warning("liger_hw: %s", printable(message))
 
 
@@ -174,7 +171,7 @@ def add(target: Target, lines: Iterable[Line]) -> bool:
 
 
 def remove(path: Path, kinds: Collection[str]) -> int:
-    """Remove the lines of these kinds from one file of the user cache; how many there were. Raises `OSError`."""
+    """Remove the lines of these kinds from one file of the user cache; returns their number. Raises `OSError`."""
     with files.locked(path.parent / ".lock"):
         about, lines, _ = load(path)
         kept = [line for line in lines if line[1].kind not in kinds]
@@ -186,11 +183,11 @@ def remove(path: Path, kinds: Collection[str]) -> int:
 
 
 def _write(path: Path, about: dict[str, Any], lines: list[Line]) -> None:
-    files.replace_file(path, tables.render({**about, "device": path.stem}, lines).encode(), 0o644)
+    files.replace_file(path, tables.render({**about, "device": path.stem}, lines).encode())
 
 
 def _merged(lines: Iterable[Line]) -> list[Line]:
-    """Lines without those that later ones replace."""
+    """The lines that no later line replaces."""
     kept: dict[tuple, Line] = {}
     answered, ended = set(), set()
     for name, entry in lines:
@@ -211,7 +208,7 @@ def _merged(lines: Iterable[Line]) -> list[Line]:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """`tables.load` for a file of the user cache: with the header of a shipped table, and the newest line first."""
+    """`tables.load` for a file of the user cache, the newest line first."""
     about, lines, problems = tables.load(path, device=path.stem)
     del about["device"]
     lines.sort(key=lambda line: str(line[1].provenance.get("date", "")), reverse=True)
@@ -219,8 +216,8 @@ def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
 
 
 def lines_in(path: Path, problems: list[str], **expected: Any) -> list[Line]:
-    """The lines of a shipped table, whose header has the expected values; errors are added to `problems`. Without any,
-    of a file of the user cache."""
+    """The lines of a shipped table with these values in its header, or without values of a file of the user cache.
+    Errors are added to `problems`."""
     try:
         _, lines, wrong = tables.load(path, **expected) if expected else load(path)
     except ValueError as error:
@@ -248,9 +245,8 @@ def read(target: Target) -> Table:
     """Everything stored for a device as one table: lock file, user cache, shipped tables of the device, of its
     architecture and of its family, in this order.
 
-    Entries made with another minor version of Triton come after those with this one, except a lock file's; notes
-    made with another version are left out. Bad file contents never raise, except in a requested lock file that is
-    unusable (`SettingError`).
+    Entries of another minor version of Triton come last, except a lock file's; notes of another version are left out.
+    Raises `SettingError` for a lock file that cannot be used. Other bad files give a warning.
     """
     problems: list[str] = []
     offers: list[tuple[str, Line]] = [("user", line) for line in lines_of(target, problems)]
@@ -285,7 +281,7 @@ def answers(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def misses(target: Target) -> list[Name]:
-    """Every missed key of a device that still has no configuration for that version of its kernel, sorted."""
+    """The missed keys of a device that have no configuration for that version of the kernel, sorted."""
 
     def is_missed(entries: list[Entry]) -> bool:
         known = {entry.version for entry in answers(entries)}
@@ -295,7 +291,7 @@ def misses(target: Target) -> list[Name]:
 
 
 def _shipped_files(target: Target) -> list[tuple[str, Path]]:
-    """The shipped tables a target may use: its own, its architecture's, then others of its family and warp size."""
+    """(layer, path) of the shipped tables for a target: of the device, its architecture, then its family."""
     folder = shipped_folder(target.vendor)
     try:
         stems = sorted(path.stem for path in folder.glob("*.json"))
@@ -308,7 +304,8 @@ def _shipped_files(target: Target) -> list[tuple[str, Path]]:
 
 
 def _same_family(arch: str, target: Target) -> bool:
-    """Never across warp sizes, where the same number of warps is another number of threads."""
+    """Whether tables of another architecture suit `target`. They do not across warp sizes, where the same number of
+    warps is another number of threads."""
     try:
         other = known_target(arch)
     except ValueError:
@@ -326,7 +323,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def note(plan: Plan, kind: str, **why: str) -> None:
-    """Keep a line about a plan: a configuration that failed, or a key without an entry. `flush` writes it."""
+    """Keep a line of kind `failed` or `missed` about a plan until `flush` writes it."""
     if not _muted:
         entry = Entry(plan.config, {"kind": kind, **why, "triton": triton_version()}, plan.tunable.version)
         _pending.setdefault(plan.target, {})[plan.name, kind, plan.config] = plan.name, entry
@@ -334,7 +331,7 @@ def note(plan: Plan, kind: str, **why: str) -> None:
 
 @atexit.register
 def flush() -> None:
-    """Write what was noted so far. Runs at exit too."""
+    """Write what was noted so far, also at exit."""
     with contextlib.suppress(Exception):  # an error must not fail a finished run
         while _pending and not _muted:
             target, lines = _pending.popitem()
@@ -342,11 +339,11 @@ def flush() -> None:
 
 
 def forget() -> None:
-    """Drop notes that are not written yet."""
+    """Drop the notes that are not written yet."""
     _pending.clear()
 
 
 def mute() -> None:
-    """Write nothing from this process: the tuner's workers provoke failures on purpose."""
+    """Write nothing from this process, as the tuner's workers do, whose candidates fail on purpose."""
     global _muted
     _muted = True

@@ -1,7 +1,7 @@
 """The text format of tables: shipped with the package, in the user cache, in lock files and exported.
 
-One JSON object with a header and a list of entries, one line an entry, sorted by (op, variant, key), so that a changed
-configuration is a one-line diff:
+One JSON object with a header and a list of entries, one entry a line, sorted by (op, variant, key), so that a changed
+configuration is a diff of one line:
 
     {"schema": 2, "kind": "table", "vendor": "cuda", "arch": "sm90", "family": "hopper", "warp_size": 32, "entries": [
     {"config": {...}, "key": [4096, 14, 2], "op": "rms_norm", "provenance": {...}, "variant": "bwd", "version": 1}
@@ -28,14 +28,14 @@ Line = tuple[Name, Entry]
 
 
 def to_record(name: Name, entry: Entry) -> dict[str, Any]:
-    """One line as plain JSON data."""
+    """A line as JSON data."""
     op, variant, key = name
     about = {"op": op, "variant": variant, "key": list(key), "version": entry.version}
     return {**about, "config": entry.config.to_json(), "provenance": dict(entry.provenance)}
 
 
 def from_record(record: Any, source: str) -> Line:
-    """One line from untrusted JSON data. Raises `ValueError` unless it is like `to_record`'s."""
+    """A line from untrusted JSON data. Raises `ValueError`."""
     try:
         op, variant, key, provenance = (record[name] for name in ("op", "variant", "key", "provenance"))
         version, config = record.get("version", 1), LaunchConfig.from_json(record["config"])
@@ -48,7 +48,7 @@ def from_record(record: Any, source: str) -> Line:
 
 
 def render(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
-    """Canonical text: equal tables give equal bytes. Several lines may have one name."""
+    """The text of a table; equal tables give equal text. Several lines may have one name."""
     texts = sorted((name, json.dumps(to_record(name, entry), sort_keys=True)) for name, entry in lines)
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
     text = ",\n".join(text for _, text in texts)
@@ -56,10 +56,9 @@ def render(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
 
 
 def load(path: Path, **expected: Any) -> tuple[dict[str, Any], list[Line], list[str]]:
-    """(header, valid lines, one error for each invalid line) of a file. Raises `ValueError` where it cannot be used.
+    """(header, valid lines, one error for each invalid line) of a file. Raises `ValueError` if it is not a table.
 
-    expected: what its header must have. The source of a line is `<path>:<line number>`, right for a file that `render`
-    wrote.
+    expected: values that its header must have. The source of a line is `<path>:<line number>`.
     """
     try:
         data = json.loads(files.read_text(path, TABLE_BYTES))

@@ -1,17 +1,15 @@
-"""The tuner: from the legal configurations of a tunable to one that beats the heuristic by more than noise.
+"""The tuner: searches the legal configurations of a tunable for one that beats the heuristic by more than the noise.
 
 For each job (one tunable at one key):
-    1 a shortlist of candidates is compiled ahead by worker processes, the heuristic first
-    2 each is checked and timed briefly (coarse); then the unmeasured neighbours of the best ones
+    1 a shortlist of candidates is compiled by worker processes, the heuristic first
+    2 each is checked and timed briefly (coarse), then the neighbours of the best
     3 the best few and the heuristic are timed interleaved (final)
-    4 the winner and the heuristic, the heuristic as two arms, are timed once more (confirm). The noise, which the gain
-      must exceed, is the largest of the difference of the two heuristic arms and half the spread of each
-      arm
+    4 the winner and two arms of the heuristic are timed once more (confirm). The gain must exceed the noise: the
+      largest of the difference between the heuristic's arms and half the spread of each arm
     5 the whole op with the winner is compared with the reference
-    6 the winner and the heuristic are timed at other sizes of the same key: an entry answers for all of them, so it is
-      stored only when it beats the heuristic there too
-Every measurement is a line of the device's table as it is taken (`store.py`), so that a run which was stopped can go
-on. A candidate that kills or hangs its worker is noted and the search goes on without it.
+    6 the winner must beat the heuristic at other sizes of the same key too, since an entry answers for all of them
+Every measurement is a line of the device's table as it is taken (`store.py`), from which an interrupted run resumes. A
+candidate that kills or hangs its worker is noted, and the search goes on without it.
 """
 
 from __future__ import annotations
@@ -32,21 +30,21 @@ from .tables import Line, Name
 from .workers import WorkerDied, WorkerError
 
 MIN_GAIN = 0.01
-"""A smaller gain is not worth an entry, however quiet the machine."""
+"""A smaller gain is not stored, even without noise."""
 REFUSED = (WorkerError, Rejected)
 """Errors after which the worker is still usable."""
 SUBMITTED_AHEAD = 2
-"""Jobs whose candidates the compile workers have in their queue while a job is measured."""
+"""Jobs whose candidates are compiled while an earlier job is measured."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to look.
+    """How much a search tries.
 
     first: candidates of a tunable's first key; later: of its other keys, which start from the best of the nearest key
     refine: neighbours of each of the two best; finalists: candidates of the final round
     coarse_rounds, final_rounds, confirm_rounds: samples an arm; a sample is one graph replay of many launches
-    job_seconds: after these a job tries no further candidate
+    job_seconds: after this time a job tries no further candidate
     """
 
     first: int = 96
@@ -60,11 +58,10 @@ class Effort:
 
 
 class Tuner:
-    """Runs jobs on one device: compiles ahead, searches each, learns from neighbours, stays within the budget.
+    """Runs jobs on one device.
 
-    measurer: `measure.LocalMeasurer`, `workers.RemoteMeasurer` or a fake; pool: `workers.CompilePool`, None without one
-    save: stores a line (name, entry) of the device's table, for each measurement and for the winner; returns whether it
-    was stored
+    measurer: `measure.LocalMeasurer` or `workers.RemoteMeasurer`; pool: `workers.CompilePool` or None
+    save: stores a line (name, entry) of the device's table, a measurement or the winner; returns whether it did
     known: lines of earlier runs, which are not measured again
     progress: called with a job and what is being done
     """
@@ -92,7 +89,7 @@ class Tuner:
         self._relative: dict[str, dict[Key, dict[LaunchConfig, float]]] = {}
 
     def run(self, jobs: list[Job], budget: float | None = None) -> Iterator[Result]:
-        """The result of each job, in order. Where time is short, less is tried."""
+        """The result of each job, in order. Each tries less if little of the `budget` (seconds) is left."""
         for job in jobs[:SUBMITTED_AHEAD]:
             self._submit_all(job)
 
@@ -114,7 +111,7 @@ class Tuner:
             return Result(job, error=str(error))
 
     def lines(self, job: Job, *kinds: str) -> list[Entry]:
-        """What earlier runs stored about a job, for the kernel as it is."""
+        """Lines of earlier runs about a job, for the kernel's version."""
         version = registry.get_tunable(job.name).version
         return [one for one in self.known.get(job.entry_name, ()) if one.kind in kinds and one.version == version]
 
@@ -123,7 +120,6 @@ class Tuner:
         return next(iter(self.lines(job, *store.ENDS)), None)
 
     def _resumed(self, job: Job, end: Entry) -> Result:
-        """The result of an earlier run."""
         names = {"heuristic_us": "heuristic_us", "winner_us": "median_us", "gain": "gain", "noise": "noise"}
         return Result(
             job,
@@ -146,7 +142,7 @@ class Tuner:
         return everything, space.shortlist(everything, everything[0], most, scores, f"{job.name}{job.key}")
 
     def _scores_near(self, job: Job) -> dict[LaunchConfig, float]:
-        """Relative times at the nearest key of this tunable that was measured."""
+        """Relative times at the nearest measured key of this tunable."""
 
         def distance(key: Key) -> int:
             return sum(abs(a.bit_length() - b.bit_length()) + (a != b) for a, b in zip(key, job.key))
@@ -156,7 +152,7 @@ class Tuner:
         return times[min(alike, key=distance)] if alike else {}
 
     def learn(self, job: Job, times: dict[LaunchConfig, float]) -> None:
-        """Let later keys of the job's tunable start from these times."""
+        """Keep these times for later keys of the job's tunable."""
         if times:
             best = min(times.values())
             self._relative.setdefault(job.name, {})[job.key] = {config: us / best for config, us in times.items()}
@@ -167,14 +163,14 @@ class Tuner:
                 self.submit(job, config)
 
     def submit(self, job: Job, config: LaunchConfig) -> str:
-        """Have a candidate compiled; returns the name to wait for. The grid makes no difference to the compiler."""
+        """Have a candidate compiled; returns the name to wait for, which leaves out the grid."""
         name = json.dumps([job.name, job.sizes, job.dtype, replace(config, ctas_per_mp=0).to_text()])
         request = self.target, job.op, job.sizes, job.dtype, job.name, config
         self.pool.submit(name, "candidate", *request)
         return name
 
     def write(self, job: Job, config: LaunchConfig, kind: str, **evidence: Any) -> dict[str, Any] | None:
-        """Add a line about a job to the device's table; its provenance, None where it could not be stored."""
+        """Add a line about a job to the device's table; its provenance, or None if it could not be stored."""
         about = {"kind": kind, "sizes": list(job.sizes), "dtype": job.dtype, **evidence}
         stamp = {"triton": self.facts.get("triton", ""), "date": store.today()}
         entry = Entry(config, {**about, **stamp}, registry.get_tunable(job.name).version)
@@ -182,7 +178,7 @@ class Tuner:
 
 
 class _Comparison(NamedTuple):
-    """Medians of the heuristic and a candidate in us, what the candidate gains, the noise, and its samples."""
+    """Medians of the heuristic and a candidate in us, the gain, the noise, and the candidate's samples."""
 
     heuristic: float
     candidate: float
@@ -192,7 +188,7 @@ class _Comparison(NamedTuple):
 
 
 class Search:
-    """The search for one job, which survives the worker's death."""
+    """The search for one job; it goes on with a new worker if one dies."""
 
     MAX_DEATHS = 6
 
@@ -213,7 +209,7 @@ class Search:
             return replace(result, error="no legal configuration")
         began = self.tuner.clock()
         start, moved = self._open()
-        self.until += self.tuner.clock() - began  # opening a shape compiles; that is not charged to the candidates
+        self.until += self.tuner.clock() - began  # opening a shape compiles, which takes no search time
         self._coarse_all([start, *(c for c in first if c != start)])
         if start not in self.coarse:
             return replace(result, error=self._baseline_failed(start))
@@ -231,7 +227,7 @@ class Search:
         return f"the baseline cannot be timed: {self.failed.get(start, 'unknown')}"
 
     def _decide(self, start: LaunchConfig, result: Result) -> None:
-        """Final and confirming rounds; stores a winner that passes both, the reference, and other sizes of the key."""
+        """Steps 3 to 6 of the search."""
         ranked = sorted((c for c in self.coarse if c != start), key=self.coarse.__getitem__)
         times = self._time_all([start, *ranked[: self.effort.finalists]], self.effort.final_rounds)
         if start not in times:
@@ -243,7 +239,7 @@ class Search:
             if winner == start:
                 break
             seen = self._compare(start, winner)
-            if start in self.failed:  # nothing to compare with: no entry, and the run goes on
+            if start in self.failed:
                 result.error = self._baseline_failed(start)
                 return
             if seen is None:
@@ -268,7 +264,7 @@ class Search:
         self.tuner.write(self.job, start, "heuristic", **times)
 
     def _compare(self, start: LaunchConfig, winner: LaunchConfig) -> _Comparison | None:
-        """Both timed interleaved, the heuristic as two arms; None when one of them cannot be timed."""
+        """Both timed interleaved, the heuristic as two arms; None if one of them cannot be timed."""
         times = self._time_all([start, winner], self.effort.confirm_rounds, twice=start)
         if start not in times or winner not in times:
             return None
@@ -279,7 +275,7 @@ class Search:
         return _Comparison(heuristic, best, (heuristic - best) / heuristic, noise, samples)
 
     def _elsewhere(self, start: LaunchConfig, winner: LaunchConfig) -> dict[str, Any] | None:
-        """Sizes, gain and noise at other sizes of the key; None where there are none, or they cannot be measured."""
+        """Gain and noise at other sizes of the key, with the sizes; None without other sizes that can be measured."""
         sizes = space.elsewhere(self.tunable, self.job.sizes, self.job.key, self.job.dtype)
         if sizes is None:
             return None
@@ -359,7 +355,7 @@ class Search:
                 self.coarse[config] = min(samples)
 
     def _uncompilable(self, config: LaunchConfig, name: str) -> str:
-        """Why a candidate cannot be compiled or exceeds the device, or `""`. Waiting for it takes no search time."""
+        """Why a candidate does not compile or fit the device, or `""`. Waiting for it takes no search time."""
         began = self.tuner.clock()
         compiled = self.tuner.pool.wait(name)
         self.until += self.tuner.clock() - began
@@ -387,7 +383,7 @@ class Search:
             deaths = self.deaths
             ready = [c for c in configs if c not in self.failed and self._prepare(c)]
             if self.deaths > deaths:
-                continue  # a new worker has to prepare all of them again
+                continue  # the new worker must prepare all of them again
             if not ready:
                 break
             arms = ready if twice is None else [*ready, twice]
@@ -397,7 +393,7 @@ class Search:
                 self._reopen(death)
                 if len(ready) == 1:
                     self._fail(ready[0], f"the worker {death}")
-                for config in ready if len(ready) > 1 else ():  # timed alone, to see which one kills the worker
+                for config in ready if len(ready) > 1 else ():  # alone, to find which one kills the worker
                     self._time_all([config], 1)
                 continue
             except REFUSED as error:

@@ -1,10 +1,8 @@
-"""Worker processes: one that measures on the device, several that compile.
+"""Worker processes, one that measures on the device and several that compile: a candidate may crash or hang them.
 
-A candidate may crash or hang the process that compiles or launches it, so neither happens in the caller's. A worker
-that crashes or does not answer in time is killed; the caller gets `WorkerDied` and goes on with another worker.
-
-Calls and answers are objects sent through a pipe that only the two processes have. The output of a worker and its
-libraries is kept for the message of `WorkerDied`. A worker ends with its parent.
+A worker that crashes or does not answer in time is killed. The caller gets `WorkerDied` and goes on with another
+worker. Calls and answers are objects sent through a pipe. The last lines that a worker and its libraries printed are
+part of the message of `WorkerDied`. A worker ends with its parent.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from queue import LifoQueue
-from types import MappingProxyType
-from typing import Any, Callable, Hashable, Mapping
+from typing import Any, Callable, Hashable
 
 from ..backends import LaunchConfig, Target, backend
 
@@ -39,16 +36,16 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A worker process, started by the first call, and by the first one after it died. Calls have a time limit.
+    """A worker process, started by the first call, and by the first one after it died.
 
-    kind: `measure` (on `device`) or `compile`; settings: environment variables of the process
+    kind: `measure` (on `device`) or `compile`
     """
 
     module = __name__
     """The module whose `main` the process runs."""
 
-    def __init__(self, kind: str, device: str = "", settings: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.kind, self.device, self.settings = kind, device, settings
+    def __init__(self, kind: str, device: str = "") -> None:
+        self.kind, self.device = kind, device
         self.process: subprocess.Popen | None = None
         self._closed, self._starting = False, threading.Lock()
 
@@ -59,7 +56,6 @@ class Worker:
             kept = {k: v for k, v in kept.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
             kept["CUDA_VISIBLE_DEVICES"] = ""
         package = str(Path(__file__).resolve().parents[2])
-        kept |= self.settings
         kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "PYTHONUNBUFFERED": "1"}
         self._pipe, theirs = Pipe()
         program = f"from {self.module} import main; main()"
@@ -78,7 +74,7 @@ class Worker:
         self._listener.start()
 
     def call(self, name: str, *args: Any, seconds: float) -> Any:
-        """The value of a call. Raises `WorkerDied` (the process is gone then) or `WorkerError`."""
+        """The answer of a call. Raises `WorkerDied`, after which the process is gone, or `WorkerError`."""
         with self._starting:
             if self._closed:
                 raise WorkerError("the worker is closed")
@@ -114,7 +110,7 @@ class Worker:
         return WorkerDied(what)
 
     def kill(self) -> subprocess.Popen | None:
-        """End the process, from any thread: a call that waits in another one raises `WorkerDied`."""
+        """End the process. A call that waits in another thread raises `WorkerDied`."""
         if (process := self.process) is not None:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -130,32 +126,29 @@ class Worker:
 
 
 class RemoteMeasurer(Worker):
-    """`measure.LocalMeasurer`'s methods in another process, which is started again when it dies."""
+    """The methods of `measure.LocalMeasurer` in another process, which is started again after it died."""
 
     LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "verify": 180.0, "facts": 120.0}
     """The methods, and the seconds that a call may take."""
 
-    def __init__(self, device: str, limits: dict[str, float] | None = None) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__("measure", device)
-        self.limits = {**self.LIMITS, **(limits or {})}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in self.LIMITS:
             raise AttributeError(name)
-        return lambda *args: self.call(name, *args, seconds=self.limits[name])
+        return lambda *args: self.call(name, *args, seconds=self.LIMITS[name])
 
 
 class CompilePool:
     """Compiles in `workers` processes, in the order of the requests, and keeps every answer. A context manager.
 
-    seconds: after these a compilation counts as hung and its process is replaced; settings: as for a `Worker`
+    seconds: after this time a compilation counts as hung, and its process is replaced
     """
 
-    def __init__(
-        self, workers: int = 2, seconds: float = 300.0, settings: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, workers: int = 2, seconds: float = 300.0) -> None:
         self._seconds, self._threads = seconds, ThreadPool(workers)
-        self._workers = [Worker("compile", settings=settings) for _ in range(workers)]
+        self._workers = [Worker("compile") for _ in range(workers)]
         self._idle: LifoQueue[Worker] = LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -173,7 +166,7 @@ class CompilePool:
             self._answers[name] = self._threads.apply_async(self._answer, (call, args))
 
     def wait(self, name: Hashable) -> dict[str, Any]:
-        """The answer to a submitted request, with the `seconds` it took: `{error}` where it killed its process,
+        """The answer to a submitted request, with the `seconds` that it took: `{error}` if it killed the process,
         `{unknown}` if it cannot be compiled here."""
         return self._answers[name].get()
 
@@ -190,7 +183,7 @@ class CompilePool:
         return {**answer, "seconds": time.monotonic() - began}
 
     def close(self) -> None:
-        """End the processes. Waiting calls end, and queued requests are dropped."""
+        """End the processes, waiting calls and queued requests."""
         for worker in self._workers:
             worker.close()
         self._threads.close()
@@ -240,8 +233,8 @@ def _measuring(device: str) -> Callable[[str, tuple], Any]:
 
 
 def _compiling() -> Callable[[str, tuple], Any]:
-    """`compile`: one recorded launch (`compile.compiled`). `candidate`: all that an op launches under a configuration
-    of one tunable, so that the measuring worker finds it in Triton's cache on disk."""
+    """`compile`: one recorded launch (`compile.compiled`). `candidate`: all launches of an op with one tunable's
+    configuration forced, which the measuring worker then finds in Triton's cache on disk."""
     import torch
 
     from . import compile as aot
@@ -253,7 +246,7 @@ def _compiling() -> Callable[[str, tuple], Any]:
             return {"unknown": f"the stock Triton has no compiler for {target.arch}"}
         try:
             launches = aot.trace(op, sizes, getattr(torch, dtype), target, configs={forced: config}, shipped=False)
-        except Exception as error:  # the op does not run on fake tensors: the measuring worker compiles for itself
+        except Exception as error:  # the op does not run on fake tensors: the measuring worker will compile
             return {"unknown": f"{type(error).__name__}: {error}"}
         answer: dict[str, Any] = {"resources": None}
         for launch in launches:
@@ -270,7 +263,7 @@ def _compiling() -> Callable[[str, tuple], Any]:
 
 
 def _is_lost(device: str) -> bool:
-    """Whether the device no longer works in this process, as after an illegal memory access."""
+    """Whether the device does not work any more in this process, as after an illegal memory access."""
     if device in ("", "cpu"):
         return False
     try:

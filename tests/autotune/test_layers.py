@@ -77,8 +77,7 @@ def test_a_config_that_fails_at_launch_is_set_aside_in_every_layer(h200, layer, 
     said = [r.getMessage() for r in caplog.records if "quarantined" in r.getMessage()]
     assert len(said) == 1 and config.to_text() in said[0] and "rms_norm.fwd" in said[0] and "shared memory" in said[0]
     # another process: nothing in memory, the file says it
-    registry.release(registry.quarantined())
-    registry.reload()
+    registry.reset()
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
     shown = registry.explain("rms_norm", (8192, 4096), torch.bfloat16, H200)[0]
     assert any(c.layer == layer and "shared memory" in c.rejected for c in shown.candidates)
@@ -98,8 +97,7 @@ def test_the_machine_is_not_held_against_a_config(h200, error):
 def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
     fwd = tunable()
     registry.quarantine(fwd.plan(DEVICE, KEY), RuntimeError("x"))
-    registry.release(registry.quarantined())
-    registry.reload()
+    registry.reset()
     assert fwd.plan(DEVICE, KEY).layer == "safe"
     monkeypatch.setattr(store, "triton_version", lambda: "99.0.0")
     registry.reload()

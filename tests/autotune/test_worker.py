@@ -46,8 +46,9 @@ def with_warps(warps: int):
     return replace(tunable().safe(H200, KEY), num_warps=warps)
 
 
-def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake):
-    measurer = RemoteMeasurer("cuda:0", {"prepare": 1.0})
+def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake, monkeypatch):
+    monkeypatch.setitem(RemoteMeasurer.LIMITS, "prepare", 1.0)
+    measurer = RemoteMeasurer("cuda:0")
     try:
         for warps, word in ((2, "signal 11"), (4, "hung for 1 s"), (16, "illegal memory access")):
             measurer.open(JOB, JOB.sizes)
@@ -72,8 +73,8 @@ def test_what_a_dying_worker_said_is_told(fake):
 def test_the_search_survives_every_misbehaviour_at_once(fake, monkeypatch):
     fwd = tunable()
     monkeypatch.setattr(fwd, "space", lambda target, key: [with_warps(w) for w in (1, 2, 4, 16, 32)])
-    measurer = RemoteMeasurer("cuda:0", {"prepare": 1.0})
-    saved = {}
+    monkeypatch.setitem(RemoteMeasurer.LIMITS, "prepare", 1.0)
+    measurer, saved = RemoteMeasurer("cuda:0"), {}
     tuner = Tuner(H200, measurer, facts=FACTS, save=lambda name, entry: saved.update({name: entry}) or True)
     try:
         (result,) = tuner.run([JOB])

@@ -286,7 +286,8 @@ def _search(step: Callable[[], Any]) -> Event:
         of.space,
         lambda target, key: [replace(baseline, num_warps=warps) for warps in (hang, lose, *others)],
     )
-    measurer, saved, began = workers.RemoteMeasurer("cuda:0", {"prepare": 10.0}), {}, time.monotonic()
+    workers.RemoteMeasurer.LIMITS["prepare"] = 10.0
+    measurer, saved, began = workers.RemoteMeasurer("cuda:0"), {}, time.monotonic()
     try:
         search = Tuner(
             target,

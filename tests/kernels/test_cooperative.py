@@ -351,4 +351,3 @@ def test_a_refused_team_is_quarantined(lane, real, clean_registry):
         (why,) = clean_registry.quarantined().values()
         assert "cooperative launch" in why
     torch.testing.assert_close(results, expected)
-    clean_registry.release(clean_registry.quarantined())

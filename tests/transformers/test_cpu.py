@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("transformers")
 
 import liger_hw
-from liger_hw import env
 from liger_hw.kernels.rotary.rope import RopeFunction
 from liger_hw.transformers import replacing
 from liger_hw.transformers.tiny import tiny_config
@@ -80,8 +79,6 @@ def test_references_run_where_they_are_asked_for(own_code):
         with liger_hw.activations("cheap"):
             seen = {name.removeprefix("liger_hw::") for name in _called(model)[0]}
         assert {"rms_norm_fwd", "swiglu_fwd"} <= seen
-        env.prefer("LIGER_HW_CPU_REFERENCE", True)
-        assert replacing.should_use_original(torch.ones(1)), "what the environment says comes first"
 
 
 def test_the_references_are_the_default_of_these_tests():
