@@ -244,29 +244,20 @@ class Tunable:
 
     def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
         """Why `config` cannot be launched for `key` on `target`, or None."""
-        why_invalid = self._misnamed(target, key, config) or backend(target.vendor).illegal(target, config)
-        if why_invalid is None and self.valid is not None:
-            why_invalid = self.valid(config, key)
-        return why_invalid
-
-    def _misnamed(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
-        """Why the blocks' names are not those of the heuristic or the safe configuration, or None. Each block is a
-        constexpr parameter of the kernel.
-        """
         try:
             named = [set(choose(target, key).blocks) for choose in (self.heuristic, self.safe)]
         except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):  # a stored key may be anything
             return f"{key} is not a key of {self.name}"
-        if set(config.blocks) in named:
-            return None
-        return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
+        if set(config.blocks) not in named:  # each block is a constexpr parameter of the kernel
+            return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
+        why_invalid = backend(target.vendor).illegal(target, config)
+        if why_invalid is None and self.valid is not None:
+            why_invalid = self.valid(config, key)
+        return why_invalid
 
     def serves(self, target: Target, key: Key) -> bool:
-        """Whether at least the safe configuration can be launched for this key."""
-        try:
-            return not self.illegal(target, key, self.safe(target, key))
-        except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
-            return False
+        """Whether at least the safe configuration can be launched for this key, at which another one is legal."""
+        return not self.illegal(target, key, self.safe(target, key))
 
 
 @dataclass(frozen=True)

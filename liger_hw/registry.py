@@ -97,21 +97,16 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
             return plan
         target, quiet = pretended() or target_of(device), is_quiet()
         plan = Plan(tunable, target, device, key, choose(tunable, target, key))
-        is_missed = plan.layer in _ALWAYS_TAKEN and not _is_measured_best(plan)
-        if is_missed and device.type != "cpu" and not pretended():
-            store.note(plan, "missed")
+        if plan.layer in _ALWAYS_TAKEN and device.type != "cpu" and not pretended():
+            entries = table(target).get(plan.name, ())
+            if not any(entry.kind == "heuristic" and entry.version == tunable.version for entry in entries):
+                store.note(plan, "missed")
         if not quiet or target in _tables:  # else no table was read: resolve again when files may be opened
             tunable.plans[device, key] = plan
         return plan
 
 
 Tunable.resolve = _resolve
-
-
-def _is_measured_best(plan: Plan) -> bool:
-    """Whether a search found that nothing beats the heuristic at this key."""
-    entries = table(plan.target).get(plan.name, ())
-    return any(entry.kind == "heuristic" and entry.version == plan.tunable.version for entry in entries)
 
 
 def choose(tunable: Tunable, target: Target, key: Key) -> Entry:

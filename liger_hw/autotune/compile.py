@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..backends.base import Resources
-from . import ttir
+from . import store, ttir
 from .ttir import Access
 
 if TYPE_CHECKING:
@@ -198,7 +198,12 @@ def trace(
     with contextlib.ExitStack() as stack:
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
-        foresee(op, sizes, dtype, target, note, options, _table_of(target, shipped, user))
+        table = store.read(target) if shipped or user else {}
+        asked = {
+            name: [one for one in entries if (shipped if one.layer.startswith("shipped") else user)]
+            for name, entries in table.items()
+        }
+        foresee(op, sizes, dtype, target, note, options, asked)
     return launches
 
 
@@ -219,17 +224,6 @@ def _stand_in(parameter: Any, value: Any) -> Any:
         return 0.5
     aligned = value.storage_offset() * value.itemsize % 16 == 0
     return "ptr", str(value.dtype).removeprefix("torch."), aligned, value.untyped_storage().nbytes() < _INT32
-
-
-def _table_of(target: Target, shipped: bool, user: bool) -> registry.Table:
-    """The stored configurations for `target`: shipped, the user's, or both."""
-    from . import store
-
-    table = store.read(target) if shipped or user else {}
-    return {
-        name: [one for one in entries if (shipped if one.layer.startswith("shipped") else user)]
-        for name, entries in table.items()
-    }
 
 
 # -- compiling -------------------------------------------------------------------------------------------------------

@@ -63,15 +63,13 @@ class FakeTensors(TorchDispatchMode):
             return fakes[id(meta)] if id(meta) in fakes else FakeTensor(meta, device)
 
         args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, dict(kwargs)))
-        is_channels_last = name.startswith("aten::conv") and _is_channels_last(args[:2])
+        # a convolution of these operands returns channels last, which meta tensors do not tell
+        is_channels_last = name.startswith("aten::conv") and any(
+            t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in args[:2]
+        )
         device = with_index(torch.device(kwargs.get("device") or (devices[0] if devices else "cpu")))
         if name.endswith("_like") and args[0].is_contiguous():  # torch would import sympy
             return to_fake(args[0].new_empty(args[0].shape, dtype=kwargs.get("dtype")))
         if kwargs.get("device") is not None or not devices and any(a.name == "device" for a in func._schema.arguments):
             kwargs["device"] = "meta"
         return tree_map_only(torch.Tensor, to_fake, func(*args, **kwargs))
-
-
-def _is_channels_last(operands: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a convolution of these operands returns channels last, which meta tensors do not tell."""
-    return any(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in operands)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import platform
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import torch
 
@@ -30,12 +30,12 @@ from .record import (
     Launch,
     Recorder,
     Rejected,
-    checksum,
     copy_of,
     everywhere,
     installed,
-    mark,
+    is_poisoned,
     poisoned,
+    same_bits,
     strictly,
     unasserted,
 )
@@ -111,18 +111,18 @@ class Stage:
         self.timed: set[tuple[str, int]] | None = None  # names of launches; None: every one
         self.baseline = self._first_that_runs()
         self.timed = self._affected()
-        outputs, launches = self._run(self.baseline, keep=mark)
-        roles = {one.name: _roles(one) for one in launches}
-        if any("inout" in of_kernel.values() for of_kernel in roles.values()):
 
-            def keep_overwritten(one: Launch) -> None:
-                of_kernel = roles.get(one.name, {})
-                one.before = {i: copy_of(one.args[i]) for i, role in of_kernel.items() if role == "inout"}
+        def keep_inputs(one: Launch) -> None:
+            if one.name in self.timed:
+                tensors = {i: one.args[i] for i in _tensor_indices(one.args)}
+                one.before = {i: copy_of(tensor) for i, tensor in tensors.items() if not is_poisoned(tensor)}
 
-            outputs, launches = self._run(self.baseline, keep=keep_overwritten)
+        outputs, launches = self._run(self.baseline, keep_inputs)
+        for one in launches:  # the other inputs need no copy
+            one.before = {i: copy for i, copy in one.before.items() if not same_bits(copy, one.args[i])}
         self.expected = [t.clone() for t in outputs]  # copies, since replays overwrite the launches' tensors
-        self.bytes = sum(_bytes(one.args, roles[one.name]) for one in launches if _is(one, tunable, key))
-        footprint = max(1, sum(_bytes(one.args) for one in launches))
+        self.bytes = sum(_bytes(one) for one in launches if _is(one, tunable, key))
+        footprint = max(1, sum(_bytes(one) for one in launches))
         self.copies = (
             1 if self.clock.module is None else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
         )
@@ -257,20 +257,12 @@ def _layout(tensor: torch.Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _roles(one: Launch) -> dict[int, str]:
-    """Argument index -> `input`, `output` (fresh memory, poisoned) or `inout` (overwritten in place)."""
-    roles = {}
-    for i, (fresh, before) in one.marks.items():
-        roles[i] = "output" if fresh else "input" if checksum(one.args[i]) == before else "inout"
-    return roles
-
-
-def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
-    """Bytes of the tensor arguments, once where they share memory; with `roles`, twice if overwritten in place."""
+def _bytes(one: Launch) -> int:
+    """Bytes of the tensor arguments, once where they share memory, twice where they are overwritten in place."""
     sizes: dict[int, int] = {}
-    for i in _tensor_indices(args) if roles is None else roles:
-        size = args[i].numel() * args[i].element_size() * (2 if roles and roles[i] == "inout" else 1)
-        sizes[args[i].data_ptr()] = max(sizes.get(args[i].data_ptr(), 0), size)
+    for i in _tensor_indices(one.args):
+        tensor = one.args[i]
+        sizes[tensor.data_ptr()] = max(sizes.get(tensor.data_ptr(), 0), tensor.nbytes * (2 if i in one.before else 1))
     return sum(sizes.values())
 
 
@@ -306,7 +298,6 @@ class LocalMeasurer:
         self.clock = Clock(self.device).__enter__()
         self._bench: Bench | None = None
         self._shape: tuple | None = None
-        self._reference: dict[tuple, str] = {}
         self._stage: Stage | None = None
         self._arms: dict[LaunchConfig, Arm] = {}
 
@@ -334,11 +325,9 @@ class LocalMeasurer:
             self.close()
             self._free()
             self._bench = Bench(registry.get_op(job.op), sizes, getattr(torch, job.dtype), self.clock)
+            if reason := self._bench.against_reference():
+                raise Rejected(f"the heuristic disagrees with the reference: {reason}")
             self._shape = shape
-        if shape not in self._reference:
-            self._reference[shape] = self._bench.against_reference()
-        if self._reference[shape]:
-            raise Rejected(f"the heuristic disagrees with the reference: {self._reference[shape]}")
         self._stage = Stage(self._bench, registry.get_tunable(job.name), job.key)
         return self._stage.baseline, self._stage.bytes
 

@@ -1,7 +1,7 @@
 """Problem sizes of a model's launches, from its Hugging Face config.
 
-A model is a name from `KNOWN`, a path to a `config.json`, or any Hugging Face id that `transformers` can find (a local
-copy is enough; nothing is downloaded that transformers would not download itself).
+A model is a name from `KNOWN`, a path to a `config.json`, or a Hugging Face id that `transformers` finds, as a local
+copy or on the hub.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CONFIG_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Model:
-    """The facts that decide the sizes of a decoder's kernels and of what its layers keep for backward.
+    """Facts of a decoder, for the sizes of its kernels and of the tensors that its layers keep for backward.
 
-    qk_norm: q and k are normalised, each head by itself; joint_qk_norm: all heads of q, and all of k, as one row
+    qk_norm: q and k are normalised, each head separately; joint_qk_norm: all heads of q, and all of k, as one row
     tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
-    window: of attention that slides, 0 for none; positions: the longest sequence that it was made for, 0 if unknown
+    window: of sliding attention, 0 for none; positions: the longest sequence that it is made for, 0 if unknown
     experts: of each layer, top_k of them for a token, each expert_width wide (0: `intermediate`)
     fused_qkv: one projection gives q, k and v; heads_first: q is laid out by heads, so attention's output is copied
     parallel: attention and MLP take the output of one norm
@@ -93,15 +93,14 @@ _ACTIVATIONS = {
     "geglu": _GELU,
     "relu_squared": ("relu2", "relu_squared"),
 }
-"""Op of an MLP -> the activations, by their names in configs, for which a model launches it."""
-
+"""Op of an MLP -> names in configs of the activations that it computes."""
 _HEADS_FIRST = ("exaone4", "gemma3", "hunyuan", "stablelm")
 _JOINT_QK_NORM = ("olmo2", "olmo3", "olmoe")
 """Model types whose norms of q and k take all heads at once."""
 
 
 def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
-    """Problem sizes at which `model` launches `op`; empty when it does not, or when that is not known for the op."""
+    """Problem sizes at which `model` launches `op`; empty if it does not, or if they are not known for the op."""
     rows = batch * seq
     hidden = [(rows, model.hidden)]
     if op in _ACTIVATIONS:
@@ -122,7 +121,7 @@ def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
 
 
 def find(name: str) -> Model:
-    """A model by known name, `config.json` path or Hugging Face id. Raises `ValueError` that says what was tried."""
+    """A model by known name, `config.json` path or Hugging Face id. Raises `ValueError`."""
     if (public := known_id(name)) is not None:
         return KNOWN[public]
     if (path := local(name)) is not None:
@@ -143,7 +142,7 @@ def find(name: str) -> Model:
 
 
 def known_id(name: str) -> str | None:
-    """The id in `KNOWN` for a model's id, with or without the owner, or its short name, with or without hyphens."""
+    """The id in `KNOWN` of a model's id or short name; its owner and hyphens may be left out."""
     plain = name.lower().replace("-", "")
     for public, model in KNOWN.items():
         if plain in (one.lower().replace("-", "") for one in (public, public.split("/")[1], model.name)):
@@ -152,8 +151,8 @@ def known_id(name: str) -> str | None:
 
 
 def local(name: str) -> Path | None:
-    """The config.json that a name means as a path; None for a Hugging Face id. Raises `ValueError` for no file."""
-    if not name.strip():  # e.g. from an unset variable; as a path it would be this folder
+    """The config.json at a path, None for a Hugging Face id. Raises `ValueError` if there is no file."""
+    if not name.strip():  # as a path it would be this folder
         raise ValueError("the model's name is empty; '.' means the config.json here")
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
@@ -165,9 +164,9 @@ def local(name: str) -> Path | None:
 
 
 def on_meta(name: str) -> Any:
-    """The causal language model that transformers makes of a config, of a multimodal one's text part, without memory.
+    """The causal language model of a config (a multimodal one's text part), on the meta device.
 
-    None for a name of `KNOWN`, without transformers, and for a family that it does not know. Raises `ValueError` for a
+    None for a name in `KNOWN`, without transformers, and for a family that it does not know. Raises `ValueError` for a
     config of another kind of model.
     """
     if known_id(name) is not None:
@@ -188,7 +187,7 @@ def on_meta(name: str) -> Any:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json as JSON data. Raises `ValueError`; a huge file is not read."""
+    """A config.json as JSON data. Raises `ValueError`."""
     try:
         config = json.loads(files.read_text(path, CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -201,7 +200,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def published(name: str) -> Any:
     """transformers' configuration of a path or a Hugging Face id, from the cache or the hub. Raises if neither has it.
 
-    transformers retries an unreachable hub for a long time; here one request decides. Code in a repository is not run.
+    One request finds out whether the hub can be reached, since transformers retries for a long time. No code of a
+    repository is run.
     """
     from transformers import AutoConfig
 
@@ -223,10 +223,7 @@ def published(name: str) -> Any:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Model:
-    """Facts from a Hugging Face config (a multimodal one's text part).
-
-    Raises `ValueError` that names a field that is missing or not a valid size.
-    """
+    """Facts from a Hugging Face config (a multimodal one's text part). Raises `ValueError` that names a bad field."""
     if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
         config, name = config["text_config"], f"{name}'s language model"
 
@@ -275,7 +272,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
 
 
 def as_built(model: Model, source: Any) -> Model:
-    """`model` with the norms that the layers of `source` (a live model or one layer) really have.
+    """`model` with the norms that the layers of `source` (a live model or one layer) have.
 
     Raises `ValueError` for norms that the planner does not know.
     """

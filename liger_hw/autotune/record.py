@@ -27,7 +27,7 @@ from .fake import FakeTensors
 class Launch:
     """One launch of a kernel, or call of a library's `Routine` in its place.
 
-    before: copies of tensor arguments before the launch; marks: (is poisoned, checksum) of each, if `mark` noted them
+    before: argument number -> copy of a tensor from before the launch, which the measurer keeps
     """
 
     plan: Plan
@@ -36,7 +36,6 @@ class Launch:
     args: tuple[Any, ...]
     flags: tuple[Any, ...]
     before: dict[int, torch.Tensor] = field(default_factory=dict)
-    marks: dict[int, tuple[bool, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> tuple[str, int]:
@@ -171,11 +170,6 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def mark(launch: Launch) -> None:
-    """Note for each tensor argument whether it is still poisoned, and a checksum of its bits."""
-    launch.marks = {i: (is_poisoned(a), checksum(a)) for i, a in enumerate(launch.args) if isinstance(a, torch.Tensor)}
-
-
 def is_poisoned(tensor: torch.Tensor) -> bool:
     """Whether a tensor is still as `poisoned` made it, judged by its first and last elements."""
     if not tensor.is_floating_point() or not tensor.numel():
@@ -184,10 +178,10 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
     return all(bool(torch.isnan(end)) for end in ends)
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """Sum of the bits of a tensor's elements as integers."""
-    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.detach().view(widths[tensor.element_size()]).sum(dtype=torch.int64))
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bits, NaNs too."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.detach().view(integers), other.detach().view(integers))
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

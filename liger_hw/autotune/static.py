@@ -1,23 +1,20 @@
-"""Tuning without the device: every candidate is compiled for it, and a model of its time ranks them.
+"""Tuning without the device: candidates are compiled for it, and a model of their time ranks them.
 
 For each job (one tunable at one key) a shortlist of the space, the heuristic first, is traced and compiled in worker
-processes. Candidates that do not compile, may not be launched or spill more than the heuristic are dropped. The rest
-are ranked by the model; the neighbours of the two best are compiled and ranked too. The winner is kept if its predicted
-gain over the heuristic exceeds the model's error (`MARGINS`). Entries are `static`, or `modelled` where the stock
-Triton has no compiler for the target and candidates are only lowered to TTIR. benchmarks/static_regret.py publishes how
-good such choices are where they can be measured.
+processes. Candidates that do not compile, are illegal or spill more than the heuristic are dropped. The model ranks the
+rest, then the neighbours of the two best. The winner is kept if its predicted gain over the heuristic exceeds the
+model's error (`MARGINS`). Entries are `static`, or `modelled` if the stock Triton has no compiler for the target and
+candidates are only lowered to TTIR. benchmarks/static_regret.py publishes the regret of these choices on the H200.
 
 The model combines three lower bounds of a kernel's time, which overlap in part:
 
     memory   bytes from device memory over its bandwidth: each tensor once, and again for every further sweep over rows
              that the cache does not hold
-    issue    instructions of all warps over what a multiprocessor issues
-    chain    the longest way through one program (wait for memory, dependent instructions, barriers; a pipelined loop
+    issue    instructions of all warps over the rate at which a multiprocessor issues them
+    chain    the longest path through one program (wait for memory, dependent instructions, barriers; a pipelined loop
              waits less), times the rounds in which the programs fit on the device
 
-    time = (memory^p + issue^p + chain^p)^(1/p)
-
-p between 1 (nothing overlaps) and infinity (everything does).
+    time = (memory^p + issue^p + chain^p)^(1/p), with p from 1 (nothing overlaps) to infinity (everything does)
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ MARGINS = {"binary": 0.08, "ttir": 0.25}
 class StaticTuner:
     """Runs jobs for a target that is not here.
 
-    candidates: the most that one job compiles; save: stores (name, entry) of a winner, and returns whether it did
+    candidates: at most so many are compiled for a job; save: stores (name, entry) of a winner, returns whether it did
     """
 
     def __init__(
@@ -69,9 +66,9 @@ class StaticTuner:
         return each(jobs, lambda number, left: self.choose(jobs[number]), budget, time.monotonic)
 
     def choose(self, job: Job, among: Sequence[LaunchConfig] | None = None) -> Result:
-        """The configuration that the model prefers, with the certificates of the kernels it decides.
+        """The configuration that the model prefers, with the certificates of its kernels.
 
-        among: compile only these and the heuristic, as when an entry's kernel has changed since
+        among: compile only these and the heuristic, as for an entry whose kernel has changed
         """
         tunable = registry.get_tunable(job.name)
         result = Result(job, note="the heuristic stays")
@@ -80,7 +77,7 @@ class StaticTuner:
         if heuristic not in legal:
             result.error = f"the heuristic is illegal: {tunable.illegal(self.target, job.key, heuristic)}"
             return result
-        # Cache hints do not change a certificate, so candidates have the heuristic's.
+        # cache hints do not change a certificate, so candidates have the heuristic's
         distinct = list(dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal))
         candidates = _Candidates(self, job, heuristic)
         if among is None:
@@ -116,7 +113,7 @@ class StaticTuner:
         return result
 
     def _loses_elsewhere(self, job: Job, tunable: Tunable, heuristic: LaunchConfig, winner: LaunchConfig) -> bool:
-        """Whether the heuristic is as fast at other sizes with the same key, since an entry is used for all of them."""
+        """Whether the heuristic is as fast at other sizes of the key, at which the entry would answer too."""
         sizes = space.elsewhere(tunable, job.sizes, job.key, job.dtype)
         if sizes is None:
             return False
@@ -162,7 +159,7 @@ class _Candidates:
         self.dropped: dict[LaunchConfig, str] = {}
 
     def add(self, configs: Iterable[LaunchConfig]) -> None:
-        """Compile and rank these too, and all others again, whose launches to count (`decided_by`) may change."""
+        """Compile these too and rank all again, since `decided_by` compares them."""
         for config in configs:
             if config not in self.traced:
                 self.traced[config] = launches_of(self.job, self.tuner.target, config)
@@ -196,17 +193,15 @@ class _Candidates:
 
 
 def launches_of(job: Job, target: Target, config: LaunchConfig) -> list[Launch]:
-    """The launches of the job's op under a configuration; in a chunked loop, each kernel and key once."""
+    """The launches of the job's op under a configuration, each kernel and key once."""
     dtype = getattr(torch, job.dtype)
     launches = aot.trace(job.op, job.sizes, dtype, target, configs={job.name: config}, shipped=False)
     return list({(one.tunable, one.kernel, one.key): one for one in reversed(launches)}.values())[::-1]
 
 
 def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
-    """Each candidate's launches of the tunable, and launches of other kernels that differ between candidates.
-
-    The grid of a persistent backward, for example, decides how many partial sums another kernel adds up.
-    """
+    """Each candidate's launches of the tunable, and its launches of other kernels that differ between candidates: the
+    grid of a persistent backward, for example, decides how many partial sums another kernel adds."""
 
     def looks(launch: Launch) -> tuple:
         return launch.kernel, launch.key, launch.grid, launch.sizes
@@ -265,7 +260,7 @@ def bytes_moved(accesses: Iterable[Access], sizes: tuple[int, ...], programs: in
 
 
 def microseconds(certificate: Certificate, pace: Pace, rates: Rates = RATES) -> float:
-    """The time of one launch. Raises `ValueError` for a kernel whose accesses are unknown or that cannot run."""
+    """The time of one launch. Raises `ValueError` for a kernel that cannot run or with unknown accesses."""
     launch, r = certificate.launch, certificate.resources
     if r is None or certificate.unread:
         raise ValueError(f"{launch.tunable}: {certificate.error or certificate.unread}")
@@ -311,6 +306,6 @@ def _issued(counts: Mapping[str, int]) -> float:
 
 
 def time_of(certificates: Iterable[Certificate]) -> float:
-    """Microseconds of several launches one after the other. Raises `ValueError` where one cannot be modelled."""
+    """Microseconds of several launches one after the other. Raises `ValueError` if one cannot be modelled."""
     targets = [(one, one.launch.target) for one in certificates]
     return sum(microseconds(one, backend(target.vendor).pace(target)) for one, target in targets)

@@ -1,8 +1,8 @@
-"""What can be read from a kernel's TTIR, its first form in Triton, before layouts and registers.
+"""Reads a kernel's TTIR, its first form in Triton, before layouts and registers.
 
-`accesses` finds which arguments a kernel loads and stores, in tiles of what size, inside a loop or not: `tt.load %p` of
-a tensor of pointers, whose base is followed back to an argument of the function. `estimate` counts a kernel's resources
-for devices for which the installed Triton has no compiler.
+`accesses` finds the arguments that a kernel loads and stores, the sizes of their tiles, and whether that is in a loop:
+it follows the pointers of each `tt.load` back to an argument. `estimate` estimates a kernel's resources for devices for
+which the installed Triton has no compiler.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SPECIAL = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin",
 _FREE = {"constant", "splat", "broadcast", "expand_dims", "reshape", "make_range", "bitcast", "addptr"}
 _FREE |= {"store", "reduce", "return"}  # counted elsewhere
 _LARGE_FILE = 2
-"""The large register mode: this many times the registers of a work-item, and as many times fewer work-items."""
+"""The large register mode has this many times the registers of a work-item, and as many times fewer work-items."""
 
 
 class Access(NamedTuple):
     """One load, store or atomic statement.
 
-    argument: position in the kernel's parameters; kind: `load`, `store` or `atomic`; tile: bytes of one execution by
-    one program; looped: whether it stands in a loop
+    argument: position in the kernel's parameters; kind: `load`, `store` or `atomic`
+    tile: bytes of one execution by one program; looped: whether it is in a loop
     """
 
     argument: int
@@ -52,7 +52,7 @@ class Access(NamedTuple):
 
 @dataclass
 class _Region:
-    """The accesses between braces; other: the accesses of the branch before an `else`."""
+    """The accesses between braces; other: those of the branch before an `else`."""
 
     loop: bool
     accesses: list[Access] = field(default_factory=list)
@@ -64,9 +64,10 @@ def _opens_loop(line: str) -> bool:
 
 
 def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
-    """The accesses of a kernel; `positions` are the parameters that its TTIR function still has, in order.
+    """The accesses of a kernel. Of two branches the one that moves more counts.
 
-    Of two branches the one that moves more counts. Raises `ValueError` where an access has no known argument.
+    positions: the kernel's parameters that its TTIR function has, in order
+    Raises `ValueError` for an access without a known argument.
     """
     base: dict[str, str] = {}
     position: dict[str, int] = {}
@@ -120,8 +121,8 @@ def estimate(
     """A kernel's resources on `target`, estimated from its TTIR.
 
     Every operation on a tensor is spread over the threads. A reduction is one shuffle for each halving of the warp and
-    two barriers between warps. Accesses are 16 bytes wide where a thread has that many. Registers hold the largest tile
-    in fp32 twice (as loaded and as computed with), every tile of about its size once more, and some addresses.
+    two barriers between warps. Accesses are at most 16 bytes wide. Registers hold the largest tile in fp32 twice (as
+    loaded and as computed with), every tile of at least half its size once more, and some addresses.
     """
     threads = config.num_warps * target.warp_size
     once, looped = Counter(), Counter()
@@ -164,7 +165,7 @@ def estimate(
 
 
 def _body(ttir: str) -> Iterator[tuple[str, bool]]:
-    """(line, whether it stands in a loop) of the kernel's function."""
+    """(line, whether it is in a loop) of the kernel's function."""
     regions: list[bool] = []
     for line in ttir.splitlines():
         bare = _LOCATION.sub("", line.strip())

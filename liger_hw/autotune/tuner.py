@@ -279,22 +279,20 @@ class Search:
         sizes = space.elsewhere(self.tunable, self.job.sizes, self.job.key, self.job.dtype)
         if sizes is None:
             return None
-        self.sizes, before = sizes, set(self.failed)
+        self.sizes, failed, seen, also = sizes, dict(self.failed), None, None
         try:
             self._open()
             seen = self._compare(start, winner)
         except (*REFUSED, ValueError):  # the op does not take these sizes, e.g. channels that the groups do not divide
-            seen = None
+            pass
         finally:
             self.sizes = self.job.sizes
-        for config in set(self.failed) - before:  # a failure at other sizes says nothing about the job's own
-            if config != winner:
-                del self.failed[config]
-        also = None
         if winner in self.failed:
+            failed[winner] = self.failed[winner]
             also = {"sizes": list(sizes), "gain": -1.0, "noise": 0.0}
         elif seen is not None:
             also = {"sizes": list(sizes), "gain": round(seen.gain, 4), "noise": round(seen.noise, 4)}
+        self.failed = failed  # other failures at other sizes do not count
         if also is not None and also["gain"] <= also["noise"]:
             self._open()  # the search goes on at the job's own sizes
         return also

@@ -15,14 +15,14 @@ __all__ = ["Backend", "LaunchConfig", "Target", "VENDORS"]
 __all__ += ["backend", "backends", "known_target", "target_of", "with_index"]
 
 VENDORS = ("cuda", "rocm", "xpu", "cpu")
-"""A vendor is the folder of this name; the first one present serves a torch device type."""
+"""Each is a folder. The first one present serves a type of torch's devices."""
 
 _targets: dict["torch.device", Target] = {}
 
 
 @lru_cache(maxsize=None)
 def backend(vendor: str) -> Backend:
-    """The Backend of a vendor name. Raises `ValueError` for a name that is no vendor."""
+    """The Backend of a vendor. Raises `ValueError` for an unknown name."""
     if vendor not in VENDORS:
         raise ValueError(f"unknown vendor {vendor!r}; known: {', '.join(VENDORS)}")
     return import_module(f"{__name__}.{vendor}").BACKEND
@@ -30,7 +30,7 @@ def backend(vendor: str) -> Backend:
 
 @lru_cache(maxsize=None)
 def backends() -> tuple[Backend, ...]:
-    """The backends this build of torch can reach; no device is touched."""
+    """The backends that this build of torch can use. Touches no device."""
     return tuple(b for b in map(backend, VENDORS) if b.present())
 
 
@@ -46,10 +46,7 @@ def with_index(device: "torch.device | str") -> "torch.device":
 
 
 def target_of(device: "torch.device") -> Target:
-    """The Target of a torch device, read on first use and kept.
-
-    Raises `ValueError` for a device type no backend serves.
-    """
+    """The Target of a torch device, read on first use and kept. Raises `ValueError` for a type without a backend."""
     if (target := _targets.get(device)) is not None:
         return target
     for candidate in backends():
@@ -61,10 +58,7 @@ def target_of(device: "torch.device") -> Target:
 
 def known_target(name: str) -> Target:
     """The Target of a device by its name (`h200`, `mi300x`, `max1550`), or of an architecture's first device (`sm90`,
-    `gfx942`, `pvc`). Neither has to be here.
-
-    Raises `ValueError` that lists the known names.
-    """
+    `gfx942`, `pvc`), in this machine or not. Raises `ValueError` that lists the known names."""
     for vendor in VENDORS:
         target = backend(vendor).known_target(name)
         if target is not None:

@@ -1,4 +1,4 @@
-"""Counts instructions in a kernel's assembly text: what the vendors' binary readers share."""
+"""Counts instructions in a kernel's assembly text, for the vendors' `binary.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Assembly:
     kinds: tuple[tuple[str, tuple[str, ...]], ...]
 
     def count(self, text: str) -> dict[str, Any]:
-        """The fields `loads`, `stores`, `instructions` and `looped` of a kernel's `Resources`."""
+        """`loads`, `stores`, `instructions` and `looped` of a kernel's `Resources`."""
         widths, kinds, looped = {"load": Counter(), "store": Counter()}, Counter(), Counter()
         for name, rest, repeated in self.instructions(text):
             kind, bits = self.classify(name, rest) or (self._kind(name), None)
@@ -45,7 +45,7 @@ class Assembly:
         return next((kind for kind, starts in self.kinds if name.startswith(starts)), "other")
 
     def instructions(self, text: str) -> Iterator[tuple[str, str, bool]]:
-        """(name, rest, whether a loop may repeat it: it stands between a label and a later branch back to it)."""
+        """(name, rest, whether it is in a loop: between a label and a later branch back to it)."""
         lines = text.splitlines()
         labels: dict[str, int] = {}
         depth = [0] * (len(lines) + 1)  # +1 where a loop begins, -1 after it ends

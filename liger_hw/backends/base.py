@@ -1,7 +1,7 @@
 """What the package knows of hardware: a `Target` describes one device, a `Backend` is one vendor.
 
-A vendor is one folder beside this file. It says how a device is detected and described, what is legal on it, and how
-a vendor-neutral `LaunchConfig` becomes Triton launch options. No other module may ask for a vendor by name.
+A vendor is one folder beside this file: how a device is detected and described, what is legal on it, and how a
+vendor-neutral `LaunchConfig` becomes launch options of Triton. No other module may ask for a vendor by name.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, Mapping
 KIB, MIB = 1024, 1024 * 1024
 HINTS = ("none", "stream", "keep")
 MOST_ELEMENTS, MOST_A_THREAD = 65536, 1024
-"""Elements of a tile (a configuration's two largest blocks) that a program and a thread may have. What kernels ask for
-is at most that; the compiler's time grows faster than a thread's elements: 1024 take ptxas half a minute."""
+"""Elements of a tile (the product of a configuration's two largest blocks) that a program and a thread may have. With
+1024 elements a thread ptxas takes half a minute, and its time grows faster than the elements."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Facts of one device, as the launch rules need them.
+    """Facts of one device for the launch rules. Sizes are in bytes.
 
-    Sizes are in bytes. `multiprocessors` counts SMs, CUs or Xe-cores and `registers` the 32-bit registers of one of
-    them. `bandwidth` is the data sheet's GB/s of device memory, 0 when unknown. `cooperative` says that the driver
-    starts all programs of a cooperative launch together or refuses it. `float8` is as in `Arch`.
+    multiprocessors: SMs, CUs or Xe-cores; registers: 32-bit registers of one of them
+    bandwidth: the data sheet's GB/s of device memory, 0 if unknown; float8: as in `Arch`
+    cooperative: whether the driver starts all programs of a cooperative launch together or refuses the launch
     """
 
     vendor: str
@@ -51,7 +51,10 @@ class Target:
         return self.max_threads // self.warp_size
 
     def warps(self, elements: int, per_thread: int, most: int = 32) -> int:
-        """Power-of-two warps that give each thread about `per_thread` of `elements`, within this device's limits."""
+        """The power of two of warps that gives a thread about `per_thread` of `elements`, within the device's limits.
+
+        most: in warps of 32 threads
+        """
         needed = max(1, elements // (per_thread * self.warp_size))
         warps = 1 << (needed.bit_length() - 1)
         ceiling = min(most * 32 // self.warp_size, self.max_warps)
@@ -62,7 +65,6 @@ class Target:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Target":
-        """The Target that `to_json` described."""
         return cls(**{**data, "warp_sizes": tuple(data["warp_sizes"])})
 
 
@@ -70,9 +72,10 @@ class Target:
 class Arch:
     """What the devices of one architecture have in common: a row of a vendor's `archs`.
 
-    shared_memory: bytes a block may use; registers, max_threads: of a multiprocessor; clock: GHz under load. Where an
-    architecture has several warp sizes, kernels use the largest. float8: which FP8 its matrix units multiply, `fn`
-    (float8_e4m3fn, float8_e5m2) or `fnuz` (float8_e4m3fnuz, float8_e5m2fnuz); "" for none.
+    warp_sizes: kernels use the largest; shared_memory: bytes a block may use; registers, max_threads: of a
+    multiprocessor; clock: GHz under load
+    float8: which FP8 its matrix units multiply, `fn` (float8_e4m3fn, float8_e5m2), `fnuz` (float8_e4m3fnuz,
+    float8_e5m2fnuz) or "" for none
     """
 
     family: str
@@ -86,10 +89,7 @@ class Arch:
 
 @dataclass(frozen=True)
 class Device:
-    """What differs between devices of one architecture: a row of a vendor's `devices`.
-
-    name: torch's name of it; multiprocessors, l2, bandwidth: as in `Target`
-    """
+    """What differs between devices of one architecture, with fields as in `Target`: a row of a vendor's `devices`."""
 
     name: str
     arch: str
@@ -104,13 +104,13 @@ def _words(name: str) -> str:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How to launch one kernel, in words every vendor shares.
+    """How to launch one kernel, in the same words for every vendor.
 
     blocks: the kernel's tile sizes by constexpr name, for example `{"BLOCK_SIZE": 4096, "ROWS": 1}`
     num_warps, num_stages: as in Triton
     ctas_per_mp: programs per multiprocessor of a persistent grid; 0 for one program per tile
     hint: how streamed tensors are cached: `stream` (will not be read again), `keep` (will be), or `none`
-    vendor: options of one vendor only (waves_per_eu, grf_mode, maxnreg, ...), refused on any other
+    vendor: options of one vendor (waves_per_eu, grf_mode, maxnreg, ...), refused on any other
     """
 
     blocks: Mapping[str, int] = field(default_factory=dict)
@@ -144,11 +144,11 @@ class LaunchConfig:
         }
 
     def to_text(self) -> str:
-        """Canonical JSON: equal configurations give equal text."""
+        """JSON; equal configurations give equal text."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
 
     def in_words(self) -> str:
-        """For people: `BLOCK_SIZE=4096 ROWS=2 warps=8 stages=1`."""
+        """`BLOCK_SIZE=4096 ROWS=2 warps=8 stages=1`"""
         words = [f"{name}={value}" for name, value in (*self.blocks.items(), *self.vendor.items())]
         words += [f"warps={self.num_warps}", f"stages={self.num_stages}"]
         words += [f"ctas={self.ctas_per_mp}"] if self.ctas_per_mp else []
@@ -156,7 +156,7 @@ class LaunchConfig:
 
     @classmethod
     def from_json(cls, data: Any) -> "LaunchConfig":
-        """Build from untrusted JSON. Raises `ValueError` that names the bad field."""
+        """A configuration from untrusted JSON. Raises `ValueError` that names the bad field."""
         if not isinstance(data, dict):
             raise ValueError(f"a launch configuration is a JSON object, got {type(data).__name__}")
         known = {"blocks", "num_warps", "num_stages", "ctas_per_mp", "hint", "vendor"}
@@ -182,13 +182,13 @@ INSTRUCTIONS = ("load", "store", "atomic", "shared", "shuffle", "barrier", "matr
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes of a device, read from its binary and assembly.
+    """What one compiled kernel uses of a device, read from its binary and assembly.
 
     registers: 32-bit vector registers of a thread; spills: registers kept in memory; scratch: bytes of that memory
     shared: bytes of shared memory a block; threads: threads of a block
-    occupancy: resident threads of a multiprocessor over the most it takes
-    loads, stores: bits of one thread's global memory access -> number of such instructions in the text
-    instructions: kind (`INSTRUCTIONS`) -> number of them in the text; looped: of those, the ones inside a loop
+    occupancy: resident threads of a multiprocessor over the most that it takes
+    loads, stores: bits of a thread's access to global memory -> number of these instructions
+    instructions: kind (`INSTRUCTIONS`) -> number of instructions; looped: those inside a loop
     """
 
     registers: int
@@ -213,11 +213,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a multiprocessor works; the static tuner's model of time needs it (`autotune/static.py`).
+    """How fast a multiprocessor works, for the model of time in `autotune/static.py`.
 
-    clock: GHz; issue: warp instructions a cycle; latency: nanoseconds until device memory answers
+    clock: GHz; issue: warp instructions a cycle; latency: nanoseconds of an access to device memory
     virtual: `Resources.instructions` counts a virtual instruction set (PTX), not the device's
-    into_registers: Triton's pipelined loops prefetch into registers here, not only into shared memory
+    into_registers: Triton's pipelined loops prefetch into registers too, not only into shared memory
     """
 
     clock: float
@@ -228,36 +228,38 @@ class Pace:
 
 
 class Backend:
-    """One vendor. Subclasses fill in what differs; the rules every vendor shares are here."""
+    """One vendor, with the rules that all vendors share.
+
+    device_type: the type of torch's devices for this vendor
+    torch_version: the attribute of `torch.version` that a build of torch for this vendor has
+    compiler: Triton's name of its compiler for this vendor
+    devices: known devices. The key is part of torch's name of the device; the first of an architecture stands for it
+    options: launch options beyond num_warps and num_stages
+    cooperative: `Target.cooperative` of its devices
+    fast_launch: compiled kernels may be launched without Triton's argument binder; True only if tested on hardware
+    fast_log2: `libdevice.fast_log2f` exists and is shorter than `tl.log2`
+    liger_generations: architecture -> Liger Kernel's name of its generation
+    convolves_channels_last: torch convolves 16-bit tensors faster with their channels last; True only if measured
+    gemm_alignment: bytes. A GEMM is slow if the rows of an operand are not a multiple of this, so that a linear head
+    splits an odd vocabulary into two products (`kernels/heads/linear_head.py`)
+    gemm_even_steps_above: a GEMM of more than this many steps of 256 rows is faster with an even number of steps, so
+    that a linear head cuts its chunks in this way; None: any number of steps is as fast
+    """
 
     vendor: str
     device_type: str
-    """The type of torch devices it may serve."""
     torch_version: str
-    """The attribute of `torch.version` that a build of torch for this vendor has."""
     compiler: str
-    """What Triton calls its compiler for this vendor."""
     archs: Mapping[str, Arch] = {}
     devices: Mapping[str, Device] = {}
-    """Known devices. The key is part of torch's name of the device; the first of an architecture stands for it."""
     options: frozenset[str] = frozenset()
-    """Launch options this vendor knows beyond num_warps and num_stages."""
     cooperative = False
-    """`Target.cooperative` of its devices."""
     fast_launch = False
-    """Compiled kernels may be launched without Triton's argument binder. True only where tested on hardware."""
     fast_log2 = False
-    """`libdevice.fast_log2f` exists and is shorter than `tl.log2`."""
     liger_generations: Mapping[str, str] = {}
-    """Architecture -> what Liger Kernel calls its generation, if that has a name."""
     convolves_channels_last = False
-    """torch convolves 16-bit tensors faster with their channels last in memory. True only where measured."""
     gemm_alignment = 1
-    """Bytes. A GEMM operand whose rows are no multiple of this falls off the library's fast kernels, so that a linear
-    head splits an odd vocabulary into two products (`kernels/heads/linear_head.py`). 1: every width is as fast."""
     gemm_even_steps_above: int | None = None
-    """GEMMs of more than so many steps of 256 rows want an even number of steps, which is how a linear head cuts its
-    chunks (`kernels/heads/linear_head.py`). None: any number of steps is as fast."""
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
@@ -268,7 +270,7 @@ class Backend:
         return getattr(torch.version, self.torch_version, None) is not None
 
     def describe(self, index: int) -> Target:
-        """The Target of device `index`, read from torch's device properties."""
+        """The Target of device `index`, from torch's device properties."""
         return self.target_from_properties(self.properties(index))
 
     def properties(self, index: int) -> Any:
@@ -278,19 +280,19 @@ class Backend:
         return torch.get_device_module(self.device_type).get_device_properties(index)
 
     def liger_generation(self, arch: str) -> str:
-        """What Liger Kernel calls an architecture's generation."""
+        """Liger Kernel's name of an architecture's generation."""
         return self.liger_generations.get(arch, arch)
 
     def driver(self, index: int) -> str:
-        """The version of the device's kernel driver, "" where it cannot be read."""
+        """The version of the device's kernel driver, or ""."""
         return str(getattr(self.properties(index), "driver_version", ""))
 
     def target_from_properties(self, properties: Any) -> Target:
-        """The Target for torch's device properties (or a recording of them)."""
+        """The Target for torch's device properties."""
         raise NotImplementedError
 
     def target(self, arch_name: str, arch: Arch, device: Device | None, /, **read: Any) -> Target:
-        """The Target of a device: its rows of `archs` and `devices`, and over them what torch said of it."""
+        """The Target of a device: its rows of `archs` and `devices`, replaced by what was `read` from torch."""
         facts = {
             "vendor": self.vendor,
             "arch": arch_name,
@@ -309,10 +311,8 @@ class Backend:
         return Target(**{**facts, **read})
 
     def known_target(self, name: str) -> Target | None:
-        """The Target of a known device (`h200`, `RTX 4090`), or of the device that stands for an architecture (`sm90`).
-
-        The device need not be in this machine. None if the name is not this vendor's.
-        """
+        """The Target of a known device (`h200`, `RTX 4090`), or of the first device of an architecture (`sm90`), which
+        need not be in this machine; None for another name."""
         device = self._known(name)
         return None if device is None else self.target(device.arch, self.archs[device.arch], device)
 
@@ -322,15 +322,15 @@ class Backend:
         return next(named, None)
 
     def known_archs(self) -> tuple[str, ...]:
-        """Architectures `known_target` can describe."""
+        """Names of architectures for `known_target`."""
         return tuple(dict.fromkeys(device.arch for device in self.devices.values()))
 
     def known_devices(self) -> tuple[str, ...]:
-        """Devices `known_target` can describe, as they are typed."""
+        """Names of devices for `known_target`, in lower case."""
         return tuple(_words(word).replace(" ", "") for word in self.devices)
 
     def device_named(self, name: str) -> Device | None:
-        """The row of `devices` for torch's name of a device."""
+        """The row of `devices` for torch's name of a device, or None."""
         return next((device for word, device in self.devices.items() if _words(word) in _words(name)), None)
 
     def is_called(self, target: Target, name: str) -> bool:
@@ -372,7 +372,7 @@ class Backend:
         return self.illegal_here(target, config)
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
-        """This vendor's own rules; called after the shared ones passed."""
+        """The rules of this vendor, called after the shared ones passed."""
         return None
 
     def illegal_resources(self, target: Target, resources: Resources) -> str | None:
@@ -394,33 +394,29 @@ class Backend:
         return False
 
     def has_grouped_gemm(self, target: Target) -> bool:
-        """Whether torch's grouped product of bf16 is one kernel on `target`, not a loop that waits for sizes."""
+        """Whether torch's grouped product of bf16 is one kernel on `target`, not a loop that waits for the device."""
         return False
 
     # -- lowering and compiling --------------------------------------------------------------------------------------
 
     def load_hint(self, hint: str) -> tuple[str, str]:
-        """(cache_modifier, eviction_policy) of a load with this hint; never both.
-
-        PTX ISA, "Data Movement and Conversion Instructions: ld": a cache operator (.ca, .cg, ...) and an eviction
-        priority (.L1::evict_*) exclude each other. The rule holds for every vendor, so that kernels stay portable.
-        """
+        """(cache_modifier, eviction_policy) of a load with this hint, at least one of them "": they exclude each other
+        in PTX (PTX ISA, "Data Movement and Conversion Instructions: ld")."""
         return "", ""
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
-        """The compiler's options as Triton's launch takes them."""
+        """The compiler's options, for Triton's launch."""
         return {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.vendor}
 
     def dependent_launch(self, target: Target) -> dict[str, Any]:
-        """The launch options of programmatic dependent launch; empty where the target has none."""
+        """The launch options of programmatic dependent launch; empty if the target has none."""
         return {}
 
     def triton_target(self, target: Target) -> Any:
-        """The `triton.backends.compiler.GPUTarget` that the stock compiler takes, or None if it has no such backend."""
+        """The `triton.backends.compiler.GPUTarget`, or None if the stock Triton has no compiler for the target."""
         return None
 
     def pace(self, target: Target) -> Pace:
-        """How fast a multiprocessor of `target` works."""
         raise NotImplementedError
 
     def resources(self, target: Target, compiled: Any) -> Resources:

@@ -118,8 +118,7 @@ class CudaBackend(Backend):
 
 @functools.cache
 def _has_grouped_mm(torch_version: Any) -> bool:
-    """Whether this torch's `_grouped_mm` takes any number of rows a group, on sm100 too. Older ones served sm90 alone,
-    and the first of them required multiples of 8 rows."""
+    """Whether this torch's `_grouped_mm` takes any number of rows a group, on sm100 too."""
     return torch_version >= (2, 9)
 
 

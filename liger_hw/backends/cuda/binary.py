@@ -1,9 +1,9 @@
-"""What a compiled NVIDIA kernel takes: registers from the cubin, access widths and instructions from its PTX.
+"""Resources of a compiled NVIDIA kernel: registers from the cubin, access widths and instructions from its PTX.
 
-The cubin is read by the `cuobjdump` that Triton's wheel brings. PTX is before register allocation and scheduling, so
-its instruction counts are of that code, not of what runs. Registers are handed out to a warp in steps of 256 and to
-warps in fours, and each resident block keeps 1 KiB of shared memory for itself (CUDA C++ Programming Guide, "Compute
-Capabilities"; Hopper Tuning Guide, "Shared Memory").
+The `cuobjdump` in Triton's wheel reads the cubin. PTX is the code before register allocation and scheduling, so its
+instruction counts differ from the binary's. A warp gets registers in steps of 256, warps get them in fours, and each
+resident block reserves 1 KiB of shared memory (CUDA C++ Programming Guide, "Compute Capabilities"; Hopper Tuning Guide,
+"Shared Memory").
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def resources(target: Target, compiled: Any) -> Resources:
 
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """(registers a thread, bytes of stack, bytes of local memory): a kernel without local arrays has both from
-    spills."""
+    """(registers a thread, bytes of stack, bytes of local memory); both memories hold spills."""
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")

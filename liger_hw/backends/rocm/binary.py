@@ -1,9 +1,9 @@
-"""What a compiled AMD kernel takes, read from the assembly text Triton keeps beside the code object.
+"""Resources of a compiled AMD kernel, read from the assembly text that Triton keeps beside the code object.
 
-The compiler writes registers, spills, private segment and the waves a SIMD can hold (`; Occupancy`). Triton's LDS is
-dynamic and stands in the kernel's metadata only. A compute unit of CDNA and a work-group processor of RDNA, which is
-what HIP calls a multiprocessor there, both have four SIMDs; a work-group processor has two compute units' LDS (RDNA 3
-ISA, "Local data share").
+The compiler writes registers, spills, private segment and the waves that a SIMD can hold (`; Occupancy`). Triton's LDS
+is dynamic, and only the kernel's metadata has its size. HIP's multiprocessor is a compute unit on CDNA and a work-group
+processor on RDNA. Both have four SIMDs; a work-group processor has the LDS of two compute units (RDNA 3 ISA, "Local
+data share").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIMDS = 4
 
 
 def _classify(name: str, rest: str) -> tuple[str, int | None] | None:
-    if "Folded" in rest:  # the compiler's note beside a spill or reload, which gfx90a does with buffer instructions
+    if "Folded" in rest:  # the compiler's note beside a spill or reload; on gfx90a these are buffer instructions
         return "spill", None
     if memory := _MEMORY.match(name):
         return memory[1], _bits(memory[2])

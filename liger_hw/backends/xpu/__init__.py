@@ -34,7 +34,7 @@ def _arch(family: str, engines: int, sub_groups: tuple[int, ...], slm: int, cloc
 
 
 def arch_of(properties: Any) -> str:
-    """Architecture from the device's name or PCI id, or from its shape when neither is known."""
+    """Architecture from the device's name or PCI id, or from its shape if neither is known."""
     for arch, words in _NAMES.items():
         if any(word in properties.name for word in words):
             return arch
@@ -99,7 +99,7 @@ class XpuBackend(Backend):
         return None
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
-        """Takes the large register file for tiles that would not fit the small one, unless the configuration says.
+        """Chooses the large register file for tiles that do not fit the small one, unless the configuration chooses.
 
         oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register Mode": 128 registers of 64 bytes for
         each of 8 threads of a vector engine, or 256 for each of 4. A sub-group of 32 then holds 64 or 128 values a
