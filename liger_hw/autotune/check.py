@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,33 +29,30 @@ def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
         return ""
     if not result.is_floating_point():
         return "" if torch.equal(result, expected) else "different integers"
-    a, b = result.detach().reshape(-1), expected.detach().reshape(-1)
-    starts = range(0, a.numel(), CHUNK)
+    chunks = list(zip(*(t.detach().reshape(-1).split(CHUNK) for t in (result, expected))))
     wide = torch.promote_types(result.dtype, torch.float32)
-    difference = torch.zeros((), dtype=torch.float64, device=a.device)
-    size, count = difference.clone(), difference.clone()
-    unmatched = torch.zeros((), dtype=torch.int64, device=a.device)
-    for start in starts:
-        x, y = a[start : start + CHUNK].to(wide), b[start : start + CHUNK].to(wide)
+    difference = size = worst = 0.0
+    count = unmatched = 0
+    for chunk in chunks:
+        x, y = (t.to(wide) for t in chunk)
         finite = torch.isfinite(y)
-        unmatched += ((torch.isfinite(x) != finite) | (~finite & (x != y) & ~(x.isnan() & y.isnan()))).sum()
+        unmatched += int(((torch.isfinite(x) != finite) | (~finite & (x != y) & ~(x.isnan() & y.isnan()))).sum())
         x, y = torch.where(finite, x, 0), torch.where(finite, y, 0)
-        difference += (x - y).double().square().sum()
-        size += y.double().square().sum()
-        count += finite.sum()
-    worst = torch.zeros((), dtype=wide, device=a.device)
-    rms = (size / count.clamp(min=1)).sqrt().to(wide)
-    for start in starts:
-        x, y = a[start : start + CHUNK].to(wide), b[start : start + CHUNK].to(wide)
-        gap = torch.where(torch.isfinite(y), (x - y).abs() / (y.abs() + rms).clamp(min=1e-30), 0)
-        worst = torch.maximum(worst, gap.nan_to_num(nan=0.0).max())
-    wrong, relative, single = int(unmatched), float((difference / size.clamp(min=1e-60)).sqrt()), float(worst)
-    if wrong:
-        return f"{wrong} elements are NaN or infinite on one side only"
+        difference += float((x - y).double().square().sum())
+        size += float(y.double().square().sum())
+        count += int(finite.sum())
+    if unmatched:
+        return f"{unmatched} elements are NaN or infinite on one side only"
+    relative = math.sqrt(difference / max(size, 1e-60))
     if relative > _NORM[result.dtype]:
         return f"relative error {relative:.1e} exceeds {_NORM[result.dtype]:.0e}"
-    if single > _ELEMENT[result.dtype]:
-        return f"an element is off by {single:.1e} of its size, more than {_ELEMENT[result.dtype]:.0e}"
+    rms = math.sqrt(size / max(count, 1))
+    for chunk in chunks:
+        x, y = (t.to(wide) for t in chunk)
+        gap = torch.where(torch.isfinite(y), (x - y).abs() / (y.abs() + rms).clamp(min=1e-30), 0)
+        worst = max(worst, float(gap.nan_to_num(nan=0.0).max()))
+    if worst > _ELEMENT[result.dtype]:
+        return f"an element is off by {worst:.1e} of its size, more than {_ELEMENT[result.dtype]:.0e}"
     return ""
 
 

@@ -117,13 +117,8 @@ def shipped_folder(vendor: str) -> Path:
 
 def header(target: Target) -> dict[str, Any]:
     """The header of a table."""
-    return {
-        "kind": "table",
-        "vendor": target.vendor,
-        "arch": target.arch,
-        "family": target.family,
-        "warp_size": target.warp_size,
-    }
+    facts = {name: getattr(target, name) for name in ("vendor", "arch", "family", "warp_size")}
+    return {"kind": "table", **facts}
 
 
 def triton_version() -> str:

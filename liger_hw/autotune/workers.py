@@ -195,7 +195,7 @@ class CompilePool:
 
 def main() -> None:
     kind, device = sys.argv[1:3]
-    serve(lambda: _measuring(device) if kind == "measure" else _compiling(), device)
+    serve((lambda: _measuring(device)) if kind == "measure" else _compiling, device)
 
 
 def serve(make: Callable[[], Callable[[str, tuple], Any]], device: str = "") -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from liger_hw import files, registry
 from liger_hw.autotune import store, tables
@@ -78,7 +79,7 @@ def test_a_newer_version_of_the_kernel_rejects(stored, monkeypatch):
     monkeypatch.setattr(fwd, "version", 2)
     registry.reload()
     assert taken().layer == "heuristic"
-    candidates = registry.explain("rms_norm", (8192, 4096), _bf16(), H200)[0].candidates
+    candidates = registry.explain("rms_norm", (8192, 4096), torch.bfloat16, H200)[0].candidates
     (refused,) = [one for one in candidates if one.layer == "user"]
     assert refused.rejected == "stored for version 1 of the kernel, this is version 2"
 
@@ -175,17 +176,14 @@ def test_shipped_can_be_switched_off(clean_registry, monkeypatch, tmp_path):
 
 
 BROKEN = {
-    "empty": lambda text: "",
     "truncated": lambda text: text[: len(text) // 2],
     "not json": lambda text: "\x00\x01\xff",
     "foreign": lambda text: '{"hello": "world"}',
-    "a list": lambda text: "[1, 2]",
     "null": lambda text: "null",
     "deep": lambda text: "[" * 100_000,
     "future schema": lambda text: text.replace('"schema": 2', '"schema": 99'),
     "another device": lambda text: text.replace("nvidia-h200", "nvidia-b300"),
     "unknown field": lambda text: text.replace('"num_warps"', '"num_wraps"'),
-    "warps a string": lambda text: text.replace('"num_warps": ', '"num_warps": "x", "a": '),
     "key of strings": lambda text: text.replace("[4096, 13, 2]", '["4096", "13", "2"]'),
     "an op that is a path": lambda text: text.replace('"rms_norm"', '"../../rms_norm"'),
     "no provenance": lambda text: text.replace('"provenance"', '"province"'),
@@ -232,15 +230,6 @@ def test_what_is_no_table_at_all_is_a_miss(stored, caplog, kind):
     assert len(warnings(caplog)) == 1
 
 
-def test_a_cache_that_is_a_link_is_used(clean_registry, monkeypatch, tmp_path):
-    (tmp_path / "large-disk").mkdir()
-    (tmp_path / "cache").symlink_to(tmp_path / "large-disk")
-    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
-    registry.reload()
-    fwd = tunable()
-    assert store.add(H200, [(NAME, entry(fwd.safe(H200, KEY), fwd))]) and taken().layer == "user"
-
-
 def test_a_read_only_cache_costs_one_warning(stored, caplog, monkeypatch):
     fwd, config, _ = stored
 
@@ -252,15 +241,6 @@ def test_a_read_only_cache_costs_one_warning(stored, caplog, monkeypatch):
         assert not store.add(H200, [((op, "fwd", KEY), note("failed", config))])
     assert len(warnings(caplog)) == 1 and "Read-only" in warnings(caplog)[0]
     assert taken().layer == "user", "reading still works"
-
-
-def test_a_lock_that_is_never_released_ends_the_wait_not_the_run(stored, caplog, monkeypatch):
-    fwd, config, path = stored
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
-    with files.locked(path.parent / ".lock"):
-        assert not store.add(H200, [(NAME, note("failed", config))])
-    assert len(warnings(caplog)) == 1 and "another process holds the lock" in warnings(caplog)[0]
-    assert store.add(H200, [(NAME, note("failed", config))])
 
 
 def test_a_relative_cache_home_is_ignored(clean_registry, monkeypatch, tmp_path):
@@ -356,15 +336,3 @@ def test_processes_that_write_at_once_lose_nothing(clean_registry, tmp_path):
     names = {name for name, _ in store.lines_of(H200)}
     assert names == {("rms_norm", "fwd", (4096, turn, key)) for turn in range(10) for key in range(7)}
     assert {p.name for p in store.file_of(H200).parent.iterdir()} == {".lock", store.file_of(H200).name}
-
-
-def _bf16():
-    import torch
-
-    return torch.bfloat16
-
-
-def test_an_entry_round_trips_vendor_options(clean_registry):
-    config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 4, 2, 3, "keep", {"maxnreg": 64})
-    store.add(H200, [(NAME, Entry(config, {"kind": "static"}))])
-    assert store.lines_of(H200)[0][1].config == config

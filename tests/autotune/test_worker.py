@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from liger_hw.autotune.tuner import Job, Tuner
+from liger_hw.autotune.tuner import Job
 from liger_hw.autotune.workers import CompilePool, RemoteMeasurer, Worker, WorkerDied, WorkerError
 from liger_hw.backends import LaunchConfig
-from tests.autotune.fakes import FACTS, H200, tunable
+from tests.autotune.fakes import H200, tunable
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = (4096, 13, 2)
@@ -50,7 +50,7 @@ def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake, monk
     monkeypatch.setitem(RemoteMeasurer.LIMITS, "prepare", 1.0)
     measurer = RemoteMeasurer("cuda:0")
     try:
-        for warps, word in ((2, "signal 11"), (4, "hung for 1 s"), (16, "illegal memory access")):
+        for warps, word in ((2, "signal 11.*cannot select"), (4, "hung for 1 s"), (16, "illegal memory access")):
             measurer.open(JOB, JOB.sizes)
             with pytest.raises(WorkerDied, match=word):
                 measurer.prepare(with_warps(warps))
@@ -61,27 +61,6 @@ def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake, monk
     finally:
         measurer.close()
     assert worker.poll() is not None
-
-
-def test_what_a_dying_worker_said_is_told(fake):
-    measurer = RemoteMeasurer("cuda:0")
-    with pytest.raises(WorkerDied, match="cannot select"):
-        measurer.prepare(with_warps(2))
-
-
-@pytest.mark.full  # each of them is told apart above
-def test_the_search_survives_every_misbehaviour_at_once(fake, monkeypatch):
-    fwd = tunable()
-    monkeypatch.setattr(fwd, "space", lambda target, key: [with_warps(w) for w in (1, 2, 4, 16, 32)])
-    monkeypatch.setitem(RemoteMeasurer.LIMITS, "prepare", 1.0)
-    measurer, saved = RemoteMeasurer("cuda:0"), {}
-    tuner = Tuner(H200, measurer, facts=FACTS, save=lambda name, entry: saved.update({name: entry}) or True)
-    try:
-        (result,) = tuner.run([JOB])
-    finally:
-        measurer.close()
-    assert not result.error and result.failed == 4
-    assert saved["rms_norm", "fwd", KEY].config == with_warps(1)
 
 
 def test_the_compile_pool_survives_aborts_and_hangs(fake):
