@@ -188,7 +188,7 @@ def trace(
             Launch(
                 *(target, plan.tunable.name, plan.key, plan.layer, plan.config),
                 kernel=f"{kernel.fn.__module__}:{kernel.fn.__name__}",
-                args=tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values)),
+                args=stand_ins(kernel, values),
                 options=tuple(sorted(plan.options.items())),
                 grid=tuple(grid),
                 sizes=tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values),
@@ -205,6 +205,11 @@ def trace(
         }
         foresee(op, sizes, dtype, target, note, options, asked)
     return launches
+
+
+def stand_ins(kernel: Any, values: tuple) -> tuple:
+    """`Launch.args` of a kernel's arguments."""
+    return tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
 
 
 def _stand_in(parameter: Any, value: Any) -> Any:
@@ -277,7 +282,7 @@ def build(target: Target, kernel: str, args: Sequence[Any], options: Mapping[str
     if goal is None:
         return lower(kernel, args, options)
     with driver_stub(goal):
-        return _kernel(kernel).warmup(*_arguments(args), grid=(1,), **options)
+        return _kernel(kernel).warmup(*arguments(args), grid=(1,), **options)
 
 
 def lower(kernel: str, args: Sequence[Any], options: Mapping[str, Any], capability: int = 80) -> Any:
@@ -294,7 +299,7 @@ def lower(kernel: str, args: Sequence[Any], options: Mapping[str, Any], capabili
         function.device_caches[stub.get_current_device()]  # makes Triton's binder, which sets `kernel.compile`
         compiler, function.compile = function.compile, _front_half
         try:
-            return function.warmup(*_arguments(args), grid=(1,), **front)
+            return function.warmup(*arguments(args), grid=(1,), **front)
         finally:
             function.compile = compiler
 
@@ -342,8 +347,9 @@ def _numbers_in(arg: Any) -> Iterator[Any]:
         yield arg
 
 
-def _arguments(args: Sequence[Any]) -> list[Any]:
-    return [_Pointer(*arg[1:]) if _is_pointer(arg) else arg for arg in args]
+def arguments(args: Sequence[Any]) -> tuple:
+    """Arguments for Triton's `warmup` that stand for those of a recorded launch."""
+    return tuple(_Pointer(*arg[1:]) if _is_pointer(arg) else arg for arg in args)
 
 
 def _is_pointer(arg: Any) -> bool:

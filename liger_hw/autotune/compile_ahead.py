@@ -28,6 +28,7 @@ from .. import env, registry
 from ..runtime import launch as _launch
 from ..runtime import operator as _operator
 from ..runtime.launch import Foreseen, observing
+from .compile import arguments, stand_ins
 from .fake import FakeTensors
 from .record import tensors_in
 
@@ -112,13 +113,13 @@ class FirstForward:
         future = self.compiling.get(same, Future())
         if plan.compiled.setdefault(likeness, future) is future and same not in self.compiling:
             self.compiling[same] = future
-            self.pool.submit(self._compile, future, likeness, plan, kernel, _launch.stand_ins(args), flags)
+            self.pool.submit(self._compile, future, likeness, plan, kernel, stand_ins(kernel, args), flags)
 
     def _compile(self, future: Future, likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple) -> None:
         concurrent.futures.wait(self._ready)
         try:
             with torch.get_device_module(self.device).device(self.device):
-                _launch.compile_only(plan, kernel, args, flags)
+                _launch.compile_only(plan, kernel, arguments(args), flags)
             future.set_result(None)
         except BaseException as error:  # the launch will have the same error, and handles it
             plan.compiled.pop(likeness, None)

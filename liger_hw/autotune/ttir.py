@@ -19,10 +19,7 @@ from ..backends.base import INSTRUCTIONS, Resources
 _LOCATION = re.compile(r" loc\(.*\)$")
 _NAME = re.compile(r"%[\w.$-]+")
 _ARGUMENT = re.compile(r"(%[\w.$-]+): (!tt\.ptr<|[\w<>!.:]+)")
-_POINTER_OPERATIONS = (
-    r"tt\.addptr|tt\.splat|tt\.broadcast|tt\.expand_dims|tt\.bitcast|tt\.reshape|arith\.select|ttg?\.\w+"
-)
-_DEFINITION = re.compile(rf"^\s*(%[\w.$-]+)(?::\d+)? = (?:\"?)({_POINTER_OPERATIONS})\S* (.*)$")
+_DEFINITION = re.compile(r"^\s*(%[\w.$-]+)(?::\d+)? = (?:\"?)(arith\.select|ttg?\.\w+)\S* (.*)$")
 _LOOP_ARGUMENT = re.compile(r"(%[\w.$-]+) = (%[\w.$-]+)")
 _ACCESS = re.compile(r"\b(tt\.load|tt\.store|tt\.atomic_\w+) (?:\w+, \w+, \w+, )?(%[\w.$-]+)")
 _POINTERS = re.compile(r"(?:tensor<((?:\d+x)+))?!tt\.ptr<(\w+)(?:, \d+)?>>?")
@@ -33,8 +30,6 @@ _SHAPE = re.compile(r"tensor<((?:\d+x)+)")
 _SPECIAL = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "divf"}
 _FREE = {"constant", "splat", "broadcast", "expand_dims", "reshape", "make_range", "bitcast", "addptr"}
 _FREE |= {"store", "reduce", "return"}  # counted elsewhere
-_LARGE_FILE = 2
-"""The large register mode has this many times the registers of a work-item, and as many times fewer work-items."""
 
 
 class Access(NamedTuple):
@@ -146,7 +141,7 @@ def estimate(
         widths["load" if access.kind == "load" else "store"][8 * width] += -(-each // width)
         (looped if access.looped else once)[access.kind] += -(-each // width)
     registers = 20 + max(tiles) * (1 + sum(2 * tile >= max(tiles) for tile in tiles))
-    scale = _LARGE_FILE if str(options.get("grf_mode", "")) == "256" else 1
+    scale = 2 if str(options.get("grf_mode", "")) == "256" else 1  # twice the registers, half the work-items
     file = target.registers // target.max_threads_per_multiprocessor * scale
     resident = target.max_threads_per_multiprocessor // scale
     spills = max(0, registers - file)

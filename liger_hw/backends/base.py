@@ -238,7 +238,6 @@ class Backend:
     cooperative: `Target.cooperative` of its devices
     fast_launch: compiled kernels may be launched without Triton's argument binder; True only if tested on hardware
     fast_log2: `libdevice.fast_log2f` exists and is shorter than `tl.log2`
-    liger_generations: architecture -> Liger Kernel's name of its generation
     convolves_channels_last: torch convolves 16-bit tensors faster with their channels last; True only if measured
     gemm_alignment: bytes. A GEMM is slow if the rows of an operand are not a multiple of this, so that a linear head
     splits an odd vocabulary into two products (`kernels/heads/linear_head.py`)
@@ -256,7 +255,6 @@ class Backend:
     cooperative = False
     fast_launch = False
     fast_log2 = False
-    liger_generations: Mapping[str, str] = {}
     convolves_channels_last = False
     gemm_alignment = 1
     gemm_even_steps_above: int | None = None
@@ -278,10 +276,6 @@ class Backend:
         import torch
 
         return torch.get_device_module(self.device_type).get_device_properties(index)
-
-    def liger_generation(self, arch: str) -> str:
-        """Liger Kernel's name of an architecture's generation."""
-        return self.liger_generations.get(arch, arch)
 
     def driver(self, index: int) -> str:
         """The version of the device's kernel driver, or ""."""

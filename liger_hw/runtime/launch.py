@@ -207,27 +207,13 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
 def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     """Let Triton compile the kernel of a launch on the current device, and build its launcher.
 
-    args: from `stand_ins`. The kernel is not loaded, which in another thread would invalidate a graph that is being
-    captured.
+    args: from `autotune.compile.arguments`. The kernel is not loaded, which in another thread would invalidate a graph that
+    is being captured.
     """
     constants = flags + tuned_values(plan, kernel, args, flags)
     compiled = kernel.warmup(*args, *constants, grid=(1,), **plan.options)
     with contextlib.suppress(AttributeError, TypeError):  # not public: if it moved, the launch builds it
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
-
-
-def stand_ins(args: tuple) -> tuple:
-    """A launch's arguments, each tensor replaced by an object with its dtype and alignment."""
-    return tuple(_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args)
-
-
-class _StandIn:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype = tensor.dtype
-        self._offset = tensor.storage_offset() * tensor.itemsize
-
-    def data_ptr(self) -> int:
-        return self._offset
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:

@@ -46,15 +46,7 @@ class CudaBackend(Backend):
     convolves_channels_last = True
     gemm_alignment = 16  # cuBLAS: 16-byte loads only
     gemm_even_steps_above = 6  # cuBLAS: tall products in multiples of 512 rows
-    liger_generations = {
-        **dict.fromkeys(("sm70", "sm75"), "volta_turing"),
-        **dict.fromkeys(("sm80", "sm86", "sm89"), "ampere_ada"),
-        **{"sm90": "hopper", "sm100": "blackwell", "sm103": "blackwell_ultra", "sm120": "blackwell_consumer"},
-    }
     fast_log2 = True  # one instruction, less exact near 1; tl.log2 is a polynomial
-
-    def liger_generation(self, arch: str) -> str:
-        return self.liger_generations.get(arch, arch.replace("sm", "sm_"))
 
     def driver(self, index: int) -> str:
         try:

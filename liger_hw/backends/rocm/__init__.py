@@ -56,11 +56,6 @@ class RocmBackend(Backend):
         "8060S": Device("AMD Radeon 8060S", "gfx1151", 20, 2 * MIB, 256),
         "RX 9070 XT": Device("AMD Radeon RX 9070 XT", "gfx1201", 32, 8 * MIB, 640),
     }
-    liger_generations = {
-        **{"gfx908": "cdna", "gfx90a": "cdna2"},
-        **dict.fromkeys(("gfx940", "gfx941", "gfx942"), "cdna3"),
-        **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102"), "rdna3"),
-    }
     options = frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack"})
 
     def driver(self, index: int) -> str:

@@ -58,7 +58,6 @@ class XpuBackend(Backend):
         "bmg": _arch("xe2", 8, (16, 32), 128 * KIB, clock=2.85),
         "lnl": _arch("xe2", 8, (16, 32), 128 * KIB, clock=2.05),
     }
-    liger_generations = dict.fromkeys(("acm", "bmg", "lnl"), "arc")
     devices = {  # one torch device each; multiprocessors are Xe-cores
         "Max 1550": Device("Intel(R) Data Center GPU Max 1550", "pvc", 64, 192 * MIB, 1638),
         "A770": Device("Intel(R) Arc(TM) A770 Graphics", "acm", 32, 16 * MIB, 560),
