@@ -288,10 +288,7 @@ def misses(target: Target) -> list[Name]:
 def _shipped_files(target: Target) -> list[tuple[str, Path]]:
     """(layer, path) of the shipped tables for a target: of the device, its architecture, then its family."""
     folder = shipped_folder(target.vendor)
-    try:
-        stems = sorted(path.stem for path in folder.glob("*.json"))
-    except OSError:
-        return []
+    stems = sorted(path.stem for path in folder.glob("*.json"))
     layers = {f"{target.arch}-{slug(target.name)}": "shipped-device", target.arch: "shipped-arch"}
     family = [stem for stem in stems if stem not in layers and _same_family(stem.split("-", 1)[0], target)]
     layers |= dict.fromkeys(family, "shipped-family")

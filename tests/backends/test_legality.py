@@ -51,8 +51,7 @@ BAD = [
     ("gfx942", _config(kpack=3), {}, "not one of 1, 2"),
     ("gfx950", _config(kpack=2), {}, "not one of 1 on gfx950"),
     ("pvc", _config(64, grf_mode="256"), {"warp_size": 16}, "needs num_warps <= 32, got 64"),
-    ("pvc", _config(grf_mode="512"), {}, "at most 256"),
-    ("bmg", _config(grf_mode="large"), {}, "not one of default"),
+    ("pvc", _config(grf_mode="512"), {}, "'512' is not one of default, 128, 256, auto"),
     ("lnl", _config(waves_per_eu=2), {}, "'waves_per_eu' is unknown to xpu"),
 ]
 GOOD = [

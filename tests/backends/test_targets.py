@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from recorded import CUDA, DEVICES, KIB, MIB, ROCM, XPU
 
-from liger_hw.backends import VENDORS, LaunchConfig, Target, backend, known_target, target_of
+from liger_hw.backends import VENDORS, Target, backend, known_target, target_of
 from liger_hw.backends.base import HINTS
 
 # vendor, device -> arch, family, multiprocessors, warp sizes, warp, threads a block, of a multiprocessor,
@@ -53,16 +53,6 @@ def test_facts(vendor, name):
     assert target.vendor == vendor and target.name == DEVICES[vendor][name].name
     assert target.max_warps == target.max_threads // target.warp_size
     assert type(target).from_json(json.loads(json.dumps(target.to_json()))) == target
-
-
-@pytest.mark.parametrize(("vendor", "name"), ALL)
-def test_the_architecture_alone_gives_the_same_limits(vendor, name):
-    """`known_target` stands for a device that is not here: what is legal on one is legal on the other."""
-    real = _target(vendor, name)
-    known = known_target(real.arch)
-    for fact in ("vendor", "family", "warp_size", "warp_sizes", "max_threads", "shared_memory", "registers"):
-        assert getattr(known, fact) == getattr(real, fact), fact
-    assert known.max_threads_per_multiprocessor == real.max_threads_per_multiprocessor
 
 
 @pytest.mark.parametrize(("vendor", "name"), [pair for pair in ALL if pair[0] != "xpu"])
@@ -156,22 +146,6 @@ def test_devices_without_a_backend_are_refused():
 
     with pytest.raises(ValueError, match="no backend for device 'meta'"):
         target_of(torch.device("meta"))
-
-
-def test_the_cpu_has_a_target():
-    import torch
-
-    assert target_of(torch.device("cpu")).vendor == "cpu"
-
-
-@pytest.mark.parametrize("arch", [arch for vendor in VENDORS for arch in backend(vendor).known_archs()])
-def test_limits_hold_both_ways(arch):
-    """The largest legal block is legal, twice as many warps are not."""
-    target = known_target(arch)
-    rules = backend(target.vendor)
-    most = LaunchConfig({"BLOCK": 64}, target.max_warps)
-    assert rules.illegal(target, most) is None
-    assert "threads" in rules.illegal(target, LaunchConfig({"BLOCK": 64}, 2 * target.max_warps))
 
 
 @pytest.mark.parametrize("vendor", VENDORS)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
-GRF_MODES = ("default", "128", "256", "512", "auto")
+GRF_MODES = ("default", "128", "256", "auto")  # no known architecture has more registers
 _SUB_GROUP = 32
 _THREADS_AN_ENGINE = 8
 _REGISTERS = 512 * KIB // 4  # of a Xe-core: 64 threads x 128 of 64 bytes, on Arc A-series 128 threads x 128 of 32 bytes
@@ -91,10 +91,8 @@ class XpuBackend(Backend):
         mode = str(config.vendor.get("grf_mode", "default"))
         if mode not in GRF_MODES:
             return f"grf_mode={mode!r} is not one of {', '.join(GRF_MODES)}"
-        if mode == "512" and target.arch in self.archs:
-            return f"grf_mode=512 is not in {target.arch}: a hardware thread has at most 256 registers there"
-        if mode in ("256", "512") and config.num_warps > _LARGE_GRF_SUB_GROUPS:
-            return f"grf_mode={mode} needs num_warps <= {_LARGE_GRF_SUB_GROUPS}, got {config.num_warps}"
+        if mode == "256" and config.num_warps > _LARGE_GRF_SUB_GROUPS:
+            return f"grf_mode=256 needs num_warps <= {_LARGE_GRF_SUB_GROUPS}, got {config.num_warps}"
         return None
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
