@@ -31,7 +31,6 @@ from .record import (
     Recorder,
     Rejected,
     copy_of,
-    everywhere,
     installed,
     is_poisoned,
     poisoned,
@@ -348,7 +347,7 @@ class LocalMeasurer:
 
     def verify(self, config: LaunchConfig) -> str:
         """Why the whole op under `config` disagrees with its reference, or `""`."""
-        with everywhere(self._stage.plan(config)):
+        with registry.override(self._stage.tunable.name, config):
             return self._bench.against_reference()
 
     def close(self) -> None:

@@ -201,17 +201,6 @@ def installed(plan: Plan) -> Iterator[None]:
         registry.invalidate()
 
 
-@contextlib.contextmanager
-def everywhere(plan: Plan) -> Iterator[None]:
-    """Let launchers use `plan` for every key. Two blocks for one tunable must not overlap."""
-    plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
-    registry.drop_replays()  # after the line above, so that no other plan is recorded
-    try:
-        yield
-    finally:
-        del plan.tunable.plan
-
-
 class Rejected(Exception):
     """A candidate must not be timed; the message says why. From a worker it is raised as a `WorkerError`."""
 

@@ -207,8 +207,8 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
 def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     """Let Triton compile the kernel of a launch on the current device, and build its launcher.
 
-    args: from `autotune.compile.arguments`. The kernel is not loaded, which in another thread would invalidate a graph that
-    is being captured.
+    args: from `autotune.compile.arguments`. The kernel is not loaded, which in another thread would invalidate a graph
+    that is being captured.
     """
     constants = flags + tuned_values(plan, kernel, args, flags)
     compiled = kernel.warmup(*args, *constants, grid=(1,), **plan.options)

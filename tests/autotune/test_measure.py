@@ -156,12 +156,16 @@ def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
     baseline, _ = opened(measurer, "rms_norm", "fwd")
     used = []
     tunable = registry.get_op("rms_norm").tunables[0]
-    monkeypatch.setattr(
-        measurer._bench, "against_reference", lambda: used.append(tunable.plan(None, (1, 2, 3)).config) or ""
-    )
+    device, keys = torch.device("cpu"), [registry.row_key(rows, 64, 4) for rows in (8, 4096)]
+
+    def against_reference():
+        used.extend(tunable.plan(device, key).config for key in keys)
+        return ""
+
+    monkeypatch.setattr(measurer._bench, "against_reference", against_reference)
     config = replace(baseline, hint="stream")
-    assert measurer.verify(config) == "" and used == [config]
-    assert "plan" not in vars(tunable)
+    assert measurer.verify(config) == "" and used == [config] * 2
+    assert tunable.plan(device, keys[0]).config == baseline
 
 
 @pytest.mark.full  # it measures a whole mixture of experts

@@ -19,7 +19,6 @@ from harness import few_sizes, in_threads, make, python, run, tensors
 
 import liger_hw
 from liger_hw import registry
-from liger_hw.autotune.record import everywhere
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
@@ -523,29 +522,6 @@ def test_threads_record_each_for_itself(driver):
 
     in_threads(*[work] * 4)
     assert not observers
-
-
-@cpu
-@pytest.mark.parametrize("meanwhile", [0, 3])
-def test_the_tuner_checks_the_plan_it_says(driver, monkeypatch, meanwhile):
-    """`everywhere` gives launchers another plan: no recording with the previous one may answer, nor one that another
-    thread makes while the block is entered."""
-    x, w = inputs()
-    for _ in range(3):
-        norm(x, w)
-    (plan,) = registry.plans()
-    chosen = registry.Entry(LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1), layer="explicit")
-    other = registry.Plan(plan.tunable, plan.target, plan.device, plan.key, chosen)
-
-    def change(tunable, name, value):
-        for _ in range(meanwhile):
-            norm(x, w)
-        object.__setattr__(tunable, name, value)
-
-    monkeypatch.setattr(type(plan.tunable), "__setattr__", change, raising=False)
-    with everywhere(other):
-        assert [(norm(x, w), last(driver)[0][0])[1] for _ in range(4)] == [2] * 4
-    assert [(norm(x, w), last(driver)[0][0])[1] for _ in range(4)] == [3] * 4
 
 
 @cpu
