@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import platform
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import torch
 
@@ -110,27 +110,26 @@ class Stage:
         self.timed: set[tuple[str, int]] | None = None  # names of launches; None: every one
         self.baseline = self._first_that_runs()
         self.timed = self._affected()
+        before: dict[tuple[Any, int], torch.Tensor] = {}
 
         def keep_inputs(one: Launch) -> None:
-            if one.name in self.timed:
-                tensors = {i: one.args[i] for i in _tensor_indices(one.args)}
-                one.before = {i: copy_of(tensor) for i, tensor in tensors.items() if not is_poisoned(tensor)}
+            for i in _tensor_indices(one.args) if one.name in self.timed else ():
+                if not is_poisoned(one.args[i]):
+                    before[one.name, i] = copy_of(one.args[i])
 
         outputs, launches = self._run(self.baseline, keep_inputs)
-        for one in launches:  # the other inputs need no copy
-            one.before = {i: copy for i, copy in one.before.items() if not same_bits(copy, one.args[i])}
+        args_of = {one.name: one.args for one in launches}
+        self._pristine = {(name, i): t for (name, i), t in before.items() if not same_bits(t, args_of[name][i])}
         self.expected = [t.clone() for t in outputs]  # copies, since replays overwrite the launches' tensors
-        self.bytes = sum(_bytes(one) for one in launches if _is(one, tunable, key))
-        footprint = max(1, sum(_bytes(one) for one in launches))
+        tuned = {one.name: one.args for one in launches if _is(one, tunable, key)}
+        rewritten = [tuned[name][i] for name, i in self._pristine if name in tuned]
+        self.bytes = sum(_bytes(args) for args in tuned.values()) + _bytes(rewritten)
+        footprint = max(1, sum(_bytes(one.args) for one in launches))
         self.copies = (
             1 if self.clock.module is None else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
         )
-        by_kernel = {one.name: one for one in launches}
-        first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in by_kernel.items()}
+        first = {name: {i: args[i] for i in _tensor_indices(args)} for name, args in args_of.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
-        self._pristine = {(name, i): one.before[i] for name, one in by_kernel.items() for i in one.before}
-        for one in launches:
-            one.before = {}
         self.restore_all()
 
     def _first_that_runs(self) -> LaunchConfig:
@@ -256,12 +255,12 @@ def _layout(tensor: torch.Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _bytes(one: Launch) -> int:
-    """Bytes of the tensor arguments, once where they share memory, twice where they are overwritten in place."""
+def _bytes(args: Iterable[Any]) -> int:
+    """Bytes of the tensors among these arguments, once where they share memory."""
     sizes: dict[int, int] = {}
-    for i in _tensor_indices(one.args):
-        tensor = one.args[i]
-        sizes[tensor.data_ptr()] = max(sizes.get(tensor.data_ptr(), 0), tensor.nbytes * (2 if i in one.before else 1))
+    for tensor in args:
+        if isinstance(tensor, torch.Tensor):
+            sizes[tensor.data_ptr()] = max(sizes.get(tensor.data_ptr(), 0), tensor.nbytes)
     return sum(sizes.values())
 
 

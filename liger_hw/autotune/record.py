@@ -25,17 +25,13 @@ from .fake import FakeTensors
 
 @dataclass
 class Launch:
-    """One launch of a kernel, or call of a library's `Routine` in its place.
-
-    before: argument number -> copy of a tensor from before the launch, which the measurer keeps
-    """
+    """One launch of a kernel, or call of a library's `Routine` in its place."""
 
     plan: Plan
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     flags: tuple[Any, ...]
-    before: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> tuple[str, int]:
