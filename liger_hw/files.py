@@ -16,12 +16,15 @@ except ImportError:  # not on Windows: there writers do not wait for each other
     fcntl = None
 
 
-def read_text(path: str | os.PathLike, limit: int) -> str:
-    """The UTF-8 text of a file of at most `limit` bytes. Raises `OSError`, `UnicodeDecodeError`."""
+_LIMIT = 32 << 20
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """The UTF-8 text of a file of at most 32 MiB. Raises `OSError`, `UnicodeDecodeError`."""
     with open(path, "rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
+        data = file.read(_LIMIT + 1)
+    if len(data) > _LIMIT:
+        raise OSError(errno.EFBIG, "larger than 32 MiB", str(path))
     return data.decode()
 
 

@@ -24,6 +24,7 @@ Callers import all of these names from here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -80,7 +81,6 @@ _tables: dict[Target, Table] = {}
 _overrides: list[tuple[str, LaunchConfig]] = []
 _failed: dict[Mark, str] = {}
 """Configurations that failed to launch in this process; earlier failures are in the tables."""
-_explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
 """Recorded calls of the current plans (`runtime/recording.py`). Replaced whenever plans change, so that a recording
 which another thread is making goes into the old dictionary."""
@@ -168,14 +168,13 @@ def _offers(
     yield Entry(tunable.safe(target, key), {"kind": "safe"}, layer="safe")
 
 
+@functools.cache
 def forced_config(tunable: Tunable) -> tuple[str, str] | None:
     """(variable, JSON text) of the configuration that `LIGER_HW_CONFIG_<OP>` forces, or None; read once."""
-    if tunable.name not in _explicit:
-        variants = [one.variant for one in registered() if one.op == tunable.op]
-        for name in env.unknown_variants(tunable.op, variants):
-            store.warn_once(f"{name} is set, but {tunable.op} has the variants {', '.join(variants)}")
-        _explicit[tunable.name] = env.explicit_config(tunable.op, tunable.variant)
-    return _explicit[tunable.name]
+    variants = [one.variant for one in registered() if one.op == tunable.op]
+    for name in env.unknown_variants(tunable.op, variants):
+        store.warn_once(f"{name} is set, but {tunable.op} has the variants {', '.join(variants)}")
+    return env.explicit_config(tunable.op, tunable.variant)
 
 
 def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
@@ -236,7 +235,7 @@ def reload() -> None:
         env.clear()
         store.warn_once.cache_clear()
         _tables.clear()
-        _explicit.clear()
+        forced_config.cache_clear()
         invalidate()
 
 

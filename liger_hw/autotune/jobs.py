@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Iterable, Iterator
 
@@ -73,18 +74,16 @@ class Result:
         return {**self.job.to_json(), **data, "floor_share": round(self.floor_share, 4)}
 
 
-def each(
-    jobs: list[Job], choose: Callable[[int, float], Result], budget: float | None, clock: Callable[[], float]
-) -> Iterator[Result]:
+def each(jobs: list[Job], choose: Callable[[int, float], Result], budget: float | None) -> Iterator[Result]:
     """`choose(number of a job, seconds left)` for each job, in order; after `budget` seconds no job is begun."""
-    deadline = clock() + (math.inf if budget is None else budget)
+    deadline = time.monotonic() + (math.inf if budget is None else budget)
     for number, job in enumerate(jobs):
-        began = clock()
+        began = time.monotonic()
         if began >= deadline:
             yield Result(job, note=OUT_OF_BUDGET)
             continue
         result = choose(number, deadline - began)
-        result.seconds = round(clock() - began, 3)
+        result.seconds = round(time.monotonic() - began, 3)
         yield result
 
 

@@ -16,9 +16,6 @@ from typing import Any, Mapping
 from .. import files
 from ..text import first_line
 
-CONFIG_BYTES = 32 << 20
-"""A larger config.json is not read."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -189,7 +186,7 @@ def on_meta(name: str) -> Any:
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json as JSON data. Raises `ValueError`."""
     try:
-        config = json.loads(files.read_text(path, CONFIG_BYTES))
+        config = json.loads(files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no config: {error}") from None
     if not isinstance(config, dict):

@@ -20,7 +20,6 @@ The model combines three lower bounds of a kernel's time, which overlap in part:
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ class StaticTuner:
 
     def run(self, jobs: list[Job], budget: float | None = None) -> Iterator[Result]:
         """The result of each job, in order. After `budget` seconds no job is begun."""
-        return each(jobs, lambda number, left: self.choose(jobs[number]), budget, time.monotonic)
+        return each(jobs, lambda number, left: self.choose(jobs[number]), budget)
 
     def choose(self, job: Job, among: Sequence[LaunchConfig] | None = None) -> Result:
         """The configuration that the model prefers, with the certificates of its kernels.

@@ -20,8 +20,6 @@ from ..ops import Entry, Key
 
 SCHEMA = 2
 """The schema that is written. Schema 1, of older lock files, is read too: it has no kernel versions, so they are 1."""
-TABLE_BYTES = 32 << 20
-"""Largest table, user cache file or lock file that is read."""
 Name = tuple[str, str, Key]
 """(op, variant, key)"""
 Line = tuple[Name, Entry]
@@ -61,7 +59,7 @@ def load(path: Path, **expected: Any) -> tuple[dict[str, Any], list[Line], list[
     expected: values that its header must have. The source of a line is `<path>:<line number>`.
     """
     try:
-        data = json.loads(files.read_text(path, TABLE_BYTES))
+        data = json.loads(files.read_text(path))
     except UnicodeDecodeError:
         raise ValueError("not a table of liger_hw: not UTF-8 text") from None
     except OSError as error:
