@@ -1,4 +1,4 @@
-"""The registry: which layer answers, why others are refused, and what happens when an answer fails at launch.
+"""The registry: which layer answers, why others are refused, and failures at launch.
 
 Most tests run on an op made up here, so that every layer's answer is known.
 """
@@ -31,7 +31,7 @@ STORED = ("lock", "user", "shipped-device", "shipped-arch", "shipped-family")
 
 
 def _kernel(x):
-    """Stands for a jit function; its source is what an entry is valid for."""
+    """In place of a jit function."""
     return x + 1
 
 
@@ -40,7 +40,7 @@ def _valid(config, key):
 
 
 def _named(number: int) -> LaunchConfig:
-    """A legal configuration that can be told from the others."""
+    """A legal configuration for each number."""
     return LaunchConfig({"BLOCK": 2**number}, 2)
 
 
@@ -122,7 +122,7 @@ def test_illegal_answers_are_refused_with_the_reason(made_up, target, config, re
 
 
 def test_blocks_are_constexpr_parameters_of_the_kernels():
-    """What a configuration is checked by: the heuristic's blocks, and those are the kernels' own names."""
+    """A configuration must have the heuristic's blocks, which are parameters of the kernels."""
     from liger_hw import registry
 
     for tunable in registry.tunables().values():
@@ -194,7 +194,7 @@ def test_overrides_nest_and_end(made_up):
 
 
 def test_every_layer_may_fail_and_the_next_answers(made_up, caplog):
-    """An op whose launch fails for one configuration after the other ends at the safe one, with one warning each."""
+    """If one configuration after the other fails at launch, the safe one answers, with a warning for each."""
     from liger_hw.runtime.launch import LaunchFailed
     from liger_hw.runtime.operator import with_fallback
 
@@ -236,7 +236,7 @@ def test_a_failing_safe_configuration_raises_its_own_error(made_up, monkeypatch,
 
 
 def test_two_threads_that_ask_at_once_get_one_plan(made_up):
-    """What is compiled is kept on the plan: a step would not find what another thread compiles for it on another."""
+    """A plan keeps its compiled kernels, so that a second plan would not have those that another thread compiles."""
     registry, tunable, _ = made_up
     registry.reload()
     found, heuristic, both = [], tunable.heuristic, threading.Barrier(2)
@@ -255,7 +255,7 @@ def test_two_threads_that_ask_at_once_get_one_plan(made_up):
 
 
 def test_what_fails_on_one_device_is_set_aside_on_its_twin(made_up, monkeypatch):
-    """Two devices of one Target hold a plan each; whichever fails, and however often, both end at the safe one."""
+    """Each device of one Target has a plan; a failure on one drops both."""
     from liger_hw.runtime.launch import LaunchFailed
     from liger_hw.runtime.operator import with_fallback
 
@@ -326,7 +326,7 @@ def test_a_configuration_is_lowered_for_the_device(made_up):
 
 
 def _missed() -> dict:
-    """What this process will note at its end: (op, variant, key) -> Target."""
+    """The misses that this process has not written: (op, variant, key) -> Target."""
     return {name: target for target, lines in store._pending.items() for name, kind, _ in lines if kind == "missed"}
 
 
@@ -389,8 +389,7 @@ def test_explain_refuses_what_it_does_not_know(made_up):
 
 
 def test_heuristics_and_safe_configurations_are_legal():
-    """On each known architecture, at the workloads and at odd widths, one row, heads of 96. Where a heuristic is not,
-    the safe configuration answers, much slower."""
+    """On each known architecture, at the workloads and at odd widths, one row, heads of 96."""
     from sweep import MANY
 
     from liger_hw.backends import VENDORS, backend
@@ -430,7 +429,7 @@ def test_registration_is_checked(clean_registry):
 
 
 def test_many_threads_resolve_at_once(made_up):
-    """Every thread gets the same plan for a key, while tables are reloaded under their feet."""
+    """Every thread gets the right plan while another reloads the tables."""
     registry, tunable, stored = made_up
     stored["user"] = _named(5)
     stop = threading.Event()
@@ -456,7 +455,7 @@ def test_many_threads_resolve_at_once(made_up):
 
 
 def test_a_hit_is_one_dictionary_lookup(made_up):
-    """The promise is 0.5 us (benchmarks/registry_cost.py measures it); here, that a hit calls no further function."""
+    """A hit calls no further function (benchmarks/registry_cost.py measures its time)."""
     _, tunable, _ = made_up
     tunable.plan(CPU, KEY)
     calls = []

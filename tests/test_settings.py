@@ -1,4 +1,4 @@
-"""What users set and pass to the registry by mistake: each is answered once, by name, with what to do."""
+"""Mistakes in variables and arguments: each gives one message that names it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_values_no_configuration_has_are_named(clean_registry):
 
 
 def test_contexts_may_end_in_any_order(clean_registry):
-    """As in generators and threads: what is still open counts, the last opened first."""
+    """As in generators and threads: of the open ones the last opened counts."""
     tunable = registry.get_op("rms_norm").tunables[0]
     device = torch.device("cpu")
 
@@ -123,7 +123,7 @@ def test_a_time_that_no_clock_counts_is_refused(clean_registry, monkeypatch, tex
 
 
 def test_a_folder_that_cannot_be_looked_at_is_no_crash(clean_registry, monkeypatch, tmp_path, caplog):
-    """A name too long fails in stat, as a folder of somebody else's does where the user is not root."""
+    """stat fails for a name that is too long, as for another user's folder."""
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / ("a" * 300)))
     registry.reload()
     assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 0
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_looked_at_is_no_crash(clean_registry, monkeypat
 
 
 def test_a_bad_value_is_reported_wherever_it_would_be_used(clean_registry, monkeypatch, capsys):
-    """On the CPU too, whose path needs no chunks, and before the first step rather than in it."""
+    """On a CPU too, which needs no chunks, and at import, before the first step."""
     monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", "2GiB")
     registry.reload()
     with pytest.raises(

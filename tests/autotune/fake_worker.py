@@ -1,4 +1,4 @@
-"""A worker process that misbehaves on request: it stands for `liger_hw.autotune.workers`.
+"""A worker process with faults, in place of `liger_hw.autotune.workers`.
 
 One warp is the fastest; 2 warps crash it, 4 hang it, 16 lose the device, 32 raise. With FAKE_CALM set, nothing does.
 FAKE_LOG names a file that gets a line for each candidate that is timed alone.

@@ -1,4 +1,4 @@
-"""A device that exists in arithmetic only: what the tuner's tests measure on."""
+"""A made-up device, whose times are formulas, for the tuner's tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def other_config(of: registry.Tunable, target: Target, key: tuple) -> LaunchConf
 
 
 class FakeMeasurer:
-    """Times candidates by a formula. `cost(config)` in us; a reason rejects, an exception class is raised."""
+    """Times candidates by `cost(config)` in us; text rejects the candidate, an exception is raised."""
 
     def __init__(self, baseline: LaunchConfig, cost, noise: float = 0.0, verify=lambda config: "") -> None:
         self.baseline, self.cost, self.noise, self.wrong = baseline, cost, noise, verify

@@ -84,7 +84,7 @@ def test_only_rank_0_measures(clean_registry, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert main(["autotune", "--device", "cuda"]) == 0
     assert "only rank 0" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "head")  # somebody else's variable
+    monkeypatch.setenv("RANK", "head")  # set by another program
     assert json.loads(
         run(capsys, "autotune", "--dry-run", "--device", "gfx942", "--ops", "rms_norm", "--shapes", "8x64", "--json")
     )["jobs"]
@@ -171,7 +171,7 @@ def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path):
     run(capsys, "cache", "clear", "--yes")
     registry.reload()
     words = "cache", "import", str(path), "--device", "h200"
-    assert main(words) == 2  # nobody can be asked
+    assert main(words) == 2  # there is no terminal to ask on
     said, error = capsys.readouterr()
     assert "rms_norm.fwd 4096,13,2: " in said and "->" in said and "add --yes" in error
     assert not cache.exists()
@@ -258,7 +258,7 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
 
 
 def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, monkeypatch):
-    """Also where LIGER_HW_LOCK_FILE names the file, as it does on the machine where somebody would check it."""
+    """Also if LIGER_HW_LOCK_FILE names the file, which would then answer for itself."""
     path = tmp_path / "l"
     words = ("--model", "llama-3-8b", "--ops", "rms_norm", "--seq", "8192", "--device", "sm90", "-o", str(path))
     run(capsys, "lock", *words)

@@ -45,13 +45,13 @@ class LauncherMode(TorchDispatchMode):
 
 
 KERNEL = copy.copy(_norm_fwd_kernel)
-"""A kernel that these tests launch without arguments; how many of a kernel's are tensors is remembered by kernel."""
+"""A copy of the kernel, launched without arguments: `_tensor_counts` remembers each kernel's number of tensors."""
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What a `FirstForward` compiles: `list` has (tunable's name, event that ends it) in the order of beginning,
-    `wait(n)` returns once n have begun."""
+    """The compilations of a `FirstForward`: `list` has (tunable's name, event that ends it) in their order, `wait(n)`
+    returns once n have begun."""
     begun, condition = [], threading.Condition()
 
     def compile_only(plan, kernel, args, flags):
@@ -83,7 +83,7 @@ def _note(first, *plans):
 
 
 def test_nothing_compiles_before_triton_is_ready(monkeypatch, compiled):
-    """Else each thread would build its driver and hash its files again."""
+    """Else each thread would build Triton's driver and hash Triton's files."""
     ready = threading.Event()
     monkeypatch.setattr(compile_ahead, "_load_driver", lambda device: ready.wait())
     plan = _plan(rms_norm.FWD)
@@ -97,7 +97,7 @@ def test_nothing_compiles_before_triton_is_ready(monkeypatch, compiled):
 
 
 def test_each_kernel_compiles_once(monkeypatch, compiled):
-    """Also one that two tunables launch alike: its other plan takes the same Future."""
+    """Also a kernel that two tunables launch alike: both plans have the same Future."""
     tunables = rms_norm.FWD, *rms_norm.BACKWARD[:2]
     plans = [_plan(tunable, ROWS=number) for number, tunable in enumerate(tunables)]
     alike = _plan(types.SimpleNamespace(name="alike"), ROWS=0)
@@ -173,14 +173,14 @@ def test_a_librarys_routine_is_not_run():
 
 
 def test_a_fake_tensors_address_is_its_offset():
-    """What asks whether an operand is aligned, as fused_moe does for the library's product, gets an answer."""
+    """fused_moe asks whether an operand is aligned for the library's product."""
     with FakeTensors():
         t = torch.empty(8, 16, dtype=torch.bfloat16)
         assert (t.data_ptr(), t[:, 3:].data_ptr()) == (0, 6)
 
 
 def test_linears_in_float8_that_are_alike_are_foreseen_once(monkeypatch, compiled, on_sm90):
-    """Each has an object of its own where it notes scales, and takes its input in FP8 as a tuple of tensors."""
+    """Each layer has another object for its scales, and takes its input in FP8 as a tuple of tensors."""
     calls, launches, run_on_fakes = [], {}, compile_ahead.run_on_fakes
     layers = torch.nn.ModuleList(torch.nn.ModuleDict({n: torch.nn.Linear(32, 32) for n in "ab"}) for _ in range(3))
     liger_hw.float8(layers, smallest=16)
@@ -217,7 +217,7 @@ def test_one_forward_of_a_configuration_compiles_ahead(monkeypatch, compiled):
 
 
 def test_the_first_call_of_an_op_of_many_kernels_compiles_ahead(monkeypatch, compiled, on_sm90):
-    """Outside a model's first forward too, once: all that forward and backward launch."""
+    """Outside a model's first forward too, and only the first call: all launches of forward and backward."""
     op, foreseen = registry.get_op("fused_moe"), {}
     sample = op.sample((19, 32, 16, 5, 3), torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0))
     monkeypatch.setattr(compile_ahead, "seen", {})
@@ -249,7 +249,7 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "glm4"
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_launches_what_is_compiled_ahead(kind, batch, compiled, on_sm90, monkeypatch):
-    """No more, which would compile in vain, and no less; of one sequence too, whose shifted labels begin elsewhere."""
+    """Exactly the same kernels; with one sequence too, whose shifted labels have another alignment."""
     transformers = pytest.importorskip("transformers")
     import liger_hw.transformers as patches
     from liger_hw.transformers.models import specs
@@ -282,7 +282,7 @@ def test_a_step_launches_what_is_compiled_ahead(kind, batch, compiled, on_sm90, 
 
 
 def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, on_sm90):
-    """The second thread's launch comes while the kernel compiles: it waits, then takes the ordinary way, once."""
+    """A launch in another thread waits until the kernel is compiled, then goes through Triton once."""
     x, y = torch.ones(2, 16), torch.empty(2, 16)
     key = registry.row_key(2, 16, 4)
     plan = rms_norm.FWD.plan(x.device, key)
@@ -332,7 +332,7 @@ PyMODINIT_FUNC PyInit_launcher_of_a_test(void) { return PyModule_Create(&module)
 
 
 def test_a_launcher_that_is_loaded_again_stays_itself(tmp_path, monkeypatch):
-    """Two launchers of one name, as Triton up to 3.6 builds them, each loaded again while the other is."""
+    """Two launchers of one name, as Triton up to 3.6 builds them, each loaded twice."""
     build = pytest.importorskip("triton.runtime.build")
     headers, compiler = sysconfig.get_paths()["include"], shutil.which("cc")
     if compiler is None or not os.path.exists(os.path.join(headers, "Python.h")):
@@ -358,7 +358,7 @@ def test_a_launcher_that_is_loaded_again_stays_itself(tmp_path, monkeypatch):
 
 
 def test_a_fake_shift_has_the_shape_of_both_operands():
-    """`__lshift__` ends as the names of operators that write over their argument."""
+    """The name `__lshift__` ends in an underscore, as names of in-place operators do."""
     with FakeTensors():
         row, column = torch.empty(1, 8, dtype=torch.int32), torch.empty(4, 1, dtype=torch.int32)
         assert (column << row).shape == (4, 8)

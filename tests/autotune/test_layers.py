@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def nothing_ships(tmp_path):
-    """Undone last: a test's own patch of the same name is undone before, to this one."""
+    """No table ships; this patch is undone after those of a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "nothing-ships")
         yield
@@ -202,7 +202,7 @@ def test_two_devices_in_one_process_resolve_by_their_own_target(clean_registry, 
 
 @pytest.mark.parametrize("name", ["rms_norm.fwd", "rms_norm.bwd", "swiglu.fwd", "cross_entropy.fwd"])
 def test_deterministic_makes_two_caches_compute_the_same_bits(h200, name):
-    """Every configuration of the space, as if it were tuned: what may change bits is the heuristic's, always."""
+    """With each configuration of the space in the table, the options that may change bits are the heuristic's."""
     of = tunable(name)
     key = of.key(8192, 4096, 2)
     heuristic = of.heuristic(H200, key)
@@ -252,7 +252,7 @@ class TestLock:
             assert registry.choose(fwd, known_target(arch), KEY).config == config
 
     def test_an_entry_that_is_illegal_on_the_device_is_named(self, h200, monkeypatch, tmp_path):
-        """Pinned is pinned: the heuristic does not answer in its place."""
+        """It is an error; the heuristic does not answer in its place."""
         fwd, path = tunable(), tmp_path / "l"
         config = replace(fwd.safe(H200, KEY), vendor={"maxnreg": 64})  # NVIDIA's word
         table = {NAME: entry(config, fwd)}
@@ -266,7 +266,7 @@ class TestLock:
                 registry.choose(fwd, known_target("gfx942"), KEY)
 
     def test_what_it_pins_is_not_left_out_silently(self, h200, monkeypatch, tmp_path, caplog):
-        """A hash of the kernels' source unpins nothing; what failed at launch in an earlier process is named."""
+        """An entry of another version stays pinned; there is a warning for one that failed at launch before."""
         fwd, path = tunable(), tmp_path / "l"
         config = other_config(fwd, H200, KEY)
         lock.write(path, {NAME: replace(entry(config, fwd), version=99)}, {})
@@ -281,7 +281,7 @@ class TestLock:
 
     @pytest.mark.parametrize("damage", ["missing", "torn", "edited", "a table"])
     def test_a_bad_one_stops_the_first_launch(self, h200, damage, monkeypatch, tmp_path, capsys):
-        """Who asks for a pinned run must not get another one."""
+        """A run that asks for pinned configurations must not go on without them."""
         path, fwd = tmp_path / "l", tunable()
         lock.write(path, {NAME: entry(fwd.safe(H200, KEY), fwd)}, {})
         text = path.read_text()

@@ -72,7 +72,7 @@ def test_a_wrong_candidate_is_rejected_before_it_is_timed(measurer, monkeypatch)
 
 
 def test_a_candidate_that_leaves_elements_unwritten_is_rejected(measurer):
-    """A block narrower than the row, where the kernel needs the whole row: the poison is still there."""
+    """The element is still NaN, as `poisoned` left it."""
     baseline, _ = opened(measurer, "fused_linear_cross_entropy", "fwd")
     measurer._stage.expected[0].fill_(7.0)
     with pytest.raises(Rejected, match="wrong result"):
@@ -117,7 +117,7 @@ def test_what_is_overwritten_is_restored_before_each_replay(measurer):
 
 
 def test_the_time_includes_what_the_choice_decides_for_other_kernels(measurer):
-    """More programs in the backward leave more partial sums for the kernel that adds them up; the reverse is not so."""
+    """The backward's grid decides how many partial sums another kernel adds."""
     rows = (64, 64)
     opened(measurer, "rms_norm", "bwd", rows)
     assert len(measurer._stage.timed) == 2
@@ -170,7 +170,7 @@ def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
 
 @pytest.mark.full  # it measures a whole mixture of experts
 def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
-    """fused_moe's products by torch._grouped_mm (here torch's own loop), where the heuristic has it and where not."""
+    """fused_moe's products by torch._grouped_mm (on a CPU a loop), whether the heuristic chooses it or not."""
     from liger_hw.kernels.moe import products
 
     sizes, grouped, library = (24, 16, 8, 3, 2), [], products.LIBRARY

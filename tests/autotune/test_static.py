@@ -161,7 +161,7 @@ def test_every_architecture_has_a_pace(arch):
 
 
 class FakePool:
-    """Answers as a pool of compile workers would; `answer(config)` says what differs."""
+    """A pool of compile workers; `answer(config)` has the resources that differ."""
 
     def __init__(self, answer) -> None:
         self.answer, self.seen = answer, {}
@@ -306,7 +306,7 @@ def test_a_budget_is_shared_among_architectures_and_said_once(capsys, clean_regi
 
 @pytest.mark.aot
 def test_candidates_are_dropped_and_kernels_fail(capsys, clean_registry, monkeypatch):
-    """One word for each in the lines, the table and the last line: else "11 failed" stands above "0 failed"."""
+    """Candidates are "dropped" and kernels "failed" in the lines, the table and the last line."""
 
     def run(tuner, jobs, budget):
         for job in jobs:
@@ -321,7 +321,7 @@ def test_candidates_are_dropped_and_kernels_fail(capsys, clean_registry, monkeyp
 @pytest.mark.aot
 @pytest.mark.parametrize(("arch", "kind"), [("gfx1100", "static"), ("bmg", "modelled")])
 def test_the_command(arch, kind, capsys, clean_registry):
-    """A real choice for a device that is not here, and its entry, exported as a table that answers for that device."""
+    """A choice for a device that is not here; its entry then answers for that device."""
     import torch
 
     from liger_hw.cli import main

@@ -29,7 +29,7 @@ def test_every_architecture_ships_a_table(vendor, arch):
 
 @pytest.mark.parametrize("table", TABLES)
 def test_entries_are_of_their_own_device(table):
-    """A copied entry carries another device. We own no AMD or Intel GPU, so nothing of theirs was timed."""
+    """Each entry names the table's device, and only entries for NVIDIA GPUs were timed."""
     vendor, stem = table.split("/")
     target = known_target(stem.split("-")[0])
     compiles = backend(vendor).triton_target(target) is not None
@@ -72,7 +72,7 @@ NAME = (JOB.op, JOB.variant, JOB.key)
 
 
 class FakeTuner:
-    """Chooses `config` when it may, and remembers what it was asked for."""
+    """Chooses `config` if it is allowed, and notes its calls."""
 
     def __init__(self, config, spills=0) -> None:
         self.config, self.spills, self.asked, self.save = config, spills, [], None
@@ -142,7 +142,7 @@ def test_what_was_measured_stays(tool):
 
 @pytest.mark.aot
 def test_a_choice_that_spills_does_not_ship(tool):
-    """Where the heuristic spills too the tuner may choose it; a table takes nothing that spills."""
+    """The tuner may choose it if the heuristic spills too, but no entry of a table spills."""
     arch = _arch(tool)
     said = arch.judge(JOB, FakeTuner(other_config(tunable(), TARGET, JOB.key), spills=4), False)
     assert said == "the heuristic stays: the choice spills" and not arch.entries

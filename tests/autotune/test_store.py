@@ -25,7 +25,7 @@ NAME = ("rms_norm", "fwd", KEY)
 
 @pytest.fixture(autouse=True)
 def nothing_shipped(monkeypatch, tmp_path):
-    """No table of the package answers here, whatever it has for KEY; `ship` puts one in their place."""
+    """No table ships; `ship` adds one."""
     monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "none" / vendor)
 
 
@@ -244,7 +244,7 @@ def test_a_read_only_cache_costs_one_warning(stored, caplog, monkeypatch):
 
 
 def test_a_relative_cache_home_is_ignored(clean_registry, monkeypatch, tmp_path):
-    """It would be another cache in every folder that a run begins in."""
+    """It would be another cache in each working directory."""
     monkeypatch.delenv("LIGER_HW_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     for relative in ("cache", ""):
@@ -258,7 +258,7 @@ def test_a_relative_cache_home_is_ignored(clean_registry, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("folder", [None, "~no_such_user/cache"])
 def test_no_home_is_no_cache(clean_registry, monkeypatch, folder):
-    """Not even a folder of that name here."""
+    """No folder of that name is made."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if folder:
         monkeypatch.setenv("LIGER_HW_CACHE_DIR", folder)

@@ -1,4 +1,4 @@
-"""The search, on a device that exists in arithmetic only."""
+"""The search, on a made-up device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BEST = next(c for c in reversed(SPACE) if c != START)
 
 
 def cost(config: LaunchConfig) -> float:
-    """Smooth over the space: each knob away from the best one costs 10%."""
+    """Each option that differs from the best configuration's costs 10%."""
     return 10.0 * 1.1 ** space.distance(config, BEST)
 
 
 class Kept(dict):
-    """What a run stored: the winners by name, and every line in its order."""
+    """The lines that a run stored: winners by name, and `lines` in their order."""
 
     def __init__(self, winners=()):
         super().__init__(winners)
@@ -220,7 +220,7 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_resumes_where_it_was(clean_registry):
-    """Whatever the moment, the cache holds every measurement, and the second run takes none of them again."""
+    """The cache has every measurement, and the second run repeats none of them."""
 
     class Fragile(FakeMeasurer):
         left = 40

@@ -31,7 +31,7 @@ def fake(monkeypatch):
     call = Worker.call
 
     def patient(worker, name, *args, seconds):
-        """The limit of the test for a configuration that hangs; for all others enough on a machine that is busy."""
+        """The test's limit for a configuration that hangs; 600 seconds for others, if the machine is busy."""
         hangs = args and getattr(args[-1], "num_warps", 0) == 4
         return call(worker, name, *args, seconds=seconds if hangs else 600)
 
@@ -176,7 +176,7 @@ def _alive(pid: int) -> bool:
 
 @pytest.mark.aot
 def test_what_the_pool_compiles_is_what_a_launch_looks_up(tmp_path, monkeypatch):
-    """The compile worker's result is in Triton's cache, for the whole operator that the candidate is part of."""
+    """Triton's cache has the kernels of the candidate's whole operator."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     fwd = tunable()
     with CompilePool(1) as pool:

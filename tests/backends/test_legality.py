@@ -94,7 +94,7 @@ def test_which_kernels_multiply_matrices():
 
 
 def test_what_was_compiled_must_fit_a_multiprocessor():
-    """A block that asks for more registers than there are does not launch, however well it compiled."""
+    """A block that needs more registers than a multiprocessor has cannot be launched."""
     sm90, gfx942 = known_target("sm90"), known_target("gfx942")
     greedy = Resources(registers=128, spills=0, scratch=0, shared=0, threads=1024, occupancy=0.0)
     assert "131072; sm90 has 65536" in backend("cuda").illegal_resources(sm90, greedy)
@@ -106,7 +106,7 @@ def test_what_was_compiled_must_fit_a_multiprocessor():
     "blocks", [{"BLOCK_SIZE": 2**20}, {"BLOCK_SIZE": 2**62, "ROWS": 1}, {"ROWS": 64, "BLOCK_SIZE": 4096}]
 )
 def test_a_tile_that_no_program_can_hold_is_refused(blocks):
-    """Legal by every other rule, it kept the compiler busy for minutes or hours at the first launch."""
+    """The compiler would take minutes to hours; no other rule refuses it."""
     for arch in ("sm90", "gfx942", "pvc"):
         assert "elements for" in _refusal(arch, LaunchConfig(blocks, 4))
 

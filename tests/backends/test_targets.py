@@ -69,8 +69,7 @@ def test_an_older_torch_leaves_fields_out(vendor, name):
 
 @pytest.mark.parametrize(("vendor", "name"), ALL)
 def test_a_device_is_known_by_its_name(vendor, name):
-    """By name it is what torch describes on the machine, to the name that finds its shipped table (NVIDIA's are
-    recorded)."""
+    """The Target is that of torch's properties. For NVIDIA the name, which finds the shipped table, is the same too."""
     real, known = _target(vendor, name), known_target(name.removeprefix("Arc "))
     same = known if vendor == "cuda" else replace(known, name=real.name)
     assert same == real
@@ -96,7 +95,7 @@ def test_amd_feature_flags_are_cut():
 
 
 def test_amd_registers_do_not_depend_on_the_driver():
-    """ROCm reported both for the same silicon, and a Target decides which table answers."""
+    """ROCm releases report different numbers for one device, and a Target decides which table answers."""
     older = SimpleNamespace(**vars(ROCM["MI250X"]))
     newer = SimpleNamespace(**{**vars(older), "regs_per_multiprocessor": 131072})
     assert backend("rocm").target_from_properties(older) == backend("rocm").target_from_properties(newer)
