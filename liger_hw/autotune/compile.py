@@ -199,11 +199,11 @@ def trace(
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
         table = store.read(target) if shipped or user else {}
-        asked = {
+        layers = {
             name: [one for one in entries if (shipped if one.layer.startswith("shipped") else user)]
             for name, entries in table.items()
         }
-        foresee(op, sizes, dtype, target, note, options, asked)
+        foresee(op, sizes, dtype, target, note, options, layers)
     return launches
 
 
@@ -348,7 +348,7 @@ def _numbers_in(arg: Any) -> Iterator[Any]:
 
 
 def arguments(args: Sequence[Any]) -> tuple:
-    """Arguments for Triton's `warmup` that stand for those of a recorded launch."""
+    """Arguments for Triton's `warmup` in place of a launch's."""
     return tuple(_Pointer(*arg[1:]) if _is_pointer(arg) else arg for arg in args)
 
 

@@ -47,7 +47,7 @@ MARGINS = {"binary": 0.08, "ttir": 0.25}
 class StaticTuner:
     """Runs jobs for a target that is not here.
 
-    candidates: at most so many are compiled for a job; save: stores (name, entry) of a winner, returns whether it did
+    candidates: the most that a job compiles; save: stores (name, entry) of a winner, returns whether it did
     """
 
     def __init__(

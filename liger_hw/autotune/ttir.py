@@ -47,7 +47,7 @@ class Access(NamedTuple):
 
 @dataclass
 class _Region:
-    """The accesses between braces; other: those of the branch before an `else`."""
+    """The accesses between braces; other: of the branch before an `else`."""
 
     loop: bool
     accesses: list[Access] = field(default_factory=list)
