@@ -19,7 +19,7 @@ import argparse
 import torch
 
 from liger_hw.kernels.heads.head_targets import FREQUENT
-from liger_hw.kernels.losses.distill_rows import Distillation, distill_slopes
+from liger_hw.kernels.losses.distill_rows import Distillation, distill_gradient
 from liger_hw.kernels.losses.divergence_rows import JSD, KL, TVD
 
 CHUNKS = (4, 6, 8)
@@ -106,10 +106,10 @@ def dense(rows: int, vocab: int, hidden: int, kind: int, near: float) -> str:
         wide, part = part.double(), part.float()
         logits = [wide @ w.double().t() for w in (weight, teacher)]
         given = logits[1].softmax(-1) if kind == KL else logits[1]
-        exact += (distill_slopes(logits[0], given, None, options)[0] / rows).t() @ wide
+        exact += (distill_gradient(logits[0], given, None, options) / rows).t() @ wide
         student, given = (part @ weight.float().t()).bfloat16(), (part @ teacher.float().t()).bfloat16()
         given = given.float().softmax(-1) if kind == KL else given
-        slope = (distill_slopes(student, given, None, options)[0] / rows).bfloat16()
+        slope = (distill_gradient(student, given, None, options) / rows).bfloat16()
         parts.append(slope.float().t() @ part)
     base = error(sum(parts).bfloat16(), exact)
     name = {KL: "KL", JSD: "JSD", TVD: "TVD"}[kind]

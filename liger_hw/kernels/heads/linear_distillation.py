@@ -18,7 +18,7 @@ import torch
 from ...registry import Tunable
 from ...runtime.operator import Function, check, check_floats, check_tensors, define, dense, first_order
 from ..losses.cross_entropy_rows import SUMMED, RowResults, absent, check_in_range, launch_sum
-from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
+from ..losses.distill_rows import Distillation, DistillRows, distill_gradient, distill_reference, distill_rows
 from ..losses.divergence_rows import check_labels, label_share, share_reference
 from .head_reference import reference_gradients, reference_logits, unrounded_logits
 from .linear_head import (
@@ -133,8 +133,7 @@ def linear_distillation_operator(
         share = share_reference(x, labels, call.per_row, options.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None
         if any(call.needs):
-            by_soft, by_hard = distill_slopes(*logits, labels, options)
-            dlogits = options.soft_weight * by_soft + options.hard_weight * by_hard
+            dlogits = distill_gradient(*logits, labels, options)
             dlogits = dlogits if scale_in_backward else dlogits * share
         hard = hard.sum() * share if call.with_hard else absent(soft)
         stats = share.repeat(5) if scale_in_backward else absent(share)

@@ -41,7 +41,6 @@ from ...runtime.operator import (
 )
 from ...runtime.sharding import LossRule
 from .cross_entropy_rows import (
-    MEAN,
     NONE,
     STATS,
     SUM,
@@ -51,6 +50,7 @@ from .cross_entropy_rows import (
     check_arguments,
     check_in_range,
     cross_entropy_options,
+    gradient_of,
     launch_rows,
     launch_stats,
     launch_sum,
@@ -73,18 +73,20 @@ def cross_entropy_reference(input, target, weight=None, size_average=None, reduc
 def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Tensor, ...]:
     """(loss, z_loss, token_accuracy, predicted_tokens) in plain torch, none rounded to the logits' dtype."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    s = logits.to(wide)
+    target = target.long()
+    counted = target != options.ignore_index
+    s = logits.to(wide).masked_fill(~counted[:, None], 0.0)
     if options.softcap:
         s = options.softcap * torch.tanh(s / options.softcap)
-    target = target.long()
     w = None if weight is None else weight.to(wide)
-    counted = target != options.ignore_index
     y = target.masked_fill(~counted, 0)
     lse = torch.logsumexp(s, -1)
     rows = torch_cross_entropy(
         s, target, w, ignore_index=options.ignore_index, reduction="none", label_smoothing=options.label_smoothing
     )
-    z = torch.where(counted, options.lse_square_scale * lse * lse, 0.0)  # in this order: 0 * inf would be nan
+    z = torch.zeros_like(lse)
+    if options.lse_square_scale:  # else an infinite incoming gradient times 0 would be nan
+        z = torch.where(counted, options.lse_square_scale * lse.square(), 0.0)
     if options.use_token_scaling:
         p = torch.where(counted, torch.exp(s.gather(1, y[:, None])[:, 0] - lse), 0.0).detach()
         rows, z = rows * p, z * p
@@ -103,36 +105,10 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
 
 
 def reference_gradient(logits, target, weight, options: Options, row_grads=None) -> torch.Tensor:
-    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64, by the kernel's formula.
-
-    Not by autograd: fake tensors run this too, and autograd's thread for a GPU does not have the fake tensor mode.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    s, slope = logits.to(wide), 1.0
-    if options.softcap:
-        t = torch.tanh(s / options.softcap)
-        s, slope = options.softcap * t, 1.0 - t.square()
-    target = target.long()
-    counted = target != options.ignore_index
-    y = target.masked_fill(~counted, 0)
-    w = logits.new_ones(logits.shape[1], dtype=wide) if weight is None else weight.to(wide)
-    lse = torch.logsumexp(s, -1)
-    target_coef = (1.0 - options.label_smoothing) * w[y]
-    smoothing_term = torch.full_like(lse, options.label_smoothing / logits.shape[1])
-    softmax_coef = target_coef + smoothing_term * w.sum()
-    z_coef = 2.0 * options.lse_square_scale * lse
-    if options.reduction == MEAN:
-        total = torch.where(counted, w[y], 0.0).sum()
-        target_coef, softmax_coef, smoothing_term = (t / total for t in (target_coef, softmax_coef, smoothing_term))
-        z_coef = z_coef / counted.sum()
-    factor = torch.ones_like(lse) if row_grads is None else row_grads.to(wide)
-    if options.use_token_scaling:
-        factor = factor * torch.exp(s.gather(1, y[:, None])[:, 0] - lse)
-    grad = ((softmax_coef + z_coef) * factor)[:, None] * torch.exp(s - lse[:, None])
-    if options.label_smoothing:
-        grad -= (smoothing_term * factor)[:, None] * w
-    grad.scatter_add_(1, y[:, None], -(target_coef * factor)[:, None])
-    return torch.where(counted[:, None], grad * slope, 0.0)
+    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64."""
+    if row_grads is None:
+        row_grads = logits.new_ones(logits.shape[:1] if options.reduction == NONE else ())
+    return gradient_of(lambda s: reference_losses(s, target, weight, options)[0], logits, row_grads)
 
 
 def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:

@@ -10,12 +10,13 @@ Backward multiplies the gradient that is computed here by the incoming one (loss
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
 from ... import env, private, registry
 from ...registry import LaunchConfig, Target, Tunable
+from ...runtime.derivative import differentiate
 from ...runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices, launch
 from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.row import LINE, body_start, body_width, row_head, row_vector
@@ -144,6 +145,15 @@ def pack(outputs: Sequence[torch.Tensor], options: Options) -> torch.Tensor | Cr
 def absent(like: torch.Tensor) -> torch.Tensor:
     """Stands for a result that is not returned: an operator may not return None."""
     return like.new_empty(0)
+
+
+def gradient_of(loss: Callable[..., torch.Tensor], logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """d(sum of loss(logits) * slope) / d(logits) by autograd, in fp32 or fp64.
+
+    In this thread: fakes are derived from references, and autograd's thread for a GPU is not in the fake tensor mode.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        return differentiate(loss, [logits], [slope])[0]
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------

@@ -34,13 +34,13 @@ from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import tail_columns
 from ..rows.tuning import DIMS, column_tiles, tile_rule
-from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
+from .cross_entropy_rows import gradient_of
+from .divergence_rows import KL, TVD, divergence_terms, jsd_of, log2_of
 
 _NO_HARD, _HARD_SHARED, _HARD_APART = range(3)
 
 COSINE = 5
 """The kind of a cosine distance, beside the kinds of divergence_rows.py."""
-_SHORTEST = 1e-8
 
 
 class Distillation(NamedTuple):
@@ -55,54 +55,39 @@ class Distillation(NamedTuple):
     hard_weight: float = 0.0
 
 
-def _scores(student, teacher, options: Distillation) -> tuple[torch.Tensor, ...]:
-    """(s, t, x, y) in fp32 or fp64: the logits, and both distributions as `divergence_terms` takes them."""
-    wide, kind = torch.promote_types(student.dtype, torch.float32), options.kind
-    s, t = student.to(wide), teacher.to(wide)
-    x = torch.log_softmax(s / options.temperature, -1)
-    y = t if kind == KL else torch.log_softmax(t / options.temperature, -1)
-    return s, t, *((x.exp(), y.exp()) if kind == TVD else (x, y))
-
-
 def distill_reference(student, teacher, labels, options: Distillation):
     """(soft, hard) of every row in plain differentiable torch, in fp32 (fp64 for fp64); hard is zero without labels.
 
     teacher: logits, or probabilities for KL.
     """
-    s, t, x, y = _scores(student, teacher, options)
-    if options.kind == COSINE:
-        soft = 1 - F.cosine_similarity(s, t, dim=-1, eps=_SHORTEST)
+    wide, kind = torch.promote_types(student.dtype, torch.float32), options.kind
+    s, t = student.to(wide), teacher.to(wide)
+    if labels is not None:
+        ignored = labels == options.ignore_index
+        s, t = (logits.masked_fill(ignored[:, None], 0.0) for logits in (s, t))
+    if kind == COSINE:
+        soft = 1 - F.cosine_similarity(s, t, dim=-1, eps=1e-8)
     else:
-        soft = divergence_terms(x, y, options.kind, options.beta, options.eps).sum(-1)
+        x = torch.log_softmax(s / options.temperature, -1)
+        y = t if kind == KL else torch.log_softmax(t / options.temperature, -1)
+        if kind == TVD:
+            x, y = x.exp(), y.exp()
+        soft = divergence_terms(x, y, kind, options.beta, options.eps).sum(-1)
     if labels is None:
         return soft, torch.zeros_like(soft)
-    ignored = labels == options.ignore_index
     at = labels.long().masked_fill(ignored, 0)
     hard = -torch.log_softmax(s, -1).gather(1, at[:, None])[:, 0]
     return soft.masked_fill(ignored, 0.0), hard.masked_fill(ignored, 0.0)
 
 
-def distill_slopes(
-    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor | None, options: Distillation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(d soft / d logits, d hard / d logits) [n_rows, n_cols] of every row, unweighted; hard is zero without labels.
+def distill_gradient(student, teacher, labels, options: Distillation) -> torch.Tensor:
+    """The gradient of every row's weighted losses in the student's logits, in fp32 or fp64."""
 
-    The kernel's formulas, not autograd, which is not available where an operator runs under a dispatch mode.
-    """
-    s, t, x, y = _scores(student, teacher, options)
-    if options.kind == COSINE:
-        ls, lt = (v.norm(dim=-1, keepdim=True).clamp_min(_SHORTEST) for v in (s, t))
-        soft = (s * t).sum(-1, keepdim=True) / (ls * lt) * s / ls.square() - t / (ls * lt)
-    else:
-        q, g = x, divergence_slope(x, y, options.kind, options.beta)
-        q, g = (q, g * q) if options.kind == TVD else (q.exp(), g)
-        soft = (g - q * g.sum(-1, keepdim=True)) / options.temperature
-    if labels is None:
-        return soft, torch.zeros_like(soft)
-    ignored = labels == options.ignore_index
-    hard = torch.softmax(s, -1)
-    hard.scatter_add_(1, labels.long().masked_fill(ignored, 0)[:, None], -torch.ones_like(hard[:, :1]))
-    return soft.masked_fill(ignored[:, None], 0.0), hard.masked_fill(ignored[:, None], 0.0)
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        soft, hard = distill_reference(logits, teacher, labels, options)
+        return options.soft_weight * soft + options.hard_weight * hard
+
+    return gradient_of(loss, student, student.new_ones(student.shape[0]))
 
 
 # -- tiles and lanes -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from ...runtime.operator import (
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.row import LINE, body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, column_tiles, tile_rule
-from .cross_entropy_rows import MEAN, NONE, STATS, SUM, SUMMED, RowResults, absent, launch_sum, stats_key
+from .cross_entropy_rows import MEAN, NONE, STATS, SUM, SUMMED, RowResults, absent, gradient_of, launch_sum, stats_key
 from .loss_gradient import scale_gradient
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
@@ -66,36 +66,28 @@ def divergence_terms(x: torch.Tensor, y: torch.Tensor, kind: int, beta: float = 
         return torch.where(y == 0, 0.0, y * (torch.log(y.clamp_min(eps)) - x))
     p, q = y.exp(), x.exp()
     if kind == KL_LOG:
-        return torch.where(p == 0, 0.0, p * (y - x))
+        return _weighted(p, y - x)
     if kind == RKL:
-        return torch.where(q == 0, 0.0, q * (x - y))
-    m = _log_mixture(x, y, beta)
-    return torch.where(p == 0, 0.0, beta * p * (y - m)) + torch.where(q == 0, 0.0, (1 - beta) * q * (x - m))
+        return _weighted(q, x - y)
+    high = torch.maximum(x, y).detach()
+    both_zero = high == float("-inf")
+    a, b, high = (t.masked_fill(both_zero, 0.0) for t in (x, y, high))
+    m = high + torch.log(beta * torch.exp(b - high) + (1 - beta) * torch.exp(a - high))
+    return beta * _weighted(p, y - m) + (1 - beta) * _weighted(q, x - m)
 
 
-def divergence_slope(x: torch.Tensor, y: torch.Tensor, kind: int, beta: float = 0.5) -> torch.Tensor:
-    """df / dx of every element."""
-    if kind == TVD:
-        return 0.5 * torch.sign(x - y)
-    if kind in (KL, KL_LOG):
-        return -(y if kind == KL else y.exp())
-    q = x.exp()
-    if kind == RKL:
-        return torch.where(q == 0, 0.0, q * (x - y + 1))
-    return torch.where(q == 0, 0.0, (1 - beta) * q * (x - _log_mixture(x, y, beta)))
-
-
-def _log_mixture(x, y, beta):
-    high = torch.maximum(x, y)
-    high = torch.where(high == float("-inf"), 0.0, high).detach()
-    return high + torch.log(beta * torch.exp(y - high) + (1 - beta) * torch.exp(x - high))
+def _weighted(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """p * value; where p is 0, the product and its gradient are 0 even for an infinite value."""
+    return p * torch.where(p == 0, 0.0, value)
 
 
 def divergence_reference(x, y, labels, options: Divergence):
     """The reduced loss in plain torch, in fp32 or fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    terms = divergence_terms(x.to(wide), y.to(wide), options.kind, options.beta, options.eps)
-    terms = terms if labels is None else torch.where((labels != options.ignore_index)[:, None], terms, 0.0)
+    p, q = x.to(wide), y.to(wide)
+    if labels is not None:  # the terms of two zeros are zero
+        p, q = (t.masked_fill((labels == options.ignore_index)[:, None], 0.0) for t in (p, q))
+    terms = divergence_terms(p, q, options.kind, options.beta, options.eps)
     if options.reduction == NONE:
         return terms
     return terms.sum() * share_reference(x, labels, _per_row(options, x.shape[1]), options.ignore_index, wide)
@@ -385,23 +377,18 @@ def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
             _run(tunable, x, y, labels, share, options, False, None, dx, go)
         return dx
 
-    def slope(x, y, labels, options):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        g = divergence_slope(x.to(wide), y.to(wide), options.kind, options.beta)
-        g = g if labels is None else torch.where((labels != options.ignore_index)[:, None], g, 0.0)
-        return g * share_reference(x, labels, _per_row(options, x.shape[1]), options.ignore_index, wide)
+    def slope(x, y, labels, options, incoming):
+        dx = gradient_of(lambda x: divergence_reference(x, y, labels, options), x, incoming)
+        return dx.to(x.dtype).contiguous()
 
     def fwd_reference(x, y, labels, dtype, grad, options: Divergence):
         loss = divergence_reference(x, y, labels, options).to(dtype).contiguous()
         grad = grad and options.reduction != NONE
         stats = x.new_ones(5 if grad and _scales_in_backward(x.dtype, options) else 0, dtype=torch.float32)
-        return loss, slope(x, y, labels, options).to(x.dtype).contiguous() if grad else absent(x), stats
+        return loss, slope(x, y, labels, options, x.new_ones(())) if grad else absent(x), stats
 
     def bwd_reference(go, x, y, labels, options: Divergence):
-        g = slope(x, y, labels, options)
-        dx = g * go.to(g.dtype)
-        dx = dx if labels is None else dx.masked_fill((labels == options.ignore_index)[:, None], 0.0)
-        return dx.to(x.dtype).contiguous()
+        return slope(x, y, labels, options, go)
 
     tensors = "Tensor input, Tensor target, Tensor? labels"
     forward = define(

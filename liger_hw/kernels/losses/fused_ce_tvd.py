@@ -36,7 +36,6 @@ from .distill_rows import (
     Distillation,
     compare_pair,
     distill_reference,
-    distill_slopes,
     distill_tunable,
     logits_tile,
     loss_of_lanes,
@@ -227,18 +226,10 @@ def _bwd(dce, dtvd, student, teacher, target, saved, ignore_index):
     return dx
 
 
-@torch.no_grad()
 def _fwd_reference(student, teacher, target, ignore_index):
     assert_targets(_NAME, target, student.shape[1], ignore_index, plain=True)
     ce, tvd = fused_ce_tvd_reference(student, teacher, target, ignore_index)
     return ce, tvd, ce.new_zeros(SAVED, ce.shape[0])
-
-
-@torch.no_grad()
-def _bwd_reference(dce, dtvd, student, teacher, target, saved, ignore_index):
-    soft, hard = distill_slopes(student, teacher, target, _options(ignore_index))
-    dx = (hard * dce[:, None] + soft * dtvd[:, None]).masked_fill((target == ignore_index)[:, None], 0.0)
-    return dx.to(student.dtype).contiguous()
 
 
 _INPUTS = "Tensor student, Tensor teacher, Tensor target"
@@ -253,8 +244,7 @@ fused_ce_tvd_bwd = define(
     f"fused_ce_tvd_bwd(Tensor dce, Tensor dtvd, {_INPUTS}, Tensor saved, int ignore_index) -> Tensor dstudent",
     shapes=f"{_SHAPES}; saved [{SAVED}, n_rows]; dce, dtvd [n_rows]",
     launcher=_bwd,
-    reference=_bwd_reference,
-    fake=("student",),
+    derivative_of=fused_ce_tvd_fwd,
 )
 
 
