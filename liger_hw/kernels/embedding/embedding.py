@@ -1,9 +1,7 @@
 """Embedding: y[i] = weight[indices[i]], and the gradient of the table, exact and repeatable.
 
-The row padding_idx is read as any other and gets no gradient. An index outside the table gives a row of NaN and no
-gradient (on the CPU it raises): raising would make the host wait for the device. Saved for backward: indices.
-Backward, dW[r] = sum of dy[i] over the i with indices[i] = r: in fp32, rounded once, always in the order of i, so that
-runs are repeatable. `stable_sort.py` sorts the indices, `row_sums.py` sums.
+Saved for backward: indices. Backward, dW[r] = sum of dy[i] over the i with indices[i] = r: in fp32, rounded once,
+always in the order of i. `stable_sort.py` sorts the indices, `row_sums.py` sums.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from .stable_sort import MERGE, SORT, sort_indices
 
 
 def embedding_reference(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-    """The specification in plain torch; its backward sums in fp32, or in fp64 when `weight` is fp64."""
+    """The specification in plain torch; its backward sums in fp32 (fp64 for fp64)."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return F.embedding(indices, weight.to(wide), padding_idx).to(weight.dtype)
 
@@ -130,10 +128,10 @@ class EmbeddingFunction(Function):
 def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
     """Rows of `weight`, as `torch.nn.functional.embedding`.
 
-    weight: [n_rows, n_cols] in fp32, fp16 or bf16; indices: int32 or int64 of any shape.
-    padding_idx: row that gets no gradient, negative counts from the end.
-    Returns [*indices.shape, n_cols]. On a GPU an index outside the table gives NaN.
-    Raises `ValueError` for shapes, dtypes, devices or a padding_idx that do not fit.
+    weight: [n_rows, n_cols] in fp32, fp16 or bf16; indices: int32 or int64 of any shape; padding_idx: a row that gets
+    no gradient, negative counts from the end. Returns [*indices.shape, n_cols].
+    An index outside the table raises on the CPU. On a GPU it gives NaN and no gradient: for an error the host would
+    have to wait. Raises `ValueError` for shapes, dtypes, devices or a padding_idx that do not fit.
     """
     if padding_idx is not None:
         check_tensors("liger_embedding", weight=weight)
@@ -144,29 +142,18 @@ def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: in
     return EmbeddingFunction.apply(weight, indices, padding_idx)
 
 
-class LigerEmbedding(torch.nn.Module):
-    """Embedding layer: num_embeddings rows of embedding_dim, N(0, 1) at first; row padding_idx stays zero."""
+class LigerEmbedding(torch.nn.Embedding):
+    """`torch.nn.Embedding` of num_embeddings rows of embedding_dim, with `liger_embedding`."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
-        super().__init__()
         fits = padding_idx is None or -num_embeddings <= padding_idx < num_embeddings
-        check(
-            fits, "LigerEmbedding", f"padding_idx must lie in [{-num_embeddings}, {num_embeddings}), got {padding_idx}"
-        )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.weight = torch.nn.Parameter(torch.randn(num_embeddings, embedding_dim))
-        if padding_idx is not None:
-            with torch.no_grad():
-                self.weight[padding_idx].zero_()
+        expected = f"[{-num_embeddings}, {num_embeddings})"
+        check(fits, "LigerEmbedding", f"padding_idx must lie in {expected}, got {padding_idx}")
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """indices: int64 or int32 of any shape; returns [*indices.shape, embedding_dim]."""
         return liger_embedding(self.weight, indices, self.padding_idx)
-
-    def extra_repr(self) -> str:
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 
 WORKLOADS = {"llama3_8b": (16384, 128256, 4096), "qwen3_0_6b": (32768, 151936, 1024)}

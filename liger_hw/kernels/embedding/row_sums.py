@@ -2,8 +2,7 @@
 
 Sums are fp32, added in the order of i, without atomics (deterministic), and rounded once. One kernel sums chunks of the
 sorted indices, a second joins the sums of rows that span chunks: the cost does not depend on how often an index occurs.
-The first kernel's last programs write zeros to the rows without an index, while the others wait for memory.
-Up to MOST_UNSORTED indices take one launch without a sort: every program reads all indices.
+The last programs of the first kernel write zeros to the rows without an index, while the others wait for memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
 
 MOST_UNSORTED = 64
-"""Up to this many tokens nothing is sorted, and every program reads all of them."""
+"""Up to this many tokens take one launch without a sort, in which every program reads all of them."""
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -50,8 +49,8 @@ def _embedding_unsorted_kernel(
 ):
     """At most MOST tokens in any order.
 
-    The first programs take BLOCK_SIZE columns of a token each, and sum its row if no earlier token has the same row.
-    The others take ROWS rows of dW each, and write zeros to the rows that no token names.
+    Each of the first programs takes BLOCK_SIZE columns of a token, and sums its row if no earlier token has that row.
+    Each other program takes ROWS rows of dW, and writes zeros to the rows without a token.
     """
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     program = tl.program_id(0)
@@ -101,13 +100,13 @@ def _embedding_bwd_kernel(
 ):
     """The first n_sums programs sum, the others write zeros: the slowest programs start first.
 
-    A summing program has BLOCK_SIZE columns of one chunk of the sorted tokens, and reads GROUP tokens at a time. Sums
-    of rows of dW whose tokens all lie in the chunk are stored in dW, or with ACCUMULATE added to it. The sum of a row
-    that began in an earlier chunk goes to Earlier[chunk], even if it goes on in a later one. If a row begins here and
-    goes on, its sum goes to Later[chunk]. Both are [n_chunks, n_cols] fp32.
+    A summing program takes BLOCK_SIZE columns of one chunk of the sorted tokens, and reads GROUP tokens at a time. The
+    sum of a row of dW whose tokens all lie in the chunk is stored in dW, or with ACCUMULATE added to it. The sum of a
+    row that began in an earlier chunk goes to Earlier[chunk], even if the row continues in the next chunk; that of a
+    row that begins here and continues goes to Later[chunk]. Both are [n_chunks, n_cols] fp32.
 
-    Each other program takes ROWS rows of dW and zeros those without a token, by bisecting the sorted tokens.
-    top: the largest power of two that is at most n_tokens.
+    Each other program takes ROWS rows of dW and zeros those without a token, which it finds by bisecting the sorted
+    tokens. top: the largest power of two that is at most n_tokens
     """
     program = tl.program_id(0)
     if program < n_sums:
@@ -147,7 +146,7 @@ def _embedding_bwd_kernel(
                     tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
                 else:
                     tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
-                # a branch, as it is rare: with masked stores alone the layout of each token's sum would be converted
+                # a branch, as this is rare: masked stores would convert the layout of each token's sum
                 if has_gradient & (ends | last) & ((ends & began_here) == 0):
                     tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
                     tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)
@@ -182,8 +181,7 @@ def _embedding_join_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Join the sums of the row that begins in a chunk and goes on after it: its Later, and the Earlier of later
-    chunks."""
+    """The sum of the row that begins in a chunk and continues after it: its Later, plus the Earlier of later chunks."""
     chunk = tl.program_id(0).to(tl.int64)
     end = (chunk + 1) * CHUNK
     row = tl.load(Sorted_ptr + end - 1, mask=end < n_tokens, other=-1).to(tl.int64)
@@ -217,7 +215,6 @@ _DIMS = ("n_tokens", "vocab", "n_cols")
 
 
 def _key(n_tokens: int, vocab: int, n_cols: int, itemsize: int) -> Key:
-    """As for a row kernel over the tokens; the length of the table does not matter."""
     return row_key(n_tokens, n_cols, itemsize)
 
 
@@ -236,23 +233,14 @@ def embedding_tunable(variant: str, kernel, blocks: dict[str, int], heuristic, s
 
 
 def _unsorted_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """2048 elements a program, or one row: many short programs write zeros faster than few long ones."""
+    """2048 elements a program, or one row: many short programs write zeros faster than a few long ones."""
     block = min(key[0], 512)
     return LaunchConfig({"ROWS": max(1, 2048 // key[0]), "BLOCK_SIZE": block}, target.warps(block, 8, 8))
 
 
-def _unsorted_space(target: Target, key: Key) -> list[LaunchConfig]:
-    rows = sorted({max(1, size // key[0]) for size in (2048, 4096, 16384)})
-    configs = tile_space(target, column_tiles(key, 512, 2048), (1, 2, 4, 8), per_thread=(4, 16))
-    return [replace(config, blocks={"ROWS": n, **config.blocks}) for config in configs for n in rows]
-
-
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Chunks of 16 tokens, 8 elements a thread: short enough to fill the device with a small batch. Above 8192 tokens
-    chunks of 64, so that a frequent row has a quarter as many sums to join.
-
-    16384 elements of zeros a program, in at most 8 rows where rows are long: each row takes registers of its own.
-    """
+    """Chunks of 16 tokens, to fill the device with a small batch, 8 elements a thread; above 8192 tokens chunks of 64,
+    for fewer sums to join. 16384 elements of zeros a program, in at most 8 long rows, each of which takes registers."""
     chunk, group, block = (64, 8, 512) if key[1] >= 14 else (16, 4, 1024)
     rows = max(1, min(16384 // key[0], max(8, 4096 // key[0]), 64))
     block = min(key[0], block)
@@ -268,7 +256,7 @@ def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _join_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """32 chunk sums a round, as each round waits for memory: 4096 tokens of one row take 8 rounds."""
+    """32 chunk sums a round, since each round waits for memory."""
     block = min(key[0], 256)
     return LaunchConfig({"BLOCK_M": 32, "BLOCK_SIZE": block}, target.warps(32 * block, 32, 8))
 
@@ -278,8 +266,9 @@ def _join_space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 64))
 
 
+_FEW_SAFE = {"ROWS": 1, "BLOCK_SIZE": 128}
 UNSORTED = embedding_tunable(
-    "few", _embedding_unsorted_kernel, {"ROWS": 1, "BLOCK_SIZE": 128}, _unsorted_heuristic, _unsorted_space
+    "few", _embedding_unsorted_kernel, _FEW_SAFE, _unsorted_heuristic, space=lambda target, key: []
 )
 _BWD_SAFE = {"CHUNK": 8, "GROUP": 1, "ROWS": 1, "BLOCK_SIZE": 128}
 BWD = embedding_tunable("bwd", _embedding_bwd_kernel, _BWD_SAFE, _bwd_heuristic, _bwd_space)
@@ -300,10 +289,9 @@ def sum_rows(
     accumulate: bool = False,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """dw[rows[i]] = the sum of dy[order[i]] over the i with equal rows[i], and 0 in all other rows of dw.
+    """dw[r] = the sum of dy[order[i]] over the i with rows[i] = r, 0 where there is none.
 
-    rows, order: from `sort_indices`; dw: [n_rows, n_cols], contiguous
-    accumulate: add the sums to dw instead, and leave its other rows as they are
+    rows, order: from `sort_indices`; dw: [n_rows, n_cols], contiguous; accumulate: add the sums to dw instead
     scale: fp32, a factor for each row of dy; a row whose factor is 0 is not read
     scratch: fp32 memory that may be overwritten, used if it is large enough
     """
@@ -311,7 +299,7 @@ def sum_rows(
     (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
     key = row_key(n_tokens, n_cols, dy.itemsize)
 
-    # Each launch has its own fallback: where only the second fails, what the first added must not be added again.
+    # Each launch has a fallback: if only the second fails, the sums of the first must not be added again.
 
     def sum_chunks() -> tuple[int, torch.Tensor]:
         """(tokens of a chunk, sums [2, n_chunks, n_cols] of rows that span chunks)."""
@@ -342,7 +330,7 @@ def sum_rows(
 
 
 def sum_unsorted(dw: torch.Tensor, dy: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> None:
-    """As `sum_rows`, of at most MOST_UNSORTED unsorted tokens; indices must be contiguous."""
+    """`sum_rows` for at most MOST_UNSORTED unsorted tokens. indices: contiguous."""
     (n_rows, n_cols), n_tokens = dw.shape, dy.shape[0]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     plan = UNSORTED.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))

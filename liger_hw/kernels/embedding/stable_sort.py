@@ -1,8 +1,8 @@
 """A stable sort of tokens by the row of a table that each names, in two launches.
 
-Chunks of CHUNK tokens are sorted each on its own: a token's rank is the number of tokens of its chunk that come before
-it, found by comparing all with all. Its rank among all tokens adds, for every other chunk, how many of that chunk come
-before it, found by bisection. One chunk, of up to SINGLE_CHUNK tokens, takes one launch.
+Chunks of CHUNK tokens are sorted separately: the rank of a token in its chunk is the number of tokens there that come
+before it, found by comparing all with all. The rank among all tokens adds the number of tokens of every other chunk
+that come before it, found by bisection. Up to SINGLE_CHUNK tokens are one chunk and take one launch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from ...runtime.triton_import import tl, triton
 
 CHUNK = 2048
 SINGLE_CHUNK = 4096
-"""Most tokens that are sorted as one chunk."""
 MOST_TOKENS = 2**15
-"""For more tokens torch's sort is faster, because each token is looked up in every chunk."""
+"""For more tokens torch's sort is faster: here each token is looked up in every chunk."""
 
 
 @triton.jit
 def _sort_keys(Index_ptr, start, at, n_tokens, n_rows, CHUNK: tl.constexpr):
-    """Sort keys (row + 1) * CHUNK + position in the chunk: all different, and in the order of the stable sort.
-
-    Rows outside the table become -1 or n_rows; positions past the last token get the largest key.
-    """
+    """Sort keys (row + 1) * CHUNK + position in the chunk: all different, and in the order of the stable sort. Rows
+    outside the table become -1 or n_rows; positions past the last token get the largest key."""
     row = tl.load(Index_ptr + start + at, mask=start + at < n_tokens, other=0)
     row = tl.minimum(tl.maximum(row, -1), n_rows).to(tl.int32)
     return tl.where(start + at < n_tokens, (row + 1) * CHUNK + at, 2147483647)
@@ -35,10 +32,8 @@ def _sort_keys(Index_ptr, start, at, n_tokens, n_rows, CHUNK: tl.constexpr):
 def _embedding_sort_kernel(
     Index_ptr, Sorted_ptr, Order_ptr, n_tokens, n_rows, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """BLOCK_T tokens of a chunk a program, whose keys go to their rank in the chunk.
-
-    With an Order_ptr there is one chunk, and results are rows and token numbers instead of keys.
-    """
+    """BLOCK_T tokens of a chunk a program, whose keys go to their rank in the chunk. With an Order_ptr, there is one
+    chunk, and the results are rows and token numbers."""
     PARTS: tl.constexpr = CHUNK // BLOCK_T
     start = tl.program_id(0) // PARTS * CHUNK
     positions = tl.program_id(0) % PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -65,10 +60,8 @@ def _embedding_merge_kernel(
     BLOCK_T: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """BLOCK_T keys of a sorted chunk a program, looked up in CHUNKS other chunks at a time; CHUNK is 2 ** STEPS.
-
-    Tokens of the same row come before a token if they are in an earlier chunk, after it if in a later one.
-    """
+    """BLOCK_T keys of a sorted chunk a program, looked up in CHUNKS other chunks at a time; CHUNK is 2 ** STEPS. Of
+    tokens of the same row, those of earlier chunks come first."""
     start = tl.program_id(0) * BLOCK_T
     own_chunk = start // CHUNK
     at = start + tl.arange(0, BLOCK_T)
@@ -102,7 +95,7 @@ def _chunk(n_tokens: int) -> int:
 
 
 def _tunable(variant: str, kernel, names: tuple[str, ...], heuristic) -> Tunable:
-    """Nothing is searched: both launches are a few microseconds beside the sum over the rows."""
+    """Not searched: both launches take a few microseconds, less than the sums."""
 
     def valid(config: LaunchConfig, key: Key) -> str | None:
         return None if config.blocks["BLOCK_T"] <= CHUNK else f"BLOCK_T must be at most {CHUNK}"
@@ -124,7 +117,6 @@ def _tunable(variant: str, kernel, names: tuple[str, ...], heuristic) -> Tunable
 
 
 def _sort_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """65536 comparisons a program, 256 a thread."""
     return LaunchConfig({"BLOCK_T": 65536 // _chunk(1 << key[0])}, target.warps(65536, 256, 8))
 
 
@@ -137,7 +129,7 @@ MERGE = _tunable("merge", _embedding_merge_kernel, ("BLOCK_T", "CHUNKS"), _merge
 
 
 def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the indices sorted, the token number of each), stably; indices outside the table stay outside.
+    """(the indices sorted stably, the token number of each). Indices outside the table stay outside.
 
     indices: [n_tokens], int32 or int64; n_rows: of the table. The first result is int32 unless rows need int64, the
     second int64. torch sorts if `plain`, if there are too many tokens, and if a sort key would not fit 32 bits.

@@ -2,17 +2,15 @@
 
 For a row with logits s, target y, class weights w (1 if absent), smoothing e and lse = log(sum(exp(s))):
     loss = (1 - e) * w[y] * (lse - s[y]) + e / n_cols * sum_c w[c] * (lse - s[c])  +  lse_square_scale * lse^2
-A softcap replaces s by softcap * tanh(s / softcap) first. The last term, the z-loss, is not weighted; on request it is
-returned separately too. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
+A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss, which has no class weight.
     none  the loss of every row      sum  their sum
     mean  the sum divided by the sum of w[y] (torch's rule), the z-loss by the number of rows that count; 0 / 0 is nan
-Everything is computed in fp32, the loss rounded to the logits' dtype as torch does (fp32 under autocast).
+Rows whose target is ignore_index do not count: they have no loss and a gradient of exactly zero.
+Everything is computed in fp32.
 
-The forward reads a row twice at most: once to find lse by blocks, then in reverse order (the last blocks are still in
-cache) to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is all that is
-saved. Backward multiplies it by the incoming gradient, which the kernel reads on the device: if that is 1, the kernel
-returns at once. In fp16 backward also divides by the mean's denominator: in the forward p / n_rows would underflow,
-since the gradient scaler's factor is in the incoming gradient.
+The forward sweeps a row twice (softmax_rows.py): for lse, then for the gradient, which goes to a new buffer and is all
+that is saved. Backward multiplies it by the incoming gradient (loss_gradient.py). In fp16 backward also divides by the
+mean's denominator: in the forward p / n_rows would underflow, since the loss scale is in the incoming gradient.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
 label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567; z-loss: PaLM, https://arxiv.org/abs/2204.02311
@@ -30,7 +28,6 @@ from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key
 from ...runtime.operator import (
     Function,
-    autocast_dtype,
     check,
     check_tensors,
     define,
@@ -54,6 +51,7 @@ from .cross_entropy_rows import (
     launch_rows,
     launch_stats,
     launch_sum,
+    loss_dtype,
     loss_heuristic,
     pack,
     row_buffers,
@@ -71,7 +69,7 @@ def cross_entropy_reference(input, target, weight=None, size_average=None, reduc
 
 
 def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Tensor, ...]:
-    """(loss, z_loss, token_accuracy, predicted_tokens) in plain torch, none rounded to the logits' dtype."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) in plain torch, not rounded to the logits' dtype."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     target = target.long()
     counted = target != options.ignore_index
@@ -120,13 +118,13 @@ def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[to
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:
-    """`row_key`, plus a 1 if no gradient is wanted: rows are then read once."""
+    """`row_key`, with a last 1 for a loss without a gradient, whose rows are read once."""
     key = row_key(n_rows, n_cols, itemsize)
     return (*key, 1) if loss_only else key
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Small tiles if a wide row is read once: nothing is kept for a second read, and several loads are in flight."""
+    """`loss_heuristic`, but small tiles for a wide row that is read once, to have several loads in flight."""
     if len(key) == 3 or key[0] <= 8192:
         return loss_heuristic(target, key)
     return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))
@@ -168,11 +166,8 @@ cross_entropy_fwd = define(
 
 
 class CrossEntropyFunction(Function):
-    """Autograd for cross entropy: saves the gradient, which the forward has already computed.
-
-    Returns only the loss, which costs torch less, or (loss, z_loss, token_accuracy, predicted_tokens) if the
-    options ask for one of these.
-    """
+    """Returns the loss, or (loss, z_loss, token_accuracy, predicted_tokens) where a return_* option is set: torch takes
+    longer for several outputs."""
 
     sharding = LossRule("cross_entropy")
 
@@ -196,10 +191,7 @@ class CrossEntropyFunction(Function):
 
 
 def _run(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: Options, grad: bool):
-    dtype = input.dtype
-    if dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None:
-        dtype = torch.float32
-    return cross_entropy_fwd(input, target, weight, dtype, grad, options)
+    return cross_entropy_fwd(input, target, weight, loss_dtype(input, input), grad, options)
 
 
 def liger_cross_entropy(
@@ -219,14 +211,13 @@ def liger_cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy of logits with class indices, as `torch.nn.functional.cross_entropy`, with softcap and z-loss.
 
-    softcap replaces the logits s by softcap * tanh(s / softcap); the loss adds lse_square_scale * logsumexp(s)^2.
-
+    softcap: replaces the logits s by softcap * tanh(s / softcap); lse_square_scale: adds that times logsumexp(s)^2.
     input: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target: [n_rows] int64 or
     int32, in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. reduction: mean, sum or none; size_average
     and reduce are torch's deprecated spellings of it. label_smoothing: the share of a target that is spread evenly over
-    the classes, from 0 to 1. return_z_loss: the part that lse_square_scale adds; return_token_accuracy: the share of
-    rows whose largest logit is the target; return_predicted_tokens: where the largest logit of each row is.
-    Returns the loss, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
+    the classes, from 0 to 1. return_z_loss, return_token_accuracy, return_predicted_tokens: see `CrossEntropyOutput`.
+    Returns the loss, [] or [n_rows] with reduction="none", in input's dtype (fp32 under autocast), or a
+    `CrossEntropyOutput` when any return_* is set.
     Raises `TypeError` for an option of another type, `ValueError` for shapes, dtypes, devices or options that do not
     fit, and `IndexError` for a target out of range on the CPU or with LIGER_HW_CHECK_TARGETS=1; otherwise that is an
     assertion on the device.
@@ -247,14 +238,13 @@ def liger_cross_entropy(
 
 
 def _reduction_name(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """The reduction, which torch's two deprecated arguments override."""
     if size_average is None and reduce is None:
         return reduction
     return torch.nn._reduction.legacy_get_string(size_average, reduce)
 
 
 class LigerCrossEntropyLoss(OptionsModule):
-    """`liger_cross_entropy` as a module, with the same arguments. forward(_input [n_rows, n_cols], target [n_rows])."""
+    """`liger_cross_entropy` as a module, with the same arguments."""
 
     option_names = Options._fields[:-1]
 
@@ -279,7 +269,7 @@ class LigerCrossEntropyLoss(OptionsModule):
         cross_entropy_options("LigerCrossEntropyLoss", **self.options())
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
-        """_input: [n_rows, n_cols] logits; target: [n_rows] class indices. Returns what `liger_cross_entropy` does."""
+        """_input: [n_rows, n_cols] logits; target: [n_rows] class indices."""
         return liger_cross_entropy(_input, target, self.weight, **self.options())
 
 
@@ -293,7 +283,7 @@ WORKLOADS = {
 
 
 def sample_targets(n_rows, n_cols, device, generator, ignored: float) -> torch.Tensor:
-    """Random class indices, a share `ignored` of them -100."""
+    """Random class indices, of which a share `ignored` is -100."""
     target = torch.randint(n_cols, (n_rows,), generator=generator, device=device)
     chance = torch.rand(n_rows, generator=generator, device=device)
     return target.masked_fill(chance < ignored, -100)
@@ -302,10 +292,8 @@ def sample_targets(n_rows, n_cols, device, generator, ignored: float) -> torch.T
 def sample_logits(
     sizes, dtype, device, generator, *, passes: int, ignored=0.1, weighted=False, teacher=False, **options: Any
 ) -> Sample:
-    """A `Sample` of logits and targets, of which a share `ignored` is -100. passes: reads and writes of the logits.
-
-    weighted: with class weights; teacher: with a teacher's logits before the targets
-    """
+    """A `Sample` of logits and targets. passes: reads and writes of the logits; ignored: the share of targets at -100;
+    weighted: with class weights; teacher: with a teacher's logits before the targets."""
     n_rows, n_cols = sizes
     draw = normal(dtype, device, generator)
     args = [draw(n_rows, n_cols)]

@@ -1,10 +1,10 @@
-"""What every cross entropy on rows of logits shares: options, checks of targets, and what is launched.
+"""What every cross entropy on rows of logits shares: options, checks of targets, and three launches.
 
-stats = launch_stats(...)            what a mean divides by; asserts the targets
-launch_rows(...)                     losses and gradient of a row in one launch, by the sweeps of softmax_rows.py
-losses = launch_sum(...)             the rows' results, reduced in a fixed order
+launch_stats    the denominators of a mean; asserts the targets
+launch_rows     losses and gradient of every row, by the sweeps of softmax_rows.py
+launch_sum      the rows' results, reduced in a fixed order
 
-Backward multiplies the gradient that is computed here by the incoming one (loss_gradient.py).
+Backward multiplies the gradient by the incoming one (loss_gradient.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ import torch
 from ... import env, private, registry
 from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.derivative import differentiate
-from ...runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices, launch
+from ...runtime.operator import (
+    autocast_dtype,
+    check,
+    check_flags,
+    check_floats,
+    check_ignore_index,
+    check_indices,
+    launch,
+)
 from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.row import LINE, body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
@@ -28,10 +36,11 @@ NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
 
 @dataclass
 class CrossEntropyOutput:
-    """What a cross entropy returns when a return_* option is set; the other results are left None.
+    """What a cross entropy returns when a return_* option is set; None for the results of other return_* options.
 
-    z_loss: part of the loss, reduced like it; token_accuracy: share of counted rows whose first largest logit is the
-    target (per row with reduction="none"); predicted_tokens: [n_rows] int64, -1 in ignored rows. None has a gradient.
+    z_loss: the part of the loss that lse_square_scale adds, reduced like the loss; token_accuracy: the share of counted
+    rows whose largest logit, the first of equal ones, is the target (per row with reduction="none"); predicted_tokens:
+    [n_rows] int64, the column of that logit, -1 in ignored rows. Only the loss has a gradient.
     """
 
     loss: torch.Tensor
@@ -41,10 +50,7 @@ class CrossEntropyOutput:
 
 
 class Options(NamedTuple):
-    """The options of a cross entropy as its operators take them, under the names of `liger_cross_entropy`'s arguments.
-
-    `cross_entropy_options` makes them from public arguments. softcap: 0.0 for none
-    """
+    """The options of a cross entropy, checked (`cross_entropy_options`). softcap: 0.0 for none."""
 
     ignore_index: int = -100
     lse_square_scale: float = 0.0
@@ -58,16 +64,15 @@ class Options(NamedTuple):
 
     @property
     def extra(self) -> tuple[bool, bool, bool]:
-        """Which results are returned beside the loss: z-loss, token accuracy, predicted tokens."""
+        """Whether z-loss, token accuracy and predicted tokens are returned beside the loss."""
         return self[5:8]
 
     @property
     def seeks_top(self) -> bool:
-        """Whether the largest logit of each row is looked for."""
         return self.return_token_accuracy or self.return_predicted_tokens
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether backward divides by the mean's denominator, not the forward: p / n_rows underflows in fp16."""
+        """Whether backward, not the forward, divides by the mean's denominator: p / n_rows underflows in fp16."""
         return dtype is torch.float16 and self.reduction == MEAN
 
 
@@ -83,7 +88,7 @@ def cross_entropy_options(
     return_predicted_tokens: bool = False,
     use_token_scaling: bool = False,
 ) -> Options:
-    """The Options of public arguments. Raises `TypeError` for an option of another type, `ValueError` for its value."""
+    """Raises `TypeError` for an option of another type, `ValueError` for its value."""
     check_ignore_index(op, ignore_index)
     check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
     check_flags(
@@ -103,7 +108,7 @@ def cross_entropy_options(
 
 
 def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: int, weight: Any = None) -> None:
-    """Raise unless target and class weight fit rows [n_rows, ...] scored over n_cols classes."""
+    """Raise unless target fits rows [n_rows, ...] of n_cols classes and the class weight needs no gradient."""
 
     def hint() -> str:
         if tuple(target.shape) == (n_cols,):
@@ -114,18 +119,12 @@ def check_arguments(op: str, rows: torch.Tensor, target: torch.Tensor, n_cols: i
     check_indices(op, "target", target, rows, hint)
     if weight is None:
         return
-    if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
-        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
-        check(False, op, f"the class weight must be a floating point tensor, got {kind}")
-    if tuple(weight.shape) != (n_cols,):
-        check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
-    if weight.device != rows.device:
-        check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
+    check(isinstance(weight, torch.Tensor), op, f"the class weight must be a tensor, got {type(weight).__name__}")
     check(not weight.requires_grad, op, "no gradient for the class weight; detach it")
 
 
 def checked_softcap(op: str, softcap: float | None) -> float:
-    """The softcap as operators take it, 0.0 for None. Raises unless it is positive and finite."""
+    """The softcap, 0.0 for None. Raises unless it is positive and finite."""
     if softcap is None:
         return 0.0
     check_floats(op, softcap=softcap)
@@ -135,7 +134,7 @@ def checked_softcap(op: str, softcap: float | None) -> float:
 
 
 def pack(outputs: Sequence[torch.Tensor], options: Options) -> torch.Tensor | CrossEntropyOutput:
-    """The loss alone, or a CrossEntropyOutput where a return_* option is set; outputs: (loss, z_loss, hits, top)."""
+    """The loss, or a CrossEntropyOutput where a return_* option is set. outputs: (loss, z_loss, hits, top)."""
     loss, *extra = outputs
     if not any(options.extra):
         return loss
@@ -147,24 +146,33 @@ def absent(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0)
 
 
+def loss_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:
+    """The dtype of torch's losses: the promoted one, fp32 under autocast."""
+    dtype = input.dtype if target.dtype is input.dtype else torch.promote_types(input.dtype, target.dtype)
+    low = dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
+    return torch.float32 if low else dtype
+
+
 def gradient_of(loss: Callable[..., torch.Tensor], logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
     """d(sum of loss(logits) * slope) / d(logits) by autograd, in fp32 or fp64.
 
-    In this thread: fakes are derived from references, and autograd's thread for a GPU is not in the fake tensor mode.
+    Not for fake tensors, with which an operator's fake runs its reference: autograd has a thread for each GPU, and that
+    is not in the fake tensor mode.
     """
-    with torch.autograd.set_multithreading_enabled(False):
-        return differentiate(loss, [logits], [slope])[0]
+    if hasattr(logits, "fake_mode"):
+        return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return differentiate(loss, [logits], [slope])[0]
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 
 class TargetError(IndexError, AssertionError):
-    """A target out of bounds: an IndexError as torch raises on the CPU, and an AssertionError as Liger Kernel does."""
+    """A target out of bounds: an IndexError as in torch on the CPU, and an AssertionError as in Liger Kernel."""
 
 
 def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int) -> None:
-    """Raise `TargetError` that names the first row whose target is out of bounds. Synchronises on a GPU."""
+    """Raise a `TargetError` for the first row whose target is out of bounds. Synchronises on a GPU."""
     bad = (target != ignore_index) & ((target < 0) | (target >= n_cols))
     if bad.any():
         row = int(bad.nonzero()[0])
@@ -175,10 +183,8 @@ def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int)
 
 
 def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Tensor, ignore_index: int) -> None:
-    """`check_targets` on the CPU or with LIGER_HW_CHECK_TARGETS=1, elsewhere an assertion on the device.
-
-    Nothing is checked inside torch.compile or for fake tensors (compiling ahead), which have no values.
-    """
+    """`check_targets` on the CPU or with LIGER_HW_CHECK_TARGETS=1, else an assertion on the device. Nothing is checked
+    inside torch.compile, and for fake tensors, which have no values."""
     if type(target) is not torch.Tensor or torch.compiler.is_compiling():
         return
     if target.device.type == "cpu" or env.LIGER_HW_CHECK_TARGETS:
@@ -189,7 +195,7 @@ def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Ten
 
 
 def assert_on_device(holds: torch.Tensor, message: str) -> None:
-    """An assertion that the host does not wait for. Where torch has none, the row's loss and gradient are nan."""
+    """An assertion for which the host does not wait. On devices where torch has none, the row's loss is nan."""
     try:
         private.assert_async(holds, message)
     except NotImplementedError:
@@ -199,8 +205,7 @@ def assert_on_device(holds: torch.Tensor, message: str) -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-# Excluded from alignment specialisation: a program accesses one element of each, so that wider accesses gain nothing,
-# and chunks begin at any row.
+# A program accesses one element of these tensors: alignment gains nothing, and chunks begin at any row.
 @triton.jit(
     do_not_specialize=["ignore_index"],
     do_not_specialize_on_alignment=["Y_ptr", "GO_ptr", "LOSS_ptr", "Z_ptr", "TOP_ptr"],
@@ -231,12 +236,12 @@ def _cross_entropy_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """One program a row. DX may be X: a row is read and written by its own program only, each element read first.
+    """One program a row. DX may be X: a program reads each element of its row before it writes it.
 
-    STATS: the numbers of the call, see `_cross_entropy_stats_kernel`. VECTOR: as in rows/row.py; 0 where the padding
-    between rows may be accessed, and DX has the stride of X.
+    STATS: see `_cross_entropy_stats_kernel`. VECTOR: as in rows/row.py; 0 where the padding between rows may be
+    accessed and DX has the stride of X.
     """
-    # the first sweep keeps the row in cache for the second, which needs it last
+    # the second sweep is the last to read the row, which the first keeps in cache for it
     AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_HINT == "evict_last" else ""
     ARGMAX: tl.constexpr = TOP_ptr is not None
     row = tl.program_id(0).to(tl.int64)
@@ -261,7 +266,7 @@ def _cross_entropy_fwd_kernel(
             write_zeros(DX_ptr, block_cols, tail_cols, head, n_body, n_full, n_cols, n_stored, BLOCK_SIZE, VECTOR)
         return
 
-    # Read before the first sweep: its reductions are the barrier between this and another warp's gradient at y.
+    # Read before the first sweep, whose reductions are the barrier before another warp writes the gradient at y.
     inside = (y >= 0) & (y < n_cols)
     y_read = tl.where(inside, y, 0)  # an invalid target must not be used as an index; its row becomes nan
     s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
@@ -337,7 +342,7 @@ def _cross_entropy_fwd_kernel(
 
 
 def loss_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """`rows_heuristic`, with tiles of 16384 columns for rows of more than 65536, which is faster on an H200."""
+    """`rows_heuristic`, with tiles of 16384 columns for rows of more than 65536."""
     config = rows_heuristic(target, key)
     if key[0] <= 65536:
         return config
@@ -345,13 +350,13 @@ def loss_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
 
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=loss_heuristic) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `launch_rows`."""
+    """The `<op>.fwd` tunable of an op that uses `launch_rows`."""
     how = {"dims": dims, "heuristic": heuristic, "safe": rows_safe, "space": rows_space, "version": 2}
     return Tunable(op, "fwd", kernels=(_cross_entropy_fwd_kernel,), key=key, **how)
 
 
 class RowResults(NamedTuple):
-    """Per-row results, written by the row kernel; absent ones are None. fp32 until they are summed.
+    """Results [n_rows] of the row kernel; None for those that are not asked for.
 
     top: the first column of the largest logit, -1 in ignored rows
     """
@@ -379,11 +384,11 @@ def launch_rows(
     row_start: int = 0,
     owned: bool = False,
 ) -> None:
-    """Losses, and the gradient into `dx`, of the rows x [n, n_cols], which are rows row_start.. of target and results.
+    """Losses and gradient of x [n, n_cols], which are rows row_start, row_start + 1, ... of target and results.
 
-    dx may be x itself. row_grads: the incoming gradient of each row, contiguous, multiplied into dx. owned: the padding
-    between rows of x may be accessed, which keeps the last block's accesses wide when n_cols is odd; dx has the same
-    stride then.
+    dx: where the gradient goes, which may be x, or None; row_grads: the incoming gradient of each row, contiguous,
+    multiplied into dx; owned: the padding between rows of x may be accessed, for wide accesses at any n_cols; dx then
+    has the stride of x
     """
     n_cols = x.shape[1]
     if row_start:
@@ -405,7 +410,7 @@ def launch_rows(
 
 
 def row_buffers(n_rows: int, options: Options, dtype: torch.dtype, device: torch.device) -> RowResults:
-    """Buffers for n_rows rows: of the result's dtype when the rows are the result, of fp32 when they will be summed."""
+    """Buffers for n_rows rows: of `dtype` if the rows are the result, of fp32 if they will be summed."""
     rows = dtype if options.reduction == NONE else torch.float32
     return RowResults(
         torch.empty(n_rows, dtype=rows, device=device),
@@ -429,9 +434,9 @@ def _cross_entropy_stats_kernel(
     MEAN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program computes STATS [8], the numbers of a call. 0: the factor of the loss, for MEAN 1 / sum of w[y], else
-    1; 1: the factor of the z-loss, for MEAN 1 / counted rows, else 1; 2: the sum of w; 3: 1 / counted rows; 4: as 0,
-    but 1 where no row counts; 5 to 7: the three options."""
+    """One program computes the eight numbers of a call. STATS[0]: the factor of the loss, for MEAN 1 / sum of w[y],
+    else 1; [1]: the factor of the z-loss, for MEAN 1 / counted rows, else 1; [2]: the sum of w; [3]: 1 / counted rows;
+    [4]: 1 / sum of w[y], 1 where no row counts; [5] to [7]: the options. OK: whether all targets are in bounds."""
     counted = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
     outside = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
     weights = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -479,9 +484,9 @@ def _cross_entropy_sum_kernel(
     ignore_index,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program sums the rows' results, in a fixed order. If no row counts, STATS' factors are inf and a mean nan.
+    """One program sums the rows' results in a fixed order. If no row counts, STATS' factors are inf and a mean is nan.
 
-    HIT: the share of the counted rows whose largest logit is the target.
+    HIT: the share of the counted rows whose largest logit is the target
     """
     loss = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     z = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -528,10 +533,7 @@ STATS = Tunable(
 
 
 def launch_stats(op: str, target, weight, n_cols: int, options: Options, device: torch.device) -> torch.Tensor:
-    """The numbers of a call on the device, [8] fp32 (`_cross_entropy_stats_kernel`); the targets are checked.
-
-    On a GPU the check is an assertion on the device, without a synchronisation: one extra small launch.
-    """
+    """The STATS of `_cross_entropy_stats_kernel`. Checks the targets, on a GPU by an assertion on the device."""
     if INTERPRET or env.LIGER_HW_CHECK_TARGETS:
         check_targets(op, target, n_cols, options.ignore_index)
     n_rows = target.shape[0]
@@ -547,7 +549,7 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
 
 
 def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int, plain: bool = False) -> None:
-    """The check of `launch_stats` for a loss that needs none of its numbers. plain: on the host."""
+    """The check of `launch_stats`, for a loss without these numbers. plain: without a kernel."""
     if plain:
         check_in_range(op, target, n_cols, ignore_index)
     else:
@@ -555,15 +557,15 @@ def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int
 
 
 SUMMED = Options(reduction=SUM)
-"""For `launch_sum` of other losses' rows."""
+"""For `launch_sum` of the rows of other losses."""
 
 
 def launch_sum(
     rows: RowResults, stats: torch.Tensor, options: Options, dtype: torch.dtype, target: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; an absent one is an empty tensor.
+    """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; `absent` for those not asked for.
 
-    target: of these rows, for the token accuracy
+    target: for the token accuracy
     """
     loss, z_loss, top = rows
     hits = None

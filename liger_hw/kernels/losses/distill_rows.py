@@ -8,12 +8,11 @@ y = log_softmax(t / T):
     d soft / ds[c] = (g[c] - e^x[c] * sum(g)) / T with g = d soft / dx
 One launch sweeps a row two or three times: for the sums of exponentials; with JSD and TVD for the loss and sum(g),
 which other kinds compute in the first sweep; and for the gradient, which may overwrite the student's logits. Each sweep
-runs in the opposite direction of the one before, since what was read last is in cache.
+goes in the opposite direction of the one before, since what was read last is in cache.
 
-The arithmetic takes longer than reading both rows. To save instructions, exponentials and logarithms have base 2; only
-JSD's mixture takes a logarithm, since a log-probability is a logit minus its log-sum-exp; each lane has a running
-maximum and sum, combined at the row's end; and only a row's last tile is masked. A lane is what a thread loads at once:
-GROUP neighbouring columns.
+The kernel is bound by arithmetic. To save instructions, exponentials and logarithms have base 2; a log-probability is a
+logit minus its log-sum-exp, so that only JSD's mixture takes a logarithm; each lane has a running maximum and sum,
+combined at the row's end; and only a row's last tile is masked. A lane is what a thread loads at once: GROUP columns.
 
     for start, logits, teacher in sweep(chunks, x, weight, grads, second=(x2, weight2)):
         distill_rows(plan, logits, teacher, labels, share, options, out, dlogits=logits, row_start=start)
@@ -44,7 +43,7 @@ COSINE = 5
 
 
 class Distillation(NamedTuple):
-    """The numbers of one call. The weights go into the gradient only; the two losses are returned unweighted."""
+    """The options of one call. The weights are in the gradient only: the two losses are returned unweighted."""
 
     kind: int
     beta: float = 0.5
@@ -96,10 +95,10 @@ def distill_gradient(student, teacher, labels, options: Distillation) -> torch.T
 @triton.jit
 def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
     """A tile of a row in fp32, columns counted from the body's first (rows/row.py). MASKED: the row ends in it, and
-    columns behind its end get the value `outside`.
+    columns behind the end get the value `outside`.
 
-    The load's mask ends at n_stored, or after a whole vector where VECTOR > 1, so that loads stay wide. The last vector
-    may end behind the tensor, within its last 16 bytes; `outside` replaces what is read there.
+    The load's mask ends at n_stored, or after a whole vector where VECTOR > 1 (why: rows/row.py), so that loads stay
+    wide.
     """
     if MASKED:
         reached = cols < n_stored
@@ -120,26 +119,22 @@ def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl
 
 @triton.jit
 def raised(x, m):
-    """(running maximum of every lane after a tile x [lanes, group], its increase, x minus the maximum)."""
+    """(running maximum m of every lane after a tile x [lanes, group], its increase, x minus the new maximum)."""
     higher = tl.maximum(m, tl.max(x, axis=1))
     return higher, higher - m, x - higher[:, None]
 
 
 @triton.jit
 def _moved(moment, weights, by):
-    """sum(w * (d + by)) from `moment` = sum(w * d) and `weights` = sum(w).
-
-    0 where the weights are 0, even for an infinite `by`.
-    """
+    """sum(w * (d + by)) from `moment` = sum(w * d) and `weights` = sum(w). An infinite `by` adds nothing where the
+    weights are 0."""
     return moment + tl.where(weights == 0.0, 0.0, weights * by)
 
 
 @triton.jit
 def row_sum(d, m, top, scale):
-    """The sum of a row from its lanes' sums d about their own maxima m.
-
-    A lane of nan makes it nan, whatever its maximum.
-    """
+    """The sum of a row about its maximum `top`, from its lanes' sums d about their maxima m. nan if a lane is nan,
+    whatever the maximum of the lane."""
     e = tl.exp2((m - top) * scale)
     return tl.sum(tl.where((e == 0.0) & (d == d), 0.0, d * e))
 
@@ -177,9 +172,9 @@ def scan_pair(
 ):
     """The first sweep: (maxima and sums of exponentials of s, the same of t, sums at temperature 1, terms) by lane.
 
-    Every lane has its own maximum and sums: no thread waits for another until the row is read. The maximum begins at
-    the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan. The terms (of KL, KL_LOG
-    and RKL) are of logits minus the maxima. For KL, t are probabilities, and their sums stand for sums of exponentials.
+    Lanes are independent: no thread waits for another until the row is read. Maxima begin at the lowest finite number,
+    so that a lane of -inf (masked classes) has terms of 0, not nan. The terms (of KL, KL_LOG and RKL) are of logits
+    minus the maxima. For KL, t are probabilities, and their sums replace sums of exponentials.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LANES_T: tl.constexpr = KIND != 0
@@ -227,9 +222,9 @@ def scan_pair(
 
 @triton.jit
 def loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND: tl.constexpr):
-    """(maximum and log2 of the sum of exponentials of s, the same of t, soft loss, dot) of a row, put together.
+    """(maximum and log2 of the sum of exponentials of s, the same of t, soft loss, dot) of a row, from its lanes.
 
-    dot: the sum of the slopes, see `_distill_kernel`. For JSD and TVD, `compare_pair` computes loss and dot.
+    dot: sum(g) of the formula above. For JSD and TVD, `compare_pair` computes loss and dot.
     """
     LN2: tl.constexpr = 0.6931471805599453
     m_s = tl.max(top_s)
@@ -282,7 +277,7 @@ def compare_pair(
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The middle sweep of JSD and TVD, backwards, since what was read last is in cache: (soft loss, dot)."""
+    """The middle sweep of JSD and TVD, backwards: (soft loss, dot)."""
     LN2: tl.constexpr = 0.6931471805599453
     one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -304,7 +299,7 @@ def compare_pair(
                 q = tl.exp2(x)
                 one += tl.abs(q - p)
                 two += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-    known = 0.0 * (l_s + l_t)  # nan where a logit is nan: the maxima in jsd_of would drop it
+    known = 0.0 * (l_s + l_t)  # nan if a logit is nan, which the maxima in jsd_of would drop
     if KIND == 3:
         dot = LN2 * (1.0 - beta) * tl.sum(two) + known
         soft = dot - LN2 * beta * tl.sum(one)
@@ -327,7 +322,7 @@ def _scan_cosine(
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The only sweep of a cosine: (1 / |s|^2, 1 / (|s| |t|), the cosine, maximum and log2 of the sum of e^s)."""
+    """The first sweep of a cosine: (1 / |s|^2, 1 / (|s| |t|), the cosine, maximum and log2 of the sum of e^s)."""
     LOG2E: tl.constexpr = 1.4426950408889634
     VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth
     GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
@@ -379,10 +374,8 @@ def slope_tile(
     HARD: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The gradient of a tile's student logits, without the hard loss's term at the label.
-
-    For a cosine, l_s, l_t and q_coef are 1 / |s|^2, 1 / (|s| |t|) and the cosine.
-    """
+    """The gradient of a tile's student logits, without the term of the hard loss at the label. For a cosine, l_s, l_t
+    and q_coef are 1 / |s|^2, 1 / (|s| |t|) and the cosine."""
     if KIND == 5:
         ds = soft_slope * (q_coef * s * l_s - t * l_t)
     elif KIND == 3:
@@ -440,9 +433,9 @@ def _distill_kernel(
 ):
     """One program a row of a chunk that begins at row `row_start` of labels and losses.
 
-    HARD: 0 no hard loss, 1 one that shares the soft loss's sum of exponentials (T = 1), 2 one with a sum of its own.
-    DS has the student's row stride, and may be S: the same thread reads and writes an element. The padding between rows
-    may be accessed, except beside a teacher's probabilities (KL).
+    HARD: 0 without a hard loss, 1 with one that shares the soft loss's sum of exponentials (T = 1), 2 with one that has
+    another sum. DS has the student's row stride and may be S: the same thread reads and writes an element. The padding
+    between rows may be accessed, except that of a teacher's probabilities (KL).
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
@@ -474,7 +467,7 @@ def _distill_kernel(
             return
     share = tl.load(SHARE_ptr)
     s_label = 0.0
-    if HARD:  # read before the first sweep: its reductions are the barrier between this and the gradient there
+    if HARD:  # read before the first sweep, whose reductions are the barrier before the gradient is written there
         inside = (label >= 0) & (label < n_cols)
         label_at = tl.where(inside, label, 0)
         s_label = tl.load(S_ptr + label_at).to(tl.float32)
@@ -512,7 +505,9 @@ def _distill_kernel(
         soft_slope = soft_weight * slope
         hard_slope = hard_weight * slope
         q_coef = dot
-        if not COSINE:  # the gradient is q * (q_coef + a term of each kind), with the hard loss's factor where it has q
+        if (
+            not COSINE
+        ):  # the gradient is q * (q_coef + a term of the kind); q_coef has the hard loss's factor if HARD is 1
             soft_slope *= inv_temperature
             q_coef = soft_slope * (dot if KIND == 0 else -dot)
         if HARD == 1:
@@ -526,7 +521,7 @@ def _distill_kernel(
         outside = 0.0 if COSINE else float("-inf")
         t_outside = 0.0 if (COSINE or KIND == 0) else float("-inf")
         label_col = label.to(tl.int32) if LABEL_ptr is not None else -1
-        for PART in tl.static_range(2):  # the opposite way of the sweep before
+        for PART in tl.static_range(2):  # in the opposite direction of the sweep before
             for done in tl.range(0, tiles - n_full if PART == LAST else n_full, num_stages=STAGES):
                 if MIDDLE:
                     tile = done + (n_full if PART == LAST else 0)
@@ -558,9 +553,9 @@ def distill_tunable(
     key: Callable[..., registry.Key] = columns_key,
     kernels: Sequence[Any] = (_distill_kernel,),
 ) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `_distill_kernel`. key: of sizes (..., columns, bytes an element).
+    """The `<op>.fwd` tunable of an op that uses `_distill_kernel`. key: of sizes (..., columns, bytes an element).
 
-    Its heuristic: 8 elements of each row a thread, so that a lane is a thread, and its part of a tile one wide load.
+    Its heuristic: 8 elements of each row a thread, so that a lane is a thread and a tile one wide load of each row.
     """
     rules = {"heuristic": tile_rule(2048, 8, 16), "safe": tile_rule(1024, 8, 8), "space": _space}
     return Tunable(op, "fwd", kernels=kernels, key=key, dims=dims, **rules)
@@ -570,7 +565,7 @@ def distill_tunable(
 
 
 class DistillRows(NamedTuple):
-    """Per-row results, fp32 [n_rows] times the share; hard: None without a hard loss."""
+    """The losses of rows times `share`, fp32 [n_rows]; hard: None without a hard loss."""
 
     soft: torch.Tensor
     hard: torch.Tensor | None = None
@@ -591,12 +586,11 @@ def distill_rows(
     row_start: int = 0,
     scale_in_backward: bool = False,
 ) -> None:
-    """Losses of the rows student [n, vocab], which are rows row_start.. of labels and out, and their gradient.
+    """Losses and gradient of student [n, vocab], which are rows row_start, row_start + 1, ... of labels and out.
 
-    student and dlogits: logits in buffers of `sweep`, whose padding between rows may be accessed; teacher: such logits
-    too, or for KL the probabilities of these n rows; share: fp32 on the device, multiplies losses and gradient
-    (scale_in_backward: the losses alone); dlogits: where the gradient goes, None for none, `student` itself for in
-    place.
+    student, teacher, dlogits: logits in buffers of `sweep`, whose padding between rows may be accessed; for KL, teacher
+    is the probabilities of these n rows; share: fp32 on the device, multiplies losses and gradient (with
+    scale_in_backward the losses alone); dlogits: where the gradient goes, which may be `student`, or None
     """
     n, n_cols = student.shape
     if not n:

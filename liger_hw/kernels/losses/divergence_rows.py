@@ -1,6 +1,6 @@
 """Divergences of two rows of (log-)probabilities: the terms, their row sums and the gradient, in one pass.
 
-Every kind is a sum over the columns of a term f(x, y) whose derivative in x needs no other column:
+A divergence is the sum of f(x, y) over the columns. The derivative of f in x, on the right, needs no other column:
 
     KL       y (log max(y, eps) - x)             x a log-probability, y a probability       -y
     KL_LOG   e^y (y - x)                         both log-probabilities                     -e^y
@@ -8,10 +8,10 @@ Every kind is a sum over the columns of a term f(x, y) whose derivative in x nee
     JSD      b e^y (y - m) + (1 - b) e^x (x - m), m = log(b e^y + (1 - b) e^x)              (1 - b) e^x (x - m)
     TVD      |x - y| / 2                         both probabilities                         sign(x - y) / 2, 0 at a tie
 
-A probability of zero (a log-probability of -inf) contributes nothing where its factor is zero, never nan.
-So the forward reads x and y once and writes the gradient, divided as the mean is. Backward only multiplies it by the
-incoming gradient (loss_gradient.py), and returns at once where that is 1. With reduction="none" the terms themselves
-are the result, and backward computes the derivative again. Everything is computed in fp32.
+A term is zero, never nan, where the probability that it is weighted with is zero.
+The forward reads x and y once and writes the gradient, divided as the loss is. Backward multiplies it by the incoming
+gradient (loss_gradient.py). With reduction="none" the result is the terms, and backward computes the derivative.
+Everything is computed in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ...registry import LaunchConfig, Sample, Target, Tunable, normal, row_key, 
 from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import (
     Function,
-    autocast_dtype,
     cdiv,
     check,
     check_ignore_index,
@@ -40,7 +39,19 @@ from ...runtime.operator import (
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.row import LINE, body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, column_tiles, tile_rule
-from .cross_entropy_rows import MEAN, NONE, STATS, SUM, SUMMED, RowResults, absent, gradient_of, launch_sum, stats_key
+from .cross_entropy_rows import (
+    MEAN,
+    NONE,
+    STATS,
+    SUM,
+    SUMMED,
+    RowResults,
+    absent,
+    gradient_of,
+    launch_sum,
+    loss_dtype,
+    stats_key,
+)
 from .loss_gradient import scale_gradient
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
@@ -49,7 +60,7 @@ REDUCTIONS = NONE, MEAN, SUM, BATCHMEAN
 
 
 class Divergence(NamedTuple):
-    """The numbers of one call, as the operators take them. beta belongs to JSD, eps to KL."""
+    """The options of one call. beta: for JSD; eps: for KL."""
 
     kind: int
     reduction: str
@@ -122,10 +133,9 @@ def log2_of(x, FAST_LOG2: tl.constexpr):
 
 @triton.jit
 def jsd_of(d, y, beta, FAST_LOG2: tl.constexpr):
-    """(p, q, log2(m / p), log2(q / m)) of the Jensen-Shannon divergence's p = 2^y, q = 2^(y + d) and m = beta p + (1 -
-    beta) q.
+    """(p, q, log2(m / p), log2(q / m)) for p = 2^y, q = 2^(y + d) and the mixture m = beta p + (1 - beta) q of a JSD.
 
-    The caller clamps y to -126 or more, where p and q / p are finite; a smaller probability does not change an fp32 sum
+    The caller clamps y to at least -126, where p and q / p are finite; smaller probabilities do not change an fp32 sum
     over a row. d = -inf gives q = 0 exactly, and d = 0 gives logarithms of exactly 0.
     """
     d = tl.maximum(d, -400.0, propagate_nan=tl.PropagateNan.ALL)
@@ -227,11 +237,11 @@ def _divergence_kernel(
     LOAD_HINT: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
+    """Program (row, part) takes tiles part, part + parts, ... of a row and stores their sum at SUM[row, part]. Part 0
+    also takes the row's edges, where VECTOR > 1.
 
     SHARE: the reduction's factor (SCALE_IN_BACKWARD: backward multiplies the gradient by it). GO: the incoming gradient
-    of every term. TERM and DX [n_rows, n_cols] are contiguous; None for a result that is not needed.
-    A row's edges, where VECTOR > 1, belong to part 0.
+    of every term. TERM and DX: [n_rows, n_cols], contiguous; None for a result that is not needed.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -304,7 +314,7 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
 
 
 def _tunable(op: str) -> Tunable:
-    """16 elements of each stream a thread, at most 4096 a tile, for two loads in flight and no spills."""
+    """Its heuristic: 16 elements of x and of y a thread, for two loads in flight, and tiles of at most 4096 columns."""
     rules = {"heuristic": tile_rule(4096, 16, 16, hint="stream"), "safe": tile_rule(1024, 16, 8), "space": _space}
     return Tunable(op, "fwd", kernels=(_divergence_kernel,), key=row_key, dims=DIMS, **rules)
 
@@ -313,7 +323,7 @@ def _tunable(op: str) -> Tunable:
 
 
 def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: torch.device) -> torch.Tensor:
-    """[5] fp32 on the device: 1 / (counted rows * per_row), zero where no row counts; per_row 0 gives 1."""
+    """`share_reference` on the device, [5] fp32, five times: `scale_gradient` reads element 4 of its stats."""
     share = torch.empty(5, dtype=torch.float32, device=device)
     if not per_row or labels is None:
         return share.fill_(1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row))
@@ -328,10 +338,10 @@ def _scales_in_backward(dtype: torch.dtype, options: Divergence) -> bool:
 
 
 def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool, terms=None, dx=None, go=None):
-    """Launch on inputs with contiguous rows; returns the partial sums, or None."""
+    """Launch on row-major inputs; returns the partial sums if `sums`."""
     n_rows, n_cols = x.shape
     plan = tunable.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
-    # with few rows several programs share each row, so that the device is full
+    # several programs a row where there are too few rows to fill the device
     parts = min(cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"]), cdiv(8 * plan.target.multiprocessors, n_rows))
     partial = torch.empty(n_rows * parts, dtype=torch.float32, device=x.device) if sums else None
     args = (x, y, labels, share, go, partial, terms, dx, x.stride(0), y.stride(0), 0 if go is None else go.stride(0))
@@ -342,7 +352,7 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
 
 
 def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
-    """(the `<op>.fwd` tunable, (forward, backward) operators) of an op; backward is for reduction="none".
+    """(the `<op>.fwd` tunable, (forward, backward) operators); the backward operator is for reduction="none".
 
     forward(input, target, labels?, dtype, grad, Divergence) -> (loss, gradient or empty, backward's share or empty)
     """
@@ -355,18 +365,12 @@ def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
         none = options.reduction == NONE
         dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad and not none else None
         terms = torch.empty((n_rows, n_cols), dtype=dtype, device=x.device) if none else None
-        rows = None
-        if n_rows:
-            rows = _run(tunable, x, y, labels, share, options, not none, terms, dx)
+        sums = _run(tunable, x, y, labels, share, options, not none, terms, dx) if n_rows else share.new_zeros(1)
         if terms is not None:
             return terms, absent(share), absent(share)
-        rows = share.new_zeros(1) if rows is None else rows
-        loss = launch_sum(RowResults(rows), share, SUMMED, dtype)[0]
-        return (
-            loss,
-            absent(x) if dx is None else dx,
-            share if grad and _scales_in_backward(x.dtype, options) else absent(share),
-        )
+        loss = launch_sum(RowResults(sums), share, SUMMED, dtype)[0]
+        later = grad and _scales_in_backward(x.dtype, options)
+        return loss, absent(x) if dx is None else dx, share if later else absent(share)
 
     def bwd(go, x, y, labels, options: Divergence):
         x, y, go = row_major(x), row_major(y), row_major(go)
@@ -431,27 +435,25 @@ class DivergenceFunction(Function):
 # -- what the public functions share ---------------------------------------------------------------------------------
 
 
-def output_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:
-    """What torch promotes the two to, or fp32 under autocast, as torch's losses have it."""
-    dtype = input.dtype if target.dtype is input.dtype else torch.promote_types(input.dtype, target.dtype)
-    low = dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
-    return torch.float32 if low else dtype
-
-
 def divergence(op: str, operators, input, target, labels, options: Divergence, promotes: bool = True) -> torch.Tensor:
     """Check the arguments of a public function and run it. promotes: the result's dtype depends on target's too."""
-    check_tensors(op, input=input, target=target)
-    if input.dim() != 2 or not input.shape[1] or input.shape != target.shape:
-        shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"
-        hint = to_flatten(input=input, target=target)
-        check(False, op, f"input and target must both be [n_rows, n_cols], got {shapes}{hint}")
+    check_pair(op, input=input, target=target)
     check_labels(op, labels, input, options.ignore_index)
-    dtype = output_dtype(input, target if promotes else input)
+    dtype = loss_dtype(input, target if promotes else input)
     if target.requires_grad:
         target = target.detach()
     if torch.is_grad_enabled() and input.requires_grad:
         return DivergenceFunction.apply(input, target, labels, operators, options, dtype)
     return operators[0](input, target, labels, dtype, False, options)[0]
+
+
+def check_pair(op: str, **pair: torch.Tensor) -> None:
+    """Raise unless the two tensors have the same shape [n_rows, n_cols] with at least one column."""
+    check_tensors(op, **pair)
+    x, y = pair.values()
+    if x.dim() != 2 or not x.shape[1] or x.shape != y.shape:
+        got = f"{tuple(x.shape)} and {tuple(y.shape)}{to_flatten(**pair)}"
+        check(False, op, f"{' and '.join(pair)} must both be [n_rows, n_cols], got {got}")
 
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
@@ -480,9 +482,9 @@ def sample_labels(n_rows: int, n_labels: int, device, generator) -> torch.Tensor
 def sample_divergence(
     sizes, dtype, device, generator, *, take, take_target=None, labelled=False, **options: Any
 ) -> Sample:
-    """A `Sample` of an input and a target, `take` (`take_target`) of random logits.
+    """A `Sample` of an input and a target: distributions of random logits by `take` and `take_target`.
 
-    labelled: with labels, of which some are -100
+    labelled: with labels, some of which are -100
     """
     n_rows, n_cols = sizes
     draw = normal(torch.float32, device, generator)

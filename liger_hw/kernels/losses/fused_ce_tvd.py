@@ -1,10 +1,9 @@
 """Cross entropy of a student and its total variation distance from a teacher, per row, from both logits in one launch.
 
     ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
-Rows whose target is ignore_index have losses and gradient of exactly zero.
-Everything is computed in fp32. Both results are fp32 and differentiable.
-Saved for backward: the logits and five fp32 numbers a row, so that backward reads each of them once. The
-arithmetic is the same as in distill_rows.py.
+Rows whose target is ignore_index have losses and gradient of exactly zero. Everything is computed in fp32, with the
+arithmetic of distill_rows.py.
+Saved for backward: the logits and five fp32 numbers a row, so that backward reads the logits once.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
 https://arxiv.org/abs/2307.15190
@@ -18,16 +17,7 @@ from functools import partial
 import torch
 
 from ... import registry
-from ...runtime.operator import (
-    OperatorFunction,
-    check,
-    check_ignore_index,
-    check_tensors,
-    define,
-    launch,
-    row_major,
-    to_flatten,
-)
+from ...runtime.operator import OperatorFunction, check_ignore_index, define, launch, row_major
 from ...runtime.triton_import import tl, triton
 from ..rows.row import body_start, body_width, edge_columns, row_head, row_vector
 from .cross_entropy import sample_logits
@@ -42,7 +32,7 @@ from .distill_rows import (
     scan_pair,
     slope_tile,
 )
-from .divergence_rows import TVD
+from .divergence_rows import TVD, check_pair
 from .divergence_rows import WORKLOADS as WORKLOADS
 from .options_module import OptionsModule
 from .softmax_rows import write_zeros
@@ -79,8 +69,8 @@ def _ce_tvd_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a row, read twice. Saved for backward: of s and of t the largest logit and log2(sum(e^(x - top))),
-    and the sum of the distance's slopes."""
+    """One program a row, read twice. Saves for s and for t the largest logit (TOP) and log2(sum(e^(x - TOP))) (LOG2),
+    and the DOT of `loss_of_lanes`."""
     LOG2E: tl.constexpr = 1.4426950408889634
     KIND: tl.constexpr = 4  # TVD
     row = tl.program_id(0).to(tl.int64)
@@ -196,8 +186,7 @@ def _ce_tvd_bwd_kernel(
 
 FWD = distill_tunable("fused_ce_tvd", kernels=(_ce_tvd_fwd_kernel, _ce_tvd_bwd_kernel))
 
-SAVED = 5
-"""Numbers a row that backward needs."""
+SAVED = 5  # numbers a row, for backward
 
 
 def _fwd(student, teacher, target, ignore_index):
@@ -255,34 +244,24 @@ class FusedCETVDFunction(OperatorFunction):
 def liger_fused_ce_tvd(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ce, tvd) of every row: cross entropy of the student, total variation distance from the teacher; see above.
+    """(ce, tvd) of every row: cross entropy of the student, total variation distance from the teacher.
 
     student_logits, teacher_logits: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten;
     target: [n_rows] int64 or int32, in 0..n_cols-1 or ignore_index. Returns two fp32 tensors [n_rows].
     The teacher gets no gradient.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
-    check_tensors(_NAME, student_logits=student_logits, teacher_logits=teacher_logits)
-    if student_logits.dim() != 2 or not student_logits.shape[1] or student_logits.shape != teacher_logits.shape:
-        shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
-        hint = to_flatten(student_logits=student_logits, teacher_logits=teacher_logits)
-        check(
-            False,
-            _NAME,
-            f"student and teacher logits must be 2D and have the same shape [n_rows, n_cols], got {shapes}{hint}",
-        )
+    check_pair(_NAME, student_logits=student_logits, teacher_logits=teacher_logits)
     if teacher_logits.requires_grad:
         teacher_logits = teacher_logits.detach()
     check_arguments(_NAME, student_logits, target, student_logits.shape[1])
     check_ignore_index(_NAME, ignore_index)
-    if torch.is_grad_enabled() and student_logits.requires_grad:
-        return FusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)
-    return fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)[:2]
+    return FusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)
 
 
 @dataclass(eq=False, repr=False)
 class LigerFusedCETVDLoss(OptionsModule):
-    """`liger_fused_ce_tvd` as a module: forward(student_logits, teacher_logits [n_rows, n_cols], target [n_rows])."""
+    """`liger_fused_ce_tvd` as a module."""
 
     ignore_index: int = -100
 
@@ -292,7 +271,7 @@ class LigerFusedCETVDLoss(OptionsModule):
     def forward(
         self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """student_logits, teacher_logits: [n_rows, n_cols]; target: [n_rows]. Returns (cross entropy, distance)."""
+        """student_logits, teacher_logits: [n_rows, n_cols]; target: [n_rows]. Returns (ce, tvd)."""
         return liger_fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
 
 

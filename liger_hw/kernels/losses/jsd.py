@@ -4,11 +4,9 @@ With student log-probabilities x, teacher log-probabilities y, and M = beta e^y 
     loss of a row = sum of beta e^y (y - log M) + (1 - beta) e^x (x - log M)         0 < beta < 1
     beta = 0      = sum of e^y (y - x), the forward KL(teacher || student)
     beta = 1      = sum of e^x (x - y), the reverse KL(student || teacher)
-The loss is the mean over the rows whose label is not ignore_index (all rows without labels); zero where none counts.
-Everything is computed in fp32 relative to max(x, y), so that small probabilities are not lost; the loss has the input's
-dtype (fp32 under autocast).
-Saved for backward: the gradient, which the forward writes in the same pass. The target has no gradient. See
-divergence_rows.py for the kernel.
+The loss is the mean over the rows that count, zero where none counts. Everything is computed in fp32, relative to
+max(x, y) so that small probabilities are not lost, by the kernel of divergence_rows.py.
+Saved for backward: the gradient, which the forward writes.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649
 """
@@ -42,11 +40,11 @@ def liger_jsd(
     beta: float = 0.5,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Generalised JSD of student log-probabilities `input` from teacher log-probabilities `target`; see above.
+    """Generalised JSD of student log-probabilities `input` from teacher log-probabilities `target`.
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
-    rows at ignore_index do not count; beta: in [0, 1]. Returns the loss [] in input's dtype. The target gets no
-    gradient.
+    rows at ignore_index do not count; beta: in [0, 1]. The target gets no gradient.
+    Returns the loss [] in input's dtype, in fp32 under autocast.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = jsd_options("liger_jsd", beta, ignore_index)
@@ -54,7 +52,6 @@ def liger_jsd(
 
 
 def jsd_options(op: str, beta: float, ignore_index: int) -> rows.Divergence:
-    """The kind of divergence that beta means. Raises `ValueError` outside [0, 1]."""
     check_floats(op, beta=beta)
     check_ignore_index(op, ignore_index)
     if not 0.0 <= beta <= 1.0:

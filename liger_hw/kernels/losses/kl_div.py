@@ -3,9 +3,9 @@
     term = t (log max(t, eps) - x)          t a probability, 0 where t is 0
     term = e^t (t - x)                      with log_target: t a log-probability
     none  every term [n_rows, n_cols]      sum  of all      mean  over all elements      batchmean  sum / n_rows
-Everything is computed in fp32, the loss in the dtype that torch promotes input and target to (fp32 under autocast).
-Saved for backward: the gradient, -t (or -e^t) times the reduction's share, which the forward writes in the same pass;
-with reduction="none" the target. The target has no gradient. See divergence_rows.py for the kernel.
+Everything is computed in fp32, by the kernel of divergence_rows.py.
+Saved for backward: the gradient, -t (or -e^t) divided as the loss is, which the forward writes; with reduction="none"
+the target.
 
 Source: Kullback and Leibler, "On information and sufficiency", 1951; eps as in liger-kernel's `liger_kl_div`.
 """
@@ -44,8 +44,8 @@ def liger_kl_div(
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU). reduction: none, sum, mean or batchmean;
     size_average=False and reduce=False are torch's deprecated spellings of sum and none. log_target: whether the target
-    holds log-probabilities. eps: replaces smaller target probabilities inside the logarithm. Returns the loss, [] or
-    [n_rows, n_cols], in the dtype that torch promotes the two to. The target gets no gradient.
+    holds log-probabilities. eps: replaces smaller target probabilities inside the logarithm. The target gets no
+    gradient. Returns [] or [n_rows, n_cols] in the dtype that torch promotes the two to, fp32 under autocast.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_kl_div", size_average, reduce, reduction, log_target, eps)
@@ -53,7 +53,6 @@ def liger_kl_div(
 
 
 def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_target: bool, eps: float):
-    """The `Divergence` of public arguments."""
     check_floats(op, eps=eps)
     check_flags(op, size_average=size_average, reduce=reduce, log_target=log_target)
     if not eps >= 0.0:
@@ -74,7 +73,7 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
-        """y_pred: [n_rows, n_cols] log-probabilities; y_true: the target, like it. Returns the loss."""
+        """y_pred: [n_rows, n_cols] log-probabilities; y_true: the target, of the same shape."""
         return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
 
     def extra_repr(self) -> str:

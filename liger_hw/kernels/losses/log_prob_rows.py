@@ -5,8 +5,8 @@ T:
     lse = log(sum(exp(s)))     logp = s[y] - lse     entropy = lse - sum(softmax(s) * s)     logit_sum = sum(s * T)
     top = the first column of the largest x + bias
     d loss / dx[c] = (a * ([c = y] - p[c]) - b * p[c] * (log p[c] + entropy)) / T, through the softcap
-where a = d loss / d logp and b = d loss / d entropy of the row, read on the device. A preference or policy loss is a
-few torch operations on [n_rows] tensors between the two launches, and never sees the logits:
+where a = d loss / d logp and b = d loss / d entropy of the row, read on the device. Between the two launches, a
+preference or policy loss is a few torch operations on [n_rows] tensors:
 
     for start, logits, _ in sweep(chunks, x, weight, grads):
         rows = slice(start, start + logits.shape[0])
@@ -14,12 +14,12 @@ few torch operations on [n_rows] tensors between the two launches, and never see
         loss[rows], coef[rows] = my_loss_and_slope(out.logp[rows], ...)                     # slope: d loss / d logp
         row_log_prob_gradients(logits, target, out, coef, options, bias=bias, row_start=start)  # in place
 
-A loss that needs every row's logp before any slope (of a sequence that spans chunks) sweeps twice: first without
-gradients, then through `row_log_prob_gradients` alone. Rows whose target is ignore_index have logp, entropy and
-gradient of exactly zero; their lse and logit_sum come from their logits when logit_sum is computed, else they are zero.
-A target out of range gives nan in its row, without the assertion that the cross entropies have.
+A loss that needs every row's logp before any slope, of a sequence that spans chunks, sweeps twice: first without
+gradients, then through `row_log_prob_gradients` alone.
 
-Everything is computed in fp32. The first launch reads a row once, the second reads it and writes the gradient.
+Rows whose target is ignore_index have logp, entropy and gradient of exactly zero. Their lse is zero too, unless
+logit_sum is computed, for which their logits are read. A target out of range gives nan in its row, without an
+assertion. Everything is computed in fp32.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _log_prob_rows_kernel(
 ):
     """One program a row of a chunk that begins at row `row_start` of the targets and results.
 
-    The two floats come before the integers: in the other order LLVM of Triton 3.8.0 crashes on gfx942 and gfx950 ("Use
-    not jointly dominated by defs" in its machine scheduler, which shrinks a scalar load that it rematerialises).
+    The two floats come before the integers: otherwise Triton 3.8.0's LLVM crashes on gfx942 and gfx950 ("Use not
+    jointly dominated by defs").
     """
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
@@ -89,7 +89,7 @@ def _log_prob_rows_kernel(
                 tl.store(TOP_ptr + row, -1)
             return
     inside = (y >= 0) & (y < n_cols)
-    y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
+    y_read = tl.where(inside, y, 0)  # an invalid target must not be used as an index; its row becomes nan
     s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
     if BIAS_ptr is not None:
         s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
@@ -141,7 +141,7 @@ def _log_prob_gradient_kernel(
     STAGES: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """One program a row. DX may be X: every element is read and written by the same thread."""
+    """One program a row of a chunk. DX may be X: the same thread reads and writes an element."""
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
     head = row_head(chunk_row * X_row_stride, VECTOR)
@@ -184,10 +184,8 @@ HEAD_DIMS = ("n_rows", "hidden", "vocab")
 
 
 def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """The cross entropies' tiles without a cache hint, as no row is read again.
-
-    Wide rows take smaller tiles in four stages where shared memory holds eight programs' tiles.
-    """
+    """The cross entropies' tiles without a cache hint, as no row is read again; for wide rows smaller tiles in four
+    stages, where shared memory holds the tiles of eight programs."""
     config, tile, stages = rows_heuristic(target, key), 4096, 4
     if key[0] > 2 * tile and 8 * (stages - 1) * tile * key[1] <= target.shared_memory:
         return LaunchConfig({"BLOCK_SIZE": tile}, target.warps(tile, 32, 16), stages)
@@ -195,14 +193,14 @@ def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
 
 
 def _gradient_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """The same tiles, with twice the threads for wide rows: a gradient has few instructions to hide a load behind."""
+    """The cross entropies' tiles, with twice the threads for wide rows, to hide the latency of loads."""
     config = rows_heuristic(target, key)
     block = config.blocks["BLOCK_SIZE"]
     return LaunchConfig(config.blocks, target.warps(block, 16, 16) if key[0] > block else config.num_warps)
 
 
 def log_prob_tunables(op: str, dims: tuple[str, ...] = DIMS) -> tuple[Tunable, Tunable]:
-    """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels."""
+    """The `<op>.fwd` and `<op>.bwd` tunables of an op that uses the two kernels."""
     rules = {"key": columns_key, "dims": dims, "safe": rows_safe, "space": rows_space}
     return (
         Tunable(op, "fwd", kernels=(_log_prob_rows_kernel,), heuristic=_rows_heuristic, **rules),
@@ -216,7 +214,7 @@ LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_log_probs", HEAD_DIMS)
 
 
 class LogProbOptions(NamedTuple):
-    """How a row's log-probabilities come from its logits. softcap: 0.0 for none"""
+    """The options of `log_prob_options`, checked. softcap: 0.0 for none"""
 
     ignore_index: int = -100
     temperature: float = 1.0
@@ -224,7 +222,7 @@ class LogProbOptions(NamedTuple):
 
 
 def log_prob_options(op: str, ignore_index: int, temperature: float, softcap: float | None = None) -> LogProbOptions:
-    """The LogProbOptions of public arguments; raises unless both numbers are positive and finite."""
+    """Raises unless temperature and softcap are positive and finite."""
     check_ignore_index(op, ignore_index)
     check_floats(op, temperature=temperature)
     if not 0.0 < temperature < float("inf"):
@@ -233,10 +231,8 @@ def log_prob_options(op: str, ignore_index: int, temperature: float, softcap: fl
 
 
 class LogProbs(NamedTuple):
-    """Per-row results [n_rows], fp32; entropy, logit_sum and top are None where they are not computed.
-
-    top: int64, the first column of the largest logit; -1 in ignored rows
-    """
+    """Results [n_rows] in fp32; None where not computed. top: int64, the first column of the largest logit, -1 in
+    ignored rows."""
 
     logp: torch.Tensor
     lse: torch.Tensor
@@ -248,7 +244,7 @@ class LogProbs(NamedTuple):
 def log_prob_buffers(
     n_rows: int, like: torch.Tensor, *, entropy: bool = False, logit_sum: bool = False, top: bool = False
 ) -> LogProbs:
-    """Room for the results of n_rows rows of logits like `like`, in fp32 (fp64 for fp64)."""
+    """Buffers for the results of n_rows rows of logits like `like`, in fp32 (fp64 for fp64)."""
     wide = torch.promote_types(like.dtype, torch.float32)
 
     def rows(dtype: torch.dtype = wide) -> torch.Tensor:
@@ -270,11 +266,10 @@ def row_log_probs(
     tunable: Tunable | None = None,
     plain: bool = False,
 ) -> None:
-    """Fill `out` for the rows of logits [n, vocab], which are rows row_start.. of target [n_rows] and of `out`.
+    """Fill `out` for logits [n, vocab], which are rows row_start, row_start + 1, ... of target and of `out`.
 
-    target is contiguous, int64 or int32. owned: the padding between rows may be accessed, as in a
-    buffer of `sweep`; False for a caller's tensor. tunable: the op's own, with the key of LOGP (`log_prob_tunables`).
-    plain: in torch, without kernels, which is what the references of these operators run.
+    target: [n_rows] int64 or int32, contiguous; owned: the padding between rows may be accessed, as in a buffer of
+    `sweep`; tunable: from `log_prob_tunables`, LOGP by default; plain: in torch, for the references of operators
     """
     n, vocab = logits.shape
     if not n:
@@ -310,11 +305,11 @@ def row_log_prob_gradients(
     tunable: Tunable | None = None,
     plain: bool = False,
 ) -> None:
-    """d loss / d logits into `dlogits`, or over the logits themselves; arguments as in `row_log_probs`.
+    """d loss / d logits into `dlogits`, by default over the logits; arguments as in `row_log_probs`.
 
-    saved: its `out`; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
-    [n_rows] on the device (the latter needs saved.entropy); softmax_coef: the factor of softmax(x), coef where None;
-    smoothing_term: added to every logit's gradient (label smoothing).
+    saved: the `out` of `row_log_probs`; coef, entropy_coef: d loss / d logp and d loss / d entropy, [n_rows] contiguous
+    (the latter needs saved.entropy); softmax_coef: the factor of softmax(s), by default coef; smoothing_term: added to
+    the gradient of every logit (label smoothing)
     """
     n, vocab = logits.shape
     if not n:
@@ -340,16 +335,15 @@ def row_log_prob_gradients(
 
 
 def _scaling(options: LogProbOptions) -> tuple[float, float]:
-    """(softcap, 1 / temperature), as the kernels take them."""
     return options.softcap, 1.0 / options.temperature
 
 
 def scores_reference(logits: torch.Tensor, bias: torch.Tensor | None, options: LogProbOptions) -> torch.Tensor:
-    """softcap(logits + bias) / temperature of some rows in plain differentiable torch, in fp32 (fp64 for fp64)."""
+    """softcap(logits + bias) / temperature in plain differentiable torch, in fp32 (fp64 for fp64)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     s = logits.to(wide)
     if bias is not None:
-        s = s + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as a linear layer's
+        s = s + bias.expand_as(logits).to(wide)  # rounds the rows before their sum, as a linear layer's gradient does
     if options.softcap:
         s = options.softcap * torch.tanh(s / options.softcap)
     return s / options.temperature
@@ -378,7 +372,6 @@ def top_reference(
 
 @torch.no_grad()
 def _fill_plain(logits, target, out: LogProbs, options: LogProbOptions, bias, row_start) -> None:
-    """`row_log_probs` in plain torch."""
     rows = slice(row_start, row_start + logits.shape[0])
     y = target[rows]
     logp, entropy, lse = log_prob_rows_reference(logits, y, bias, options)
@@ -397,7 +390,7 @@ def _fill_plain(logits, target, out: LogProbs, options: LogProbOptions, bias, ro
 def _plain_gradient(
     logits, target, bias, lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef, options: LogProbOptions
 ) -> torch.Tensor:
-    """What `row_log_prob_gradients` writes for some rows, in plain torch, in fp32 (fp64 for fp64)."""
+    """The gradient of some rows, in fp32 (fp64 for fp64). lse may be that of more columns than the logits have."""
     s = scores_reference(logits, bias, options)
     log_p = s - lse[:, None]
     p, is_ignored = log_p.exp(), target == options.ignore_index

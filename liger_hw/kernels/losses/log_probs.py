@@ -2,12 +2,10 @@
 
 With s = softcap * tanh(logits / softcap) / temperature of a row, p = softmax(s), and target y:
     log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax logits == y)
-Rows whose target is ignore_index have results and a gradient of exactly zero.
+Rows whose target is ignore_index have results and a gradient of exactly zero. `fused_linear_log_probs` computes the
+same from hidden states.
 
-For a caller that has the logits already; `fused_linear_log_probs` computes the same from hidden states.
-
-Saved for backward: the logits, a log-sum-exp a row, and the entropy. One read of the logits forward, a read and a write
-backward, by the kernels of log_prob_rows.py.
+Saved for backward: the logits, a log-sum-exp a row, and the entropy. The kernels are those of log_prob_rows.py.
 """
 
 from __future__ import annotations
@@ -48,10 +46,10 @@ from .log_prob_rows import (
 
 
 class LogProbsOutput(NamedTuple):
-    """Log-probabilities and what a return_* option adds; None where the option is not set.
+    """Log-probabilities and the results of the return_* options that are set.
 
-    log_probs, entropy: fp32, of the target's shape; is_top1: bool, the same shape, no gradient: whether the target is
-    the first largest logit; selected: [..., k] log-probabilities of selected tokens (`fused_linear_log_probs`)
+    log_probs, entropy: fp32, of the target's shape; is_top1: bool, of the same shape: whether the target is the largest
+    logit, the first of equal ones; selected: [..., k] log-probabilities of selected tokens (`fused_linear_log_probs`)
     """
 
     log_probs: torch.Tensor
@@ -61,13 +59,13 @@ class LogProbsOutput(NamedTuple):
 
 
 def pack_log_probs(log_probs, entropy, is_top1, selected=None) -> torch.Tensor | LogProbsOutput:
-    """The log-probabilities alone where nothing else is there."""
+    """A LogProbsOutput, or the log-probabilities alone if the others are None."""
     output = LogProbsOutput(log_probs, entropy, is_top1, selected)
     return log_probs if all(t is None for t in output[1:]) else output
 
 
 def next_tokens(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The token that follows each of target [..., length]; none follows the last."""
+    """The token after each of target [..., length]; ignore_index after the last."""
     return F.pad(target, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -83,7 +81,7 @@ def log_probs_reference(
     shift_labels: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor | LogProbsOutput:
-    """The specification in plain torch, in fp32 (fp64 for fp64); with the bias and the selected tokens of a head."""
+    """The specification in plain torch, in fp32 (fp64 for fp64). bias and selected_token_ids are for a head."""
     target = next_tokens(target, ignore_index) if shift_labels else target
     rows, y = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     options = log_prob_options("log_probs_reference", ignore_index, temperature, softcap)
@@ -117,7 +115,7 @@ def _fwd(logits, target, entropy, top, options: LogProbOptions, plain=False):
 
 
 def results_of(out: LogProbs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logp, entropy, top, lse) as an operator returns them: empty where not computed."""
+    """(logp, entropy, top, lse), `absent` where not computed."""
     entropy = absent(out.lse) if out.entropy is None else out.entropy
     return out.logp, entropy, absent(out.lse).long() if out.top is None else out.top, out.lse
 
@@ -148,7 +146,6 @@ def _misfit(dlogp, dentropy, logits, target, lse, saved_entropy, options) -> str
 
 
 def entropy_misfit(lse: torch.Tensor, saved_entropy: torch.Tensor, dentropy: torch.Tensor | None) -> str:
-    """Why the saved entropies [n_rows], which only an entropy's gradient needs, do not fit, or ""."""
     if dentropy is not None and saved_entropy.shape != lse.shape:
         return f"saved_entropy must be {list(lse.shape)} for a gradient of the entropy, got {list(saved_entropy.shape)}"
     return ""
@@ -182,10 +179,7 @@ log_probs_bwd_ = define(
 
 
 class LogProbsFunction(Function):
-    """Autograd for rows [n_rows, n_cols]; returns (logp, entropy, top).
-
-    inplace: the caller lets backward write over the logits, which are dense rows
-    """
+    """Returns (logp, entropy, top). inplace: backward may write over the logits, which are contiguous."""
 
     @staticmethod
     def forward(ctx, logits, target, options: LogProbOptions, return_entropy, return_top, inplace):
@@ -209,7 +203,7 @@ class LogProbsFunction(Function):
         if not ctx.inplace or graph_is_kept():
             return log_probs_bwd(*call), None, None, None, None, None
         log_probs_bwd_(*call)
-        # for other graphs that saved the logits; the operator was called without the dispatcher, which would do this
+        # for other graphs that saved the logits: the operator was called without the dispatcher, which would do this
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None, None, None
 
@@ -227,12 +221,11 @@ def liger_log_probs(
     """Log-probability of each target under softmax(softcap(logits) / temperature).
 
     logits: [..., n_cols] fp32, fp16 or bf16 (fp64 on the CPU); target: [...] int64 or int32, the token that each row
-    predicts; with shift_labels=True the tokens of the sequences themselves, [..., length]: a row predicts the next one,
-    the last row of a sequence nothing. temperature: a positive number; softcap: a positive number, after which logits
-    are softcap * tanh(logits / softcap). return_entropy: the entropy of each row in nats, differentiable; return_top1:
-    whether the target is the largest logit, the first of equal ones.
-    Returns the log-probabilities, fp32 of the target's shape, or a `LogProbsOutput` where more was asked for. Rows at
-    ignore_index have zeros.
+    predicts; with shift_labels=True the tokens of the sequences, [..., length]: a row predicts the next token, the last
+    row none. temperature, softcap: positive numbers; a softcap replaces logits by softcap * tanh(logits / softcap).
+    return_entropy: the entropy of each row in nats, differentiable; return_top1: see `LogProbsOutput`.
+    Returns the log-probabilities, fp32 of the target's shape, or a `LogProbsOutput` if a return_* option is set. Rows
+    at ignore_index have zeros.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
     check_tensors(_NAME, logits=logits)
@@ -252,7 +245,7 @@ def liger_log_probs(
 def rows_and_targets(
     op: str, x: torch.Tensor, target: torch.Tensor, ignore_index: int, shift: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
-    """(x [..., width] as rows, their targets, the targets' shape); shift: a row's target is the next token.
+    """(x [..., width] as rows, their targets, the shape of target). shift: a row's target is the next token.
 
     Raises `TypeError` for an argument that is not a tensor, `ValueError` for shapes that do not fit.
     """

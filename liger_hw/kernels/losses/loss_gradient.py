@@ -1,9 +1,8 @@
 """The gradient that a loss's forward has computed, times the incoming one: the backward of every loss on rows.
 
-The incoming gradient is read on the device. Where it is 1, as in `loss.backward()`, the kernel returns at once. An
-entry of exactly zero stays zero whatever it is multiplied by: ignored rows have such entries, and torch gives them no
-gradient even where the incoming one is infinite or nan (a summed loss divided by zero counted tokens). The product is
-written in place only where the saved gradient cannot be read again.
+The incoming gradient is read on the device. In place, the kernel returns at once where it is 1, as in
+`loss.backward()`. Entries of exactly zero stay zero: ignored rows have them, and torch gives these rows no gradient
+even where the incoming one is infinite or nan (a summed loss divided by zero counted tokens).
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
 
 @triton.jit
 def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """OUT = G * GO, times STATS[4], 1 / denominator of the mean, where the forward did not divide. Without OUT it is in
-    place, and a factor of 1 returns at once.
+    """OUT = G * GO, with STATS also times STATS[4], the 1 / denominator of a mean. In place without OUT.
 
-    TAIL: n_elements is no multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
+    TAIL: n_elements is not a multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
     """
     scale = tl.load(GO_ptr).to(tl.float32)
     if STATS_ptr is not None:
@@ -57,7 +55,7 @@ def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.conste
 def _scale_rows_kernel(
     G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """OUT = G * GO, one factor a row. In place, without OUT, the tiles of rows with a factor of 1 are skipped."""
+    """OUT = G * GO, one factor a row. In place without OUT: the tiles of rows with a factor of 1 are then skipped."""
     cols = tl.arange(0, BLOCK_SIZE)
     for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         scale = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
@@ -104,7 +102,7 @@ def _bwd(grad, grad_output, stats):
 
 
 def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
-    """out (or grad itself, without out) = grad * grad_output, a scalar or one factor for each row of grad."""
+    """out = grad * grad_output, a scalar or one factor a row. out: by default grad."""
     n_elements = grad.numel()
     if not n_elements:
         return
@@ -162,10 +160,9 @@ cross_entropy_bwd_ = define(
 def scale_gradient(
     grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor, kept: bool | None = None
 ) -> torch.Tensor:
-    """The gradient that a forward saved, times the incoming one; call it in a backward.
+    """grad, which a forward saved, times the incoming gradient; in place unless the graph is kept. For use in backward.
 
-    In place where this backward frees the graph, after which the saved tensor cannot be read; else a new tensor.
-    kept: what `graph_is_kept` says, where the caller knows
+    kept: the result of `graph_is_kept`, if the caller has it
     """
     if graph_is_kept() if kept is None else kept:
         return cross_entropy_bwd(grad, grad_output, stats)

@@ -9,10 +9,10 @@ import torch
 
 
 class OptionsModule(torch.nn.Module):
-    """A loss as a module. A subclass is a dataclass (eq=False, repr=False), whose fields are the loss's options.
+    """A loss as a module. A subclass is a dataclass (eq=False, repr=False) whose fields are the loss's options.
 
-    They are attributes, which may be changed, and are read at every call. A loss with buffers is no dataclass: it names
-    its options in `option_names` and calls `set_options`.
+    A loss with buffers is not a dataclass: it names its options in `option_names` and calls `set_options`. Options may
+    be changed after construction: every call reads them.
     """
 
     option_names: Sequence[str]
@@ -26,17 +26,16 @@ class OptionsModule(torch.nn.Module):
         self.check()
 
     def set_options(self, *values: Any) -> None:
-        """Set the options, in the order of `option_names`, and check them."""
+        """Set the options, in the order of `option_names`."""
         for name, value in zip(self.option_names, values):
             setattr(self, name, value)
         self.check()
 
     def check(self) -> None:
-        """Raise for options that make no sense."""
+        """Raise for options that are not valid."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """The options by name, as they are now."""
         return {name: getattr(self, name) for name in self.option_names}
 
     def extra_repr(self) -> str:

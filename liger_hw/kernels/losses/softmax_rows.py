@@ -5,9 +5,9 @@ For a row x with an optional bias, softcap and temperature T, s = softcap(x + bi
     second sweep    dx[c] = softmax_coef * p[c] - target_coef * [c = y] - smoothing_term * w[c]
                             - b * p[c] * (log p[c] + entropy),
                     with p = exp(s - lse), through the softcap (1 / T is in the factors)
-The first goes forwards by tiles, with running maxima (the online softmax), the second backwards, so that what was read
+The first goes forwards by tiles, with running maxima (the online softmax), the second backwards, since what was read
 last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps.
-Rows that do not begin at 16 bytes have edges besides (rows/row.py).
+Rows that do not begin at 16 bytes also have edges (rows/row.py).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867
 """
@@ -39,19 +39,10 @@ else:
 
 
 @triton.jit
-def load_logits(
-    X_ptr,
-    BIAS_ptr,
-    cols,
-    n_cols,
-    n_stored,
-    outside,
-    MASKED: tl.constexpr,
-    LOAD_HINT: tl.constexpr,
-):
+def load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, outside, MASKED: tl.constexpr, LOAD_HINT: tl.constexpr):
     """A tile of logits plus bias in fp32. MASKED: the row ends in it, and columns from n_cols on get `outside`.
 
-    n_stored: the column where loads end; at a multiple of 16 bytes the last tile's loads stay wide.
+    n_stored: the column where loads end: at a multiple of 16 bytes the last tile's loads stay wide
     """
     if MASKED:
         x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
@@ -67,7 +58,7 @@ def load_logits(
 
 @triton.jit
 def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
-    """The logits on both sides of a row's body, as `edge_columns` has them; -inf outside the row."""
+    """The logits at the `edge_columns` of a row; -inf outside the row."""
     if BIAS_ptr is not None:
         BIAS_ptr += head
     n_right = n_cols - head
@@ -79,8 +70,7 @@ def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
 def _gradient_tile(
     x, cols, n_cols, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef, smoothing_term, b, entropy
 ):
-    """The gradient of a tile's logits; the formula is at the top of this file. softcap, smoothing_term and b: None for
-    none."""
+    """The gradient of a tile's logits, see the top of this file. softcap, smoothing_term and b: None for none."""
     s = x
     if softcap is not None:
         t = tanh(x * (1.0 / softcap))
@@ -125,8 +115,8 @@ def _scan_tile(
 ):
     """The statistics of each lane after one more tile of logits [lanes, width] (or [width], of one lane).
 
-    With s = softcap(x + bias) of a lane so far: m = max(s), d = sum(2^z), moment = sum(2^z * z) where z = scale * (s -
-    m), total = sum(w * s), top = max(rank(x)). MASKED: the row ends in the tile; x is -inf behind it.
+    With s = softcap(x) of a lane so far and z = scale * (s - m): m = max(s), d = sum(2^z), moment = sum(2^z * z),
+    total = sum(w * s), top = max(rank(x)). MASKED: the row ends in the tile; x is -inf behind the end
     """
     AXIS: tl.constexpr = len(x.shape) - 1
     s = x
@@ -142,7 +132,7 @@ def _scan_tile(
     if TOP:
         x = _rank(x)
         if not SOFTCAP:
-            s = x  # one maximum for both; a NaN that became inf is NaN again as inf - inf
+            s = x  # shares the maximum; a NaN, which became inf, is NaN again as inf - inf
     m_new = tl.maximum(m, tl.max(s, AXIS))
     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of only -inf (masked classes) adds nothing
     z = (s - tl.expand_dims(base, AXIS)) * scale
@@ -158,7 +148,7 @@ def _scan_tile(
 
 @triton.jit
 def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
-    """(d, moment) relative to `base` instead of m. -256 stands for -inf: 2^-256 is 0 too, but 0 * -inf is nan."""
+    """(d, moment) relative to `base` instead of m. z is at least -256: 2^-256 is 0 in fp32, and 0 * -inf is nan."""
     z = (m - base) * scale
     e = tl.exp2(z)
     if ENTROPY:
@@ -168,13 +158,13 @@ def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _rank(x):
-    """A logit in the search for the largest: NaN is taken for infinity, so that the first NaN is predicted."""
+    """x for the search of the largest logit, with infinity for NaN: the first NaN is the prediction, as in torch."""
     return tl.where(x == x, x, float("inf"))
 
 
 @triton.jit
 def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
-    """The first of `cols` [lanes, width] whose logit is top_row. Only lanes with that maximum are read again."""
+    """The first of `cols` [lanes, width] whose logit is top_row. Reads only the lanes with that maximum."""
     cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
     x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "")
     return tl.min(tl.min(tl.where(_rank(x) == top_row, cols, n_cols), 1), 0)
@@ -203,11 +193,11 @@ def scan_row(
 ):
     """The first sweep: (lse, entropy, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
 
-    X_ptr: the body of the row, n_body columns wide, n_full whole tiles and a last one. BIAS and W begin at column 0.
+    X_ptr: the row's body of n_body columns, in n_full whole tiles and a last one. BIAS and W begin at column 0.
 
-    Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The lanes are
-    combined once a row. A lane remembers in which tile its largest logit came first, and only the lanes that hold the
-    row's largest one are read again for its column.
+    Every 16 bytes of a tile are a lane, whose statistics one thread keeps in registers. The lanes are combined once a
+    row. A lane records the tile in which its largest logit came first; for the column, the lanes that have the row's
+    largest logit are read again.
     """
     BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 16 // BYTES if BLOCK_SIZE * BYTES >= 16 else BLOCK_SIZE
@@ -296,9 +286,9 @@ def write_gradient(
     EVICT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The second sweep. y is counted from the body; DX may be X: each element is read and written by the same thread.
+    """The second sweep. y is counted from the body. DX may be X: the same thread reads and writes an element.
 
-    x_tail, x_edge: the last tile and the edges, loaded where None. softcap, smoothing_term and b: None for none.
+    x_tail, x_edge: the last tile and the edges, loaded here if None. softcap, smoothing_term and b: None for none.
     """
     dx_type = DX_ptr.dtype.element_ty
     block_cols = tl.arange(0, BLOCK_SIZE)
@@ -363,10 +353,7 @@ def write_zeros(
 
 def rows_heuristic(target: Target, key: Key) -> LaunchConfig:
     """A row of up to 8192 columns in one tile, read once; a wider one in tiles of 8192, kept in cache for the second
-    read.
-
-    Wider tiles spill where a thread has few registers.
-    """
+    read. Wider tiles spill where a thread has few registers."""
     block, hint = (key[0], "none") if key[0] <= 8192 else (8192, "keep")
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
 

@@ -2,10 +2,8 @@
 
     term = |p - q| / 2, with the derivative 0 at a tie
     none  every term [n_rows, n_cols]     sum  of all     batchmean  sum / rows that count     mean  that / n_cols
-Rows whose label is ignore_index do not count; without labels all do. Where none counts the loss is zero.
-Everything is computed in fp32, the loss in the dtype that torch promotes p and q to (fp32 under autocast).
-Saved for backward: the gradient of p, which the forward writes in the same pass; with reduction="none" p and q. q has
-no gradient. See divergence_rows.py for the kernel.
+Where no row counts the loss is zero. Everything is computed in fp32, by the kernel of divergence_rows.py.
+Saved for backward: the gradient of p, which the forward writes; with reduction="none" p and q.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
 https://arxiv.org/abs/2307.15190
@@ -43,8 +41,8 @@ def liger_tvd(
     """Total variation distance of probabilities: |input - target| / 2, summed over a row.
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
-    rows at ignore_index do not count; reduction: none, sum, mean or batchmean. Returns [] or [n_rows, n_cols], in
-    the dtype that torch promotes the two to. The target gets no gradient.
+    rows at ignore_index do not count; reduction: none, sum, mean or batchmean. The target gets no gradient.
+    Returns [] or [n_rows, n_cols] in the dtype that torch promotes the two to, fp32 under autocast.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_tvd", reduction, ignore_index)
@@ -57,7 +55,7 @@ def _options(op: str, reduction: str = "mean", ignore_index: int = -100) -> rows
 
 @dataclass(eq=False, repr=False)
 class LigerTVDLoss(OptionsModule):
-    """`liger_tvd` as a module: forward(p [n_rows, n_cols], q [n_rows, n_cols], shift_labels [n_rows] or None)."""
+    """`liger_tvd` as a module."""
 
     reduction: str = "batchmean"
     ignore_index: int = -100
@@ -66,7 +64,7 @@ class LigerTVDLoss(OptionsModule):
         _options("LigerTVDLoss", **self.options())
 
     def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
-        """p, q: [n_rows, n_cols] probabilities; shift_labels: [n_rows] or None. Returns the loss, see `liger_tvd`."""
+        """p, q: [n_rows, n_cols] probabilities; shift_labels: [n_rows] or None."""
         return liger_tvd(p, q, shift_labels, **self.options())
 
 

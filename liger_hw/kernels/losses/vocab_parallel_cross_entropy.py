@@ -5,13 +5,11 @@ For a row of logits s over the whole vocabulary of V, target y and smoothing e, 
     megatron  the same with e V / (V - 1) for e
 
 Mode "global" takes the mean over the whole vocabulary. Mode "partition", as in Megatron, takes the mean and V of each
-rank's part only, so the ranks' losses differ and each row exchanges one number less.
-Each rank of the group holds a part of the columns, in the order of the ranks; parts may be unequal (vocab_parts.py).
-Rows whose target is ignore_index have no loss and a gradient of exactly zero. A target outside the vocabulary has the
-score s[y] = 0; without smoothing the gradient of its row is the softmax.
-Everything is computed in fp32, and so is the loss.
-Saved for backward: the logits and one log-sum-exp a row. The forward reads the logits once and exchanges the widths of
-the parts and two numbers a row (three with smoothing); backward reads the logits once and exchanges nothing.
+rank's part only: the losses of the ranks differ, and each row exchanges one number less.
+Each rank has a part of the columns, in the order of the ranks; parts may be unequal (vocab_parts.py).
+Rows whose target is ignore_index have no loss and a gradient of exactly zero. Everything is computed in fp32.
+Saved for backward: the logits and one log-sum-exp a row. The forward exchanges the widths of the parts and two numbers
+a row (three with smoothing); backward exchanges nothing.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
@@ -63,7 +61,7 @@ def vocab_parallel_cross_entropy_reference(
     label_smoothing_formula: str = "pytorch",
     label_smoothing_mode: str = "global",
 ) -> torch.Tensor:
-    """The specification for one rank with the whole vocabulary. Computes in fp32, or in fp64 for fp64 logits."""
+    """The specification for one rank with the whole vocabulary, in fp32 (fp64 for fp64)."""
     s = vocab_parallel_logits.to(torch.promote_types(vocab_parallel_logits.dtype, torch.float32))
     smoothing = _smoothing(label_smoothing, label_smoothing_formula, s.shape[-1])
     ignored = target == ignore_index
@@ -74,7 +72,7 @@ def vocab_parallel_cross_entropy_reference(
 
 
 def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
-    """The e of the formula for V = width. With one column any e gives the same loss, so V - 1 is clamped to 1."""
+    """The factor e of a formula for V = width. V - 1 is clamped to 1: with one column any e gives the same loss."""
     if formula != "megatron":
         return smoothing
     return smoothing * width / ((width - 1).clamp_min(1) if isinstance(width, torch.Tensor) else max(width - 1, 1))
@@ -168,15 +166,15 @@ def liger_vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Per-token cross entropy of logits split over a process group along the vocabulary.
 
-    label_smoothing_formula: `pytorch`, or `megatron`, which multiplies label_smoothing by V / (V - 1).
-    label_smoothing_mode: smooth over the whole vocabulary (`global`) or over each rank's part (`partition`).
-
     vocab_parallel_logits: [..., n_cols], this rank's part; fp32, fp16 or bf16 (fp64 on the CPU). target: [...] int64 or
     int32, indices into the whole vocabulary, the same on every rank. tp_group: a ProcessGroup, or None if this rank has
-    the whole vocabulary. Returns the loss of every token in fp32; ranks get the same loss unless the mode is
-    `partition`. Every rank must call it.
-    A target outside the vocabulary has score 0, as in Megatron: its loss is the log-sum-exp and its gradient the
-    softmax, both finite, so that a mask can remove them. With LIGER_HW_CHECK_TARGETS=1 it raises `IndexError`.
+    the whole vocabulary. label_smoothing_formula: `pytorch`, or `megatron`, which multiplies label_smoothing by
+    V / (V - 1). label_smoothing_mode: smooth over the whole vocabulary (`global`) or each rank's part (`partition`).
+    Returns the loss of every token in fp32; all ranks get the same unless the mode is `partition`. Every rank must call
+    it.
+    A target outside the vocabulary has score 0, as in Megatron: its loss is the log-sum-exp and its gradient (without
+    smoothing) the softmax, both finite, so that a mask can remove them. With LIGER_HW_CHECK_TARGETS=1 it raises
+    `IndexError`.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     check_tensors(_NAME, vocab_parallel_logits=vocab_parallel_logits)
@@ -191,7 +189,6 @@ def liger_vocab_parallel_cross_entropy(
 
 
 def check_smoothing(op: str, ignore_index: int, smoothing: float, formula: str, mode: str) -> None:
-    """Raise `ValueError` for options that do not fit."""
     check_ignore_index(op, ignore_index)
     check_floats(op, label_smoothing=smoothing)
     if not 0.0 <= smoothing < 1.0:
@@ -202,10 +199,7 @@ def check_smoothing(op: str, ignore_index: int, smoothing: float, formula: str, 
 
 @dataclass(eq=False, repr=False)
 class LigerVocabParallelCrossEntropy(OptionsModule):
-    """`liger_vocab_parallel_cross_entropy` as a module: forward(vocab_parallel_logits, target, tp_group=None).
-
-    reduction must be "none": the loss is per token, and how tokens are averaged over ranks is the caller's matter.
-    """
+    """`liger_vocab_parallel_cross_entropy` as a module. reduction must be "none": the caller averages over tokens."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -220,8 +214,7 @@ class LigerVocabParallelCrossEntropy(OptionsModule):
         check_smoothing(op, self.ignore_index, self.label_smoothing, formula, mode)
 
     def forward(self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
-        """vocab_parallel_logits: [seq, batch, n_cols], this rank's; target: [seq, batch]. Returns the loss of every
-        token, fp32."""
+        """vocab_parallel_logits: [seq, batch, n_cols], this rank's part; target: [seq, batch]."""
         if vocab_parallel_logits.dim() != 3:
             shape = tuple(vocab_parallel_logits.shape)
             expected = "vocab_parallel_logits must be 3-D, [seq, batch, n_cols]"
@@ -231,9 +224,7 @@ class LigerVocabParallelCrossEntropy(OptionsModule):
 
 
 WORKLOADS = {"llama3_8b_tp8": (8192, 16032), "qwen3_8b_tp4": (8192, 37984), "mistral_7b": (8192, 32768)}
-"""Problem sizes (n_rows, n_cols) of one rank of real models."""
-
-
+"""(n_rows, n_cols) of one rank."""
 sample = partial(sample_logits, passes=3)
 OP = registry.register_file(
     __name__,

@@ -1,15 +1,15 @@
-"""A vocabulary whose columns are shared out between the ranks of a process group, in the order of the ranks.
+"""A vocabulary whose columns are split over the ranks of a process group, in the order of the ranks.
 
-The parts may have unequal widths (50 | 46). The ranks exchange their widths in every call: with a cache, a rank that
-finds its answer there would skip the exchange, while a rank that does not would wait for it. The exchange is one
-integer a rank, and the host does not wait for it: the first column and the vocabulary's size are tensors.
+The parts may have unequal widths (50 | 46). The ranks exchange the widths in every call, one integer a rank: with a
+cache, a rank that had an entry would skip the exchange while another waits for it. The host does not wait: the first
+column and the size of the vocabulary are tensors.
 
 A loss needs a few numbers a row from the other ranks: log-sum-exp, the target's score, and sums. `gather_rows` sends
 them in one collective, and every rank combines them in the same order, so that all have the same bits.
 
-A rank computes its numbers by `row_log_probs` with `OwnTargets.mine`: where another rank has the target, logp belongs
-to column 0 and means nothing. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a coefficient of
-the target that is zero there.
+A rank computes its numbers by `row_log_probs` with `OwnTargets.mine`; where another rank has the target, logp belongs
+to column 0 and is not used. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a coefficient of the
+target that is zero there.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ IGNORED = -1
 class VocabPart(NamedTuple):
     """One rank's part of a vocabulary.
 
-    group: the process group, or None if this rank has it whole; world, rank: its size, and this rank in it
-    starts: [world] int64, the first column of every rank's part; start, whole: [] int64, this rank's first column and
-    the number of all columns. All three are on the device.
+    group: the process group, or None if this rank has the whole vocabulary; world, rank: its size, and this rank in it
+    starts: [world] int64, the first column of every rank's part; start: [] int64, this rank's; whole: [] int64, the
+    number of all columns
     """
 
     group: Any
@@ -60,10 +60,7 @@ def vocab_part(width: int, group: Any, device: torch.device) -> VocabPart:
 
 
 def checked_group(op: str, tp_group: Any) -> dist.ProcessGroup | None:
-    """The process group, or None for a group of one rank of any type, with which nothing is exchanged.
-
-    Raises `TypeError` for an argument that is not a process group.
-    """
+    """The process group, or None for a group of one rank of any other type. Raises `TypeError` for other arguments."""
     if tp_group is None or isinstance(tp_group, dist.ProcessGroup):
         return tp_group
     size = getattr(tp_group, "size", None)
@@ -91,10 +88,9 @@ class OwnTargets(NamedTuple):
 def own_targets(
     op: str, target: torch.Tensor, width: int, part: VocabPart, ignore_index: int, *, masked: bool = False
 ) -> OwnTargets:
-    """What a rank sees of target [n_rows], indices of the whole vocabulary.
+    """target: [n_rows], columns of the whole vocabulary. A target out of range raises as `check_in_range` says.
 
-    A target out of range raises as `check_in_range` says; in a compiled graph its row's loss and gradient are nan.
-    masked: it is treated as a target that no rank has, as in Megatron; with LIGER_HW_CHECK_TARGETS=1 it raises even so
+    masked: as in Megatron, no rank has a target out of range; it raises only with LIGER_HW_CHECK_TARGETS=1
     """
     if target.is_floating_point():
         check(False, op, f"target must be int32 or int64, got {target.dtype}")
@@ -109,7 +105,7 @@ def own_targets(
 
 
 class GatheredRows:
-    """Some numbers of each row, [numbers, n_rows] contiguous, on their way to every rank."""
+    """An asynchronous all-gather of rows [numbers, n_rows], contiguous."""
 
     def __init__(self, rows: torch.Tensor, part: VocabPart) -> None:
         self._all, self._work = rows[None], None
@@ -125,5 +121,5 @@ class GatheredRows:
 
 
 def gather_rows(rows: Sequence[torch.Tensor], part: VocabPart) -> torch.Tensor:
-    """Every rank's numbers, some [n_rows] of one dtype, in one collective: [numbers, world, n_rows]."""
+    """All ranks' `rows`, tensors [n_rows] of one dtype, in one collective: [numbers, world, n_rows]."""
     return GatheredRows(torch.stack(tuple(rows)), part).wait()

@@ -1,14 +1,14 @@
 """Rows held whole by a program, in one block or in two.
 
 A Triton block is a power of two wide, so a row of 2304 columns would leave 44% of a block of 4096 idle. Such a row is
-taken as a first block of BLOCK_SIZE columns and a second one of BLOCK_2 (0: no second block). The columns, values and
-masks of the second block have names that end in _2.
+taken as a first block of BLOCK_SIZE columns and a second one of BLOCK_2 (0: no second block). Names of the second
+block's columns, values and masks end in _2.
 
-Rows that begin anywhere are laid out as row.py says: position p of a row's blocks holds column p - pad. A program takes
-rows that are VECTOR apart, which have the same pad, so that its weights and the sums of its columns stay in place.
+Rows that begin anywhere are laid out as row.py says: position p of a row's blocks holds column p - pad. The rows of a
+program are VECTOR apart, so that they have the same pad, and weights and sums of columns are at the same positions.
 
-The device functions take None for a second block that does not exist, or for a tensor that is not there, and return
-None for it. They never return None in a tuple, which works from Triton 3.7 on.
+The device functions take None for a second block or a tensor that does not exist, and return None for it. They never
+return None in a tuple, which works from Triton 3.7 on.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ...runtime.triton_import import tl, triton
 from .row import align_down, holds_column, in_touched_vector, in_whole_vector, row_vector
 
 _NARROWEST_FIRST, WIDEST_FIRST = 1024, 8192
-"""Widths of a first block beside a second one: narrower rows lose little to padding, and no program could hold the two
-blocks of wider ones."""
+"""Widths of a first block that has a second one: padding costs narrower rows little, and wider ones do not fit in a
+program."""
 
 # -- how rows are laid out, on the host ------------------------------------------------------------------------------
 
 
 def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
-    """(WHOLE_ROW, BLOCK_2) of rows of `n_cols`: whether a block of `block` columns and a second one hold them, and the
-    width of the second."""
+    """(WHOLE_ROW, BLOCK_2): whether a block of `block` columns and a second one hold rows of `n_cols`, and the width of
+    the second."""
     rest = n_cols - block
     if rest <= 0:
         return True, 0
@@ -43,13 +43,13 @@ def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
 
 
 def most_columns(columns: int) -> int:
-    """Columns that a program may have to hold, in both blocks, where the key says `columns`."""
+    """The most columns that a program holds, in both blocks, for the key's `columns`."""
     return columns + columns // 2 if _NARROWEST_FIRST <= columns <= WIDEST_FIRST else columns
 
 
 def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key` of the first block, with a last element where rows are in two blocks (1), or in one block and begin
-    anywhere (0)."""
+    """`row_key` of the first block, with a last 1 for rows in two blocks, or a last 0 for rows in one block that begin
+    anywhere."""
     first = 1 << max(0, n_cols.bit_length() - 1)
     if row_blocks(n_cols, first)[1]:
         return (*row_key(n_rows, first, itemsize), 1)
@@ -58,10 +58,8 @@ def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def row_layout(n_cols: int, block: int, *tensors: torch.Tensor | None) -> tuple[bool, int, int]:
-    """(WHOLE_ROW, BLOCK_2, VECTOR) for the rows of row-major tensors: the widest vectors whose pad fits.
-
-    A second block for the pad alone took longer, on an H100, than 4 bytes at a time.
-    """
+    """(WHOLE_ROW, BLOCK_2, VECTOR) for the rows of row-major tensors: the widest vectors whose pad does not need a
+    second block for itself, which is slower than narrow vectors."""
     whole, block_2 = row_blocks(n_cols, block)
     vector = row_vector(*tensors) if whole and n_cols & 15 else 1
     while vector > 1:
@@ -79,7 +77,7 @@ def count_tiles(n_rows: int, rows: int, vector: int) -> int:
 
 
 def share_tiles(programs: int, n_tiles: int, vector: int) -> int:
-    """Programs, about `programs` at most, that share the tiles so that all rows of a program have the same pad."""
+    """The number of programs, at most about `programs`, with which all rows of a program have the same pad."""
     return min(n_tiles, max(vector, programs // vector * vector))
 
 
@@ -102,8 +100,8 @@ def tile_rows(tile, ROWS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def first_columns(start, n_cols, BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr, pad=0, VECTOR: tl.constexpr = 1):
-    """(positions, which of them hold columns) of the first block. With a second block and no pad all do, and the mask
-    is constant."""
+    """(positions, which of them hold columns) of the first block. With a second block and no pad the mask is
+    constant."""
     positions = start + tl.arange(0, BLOCK_SIZE)
     if BLOCK_2 and VECTOR == 1:
         exist = tl.full([BLOCK_SIZE], 1, tl.int1)
@@ -121,14 +119,13 @@ def second_columns(BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr):
 
 @triton.jit
 def which_exist(positions, n_cols, pad=0, VECTOR: tl.constexpr = 1):
-    """Which of these positions hold columns."""
+    """Which of these positions hold columns; None for None."""
     exist = None if positions is None else holds_column(positions, pad, n_cols, VECTOR)
     return exist
 
 
 @triton.jit
 def tile_mask(row_mask, exist):
-    """[rows, columns]: which elements of a tile exist."""
     mask = None if exist is None else row_mask[:, None] & exist[None, :]
     return mask
 
@@ -151,17 +148,8 @@ def whole_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    Ptr,
-    rows,
-    stride,
-    positions,
-    mask,
-    LOAD_HINT: tl.constexpr,
-    touched=None,
-    VECTOR: tl.constexpr = 1,
-):
-    """A tile in the tensor's own dtype, 0 outside `mask`. touched: from `touched_mask`."""
+def load_tile(Ptr, rows, stride, positions, mask, LOAD_HINT: tl.constexpr, touched=None, VECTOR: tl.constexpr = 1):
+    """A tile in the tensor's dtype, 0 outside `mask`. touched: from `touched_mask`."""
     x = None
     if Ptr is not None:
         if positions is not None:
@@ -193,7 +181,7 @@ def store_at(ptrs, value, mask, whole):
 
 @triton.jit
 def load_columns(Ptr, positions, exist, pad=0):
-    """The elements at these positions of a tensor [n_cols], such as a weight, in its own dtype."""
+    """The elements at these positions of a tensor [n_cols], such as a weight, in its dtype."""
     w = None if Ptr is None or positions is None else tl.load(Ptr + (positions - pad), mask=exist, other=0.0)
     return w
 
@@ -215,7 +203,6 @@ def load_row_values(Ptr, rows, row_mask):
 
 @triton.jit
 def to_fp32(x):
-    """x in fp32."""
     wide = None if x is None else x.to(tl.float32)
     return wide
 
@@ -230,7 +217,6 @@ def load_scale(W_ptr, cols, exist, offset, pad=0):
 
 @triton.jit
 def squared(x):
-    """x * x in fp32."""
     result = None if x is None else x.to(tl.float32) * x.to(tl.float32)
     return result
 
@@ -239,8 +225,8 @@ def squared(x):
 def scalar_if_single(values):
     """`values` [rows], or a scalar for a single row.
 
-    A scalar has no layout. As a tensor it would have the layout of one block, and Triton would move the whole other
-    block through shared memory into it, several times a row, where the second is too narrow for 16 bytes a thread.
+    A scalar has no layout. With a tensor in the layout of one block, Triton would convert the other block to it through
+    shared memory, several times a row, where the second block is too narrow for 16 bytes a thread.
     """
     return tl.sum(values, axis=0) if values.shape[0] == 1 else values
 
@@ -269,11 +255,10 @@ def row_sums_of_two(a, b):
 
 @triton.jit
 def keep_narrow(x, value):
-    """x itself, but only once `value` [rows, 1] is known: it is multiplied by a one that depends on it.
+    """x, multiplied by a 1 that depends on `value` [rows, 1] (0 for a NaN, which makes the row NaN in any case).
 
-    This keeps a row in its own narrow dtype across a reduction. The compiler would keep the fp32 copy instead, which
-    takes registers that other programs could use, or more than there are. (A NaN `value` makes the row NaN in any
-    case.)
+    Without the dependence the compiler would keep an fp32 copy of the row across the reduction that computes `value`,
+    which takes more registers than the row in its narrow dtype.
     """
     if x.dtype != tl.float32:
         x = x * tl.where(value == value, 1.0, 0.0).to(x.dtype)

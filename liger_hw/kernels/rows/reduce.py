@@ -1,8 +1,7 @@
 """Sum of per-program partial results: [n_partials, n_cols] fp32 -> [n_cols] in any dtype, in one kernel.
 
-A persistent backward leaves one fp32 row of parameter gradients per program. Summing and casting them with torch takes
-two launches; this takes one, and none where a single program did all the work: its row is the result. The order of the
-sum is fixed, so results are reproducible bit for bit.
+A persistent backward leaves one fp32 row of parameter gradients per program. They are summed and cast in one launch, in
+a fixed order (deterministic). If a single program did all the work, its row is the result.
 """
 
 from __future__ import annotations
@@ -31,19 +30,14 @@ def _column_sum_kernel(Partial_ptr, Out_ptr, n_partials, n_cols, BLOCK_M: tl.con
 def column_sum_tunable(
     op: str, dims: tuple[str, ...] = ("n_rows", "n_cols"), columns: Callable[..., int] = lambda *sizes: sizes[-1]
 ) -> Tunable:
-    """The `<op>.dw` tunable of an op whose backward leaves partial rows.
-
-    columns: how many columns the partial rows have, from the problem sizes; by default the last of `dims`.
-    """
+    """The `<op>.dw` tunable. columns: the width of the partial rows, of the problem sizes; by default the last."""
 
     def key(*sizes_and_itemsize: int) -> Key:
         return (next_power_of_2(columns(*sizes_and_itemsize[:-1])),)
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
-        """Narrow column tiles until there is a program for every multiprocessor; 16 bytes a thread a load.
-
-        A single column has one program, which takes 1024 rows at once.
-        """
+        """Column tiles so narrow that every multiprocessor has a program. A single column has one program, which takes
+        1024 rows at once."""
         if key[0] == 1:
             return LaunchConfig({"BLOCK_M": 1024, "BLOCK_N": 1}, target.warps(1024, 8, 8))
         columns = max(16, min(128, next_power_of_2(key[0] // (2 * target.multiprocessors))))
@@ -64,24 +58,24 @@ def column_sum_tunable(
 
 
 def param_parts(needed: bool, w: torch.Tensor | None, b: torch.Tensor | None) -> int:
-    """How many parameter gradients a backward makes: one for each parameter there is, none if none is needed."""
+    """The number of parameter gradients of a backward: one a parameter, 0 if not `needed`."""
     return (w is not None) + (b is not None) if needed else 0
 
 
 def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
-    """The dtype in which both parameters' gradients are summed; x's dtype without parameters."""
+    """The dtype of the parameters' summed gradients; x's dtype without parameters."""
     if w is None:
         return x.dtype
     return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
 def partial_sums(x: torch.Tensor, programs: int, n_cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer for `programs` rows of `n_cols` sums: fp32, or `dtype` for a single program, whose row is the result."""
+    """A buffer [programs, n_cols], fp32, or `dtype` for a single program, whose row is the result."""
     return x.new_empty((programs, n_cols), dtype=dtype if programs == 1 else torch.float32)
 
 
 def column_sum(tunable: Tunable, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """partial [n_partials, n_cols], from `partial_sums`, -> [n_cols] of `dtype`, summed over the partials."""
+    """The sum of `partial_sums` [n_partials, n_cols] over the partials, [n_cols] of `dtype`."""
     n_partials, n_cols = partial.shape
     if n_partials == 1:
         return partial.view(n_cols).to(dtype)

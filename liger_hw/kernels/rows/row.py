@@ -2,26 +2,26 @@
 
 The rows of a tensor of odd width begin anywhere. A compiler that must assume so moves one element at a time: eight
 times the instructions in half precision, and no asynchronous copies. Kernels over rows as wide as a vocabulary (50257,
-128257 words) therefore look at memory in vectors of VECTOR elements, 16 bytes, which begin at 16-byte boundaries:
+128257 words) therefore access memory in vectors of VECTOR elements, 16 bytes, which begin at 16-byte boundaries:
 
     memory   |  .  .  a  b  |  c  d  e  f  |  g  h  i  j  |  k  .  .  .  |         a to k: one row, VECTOR = 4
              |      |<-head>|<-- body, whole vectors of the row -->|
              |<-pad>|                                              edges: the head and what follows the body
 
 VECTOR comes from `row_vector`. It is 1 for rows whose alignment the compiler sees, and for rows that must be accessed
-by element. Then head and pad are 0, the body is the whole row, and nothing of this is left in the compiled code.
+by element: head and pad are then 0, the body is the whole row, and the compiled code is that of plain rows.
 
 **A tile that holds a whole row** begins at the last boundary at or before it: position p holds column p - pad. Loads
-take every vector that holds an element of the row, and then set what is not of the row to `other`. Stores write the
-body in vectors and the edges by element. For rows [ROWS, 1] in a kernel:
+take every vector that holds an element of the row, and then set the other elements to `other`. Stores write the body in
+vectors and the edges by element. For rows [ROWS, 1] in a kernel:
 
     pad = row_pad(rows * stride, VECTOR)
     ptrs = X_ptr + align_down(rows * stride, VECTOR) + tl.arange(0, BLOCK_SIZE)[None, :]
     x = load_row(ptrs, rows < n_rows, pad, n_cols, 0.0, VECTOR, "")
 
 **A row of many tiles** is read from the body's first column on, in tiles whose masks end with the body, and its edges
-are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so the head
-has negative ones:
+are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so that the
+columns of the head are negative:
 
     head = row_head(row * stride, VECTOR)
     X_ptr += body_start(row * stride, head, VECTOR)
@@ -30,18 +30,16 @@ has negative ones:
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)            # masked by edge < n_cols - head
 
-The edges of such a row may be wider than 16 bytes: with `unit=LINE` the body begins at a cache line, because a body
-that begins inside a line makes every warp access one line more.
+With `unit=LINE` the body begins at a cache line: if it began inside one, every warp would access one line more. A
+kernel that should not reduce the edges separately reads them in the row's last tile (`tail_columns`).
 
-A kernel that should not reduce the edges separately reads them in the row's last tile (`tail_columns`).
-
-Why whole vectors may be read: what is read outside the row are elements of the neighbouring rows or, at the end of a
-tensor, what lies between that end and the next boundary. Such a read cannot fail. Its address is a multiple of 16, so
-it stays within a unit of 16 bytes that also holds an element of the tensor, and every allocator of GPU memory gives
-out whole units of at least that size. (Where a 16-bit and an fp32 tensor are read by the same vectors, an fp32
-vector is 32 bytes, and so is the unit: `begins_whole`.) It has no effect either: a selection, not a product, replaces
-what was read, so that even NaN leaves no trace (tests/kernels/test_read_behind.py). A mask that ended with the row
-would split every load into loads of single elements, because the compiler could not see that a vector has one mask.
+Why whole vectors may be read: outside the row they hold elements of its neighbours or, at the end of a tensor, what
+lies behind that end. Such a read cannot fail: its address is a multiple of 16, so it stays within a unit of 16 bytes
+that also holds an element of the tensor, and every allocator of GPU memory gives out whole units of at least that size.
+(Where a 16-bit and an fp32 tensor are read by the same vectors, a vector of the latter is 32 bytes: `begins_whole`.)
+Nothing of it is used: a selection replaces it, so that even NaN has no effect (tests/kernels/test_read_behind.py). A
+mask that ended with the row would split every load into loads of single elements, because the compiler could not see
+that a vector has one mask.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 def begins_whole(t: torch.Tensor, vector: int) -> bool:
     """Whether `t` begins at a multiple of 16 bytes, or of `vector` elements if those are more (for the wider of two
-    dtypes). Then each vector stays within one unit of that size."""
-    # a fake tensor (see autotune/compile_ahead.py) only has an offset into its storage
+    dtypes), so that each vector stays within one unit of that size."""
+    # a fake tensor (autotune/fake.py) has no address
     address = t.data_ptr() if type(t) in _TENSORS else t.storage_offset() * t.itemsize
     return address % max(16, vector * t.itemsize) == 0
 
@@ -70,12 +68,12 @@ def begins_whole(t: torch.Tensor, vector: int) -> bool:
 def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: int = 16) -> int:
     """VECTOR for the rows of row-major tensors of one width: elements in 16 bytes of the narrowest dtype, or 1.
 
-    width: positions of the tile that holds a whole row with its pad; None where rows are read in many tiles.
-    unit: LINE for the elements in a cache line if all tensors allow it, where edges are accessed by element.
+    width: positions of the tile that holds a whole row with its pad; None where rows are read in many tiles
+    unit: LINE for the elements in a cache line, if all tensors allow it
 
-    1 where the compiler sees the alignment itself (width and strides are multiples of 16 elements), where the pad does
-    not fit `width`, where a tensor does not begin at a 16-byte boundary, and where rows of two tensors begin at
-    different distances from one.
+    1 where width and strides are multiples of 16 elements, which the compiler sees; where the pad does not fit `width`;
+    where a tensor does not begin at a 16-byte boundary; where rows of two tensors begin at different distances from a
+    boundary.
     """
     present = [t for t in tensors if t is not None]
     strides = [rows_of(t)[2] for t in present]
@@ -86,7 +84,7 @@ def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: in
         vector = size // min(t.itemsize for t in present)
         fits = width is None or n_cols + vector - math.gcd(vector, *strides) <= width
         together = not any((stride - strides[0]) % vector for stride in strides)
-        # lines count from where a tensor begins: edges that are accessed by element need no alignment beyond 16 bytes
+        # a cache line may be counted from the tensor's begin, as edges are then accessed by element
         if fits and together and all(begins_whole(t, vector if size == 16 else 1) for t in present):
             return vector
     return 1
@@ -103,7 +101,7 @@ def row_pad(offset, VECTOR: tl.constexpr):
 
 @triton.jit
 def align_down(offset, VECTOR: tl.constexpr):
-    """The last boundary at or before `offset`, which the compiler then knows to be one."""
+    """The last boundary at or before `offset`, written so that the compiler sees the alignment."""
     return offset // VECTOR * VECTOR if VECTOR > 1 else offset
 
 
@@ -136,10 +134,7 @@ def _row_mask(rows_exist, pad, n_cols, WIDTH: tl.constexpr, VECTOR: tl.constexpr
 
 @triton.jit
 def load_row(ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, LOAD_HINT: tl.constexpr):
-    """The rows at `ptrs` [rows, positions], `other` where a position holds no column or its row does not exist.
-
-    rows_exist, pad: [rows, 1].
-    """
+    """The rows at `ptrs` [rows, positions], `other` outside of them. rows_exist, pad: [rows, 1]."""
     mask = _row_mask(rows_exist, pad, n_cols, ptrs.shape[1], VECTOR)
     if VECTOR == 1:
         x = load_with_hint(ptrs, LOAD_HINT, mask=mask, other=other)
@@ -152,8 +147,7 @@ def load_row(ptrs, rows_exist, pad, n_cols, other, VECTOR: tl.constexpr, LOAD_HI
 
 @triton.jit
 def store_row(ptrs, value, rows_exist, pad, n_cols, VECTOR: tl.constexpr):
-    """Write the columns of `value`, of any dtype, at `ptrs` as in `load_row`: the body in vectors, the edges by
-    element."""
+    """Write the columns of `value` at the `ptrs` of `load_row`: the body in vectors, the edges by element."""
     mask = _row_mask(rows_exist, pad, n_cols, ptrs.shape[1], VECTOR)
     value = value.to(ptrs.dtype.element_ty)
     if VECTOR == 1:
@@ -175,20 +169,19 @@ def row_head(offset, VECTOR: tl.constexpr):
 
 @triton.jit
 def body_start(offset, head, VECTOR: tl.constexpr):
-    """Where the body begins, which the compiler then knows to be a boundary."""
+    """Where the body begins, written so that the compiler sees the alignment."""
     return (offset + head) // VECTOR * VECTOR if VECTOR > 1 else offset
 
 
 @triton.jit
 def body_width(n_cols, head, VECTOR: tl.constexpr):
-    """Columns of the body, which the compiler then knows to be a multiple of VECTOR."""
+    """Columns of the body, written so that the compiler sees a multiple of VECTOR."""
     return tl.maximum(n_cols - head, 0) // VECTOR * VECTOR if VECTOR > 1 else n_cols
 
 
 @triton.jit
 def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
-    """[2 * VECTOR] columns: those before the body, then those behind it; n_cols stands for columns that do not
-    exist."""
+    """[2 * VECTOR] columns: those before the body, then those behind it; n_cols for columns that do not exist."""
     position = tl.arange(0, 2 * VECTOR)
     cols = tl.where(position < VECTOR, position - head, n_body + position - VECTOR)
     exist = ((position < head) | (position >= VECTOR)) & (cols < n_cols - head)
@@ -199,8 +192,8 @@ def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
 def tail_columns(positions, n_body, VECTOR: tl.constexpr):
     """The columns of a tile that holds the body's end, and behind it the two vectors that hold the edges.
 
-    Columns from -head to n_cols - head are the row's. The others of these two vectors belong to its neighbours: they
-    may be loaded, but not stored.
+    In these two vectors, columns outside [-head, n_cols - head) belong to the row's neighbours: they may be loaded, but
+    not stored.
     """
     if VECTOR > 1:
         edge = positions - n_body

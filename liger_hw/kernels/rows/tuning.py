@@ -1,7 +1,6 @@
 """How kernels over rows are configured: key dimensions, heuristics, candidates and checks that several ops share.
 
-A heuristic's constants are numbers of elements, which decide registers and loads in flight for any op. All are powers
-of two.
+The constants of heuristics are numbers of elements, all powers of two.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from .blocks import most_columns
 
 DIMS = ("n_rows", "n_cols")
 WIDEST_BLOCK, WIDEST_TWO_GRADIENTS = 16384, 8192
-"""Columns a program holds at most by default, and with the gradients of two parameters: beyond it fp32 weight-gradient
-registers spill on every vendor."""
+"""The most columns that a program holds, by default and with the gradients of two parameters: with more, the registers
+of fp32 weight gradients spill on every vendor."""
 
 
 def row_sample(sizes: tuple[int, int], dtype: Any, args: tuple, moved: int = 5, **more: Any) -> Sample:
-    """The Sample of an op on rows: results sum over columns, parameter gradients over rows. moved: how many times
-    forward and backward move a tensor like x."""
+    """The Sample of an op on rows: results sum over columns, parameter gradients over rows. moved: how often a tensor
+    like x is read or written."""
     n_rows, n_cols = sizes
     grad_reduction = more.pop("grad_reduction", max(sizes))
     moved *= n_rows * n_cols * dtype.itemsize
@@ -28,22 +27,20 @@ def row_sample(sizes: tuple[int, int], dtype: Any, args: tuple, moved: int = 5, 
 
 
 def rows_per_program(target: Target, rows_bucket: int, most: int) -> int:
-    """`most` rows, or fewer (a power of two) where that would leave multiprocessors without a program."""
+    """At most `most` rows, a power of two, so that every multiprocessor has a program."""
     return max(1, min(most, 1 << max(0, rows_bucket - target.multiprocessors.bit_length())))
 
 
 def latency_warps(target: Target, elements: int, per_thread: int) -> int:
-    """Warps of a program where rows are too few to fill the device and latency alone counts.
-
-    128 threads; more where a thread would read more than `per_thread` elements, fewer where it would not even read 4.
-    The loads of one thread overlap, whereas a sum over more warps takes longer.
-    """
+    """Warps of a program where rows are too few to fill the device and latency alone counts: 128 threads, more if a
+    thread would read more than `per_thread` elements, fewer if it would read less than 4. The loads of a thread
+    overlap, but a sum over more warps takes longer."""
     return max(target.warps(elements, 4, 4), target.warps(elements, per_thread, 16))
 
 
 def row_warps(target: Target, few: bool, elements: int) -> int:
-    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread; above 8 warps more loads instead
-    of more threads. few: whether rows are too few to fill the device, see `latency_warps`."""
+    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread, four for 8192 elements and more.
+    few: whether rows are too few to fill the device, see `latency_warps`."""
     per_thread = 16 if elements < 8192 else 32
     if few:
         return latency_warps(target, elements, per_thread)
@@ -51,9 +48,9 @@ def row_warps(target: Target, few: bool, elements: int) -> int:
 
 
 def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_BLOCK) -> LaunchConfig:
-    """Whole rows, at least 2048 elements a program if there are enough rows; rows too wide to hold in column tiles.
+    """Whole rows, at least 2048 elements a program if there are enough rows; column tiles for rows too wide to hold.
 
-    widest: columns that the kernel can hold in half precision, where it keeps the row narrow.
+    widest: columns that the kernel can hold in half precision, where it keeps the row narrow
     """
     if key[0] > (widest if key[2] <= 2 else WIDEST_BLOCK):
         return LaunchConfig({"BLOCK_SIZE": WIDEST_BLOCK, "ROWS": 1}, target.warps(WIDEST_BLOCK, 16))
@@ -78,16 +75,14 @@ def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) -> LaunchConfig:
-    """Tiles of 4096 elements with two more in flight, on a persistent grid of 8192 elements a multiprocessor; rows too
-    wide to hold in column tiles of 4096.
+    """Tiles of 4096 elements with two more in flight, if a program has more than one tile, on a persistent grid of 8192
+    elements a multiprocessor; column tiles of 4096 for rows too wide to hold.
 
-    Where every program has but one tile there is nothing to keep in flight.
-
-    streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
+    streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory
     grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them,
-    rows of 2048 columns, and of 1024 in two blocks, are fastest one at a time with three more in flight. Rows of 4096
-    columns with two gradients are taken so too by one program a multiprocessor, if in two blocks or with masks; with
-    one gradient, many of them are taken two at a time.
+    rows of 2048 columns, and of 1024 in two blocks, are taken one at a time with three more in flight; so are rows of
+    4096 columns with two gradients, in two blocks or with masks, by one program a multiprocessor. With one gradient,
+    many rows of 4096 columns are taken two at a time.
     """
     block = key[0] if key[0] <= (WIDEST_TWO_GRADIENTS if grads > 1 else WIDEST_BLOCK) else 4096
     rows = rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
@@ -98,16 +93,16 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     if grads and block == 2048:
         rows, ctas, deepest = 1, 2, 4
     elif block == 1024 and (many if grads > 1 and streams > 2 else grads and key[3:] == (1,)):
-        rows, ctas, deepest = 1, 4, 4  # in two blocks, or with a modulation: four rows' gradients spill
+        rows, ctas, deepest = 1, 4, 4  # in two blocks, or with a modulation: the gradients of four rows spill
     elif block == 4096 and grads > 1 and streams == 2 and key[3:] and 3 * block_bytes <= target.shared_memory:
         rows, ctas, deepest = 1, 1, 4
     elif block == 4096 and grads == 1 and key[3:] and (key[3] == 0 or streams > 2):
-        rows, ctas = 1, 1  # masks and parts of vectors, or a third stream in two blocks, leave registers for one row
+        rows, ctas = 1, 1  # with masks and parts of vectors, or a third stream, only one row fits the registers
     elif block == 4096 and many and grads == 1 and 4 * block_bytes <= target.shared_memory:
         rows, ctas = 2, 1
     tile, most = block * rows, (most_columns(block) if grads else block) * rows
     room = 1 + target.shared_memory // (streams * most * key[2])
-    widest = grads and tile > 8192 and not key[3:]  # fills the registers: no room for tiles in flight
+    widest = grads and tile > 8192 and not key[3:]  # no registers for tiles in flight
     if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and most == tile or widest:
         room = 1
     crowded = key[3:] == (1,) and streams + grads == 4  # two blocks with three streams or with two gradients, not both
@@ -125,7 +120,6 @@ def bwd_space(target: Target, key: Key, streams: int = 2, grads: int = 0) -> lis
     size = streams * key[2]
 
     def fits(config: LaunchConfig) -> bool:
-        """Whether rows in two blocks fit shared memory too."""
         columns, rows = most_columns(config.blocks["BLOCK_SIZE"]), config.blocks["ROWS"]
         return size * (config.num_stages - 1) * rows * columns <= target.shared_memory
 
@@ -139,7 +133,7 @@ def safe(target: Target, key: Key) -> LaunchConfig:
 
 
 def safe_whole_rows(target: Target, key: Key) -> LaunchConfig:
-    """`safe` for kernels that hold whole rows, one a program."""
+    """`safe` for kernels that hold whole rows."""
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 32), 1, 1)
 
 
@@ -150,7 +144,7 @@ def whole_rows_misfit(config: LaunchConfig, key: Key) -> str | None:
 
 
 def tile_rule(widest: int, per_thread: int, most_warps: int, hint: str = "none") -> Callable[..., LaunchConfig]:
-    """A heuristic for kernels that go through a row tile by tile: tiles of the row's width, at most `widest` columns.
+    """A heuristic for kernels that loop over the tiles of a row: tiles as wide as the row, at most `widest` columns.
 
     per_thread: columns of a tile that a thread has; most_warps: of 32 threads
     """
@@ -163,7 +157,7 @@ def tile_rule(widest: int, per_thread: int, most_warps: int, hint: str = "none")
 
 
 def column_tiles(key: Key, narrowest: int, widest: int) -> list[dict[str, int]]:
-    """The tiles of a kernel with `tile_rule` for `tile_space`: powers of two in this range, none wider than the row."""
+    """Tiles for `tile_space`, powers of two in this range, none wider than the row."""
     sizes = {min(key[0], 1 << power) for power in range(narrowest.bit_length() - 1, widest.bit_length())}
     return [{"BLOCK_SIZE": size} for size in sorted(sizes)]
 
@@ -174,7 +168,7 @@ def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
 
 
 def row_tunable(op: str, variant: str, *kernels: Any, **differs: Any) -> Tunable:
-    """A tunable whose kernels work on row tiles. It is as `rms_norm`'s forward but for the arguments of `Tunable` in
+    """A tunable whose kernels work on row tiles: that of `rms_norm`'s forward, except for the arguments of `Tunable` in
     `differs`."""
     rules = {"key": row_key, "dims": DIMS, "dependent_launch": is_small_launch}
     rules |= {"heuristic": fwd_heuristic, "safe": safe, "space": fwd_space}
