@@ -231,12 +231,11 @@ def test_a_teacher_that_requires_grad_gets_none(op, options, seed):
     assert_others_get_no_gradient(op.function, make(op, few_sizes(op), torch.float32, "cpu", seed, options), seed)
 
 
-@pytest.mark.parametrize("where", ["input", "target"])
 @pytest.mark.lanes("cpu", "interpret", "gpu")
-def test_jsd_keeps_a_nan(lane, where, generator):
-    """A NaN on either side reaches the loss and its row's gradient, with a device's maximum, which drops NaN."""
+def test_jsd_keeps_a_nan_of_the_target(lane, generator):
+    """It reaches the loss and its row's gradient, although a device's maximum drops NaN."""
     x, y = (torch.randn(3, 70, generator=generator).log_softmax(-1).to(lane.device) for _ in range(2))
-    (x if where == "input" else y)[1, 17] = float("nan")
+    y[1, 17] = float("nan")
     loss = liger_jsd(x.requires_grad_(), y)
     (dx,) = torch.autograd.grad(loss, x)
     assert loss.isnan()

@@ -1,4 +1,4 @@
-"""The linear-head core: chunks, their boundaries, an order of rows, a second head, rows of log-probabilities."""
+"""The linear-head core: chunks, their boundaries, an order of rows, a second head."""
 
 from __future__ import annotations
 
@@ -20,13 +20,6 @@ from liger_hw.kernels.heads.linear_head import (
     plan_chunks,
     sweep,
     sweep_in_fp32,
-)
-from liger_hw.kernels.losses.log_prob_rows import (
-    LogProbOptions,
-    log_prob_buffers,
-    log_prob_rows_reference,
-    row_log_prob_gradients,
-    row_log_probs,
 )
 from liger_hw.registry import get_op
 from liger_hw.runtime.launch import LaunchFailed
@@ -165,13 +158,6 @@ def test_an_odd_vocabulary_is_multiplied_in_two_products():
 
 
 @pytest.mark.cpu
-def test_a_set_budget_is_kept(set_env):
-    set_env("LIGER_HW_LOSS_MEMORY_MIB", 1500)
-    chunks = plan_chunks(8192, 4096, 131072, 2, with_targets=True)
-    assert (8192 + 131072) * 4096 * 2 + chunks.rows * 131072 * 2 <= 1500 * MIB and chunks.rows == 1536
-
-
-@pytest.mark.cpu
 @pytest.mark.parametrize("n_rows, mib", [(16384, 2950), (8192, 2000), (20000, 3000), (65536, 6000)])
 def test_a_budget_has_the_frequent_targets_sums(set_env, n_rows, mib):
     """Gradients, one chunk's logits, the sums [n_rows / 16, hidden] fp32 and their columns of the chunk: within the
@@ -181,13 +167,6 @@ def test_a_budget_has_the_frequent_targets_sums(set_env, n_rows, mib):
     slots = n_rows // head_targets.FREQUENT
     taken = (n_rows + 131072) * 4096 * 2 + slots * 4096 * 4 + chunks.rows * (131072 + slots) * 2
     assert taken <= mib * MIB and 1 < len(chunks.bounds) <= linear_head.MAX_CHUNKS_WITH_TARGETS and not chunks.wide
-
-
-@pytest.mark.cpu
-def test_a_second_head_halves_the_rows(monkeypatch):
-    monkeypatch.setattr(linear_head, "MAX_ROWS", 1 << 20)
-    one, two = (plan_chunks(1 << 16, 512, 8192, 4, gradients=False, heads=n) for n in (1, 2))
-    assert two.rows == one.rows / 2
 
 
 @pytest.mark.parametrize("dtype, teachers", [("float32", "float32"), ("float16", "float16"), ("float16", "float32")])
@@ -476,40 +455,3 @@ def test_losses_accumulate_their_targets_separately(lane, small_chunks, name, se
     op = get_op(name)
     verify(op, make(op, (3 * MANY, 9, 19), torch.float16, lane.device, seed, {"ignored": 0.3}), seed)
     assert seen
-
-
-# -- rows of log-probabilities ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("vocab, temperature, softcap", [(37, 1.0, 0.0), (9000, 0.7, 5.0), (1, 2.0, 0.0)])
-def test_log_probs_and_any_loss_of_them(lane, generator, vocab, temperature, softcap, ordered):
-    """Two chunks of uneven length, slopes for log-probability and entropy of each row, against autograd in fp64."""
-    n_rows, hidden = 7, 5
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator).to(lane.device)
-
-    x, weight, bias, slopes = random(n_rows, hidden), random(vocab, hidden), random(vocab), random(2, n_rows)
-    target = torch.randint(vocab, (n_rows,), generator=generator).to(lane.device)
-    target[1] = -100
-    order = torch.tensor([6, 0, 2, 5, 4], device=lane.device) if ordered else torch.arange(n_rows, device=lane.device)
-    y, (a, b) = target[order], slopes[:, order].contiguous()
-    options = LogProbOptions(temperature=temperature, softcap=softcap)
-    out = log_prob_buffers(len(order), x, entropy=True, logit_sum=True)
-    chunks = Chunks([(0, 1), (1, len(order))], wide=True)
-    grads = HeadGradients(x, weight, (True, True, True), chunks)
-    for start, logits, _ in sweep(chunks, x, weight, grads, order=order if ordered else None):
-        row_log_probs(logits, y, out, options, bias=bias, row_start=start)
-        row_log_prob_gradients(logits, y, out, a, options, entropy_coef=b, bias=bias, row_start=start)
-    found = (out.logp, out.entropy, out.logit_sum, *grads.results(bias))
-    exact = [t.double().requires_grad_() for t in (x, weight, bias)]
-    logits = exact[0][order] @ exact[1].t()
-    logp, entropy, _ = log_prob_rows_reference(logits, y, exact[2], options)
-    total = logits + exact[2]
-    total = softcap * torch.tanh(total / softcap) if softcap else total
-    expected = (logp, entropy, total.sum(-1), *torch.autograd.grad((logp * a).sum() + (entropy * b).sum(), exact))
-    for got, of in zip(found, expected):
-        scale = float(of.detach().abs().max())
-        torch.testing.assert_close(got.double(), of.detach(), rtol=1e-5, atol=1e-5 * max(scale, 1.0))

@@ -147,14 +147,14 @@ def test_a_channel_longer_than_32_bits_is_refused():
         group_norm._fwd(x, None, None, 1, 1e-6)
 
 
-@pytest.mark.daily("interpret", n_cols="1025", dtype="float32")
+@pytest.mark.daily("interpret", n_cols="1025")
 @pytest.mark.parametrize("n_cols", [1025, 1536])
-@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "layer_norm", "modulated_rms_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "layer_norm", "dyt", "modulated_rms_norm"])
 @pytest.mark.lanes("interpret", "gpu")
 def test_rows_in_two_pieces(lane, name, n_cols, dtype, seed):
-    """Widths a little above a power of two: a last tail of one column, a full one, and rows that lie apart."""
+    """Second blocks with one column and with all, rows that begin anywhere, more row tiles than programs, gaps."""
     op = registry.get_op(name)
-    sizes = (2, 14, n_cols) if name == "modulated_rms_norm" else (7, n_cols)
+    sizes = (2, 14, n_cols) if name == "modulated_rms_norm" else (19, n_cols)
     for options in op.options:
         verify(op, make(op, sizes, dtype, lane.device, seed, options), seed)
     wide = torch.randn(5, n_cols + 3, generator=torch.Generator().manual_seed(seed)).to(lane.device, dtype)
@@ -172,11 +172,8 @@ def _contiguous(value):
 
 @pytest.mark.cpu
 def test_pieces_of_a_row():
-    """Two pieces where they are narrower than the next power of two, the second at least an eighth of the first; a row
-    has the key of its first and a last 1.
-
-    A row in one piece that begins anywhere has a last 0.
-    """
+    """Two pieces where they are narrower than the next power of two, the second at least an eighth of the first; the
+    key is that of the first piece with a last 1. That of a row in one piece that begins anywhere has a last 0."""
     tails = {2304: 256, 5120: 1024, 2049: 256, 3072: 1024, 6144: 2048, 12288: 4096, 1152: 128}
     for n_cols, tail in tails.items():
         first = 1 << n_cols.bit_length() - 1

@@ -7,7 +7,7 @@ import torch
 from harness import ONE_OF_A_FAMILY, changed, few_sizes, make, run, small_sizes
 
 from liger_hw import registry
-from liger_hw.kernels.rows.row import LINE, row_vector
+from liger_hw.kernels.rows.row import LINE
 from liger_hw.registry import LaunchConfig
 
 AROUND = LINE
@@ -71,14 +71,3 @@ def test_nothing_outside_a_row_map_is_used(lane, name, tiles, dtype, seed, poiso
     """Rows held whole and rows read in several tiles."""
     with registry.override(name, TILES[tiles]):
         _same_bits(registry.get_op(name), (9, 131), dtype, lane.device, seed, {})
-
-
-@pytest.mark.cpu
-def test_a_vector_never_leaves_the_unit_that_its_tensor_begins_at():
-    """Vectors of 8 elements are 32 bytes of an fp32 tensor, which must then begin at a multiple of 32."""
-
-    def vector(offset):
-        half, wide = torch.empty(5, 77, dtype=torch.float16), torch.empty(5 * 77 + offset)[offset:].view(5, 77)
-        return row_vector(half, wide)
-
-    assert [vector(offset) for offset in (0, 8, 4, 1)] == [8, 8, 1, 1]

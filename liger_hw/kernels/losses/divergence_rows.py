@@ -96,9 +96,12 @@ def divergence_reference(x, y, labels, options: Divergence):
     """The reduced loss in plain torch, in fp32 or fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     p, q = x.to(wide), y.to(wide)
-    if labels is not None:  # the terms of two zeros are zero
-        p, q = (t.masked_fill((labels == options.ignore_index)[:, None], 0.0) for t in (p, q))
+    if labels is not None:  # before the terms too: the gradient of a nan would be nan
+        ignored = (labels == options.ignore_index)[:, None]
+        p, q = p.masked_fill(ignored, 0.0), q.masked_fill(ignored, 0.0)
     terms = divergence_terms(p, q, options.kind, options.beta, options.eps)
+    if labels is not None:
+        terms = terms.masked_fill(ignored, 0.0)
     if options.reduction == NONE:
         return terms
     return terms.sum() * share_reference(x, labels, _per_row(options, x.shape[1]), options.ignore_index, wide)

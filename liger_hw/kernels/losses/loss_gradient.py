@@ -106,17 +106,14 @@ def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
     n_elements = grad.numel()
     if not n_elements:
         return
-    per_row = grad_output.dim() == 1
     n_rows, n_cols = grad.shape if grad.dim() == 2 else (1, n_elements)
     plan = BWD.plan(grad.device, row_key(n_rows, n_cols, grad.dtype.itemsize))
-    if per_row:
+    if grad_output.dim():
         args = (grad, out, grad_output, grad_output.stride(0), n_rows, n_cols)
-        vector = row_vector(grad, out, unit=LINE) if grad.dim() == 2 else 1
-        launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args, (vector,))
+        launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args, (row_vector(grad, out, unit=LINE),))
     else:
         programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
-        denominators = stats if stats.numel() else None
-        args = (grad, out, grad_output, denominators, n_elements)
+        args = (grad, out, grad_output, stats if stats.numel() else None, n_elements)
         launch(plan, _scale_kernel, (programs,), args, (n_elements % 16 != 0,))
 
 
@@ -124,7 +121,7 @@ def _bwd_reference(grad, grad_output, stats):
     wide = torch.promote_types(grad.dtype, torch.float32)
     scale = grad_output.to(wide)
     scale = scale * stats[4] if stats.numel() else scale
-    scale = scale[:, None] if scale.dim() == 1 else scale
+    scale = scale[:, None] if scale.dim() else scale
     return torch.where(grad == 0, 0.0, grad * scale).to(grad.dtype)
 
 
