@@ -149,16 +149,9 @@ def test_module_is_torchs(generator):
 
 
 @pytest.mark.cpu
-def test_what_does_not_fit_is_refused():
-    weight, indices = torch.zeros(7, 4), torch.tensor([1])
-    for args, words in [
-        ((weight[0], indices), "n_rows, n_cols"),
-        ((weight, indices.float()), "int32 or int64"),
-        ((weight, indices, 7), "padding_idx"),
-        ((weight, indices, "1"), "padding_idx"),
-        ((weight, [1]), "indices must be a tensor, got list"),
-    ]:
-        with pytest.raises((TypeError, ValueError), match=f"liger_embedding.*{words}"):
-            liger_embedding(*args)
+def test_a_padding_row_outside_the_table_is_refused():
+    for padding_idx in (7, "1"):
+        with pytest.raises(ValueError, match="liger_embedding: padding_idx must lie in"):
+            liger_embedding(torch.zeros(7, 4), torch.tensor([1]), padding_idx)
     with pytest.raises(ValueError, match="padding_idx"):
         LigerEmbedding(7, 4, padding_idx=7)

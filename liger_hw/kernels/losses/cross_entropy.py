@@ -47,17 +47,16 @@ from .cross_entropy_rows import (
     check_arguments,
     check_in_range,
     cross_entropy_options,
-    gradient_of,
     launch_rows,
     launch_stats,
     launch_sum,
-    loss_dtype,
     loss_heuristic,
     pack,
     row_buffers,
     rows_tunable,
 )
-from .loss_gradient import BWD, scale_gradient
+from .divergence_rows import loss_dtype
+from .loss_gradient import BWD, gradient_of, scale_gradient
 from .options_module import OptionsModule
 
 

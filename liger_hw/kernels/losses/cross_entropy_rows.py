@@ -10,22 +10,13 @@ Backward multiplies the gradient by the incoming one (loss_gradient.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 
 from ... import env, private, registry
 from ...registry import LaunchConfig, Target, Tunable
-from ...runtime.derivative import differentiate
-from ...runtime.operator import (
-    autocast_dtype,
-    check,
-    check_flags,
-    check_floats,
-    check_ignore_index,
-    check_indices,
-    launch,
-)
+from ...runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices, launch
 from ...runtime.triton_import import INTERPRET, tl, triton
 from ..rows.row import LINE, body_start, body_width, row_head, row_vector
 from ..rows.tuning import DIMS
@@ -144,24 +135,6 @@ def pack(outputs: Sequence[torch.Tensor], options: Options) -> torch.Tensor | Cr
 def absent(like: torch.Tensor) -> torch.Tensor:
     """Stands for a result that is not returned: an operator may not return None."""
     return like.new_empty(0)
-
-
-def loss_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:
-    """The dtype of torch's losses: the promoted one, fp32 under autocast."""
-    dtype = input.dtype if target.dtype is input.dtype else torch.promote_types(input.dtype, target.dtype)
-    low = dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
-    return torch.float32 if low else dtype
-
-
-def gradient_of(loss: Callable[..., torch.Tensor], logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """d(sum of loss(logits) * slope) / d(logits) by autograd, in fp32 or fp64.
-
-    Not for fake tensors, with which an operator's fake runs its reference: autograd has a thread for each GPU, and that
-    is not in the fake tensor mode.
-    """
-    if hasattr(logits, "fake_mode"):
-        return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return differentiate(loss, [logits], [slope])[0]
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------

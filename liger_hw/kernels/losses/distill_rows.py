@@ -33,8 +33,8 @@ from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import tail_columns
 from ..rows.tuning import DIMS, column_tiles, tile_rule
-from .cross_entropy_rows import gradient_of
 from .divergence_rows import KL, TVD, divergence_terms, jsd_of, log2_of
+from .loss_gradient import gradient_of
 
 _NO_HARD, _HARD_SHARED, _HARD_APART = range(3)
 

@@ -25,6 +25,7 @@ from ...registry import LaunchConfig, Sample, Target, Tunable, normal, row_key, 
 from ...runtime.load_hint import load_with_hint
 from ...runtime.operator import (
     Function,
+    autocast_dtype,
     cdiv,
     check,
     check_ignore_index,
@@ -39,20 +40,8 @@ from ...runtime.operator import (
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.row import LINE, body_start, body_width, edge_columns, row_head, row_vector
 from ..rows.tuning import DIMS, column_tiles, tile_rule
-from .cross_entropy_rows import (
-    MEAN,
-    NONE,
-    STATS,
-    SUM,
-    SUMMED,
-    RowResults,
-    absent,
-    gradient_of,
-    launch_sum,
-    loss_dtype,
-    stats_key,
-)
-from .loss_gradient import scale_gradient
+from .cross_entropy_rows import MEAN, NONE, STATS, SUM, SUMMED, RowResults, absent, launch_sum, stats_key
+from .loss_gradient import gradient_of, scale_gradient
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = "batchmean"
@@ -436,6 +425,13 @@ class DivergenceFunction(Function):
 
 
 # -- what the public functions share ---------------------------------------------------------------------------------
+
+
+def loss_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:
+    """The dtype of torch's losses: the promoted one, fp32 under autocast."""
+    dtype = input.dtype if target.dtype is input.dtype else torch.promote_types(input.dtype, target.dtype)
+    low = dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
+    return torch.float32 if low else dtype
 
 
 def divergence(op: str, operators, input, target, labels, options: Divergence, promotes: bool = True) -> torch.Tensor:

@@ -7,10 +7,13 @@ even where the incoming one is infinite or nan (a summed loss divided by zero co
 
 from __future__ import annotations
 
+from typing import Callable
+
 import torch
 
 from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, row_key, tile_space
+from ...runtime.derivative import differentiate
 from ...runtime.operator import cdiv, define, graph_is_kept, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import LINE, body_start, body_width, edge_columns, row_head, row_vector
@@ -165,3 +168,14 @@ def scale_gradient(
         return cross_entropy_bwd(grad, grad_output, stats)
     cross_entropy_bwd_(grad, grad_output, stats)
     return grad
+
+
+def gradient_of(loss: Callable[..., torch.Tensor], logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """d(sum of loss(logits) * slope) / d(logits) by autograd, in fp32 or fp64.
+
+    Not for fake tensors, with which an operator's fake runs its reference: autograd has a thread for each GPU, and that
+    is not in the fake tensor mode.
+    """
+    if hasattr(logits, "fake_mode"):
+        return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return differentiate(loss, [logits], [slope])[0]

@@ -23,9 +23,8 @@ from ... import env
 from ...runtime.operator import check
 from .cross_entropy_rows import check_in_range
 
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before torch 2.13
+# names since torch 2.13, or before
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 IGNORED = -1

@@ -13,11 +13,7 @@ by element: head and pad are then 0, the body is the whole row, and the compiled
 
 **A tile that holds a whole row** begins at the last boundary at or before it: position p holds column p - pad. Loads
 take every vector that holds an element of the row, and then set the other elements to `other`. Stores write the body in
-vectors and the edges by element. For rows [ROWS, 1] in a kernel:
-
-    pad = row_pad(rows * stride, VECTOR)
-    ptrs = X_ptr + align_down(rows * stride, VECTOR) + tl.arange(0, BLOCK_SIZE)[None, :]
-    x = load_row(ptrs, rows < n_rows, pad, n_cols, 0.0, VECTOR, "")
+vectors and the edges by element (`load_row`, `store_row`; ptrs begin at `align_down` of the row, pad is its `row_pad`).
 
 **A row of many tiles** is read from the body's first column on, in tiles whose masks end with the body, and its edges
 are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so that the
