@@ -102,7 +102,7 @@ def _embedding_bwd_kernel(
 
     A summing program takes BLOCK_SIZE columns of one chunk of the sorted tokens, and reads GROUP tokens at a time. The
     sum of a row of dW whose tokens all lie in the chunk is stored in dW, or with ACCUMULATE added to it. The sum of a
-    row that began in an earlier chunk goes to Earlier[chunk], even if the row continues in the next chunk; that of a
+    row that began in an earlier chunk goes to Earlier[chunk], even if the row continues in the next chunk. The sum of a
     row that begins here and continues goes to Later[chunk]. Both are [n_chunks, n_cols] fp32.
 
     Each other program takes ROWS rows of dW and zeros those without a token, which it finds by bisecting the sorted
@@ -289,7 +289,7 @@ def sum_rows(
     accumulate: bool = False,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """dw[r] = the sum of dy[order[i]] over the i with rows[i] = r, 0 where there is none.
+    """dw[r] = the sum of dy[order[i]] over the i with rows[i] = r, 0 if there are no such i.
 
     rows, order: from `sort_indices`; dw: [n_rows, n_cols], contiguous; accumulate: add the sums to dw instead
     scale: fp32, a factor for each row of dy; a row whose factor is 0 is not read

@@ -60,8 +60,8 @@ def _embedding_merge_kernel(
     BLOCK_T: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """BLOCK_T keys of a sorted chunk a program, looked up in CHUNKS other chunks at a time; CHUNK is 2 ** STEPS. Of
-    tokens of the same row, those of earlier chunks come first."""
+    """BLOCK_T keys of a sorted chunk a program, looked up in CHUNKS other chunks at a time; CHUNK is 2 ** STEPS. Equal
+    rows are in the order of their chunks."""
     start = tl.program_id(0) * BLOCK_T
     own_chunk = start // CHUNK
     at = start + tl.arange(0, BLOCK_T)

@@ -435,7 +435,7 @@ def _distill_kernel(
 
     HARD: 0 without a hard loss, 1 with one that shares the soft loss's sum of exponentials (T = 1), 2 with one that has
     another sum. DS has the student's row stride and may be S: the same thread reads and writes an element. The padding
-    between rows may be accessed, except that of a teacher's probabilities (KL).
+    between rows of logits may be accessed, but not between rows of a teacher's probabilities (KL).
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453

@@ -390,7 +390,7 @@ def _fill_plain(logits, target, out: LogProbs, options: LogProbOptions, bias, ro
 def _plain_gradient(
     logits, target, bias, lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef, options: LogProbOptions
 ) -> torch.Tensor:
-    """The gradient of some rows, in fp32 (fp64 for fp64). lse may be that of more columns than the logits have."""
+    """The gradient of some rows, in fp32 (fp64 for fp64). lse may include columns that the logits do not have."""
     s = scores_reference(logits, bias, options)
     log_p = s - lse[:, None]
     p, is_ignored = log_p.exp(), target == options.ignore_index

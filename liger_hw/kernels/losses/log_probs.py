@@ -5,7 +5,7 @@ With s = softcap * tanh(logits / softcap) / temperature of a row, p = softmax(s)
 Rows whose target is ignore_index have results and a gradient of exactly zero. `fused_linear_log_probs` computes the
 same from hidden states.
 
-Saved for backward: the logits, a log-sum-exp a row, and the entropy. The kernels are those of log_prob_rows.py.
+Saved for backward: the logits, a log-sum-exp a row, and the entropy. The kernels are in log_prob_rows.py.
 """
 
 from __future__ import annotations

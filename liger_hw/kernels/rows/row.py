@@ -9,7 +9,7 @@ times the instructions in half precision, and no asynchronous copies. Kernels ov
              |<-pad>|                                              edges: the head and what follows the body
 
 VECTOR comes from `row_vector`. It is 1 for rows whose alignment the compiler sees, and for rows that must be accessed
-by element: head and pad are then 0, the body is the whole row, and the compiled code is that of plain rows.
+by element: head and pad are then 0, the body is the whole row, and the compiled code handles no edges.
 
 **A tile that holds a whole row** begins at the last boundary at or before it: position p holds column p - pad. Loads
 take every vector that holds an element of the row, and then set the other elements to `other`. Stores write the body in

@@ -168,8 +168,8 @@ def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
 
 
 def row_tunable(op: str, variant: str, *kernels: Any, **differs: Any) -> Tunable:
-    """A tunable whose kernels work on row tiles: that of `rms_norm`'s forward, except for the arguments of `Tunable` in
-    `differs`."""
+    """A tunable whose kernels work on row tiles. differs: arguments of `Tunable` that replace the ones of `rms_norm`'s
+    forward."""
     rules = {"key": row_key, "dims": DIMS, "dependent_launch": is_small_launch}
     rules |= {"heuristic": fwd_heuristic, "safe": safe, "space": fwd_space}
     return Tunable(op, variant, kernels=kernels, **(rules | differs))
