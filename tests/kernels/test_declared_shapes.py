@@ -1,7 +1,6 @@
 """Every operator refuses a tensor of another shape, dtype or device, in eager and under torch.compile, before a launch.
 
-The calls are those that the ops' samples make, each with one tensor changed; so are an op's public function and its
-autograd Function.
+The calls are those that the ops' samples make, each with one tensor changed; so are those of the public functions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from liger_hw import registry
 from liger_hw.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearJSDLoss
 from liger_hw.kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
 from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
-from liger_hw.runtime import operator
 from liger_hw.runtime.operator import declared
 
 pytestmark = pytest.mark.cpu
@@ -35,17 +33,12 @@ OF_ANY_SHAPE = {
 """Tensors whose shapes decide how much is computed, or are the package's own."""
 
 
-READ_BY_TORCH = {("ChunkedLossFunction", place) for place in range(6, 12)}
-"""(Function, place) of arguments that reach torch's operators alone: a loss's own tensors."""
-
-
 class _Calls(TorchDispatchMode):
-    """Notes each operator's calls that returned, and each Function's."""
+    """Notes each operator's calls that returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, list[tuple]] = {}
-        self.applied: dict[type, tuple] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -56,8 +49,7 @@ class _Calls(TorchDispatchMode):
 
 @functools.cache
 def _calls() -> _Calls:
-    with _Calls() as seen, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "before_apply", lambda function, args: seen.applied.setdefault(function, args))
+    with _Calls() as seen:
         for op in registry.ops().values():
             for options in op.options or ({},):
                 sample = make(op, few_sizes(op), torch.float32, "cpu", 0, options)
@@ -209,23 +201,6 @@ def _refused(function: Callable, args: tuple, place: int, value: torch.Tensor) -
         except IndexError:  # a table is now too short for one of the indices
             return True
     return False
-
-
-@pytest.mark.parametrize("function", sorted(_calls().applied, key=lambda function: function.__name__))
-def test_a_function_refuses_another_dtype_and_device(function):
-    """What a program reaches that calls `apply` itself; Functions that first work with an argument may let torch say
-    that it does not fit."""
-    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in _calls().applied[function])
-    places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
-    with torch.no_grad():
-        for place in places:
-            if (function.__name__, place) in READ_BY_TORCH:
-                continue
-            if not args[place].is_complex():
-                assert _refused(function.apply, args, place, _retyped(args[place])), (place, "dtype")
-            if len(places) > 1:
-                with pytest.raises((TypeError, ValueError, RuntimeError)):
-                    function.apply(*args[:place], args[place].to("meta"), *args[place + 1 :])
 
 
 @pytest.mark.parametrize("op", registry.ops().values(), ids=lambda op: op.name)

@@ -132,10 +132,9 @@ def test_a_model_of_conv1d_is_refused_by_its_name():
         liger_hw.float8(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), smallest=16)
 
 
-@pytest.mark.parametrize("arguments", [("mxfp8",), ("e4m3",)])
-def test_other_recipes_are_refused(arguments):
+def test_other_recipes_are_refused():
     with pytest.raises(ValueError, match="recipe must be one of rowwise, tensorwise"):
-        liger_hw.float8(_llama(), *arguments)
+        liger_hw.float8(_llama(), "mxfp8")
 
 
 def test_a_device_without_float8_is_refused():

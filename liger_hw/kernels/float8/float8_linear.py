@@ -1,20 +1,20 @@
 """A linear layer whose three products are in FP8: y = x W^T + b.
 
-Products are rounded to bf16. Their sums are fp32 on paper; Hopper's tensor cores add FP8 with about 14 bits, so that a
-sum errs by 2^-13 of its terms' magnitudes.
+Products are rounded to bf16, their sums are fp32. Hopper's tensor cores add FP8 with about 14 bits, so that a sum has
+an error of 2^-13 of its terms' magnitudes.
 
-Recipe `rowwise`, for tokens t, inputs i and outputs o; every tensor is read once for its amax and its FP8:
+Recipe `rowwise`, for tokens t, inputs i and outputs o; each tensor is read once for its amax and its FP8:
     y[t, o] = s[t] w[o] sum_i x8[t, i] W8[o, i]         x8 and W8 with a scale for each row
     dx[t, i] = g[t] m sum_o dy8[t, o] W8'[o, i]         dy8 with a scale for each row, W8' with m, the largest of w
     dW[o, i] = c sum_t (dy8[t, o] g[t] s[t] / c) x8[t, i]       with c the largest g[t] s[t]
-The last product sums over tokens, whose scales must leave the sum: all of them go to dy8. They are powers of two, so
-that dy8 g s / c is dy8 with another exponent: no wide tensor is read again and nothing is rounded twice. Tokens whose
-gradient is small beside the largest underflow, as in any product with one scale.
+The last product sums over tokens, so that their scales g s / c are multiplied into dy8. They are powers of two: only
+exponents change, and nothing is rounded twice. Tokens with small gradients beside the largest underflow, as in any
+product with one scale.
 
-Recipe `tensorwise`: every tensor has one scale, from a read of its own.
+Recipe `tensorwise`: each tensor has one scale, from a separate read.
 
 Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again. For a weight that
-is kept in FP8, W8' is W8 w / m: with other exponents, like dy8 in the sum over tokens.
+is kept in FP8, W8' is W8 w / m, also with other exponents.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433; scales of rows as in
 torchao.float8 and, of gradients, in DeepSeek-AI, "DeepSeek-V3 Technical Report", https://arxiv.org/abs/2412.19437
@@ -35,7 +35,7 @@ from .quantize_float8 import QUANTIZED, TRANSPOSED, float8_transposed, quantized
 
 
 class Recipe(NamedTuple):
-    """How a linear is computed. rowwise: a scale for each row, or one for all; gradients: the format of dy."""
+    """rowwise: a scale for each row, or one for all; gradients: the format of dy."""
 
     rowwise: bool
     gradients: int
@@ -45,13 +45,12 @@ RECIPES = {"rowwise": Recipe(True, E4M3), "tensorwise": Recipe(False, E5M2)}
 
 
 def product(a, b, scale_a, scale_b, rowwise: bool) -> torch.Tensor:
-    """a [m, k] times the transpose of b [n, k], both FP8; scales [m] or [1] and [n] or [1]. bf16 [m, n].
+    """a [m, k] times the transpose of b [n, k], both FP8, in bf16; on the CPU in fp32, or in fp64 for fp64.
 
-    rowwise: whether one of them has a scale for each row. use_fast_accum, with sums of fewer bits, saves nothing of a
-    layer's time on an H100. On the CPU the result is fp32, or fp64 for fp64.
+    scale_a: [m] or [1]; scale_b: [n] or [1]; rowwise: whether one of them has a scale for each row
     """
     if a.device.type == "cpu":
-        with torch.autocast("cpu", enabled=False):  # in fp16 a sum of FP8's numbers overflows
+        with torch.autocast("cpu", enabled=False):  # in fp16 a sum of FP8 numbers overflows
             return (wide(a) @ wide(b).t()) * scale_a[:, None] * scale_b
     n, width = b.shape[0], aligned(b.shape[0])
     if width > n:
@@ -72,8 +71,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _ReferenceFunction(torch.autograd.Function):
-    """The formulas above, with inputs rounded to FP8 and products in fp32 or fp64. On a device fp32 products are
-    rounded to bf16, as FP8 products are."""
+    """The formulas above, with inputs rounded to FP8 and products in fp32 or fp64, fp32 products rounded to bf16 on a
+    device."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe):
@@ -114,10 +113,7 @@ def _reference_rows(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
 
 
 def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None):
-    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64.
-
-    rounds: whether numbers are rounded to FP8; by default unless `x` is fp64, where the result is smooth.
-    """
+    """rounds: whether numbers are rounded to FP8; None: unless `x` is fp64."""
     if rounds is None:
         rounds = x.dtype is not torch.float64
     rows, w = as_rows(wide(x)), wide(weight)
@@ -127,15 +123,15 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
 
 
 class Scales:
-    """The scales in a linear's last forward and backward: NaN where a row had an infinity or NaN. Copying drops them.
-    All instances are equal, since no launch depends on them."""
+    """The scales in a linear's last forward and backward: NaN for a row with an infinity or NaN. Copies have none.
+    All instances are equal, because no launch depends on them."""
 
     input: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
     def note(self, **scales: torch.Tensor) -> None:
-        """Keep scales by their names, unless they are fake tensors (autotune/compile_ahead.py)."""
+        """Keep these scales, unless they are fake tensors (autotune/compile_ahead.py)."""
         vars(self).update({name: scale for name, scale in scales.items() if type(scale) is torch.Tensor})
 
     def __eq__(self, other: object) -> bool:
@@ -149,11 +145,9 @@ class Scales:
 
 
 class Float8LinearFunction(Function):
-    """Autograd for the linear: saves x in FP8, its scales, the weight and its largest scale.
-
-    rows: x in FP8, if another linear computed it from the same input, or None
+    """rows: x in FP8, if another linear computed it from the same input, or None
     weight_scale: the scale of a weight that is kept in FP8, or None
-    scales: where to leave the scales, or None
+    scales: a `Scales` that is filled, or None
     """
 
     @staticmethod
@@ -204,8 +198,8 @@ class Float8LinearFunction(Function):
 
 
 def _with_one_scale(data, scale, format: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(FP8 data with a scale for each row, transposed and with one scale for all; that scale [1]), as in the formula of
-    dW. If all rows share a scale already, the bytes are not changed."""
+    """(data transposed, with one scale for all rows instead of a scale for each, as in the formula of dW; that scale
+    [1]). If all rows share a scale already, the bytes do not change."""
     if not rowwise:
         return float8_transposed(data, None, format), scale
     largest = scale.amax(0, keepdim=True)
@@ -215,10 +209,10 @@ def _with_one_scale(data, scale, format: int, rowwise: bool) -> tuple[torch.Tens
 def liger_float8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, recipe: str = "rowwise"
 ) -> torch.Tensor:
-    """x weight^T + bias with x, weight and the gradient in FP8, in the forward and in both products of the backward.
+    """x weight^T + bias, with x, weight and the gradient in FP8 in the forward and in both products of the backward.
 
     x: [..., n_in]; weight: [n_out, n_in]; bias: [n_out] or None, of one dtype (unless autocast is on): fp32, fp16 or
-    bf16. On the CPU fp64 too, where nothing is rounded. n_in and n_out should be multiples of 16: others are copied.
+    bf16. On the CPU fp64 too, which is not rounded. Unless n_in and n_out are multiples of 16, they are padded.
     recipe: `rowwise` (a scale for each row, gradients in E4M3) or `tensorwise` (one scale, gradients in E5M2)
     Returns [..., n_out] in x's dtype or autocast's.
     Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.
@@ -231,7 +225,7 @@ def liger_float8_linear(
 
 
 def linear(x, weight, bias, rows, recipe: Recipe, name: str, weight_scale=None, scales=None) -> torch.Tensor:
-    """Check shapes and dtypes, with errors in the name of `name`, and apply the Function."""
+    """Check shapes and dtypes, with errors that begin with `name`, and apply the Function."""
     fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
     shapes = f"{tuple(x.shape)}, {tuple(weight.shape)}"
     check(fits, name, f"an input [..., n_in] and a weight [n_out, n_in] do not fit: {shapes}")

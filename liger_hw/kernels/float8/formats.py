@@ -1,10 +1,9 @@
 """FP8 formats: which dtypes a device multiplies, and the scale of a row.
 
 A number x is stored as q = round(x / scale). The scale is the smallest power of two with amax / scale <= the largest
-number of the format, so that x / scale is exact and q errs by the format's rounding alone. It is at least 2^-100: rows
-of zeros have that, and smaller numbers underflow. The scale of a row with an infinity or NaN is NaN, and then so is all
-that is computed with it, as without FP8. Finite numbers do not overflow when quantised, but a product of numbers above
-about 1e30 may.
+number of the format, so that x / scale is exact and q has only the format's rounding error. It is at least 2^-100, also
+for rows of zeros; smaller numbers underflow. The scale of a row with an infinity or NaN is NaN. Quantising does not
+overflow, but a product of numbers above about 1e30 may.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ...registry import Target, pretended
 from ...runtime.triton_import import INTERPRET
 
 E4M3, E5M2 = 0, 1
-"""Formats by their number in an operator's schema: three bits of mantissa, or two and a wider range."""
+"""Formats by their number in an operator's schema."""
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 DTYPES = {"fn": (torch.float8_e4m3fn, torch.float8_e5m2), "fnuz": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)}
 """`Target.float8` -> the dtype of each format."""
@@ -27,15 +26,14 @@ LEAST_POWER = -100
 
 
 def aligned(n: int) -> int:
-    """`n` rounded up to a multiple of 16, as FP8 products want their dimensions."""
+    """`n` rounded up to a multiple of 16, which the dimensions of FP8 products must be."""
     return -(-n // 16) * 16
 
 
 class Float8Rows(NamedTuple):
-    """A matrix x [n_rows, n_cols] in FP8: x is nearly data * scale, with scale as a column.
+    """A matrix x [n_rows, n_cols] in FP8: x is about data * scale[:, None].
 
-    data: [n_rows, n_cols rounded up to 16], with zeros behind; scale: fp32 [n_rows], or [1] where all rows share one;
-    powers of two
+    data: [n_rows, n_cols rounded up to 16], padded with zeros; scale: powers of two in fp32, [n_rows] or [1] for all
     """
 
     data: torch.Tensor
@@ -60,7 +58,7 @@ def float8_dtype(device: torch.device, format: int) -> torch.dtype:
 
 
 def largest_bits(dtype: torch.dtype) -> int:
-    """The largest number of a dtype, as the bits of an fp32."""
+    """The bits of a dtype's largest number in fp32."""
     mantissa, exponent = math.frexp(torch.finfo(dtype).max)
     return (exponent + 126) << 23 | int((2 * mantissa - 1) * (1 << 23))
 

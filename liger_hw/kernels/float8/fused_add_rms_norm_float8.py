@@ -1,9 +1,7 @@
 """Residual add and RMSNorm that writes FP8, and the linears in FP8 that read it: s = x + r, y_i = norm(s) W_i^T + b_i.
 
-The sum s and the normalised s are rounded as in ../norms/fused_add_rms_norm.py; then a scale for each row.
-Saved for backward: s, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then fused_add_rms_norm's.
-
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+s and norm(s) are rounded as in ../norms/fused_add_rms_norm.py; norm(s) is quantised with a scale for each row.
+Saved for backward: s, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then fused_add_rms_norm.py's.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from ..norms.forward import out_dtype
 from ..norms.fused_add_rms_norm import FusedAddRMSNormFunction
 from ..norms.rms_norm import casting_code, fwd_reference
 from .formats import Float8Rows, why_no_float8
-from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
 from .normed_rows import WORKLOADS as WORKLOADS
+from .normed_rows import launch_normed, normed_reference, normed_sample, normed_tunable
 from .rms_norm_float8 import rms_norm_float8_reference
-from .whole_rows import linears, placeholder, too_wide
+from .whole_rows import SMALL, linears, placeholder, too_wide
 
 FWD = normed_tunable("fused_add_rms_norm_float8")
 fused_add_rms_norm_backward = FusedAddRMSNormFunction.backward  # torch.compile takes it from here, not from the class

@@ -1,6 +1,6 @@
-"""Core of the gates that write FP8: act(a) * b is rounded as the gate's own op rounds it, then quantised, never stored.
+"""Core of the gates that write FP8: act(a) * b is rounded as by the op without FP8, then quantised.
 
-What reads it is a linear in FP8, whose gradient the gate's own backward takes.
+A linear in FP8 reads it; the linear's gradient goes to the backward of the op without FP8.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def _gated_rows_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS whole rows a program."""
     wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < n_rows
@@ -54,8 +53,7 @@ def _gated_rows_kernel(
 
 
 class Gate(NamedTuple):
-    """A gate that writes FP8. rows: its operator, (a, b) -> (data, scale); backward: the gate's Function's; numbers:
-    those that it saves."""
+    """rows: the operator (a, b) -> (data, scale); backward: the op's without FP8; numbers: what it saves."""
 
     rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple]
@@ -63,22 +61,16 @@ class Gate(NamedTuple):
 
 
 def gated_tunable(op: str) -> Tunable:
-    """The tunable `<op>.fwd`."""
     return whole_rows_tunable(op, _gated_rows_kernel, 2)
 
 
-def gated_rows(
-    tunable: Tunable, kind: str, reference: Callable[..., torch.Tensor], variant: str = ""
-) -> Callable[..., Any]:
-    """The operator `<op>_<variant>rows(a, b) -> (data, scale)`.
-
-    kind: of `activation`; reference: act(a) * b in plain torch
-    """
+def gated_rows(tunable: Tunable, kind: str, reference: Callable[..., torch.Tensor], variant: str = "") -> Any:
+    """The operator `<op>_<variant>rows(a, b) -> (data, scale)`. reference: act(a) * b in plain torch."""
 
     def launcher(a, b):
         a, b = row_major(a), row_major(b)
         strides = a.stride(0), b.stride(0)
-        return tuple(launch_rows(tunable, _gated_rows_kernel, a, a.shape[0], (a, b), strides, (kind,)))
+        return tuple(launch_rows(tunable, a, a.shape[0], (a, b), strides, (kind,)))
 
     return define(
         f"{tunable.op}_{variant}rows(Tensor a, Tensor b) -> (Tensor, Tensor)",

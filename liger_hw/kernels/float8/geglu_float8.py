@@ -1,9 +1,7 @@
 """GEGLU that writes FP8, and the linear in FP8 that reads it: y = (gelu(a) * b) W^T + bias.
 
-The product is rounded as in ../pointwise/geglu.py; then a scale for each row as in float8_linear.py.
-Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then geglu's.
-
-Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
+gelu(a) * b is rounded as in ../pointwise/geglu.py and quantised with a scale for each row.
+Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then geglu.py's.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from ..pointwise.geglu import APPROXIMATIONS, GELUMulFunction, geglu_reference
 from .formats import why_no_float8
 from .gated_rows import Gate, gated_linear, gated_rows, gated_tunable
 from .swiglu_float8 import sample as gated_sample
-from .whole_rows import linears_reference
+from .whole_rows import SMALL, linears_reference
 
 FWD = gated_tunable("geglu_float8")
 TANH = Gate(gated_rows(FWD, "gelu_tanh", geglu_reference), GELUMulFunction.backward, (True,))
@@ -60,9 +58,5 @@ def sample(sizes, dtype, device, generator, *, approximate="tanh") -> Sample:
 
 
 OP = registry.register_file(
-    __name__,
-    tunables=(FWD,),
-    options=({}, {"approximate": "none"}),
-    small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
-    why_not=why_no_float8,
+    __name__, tunables=(FWD,), options=({}, {"approximate": "none"}), small=SMALL, why_not=why_no_float8
 )

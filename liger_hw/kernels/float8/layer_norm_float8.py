@@ -1,9 +1,7 @@
 """LayerNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
 
-norm(x) is computed in fp32 and rounded to FP8 alone, with a scale for each row as in float8_linear.py.
-Saved for backward: x, w, b, mean and rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then layer_norm's.
-
-Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450
+norm(x) is computed in fp32 and only rounded to FP8, with a scale for each row.
+Saved for backward: x, w, b, mean, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then layer_norm.py's.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from ...runtime.operator import Function, check_numbers, check_tensors, define, 
 from ..norms.forward import GEMMA
 from ..norms.layer_norm import LayerNormFunction, fwd_reference, layer_norm_reference, misfit
 from .formats import Float8Rows, why_no_float8
-from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
 from .normed_rows import WORKLOADS as WORKLOADS
+from .normed_rows import launch_normed, normed_reference, normed_sample, normed_tunable
 from .quantize_float8 import wide
-from .whole_rows import linears, linears_reference, placeholder, too_wide
+from .whole_rows import SMALL, linears, linears_reference, placeholder, too_wide
 
 FWD = normed_tunable("layer_norm_float8", rows=2)
 layer_norm_backward = LayerNormFunction.backward  # torch.compile takes it from here, not from the class

@@ -1,7 +1,7 @@
 """Core of the norms that write FP8: rms_norm, fused_add_rms_norm and layer_norm are flags of one kernel.
 
-An RMS norm's y is rounded as by its own op (../norms/forward.py), LayerNorm's is not. Then y is quantised; it is never
-stored in a wider dtype. The backward is the plain norm's, with the gradient that the linears give.
+An RMS norm's y is rounded as by the op without FP8 (../norms/forward.py), LayerNorm's is not. Then y is quantised. The
+linears' gradient goes to the backward of the norm without FP8.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _normed_rows_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS whole rows a program. R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr,
-    B_ptr, offset may be None. NARROW: y is rounded to x's dtype."""
+    """R_ptr, S_ptr: the residual, and where x + residual is stored, or both None. W_ptr, B_ptr and offset may be None.
+    NARROW: y is rounded to x's dtype."""
     wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < n_rows
@@ -79,12 +79,11 @@ def _normed_rows_kernel(
 
 
 def normed_tunable(op: str, rows: int = 1) -> Tunable:
-    """The tunable `<op>.fwd`."""
     return whole_rows_tunable(op, _normed_rows_kernel, 1, rows)
 
 
 def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, subtract_mean=False):
-    """(data, scale, statistics) of a norm's rows, then x + residual where there is one."""
+    """(data, scale, statistics) of a norm's rows, then x + residual if there is a residual."""
     x, w, b = row_major(x), dense(w), dense(b)
     n_rows, _, stride = rows_of(x)
     s = r_stride = None
@@ -94,12 +93,12 @@ def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, su
     stats = x.new_empty((2, n_rows) if subtract_mean else n_rows, dtype=torch.float32)
     tensors, numbers = (x, residual, w, b, s, stats), (stride, r_stride, eps, offset or None)
     flags = casting, subtract_mean, not subtract_mean and out_dtype(x, w, casting) is x.dtype
-    rows = launch_rows(tunable, _normed_rows_kernel, x, n_rows, tensors, numbers, flags)
+    rows = launch_rows(tunable, x, n_rows, tensors, numbers, flags)
     return (*rows, stats) if s is None else (*rows, stats, s)
 
 
 def normed_reference(y: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of `launch_normed`, from the outputs of the norm's own operator: y, then the others."""
+    """The results of `launch_normed`, from y and the other results of the operator without FP8."""
     return *rows_reference(as_rows(y), E4M3), *others
 
 
@@ -109,7 +108,6 @@ WORKLOADS = {
     "llama3_70b": (4096, 8192, 8192),
     "gemma2_2b": (8192, 2304, 9216),
 }
-SMALL = ((37, 48, 32), (1, 17, 16), (24, 40, 24))
 
 
 def normed_sample(n_inputs: int, n_vectors: int) -> Callable[..., Sample]:

@@ -1,12 +1,12 @@
-"""Quantisation to FP8, and the transposed copy that the GEMMs of backward need.
+"""Quantisation to FP8, and the transposed copy that the matrix products of backward need.
 
-Three operators on matrices [n_rows, n_cols], each of which reads its input once:
-    rows        data and scale of every row, from one read; data has its columns rounded up to 16
-    cast        data with one scale that is known, or scales alone (for one scale of a whole matrix)
+Operators on matrices [n_rows, n_cols], each of which reads its input once:
+    rows        data and the scale of each row; data has its columns rounded up to 16
+    cast        data with one scale that is known
+    scales      the scale of each row without data
     transposed  [n_cols, n_rows rounded up to 16] in FP8: of FP8 data, unchanged or times a factor of each row, or of
                 fp32, fp16 or bf16 data times one factor
-The padding is filled with zeros, which add nothing to a product.
-FP8 times a power of two that is at most 1 is exact unless it underflows.
+The padding is zeros. FP8 times a power of two that is at most 1 is exact unless it underflows.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ from ..rows.blocks import load_tile, store_tile, tile_mask
 from ..rows.tuning import row_tunable
 from .formats import FORMATS, Float8Rows, aligned, float8_dtype, largest_bits, scale_of
 
-OP_NAME = "float8_linear"
-"""The op whose tunables have these kernels."""
-
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as the bits of an fp32: integers in the order of the numbers, with infinity and NaN above all others."""
+    """|x| as the bits of an fp32: integers in the order of the numbers, with infinity and NaN above the others."""
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def scale_bits(largest, LARGEST: tl.constexpr):
-    """The scale, as bits, for magnitudes of at most `largest` (bits); LARGEST: the format's largest number, as bits."""
+    """The bits of the scale for magnitudes up to `largest`. LARGEST: the bits of the format's largest number."""
     UP: tl.constexpr = 0x7FFFFF - (LARGEST & 0x7FFFFF)  # adding it raises the exponent if the mantissa is > LARGEST's
     EXPONENT: tl.constexpr = (LARGEST & 0x7F800000) - 0x3F800000
     scale = ((largest + UP) & 0x7F800000) - EXPONENT
@@ -44,13 +41,13 @@ def scale_bits(largest, LARGEST: tl.constexpr):
 
 @triton.jit
 def inverse_scale(scale):
-    """1 / scale in fp32, of bits of a power of two or NaN."""
+    """1 / scale in fp32. scale: the bits of a power of two or NaN."""
     return tl.where(scale >= 0x7F800000, scale, 0x7F000000 - scale).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_float8(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """fp32 rounded to FP8. ROUND_FIRST: for Triton's interpreter, which truncates what it should round."""
+    """fp32 rounded to FP8. ROUND_FIRST: for Triton's interpreter, whose conversion truncates."""
     if ROUND_FIRST:
         BITS: tl.constexpr = 20 if LARGEST < 0x44000000 else 21  # of fp32's mantissa that the format lacks
         STEP: tl.constexpr = 24576.0 if LARGEST < 0x44000000 else 192.0  # 1.5 * 2^23 * the smallest number
@@ -79,9 +76,9 @@ def _float8_rows_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program. SCALE_ptr: [1], the scale of all rows; or None, and each row's own goes to S_ptr.
+    """Each program takes ROWS rows. SCALE_ptr: [1], the scale of all rows; or None, and each row's scale goes to S_ptr.
 
-    Q_ptr None: the scales alone. WHOLE_ROW: BLOCK_SIZE holds a row of Q; others are read twice.
+    Q_ptr None: only the scales. WHOLE_ROW: BLOCK_SIZE holds a row of Q; wider rows are read twice.
     """
     wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -135,7 +132,7 @@ def _float8_transposed_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One tile of ROWS rows and BLOCK_SIZE columns a program. FACTOR_ptr: [n_rows] or [1], or None to copy FP8."""
+    """Each program takes ROWS rows of BLOCK_SIZE columns. FACTOR_ptr: [n_rows] or [1], or None to copy FP8."""
     wait_for_previous(DEPENDENT)
     tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     pid = tl.program_id(0).to(tl.int64)
@@ -159,15 +156,15 @@ def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _key(n_rows: int, n_in: int, n_out: int, itemsize: int) -> Key:
-    """For a linear's input [n_rows, n_in]; the launchers take `row_key` of weights and gradients too."""
+    """`row_key` of a linear's input. Its weight and gradient have keys of their own sizes."""
     return row_key(n_rows, n_in, itemsize)
 
 
 _NEUTRAL = frozenset({"num_stages", "hint", "num_warps", "ROWS", "BLOCK_SIZE"})
 DIMS = ("n_rows", "n_in", "n_out")
-QUANTIZED = row_tunable(OP_NAME, "rows", _float8_rows_kernel, key=_key, dims=DIMS, neutral=_NEUTRAL)
+QUANTIZED = row_tunable("float8_linear", "rows", _float8_rows_kernel, key=_key, dims=DIMS, neutral=_NEUTRAL)
 TRANSPOSED = Tunable(
-    OP_NAME,
+    "float8_linear",
     "transposed",
     kernels=(_float8_transposed_kernel,),
     key=_key,
@@ -180,13 +177,13 @@ TRANSPOSED = Tunable(
 )
 
 
-def _launch_rows(x, scale, has_data, has_scales, format):
-    """(data, scales), None for the one that is not wanted."""
+def _launch_rows(x, format, scale=None, has_data=True):
+    """(data, scales): None for data without has_data, and for scales if there is a scale for all rows."""
     x, dtype = row_major(x), float8_dtype(x.device, format)
     n_rows, n_cols = x.shape
     width = aligned(n_cols)
     data = torch.empty((n_rows, width), dtype=dtype, device=x.device) if has_data else None
-    scales = x.new_empty(n_rows, dtype=torch.float32) if has_scales else None
+    scales = x.new_empty(n_rows, dtype=torch.float32) if scale is None else None
     if n_rows:
         plan = QUANTIZED.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
@@ -211,7 +208,7 @@ def _transposed(x, factor, format):
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in fp32; fp64 stays fp64: the references do not round it."""
+    """x in fp32 or, if it is fp64, in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.dtype.itemsize > 1 else x.float()
 
 
@@ -243,7 +240,7 @@ def transposed_reference(x, factor, format):
 
 
 def _transposed_fake(x, factor, format):
-    """Not the reference itself: its slices would specialise symbolic sizes."""
+    """Without the reference's slices, which would specialise symbolic sizes."""
     keeps_dtype = factor is None or x.dtype is torch.float64
     dtype = x.dtype if keeps_dtype else float8_dtype(x.device, format)
     return x.new_empty((x.shape[1], aligned(x.shape[0])), dtype=dtype)
@@ -252,19 +249,19 @@ def _transposed_fake(x, factor, format):
 float8_rows = define(
     "float8_rows(Tensor x, int format) -> (Tensor, Tensor)",
     shapes="x [m, n]",
-    launcher=lambda x, format: _launch_rows(x, None, True, True, format),
+    launcher=_launch_rows,
     reference=rows_reference,
 )
 float8_cast = define(
     "float8_cast(Tensor x, Tensor scale, int format) -> Tensor",
     shapes="x [m, n]; scale [1]",
-    launcher=lambda x, scale, format: _launch_rows(x, scale, True, False, format)[0],
+    launcher=lambda x, scale, format: _launch_rows(x, format, scale)[0],
     reference=cast_reference,
 )
 float8_scales = define(
     "float8_scales(Tensor x, int format) -> Tensor",
     shapes="x [m, n]",
-    launcher=lambda x, format: _launch_rows(x, None, False, True, format)[1],
+    launcher=lambda x, format: _launch_rows(x, format, has_data=False)[1],
     reference=scales_reference,
 )
 float8_transposed = define(
@@ -292,8 +289,8 @@ def liger_quantize_float8(
 
     X: [n_rows, n_cols] in fp32, fp16 or bf16. scaling: `row`, a scale for each row from one read of X, or `tensor`, one
     for all from two reads. format: `e4m3` or `e5m2`, in the dtype that X's device has for it.
-    transposed: also return data transposed, [n_cols rounded up to 16, n_rows rounded up to 16], as products that sum
-    over rows need it: the same FP8 values with the same scales. For a scale for each column give X.t().
+    transposed: also return data transposed, [n_cols rounded up to 16, n_rows rounded up to 16], for products that sum
+    over rows. For a scale for each column pass X.t().
     Returns `Float8Rows(data, scale)`. A row with an infinity or NaN has the scale NaN.
     Raises `ValueError` for other arguments, and where the device has no FP8.
     """

@@ -1,9 +1,7 @@
 """RMSNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
 
-The normalised x is rounded as in ../norms/rms_norm.py; then a scale for each row as in float8_linear.py.
-Saved for backward: x, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then rms_norm's.
-
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+norm(x) is rounded as in ../norms/rms_norm.py and quantised with a scale for each row.
+Saved for backward: x, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then rms_norm.py's.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from ...runtime.operator import Function, check_numbers, check_tensors, define, 
 from ..norms.forward import out_dtype
 from ..norms.rms_norm import RMSNormFunction, casting_code, fwd_reference, rms_norm_reference
 from .formats import Float8Rows, why_no_float8
-from .normed_rows import SMALL, launch_normed, normed_reference, normed_sample, normed_tunable
 from .normed_rows import WORKLOADS as WORKLOADS
-from .whole_rows import linears, linears_reference, placeholder, too_wide
+from .normed_rows import launch_normed, normed_reference, normed_sample, normed_tunable
+from .whole_rows import SMALL, linears, linears_reference, placeholder, too_wide
 
 FWD = normed_tunable("rms_norm_float8")
 rms_norm_backward = RMSNormFunction.backward  # torch.compile takes it from here, not from the class
@@ -64,8 +62,7 @@ def liger_rms_norm_float8(
 ) -> tuple[torch.Tensor, ...]:
     """RMSNorm of X times the transpose of each of `weights`: q, k, v = liger_rms_norm_float8(x, w, eps, (wq, wk, wv)).
 
-    The normalised rows are written once, in FP8 with a scale for each, and read by every product.
-
+    The normalised rows are written once, in FP8 with a scale for each, and read by each product.
     X: [..., n_cols], n_cols at most 65536; W: [n_cols] or None; weights: [n_out, n_cols], each its own n_out; biases: a
     [n_out] or None for each weight. Of one dtype, fp32, fp16 or bf16. offset, casting_mode: as for `liger_rms_norm`.
     Returns [..., n_out] for each weight.

@@ -1,9 +1,7 @@
 """SwiGLU that writes FP8, and the linear in FP8 that reads it: y = (silu(a) * b) W^T + bias.
 
-The product is rounded as in ../pointwise/swiglu.py; then a scale for each row as in float8_linear.py.
-Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then swiglu's.
-
-Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
+silu(a) * b is rounded as in ../pointwise/swiglu.py and quantised with a scale for each row.
+Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then swiglu.py's.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from ...runtime.operator import check_flags, check_tensors
 from ..pointwise.swiglu import SiLUMulFunction, swiglu_reference
 from .formats import why_no_float8
 from .gated_rows import Gate, gated_linear, gated_rows, gated_tunable
-from .whole_rows import linears_reference
+from .whole_rows import SMALL, linears_reference
 
 FWD = gated_tunable("swiglu_float8")
 GATE = Gate(gated_rows(FWD, "silu", swiglu_reference), SiLUMulFunction.backward, (1.0, 1.0))
@@ -58,10 +56,4 @@ def sample(sizes, dtype, device, generator, *, bias=False) -> Sample:
     )
 
 
-OP = registry.register_file(
-    __name__,
-    tunables=(FWD,),
-    options=({}, {"bias": True}),
-    small=((37, 48, 32), (1, 17, 16), (24, 40, 24)),
-    why_not=why_no_float8,
-)
+OP = registry.register_file(__name__, tunables=(FWD,), options=({}, {"bias": True}), small=SMALL, why_not=why_no_float8)

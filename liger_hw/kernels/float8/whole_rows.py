@@ -1,9 +1,8 @@
-"""What ops that compute rows and write them in FP8 share: the end of their kernels, their tunable, and autograd.
+"""Shared by ops that compute rows and write them in FP8: the end of their kernels, their tunable, and autograd.
 
-A program holds whole rows, rounds them as the op without FP8 does, and quantises them, so that they are never stored
-wider. Linears in FP8 read them. In autograd's graph a placeholder stands for the rows: a tensor without memory, of
-their shape and dtype, which takes the gradient that the linears give. The transposed copy that a weight's gradient
-wants is made of the FP8 bytes in the backward: written here, it would be kept until then beside them.
+A program holds whole rows, rounds them as the op without FP8 does, and quantises them, so that they are never stored in
+a wider dtype. Linears in FP8 read them. In autograd's graph a placeholder stands for the rows: a tensor without memory,
+of their shape and dtype, which takes the linears' gradient. The backward of a linear transposes the FP8 bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from .float8_linear import RECIPES, float8_linear_reference, linear
 from .formats import E4M3, Float8Rows, aligned, float8_dtype, largest_bits
 from .quantize_float8 import inverse_scale, magnitude_bits, scale_bits, to_float8
 
-WIDEST = 65536
-"""Most columns that a program holds."""
+WIDEST = 65536  # columns that a program holds
 ROWWISE = RECIPES["rowwise"]
+SMALL = ((37, 48, 32), (1, 17, 16), (24, 40, 24))
 
 
 @triton.jit
 def store_float8_rows(
     Q_ptr, S_ptr, y, rows, row_mask, cols, Q_row_stride, LARGEST: tl.constexpr, ROUND_FIRST: tl.constexpr
 ):
-    """Store whole rows y in FP8, zeros behind them, and their scales."""
+    """Store whole rows y in FP8, padded with zeros, and their scales."""
     scale = scale_bits(tl.max(magnitude_bits(y), axis=1), LARGEST)
     tl.store(S_ptr + rows, scale.to(tl.float32, bitcast=True), mask=row_mask)
     q = to_float8(y.to(tl.float32) * inverse_scale(scale)[:, None], Q_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
@@ -43,8 +42,8 @@ def _key(n_rows: int, n_cols: int, n_out: int, itemsize: int) -> Key:
 
 
 def whole_rows_tunable(op: str, kernel: Any, n_inputs: int, rows: int = 1) -> Tunable:
-    """The tunable `<op>.fwd`. n_inputs: tensors whose rows a program holds; a thread has 32 numbers of each row, or
-    fewer in small launches. rows: rows of a program, if they are many and have at most 4096 columns."""
+    """The tunable `<op>.fwd`. n_inputs: tensors whose rows a program holds; rows: rows of a program in large launches
+    of at most 4096 columns."""
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         few = 1 << key[1] <= target.multiprocessors
@@ -74,9 +73,9 @@ def too_wide(x: torch.Tensor) -> str:
     return f"{x.shape[-1]} columns, at most {WIDEST}" if x.shape[-1] > WIDEST else ""
 
 
-def launch_rows(tunable, kernel, x, n_rows, tensors, numbers, flags) -> Float8Rows:
-    """Launch a kernel of whole rows, as wide as x: (*tensors, data, scale, *numbers, data's stride, rows, columns,
-    *flags, the format's largest number, whether it is interpreted)."""
+def launch_rows(tunable: Tunable, x, n_rows, tensors, numbers, flags) -> Float8Rows:
+    """Launch the kernel over whole rows, as wide as x. It takes tensors, data, scale, numbers, data's stride, n_rows,
+    n_cols, flags, LARGEST and ROUND_FIRST, in this order."""
     n_cols, dtype = x.shape[-1], float8_dtype(x.device, E4M3)
     width = aligned(n_cols)
     data = torch.empty((n_rows, width), dtype=dtype, device=x.device)
@@ -85,14 +84,12 @@ def launch_rows(tunable, kernel, x, n_rows, tensors, numbers, flags) -> Float8Ro
         plan = tunable.plan(x.device, row_key(n_rows, width, x.itemsize))
         arguments = *tensors, data, scale, *numbers, width, n_rows, n_cols
         grid = (cdiv(n_rows, plan.config.blocks["ROWS"]),)
-        launch(plan, kernel, grid, arguments, (*flags, largest_bits(dtype), INTERPRET))
+        launch(plan, tunable.kernels[0], grid, arguments, (*flags, largest_bits(dtype), INTERPRET))
     return Float8Rows(data, scale)
 
 
-def placeholder(
-    ctx, like: torch.Tensor, rows: Float8Rows, dtype: torch.dtype | None = None
-) -> tuple[torch.Tensor, ...]:
-    """What a Function's forward returns: a placeholder of the rows, a tensor without memory; their data and scales."""
+def placeholder(ctx, like: torch.Tensor, rows: Float8Rows, dtype: torch.dtype | None = None) -> tuple:
+    """The results of a Function's forward: a placeholder for the rows, their data and their scales."""
     ctx.mark_non_differentiable(*rows)
     ctx.set_materialize_grads(False)
     return like.new_full((1,), math.nan, dtype=dtype).expand(like.shape), *rows
@@ -110,8 +107,8 @@ def linears(name: str, x: torch.Tensor, rows: Float8Rows, weights, biases) -> tu
 
 
 def linears_reference(function, args, weights, biases, rounds) -> tuple[torch.Tensor, ...]:
-    """Linears of function(*args) in plain torch. rounds: None, or for the fp64 oracle of an op in that dtype: y then
-    has the values of `function` in that dtype."""
+    """Linears of function(*args) in plain torch. rounds: for the fp64 oracle of an op, the dtype in which the op
+    computes `function`, else None."""
     y = function(*args)
     if rounds is not None:
         narrow = [arg.to(rounds) if isinstance(arg, torch.Tensor) else arg for arg in args]

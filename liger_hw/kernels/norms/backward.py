@@ -3,11 +3,11 @@
     m = dy * (offset + w),  dx = rstd * (m - mean(m) - h * mean(m * h)) + ds        RMS norms have no mean(m)
     dw = sum over rows of dy * h,  db = sum over rows of dy                          h as in `forward.py`
 
-A persistent kernel: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps its share
-of dw and db in registers, and stores one fp32 row of partial sums, which `rows.reduce.column_sum` adds up. Rows too
-wide to hold are shared by the programs of a cooperative grid (`wide_backward.py`); on devices without one a further
-kernel computes their means, and the backward works on column tiles. Where rows are few, a launch costs more than
-reading them twice: further programs of the same launch sum dw and db, a few columns of all rows each.
+The kernel is persistent: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps its
+share of dw and db in registers, and stores it as one fp32 row, which `rows.reduce.column_sum` adds to the others. Rows
+too wide to hold are shared by the programs of a cooperative grid (`wide_backward.py`). Devices without such grids
+compute the means of these rows first, and then take column tiles. For a few rows, reading them twice costs less than
+another launch: further programs of the same launch sum dw and db, each over all rows of a few columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ...registry import Key, LaunchConfig, Tunable, next_power_of_2, row_key
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
-from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
+from ...runtime.operator import cdiv, dense, empty_like, launch, no_weight, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     as_column,
@@ -44,7 +44,7 @@ from ..rows.blocks import (
     which_exist,
     whole_mask,
 )
-from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ..rows.row import row_pad
 from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, row_tunable, tile_rule
 from .forward import normalised
@@ -61,8 +61,7 @@ def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.con
 
 @triton.jit
 def _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN: tl.constexpr):
-    """The last statistic of these rows: STATS is [2, n_rows] if the norm subtracts the mean, else [n_rows]. It is rstd
-    in the forward's statistics, mean(m * h) in the means kernel's."""
+    """rstd in the forward's statistics, mean(m * h) in the means kernel's: the second of two if SUBTRACT_MEAN."""
     return load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
 
 
@@ -142,15 +141,13 @@ def _norm_bwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c. With BLOCK_2 there is one column
-    tile.
+    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c.
 
-    MEANS_ptr: mean(m * h), or with SUBTRACT_MEAN mean(m) and mean(m * h), of every row; None where a tile holds whole
-    rows.
+    MEANS_ptr: the result of `_norm_bwd_means_kernel`, or None where a tile holds whole rows.
     DS_ptr: a gradient to add to dx, or None.
     Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where neither is needed.
-    SUM_ROWS: None if programs loop over tiles. Else each program has one tile, without a loop. If not 0, it is a power
-    of two and at least n_rows, and additional programs store dw and db.
+    SUM_ROWS: None if programs loop over tiles; else each program has one tile. If it is not 0, additional programs
+    store dw and db, each from all rows: SUM_ROWS is n_rows rounded up to a power of two.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -259,9 +256,9 @@ def _norm_bwd_means_kernel(
     BLOCK_SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """mean(m * h) of one row, with SUBTRACT_MEAN mean(m) before it: the backward kernel then works on column tiles.
+    """mean(m * h) of one row, with SUBTRACT_MEAN mean(m) before it; the backward kernel then works on column tiles.
 
-    Scale_ptr: None, or for a modulated norm, whose m has a factor 1 + scale, a row of scale for each rows_per_mod rows.
+    Scale_ptr: a row of scale for each rows_per_mod rows of a modulated norm, whose m has a factor 1 + scale; or None.
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -283,7 +280,7 @@ def _norm_bwd_means_kernel(
             total += m
             x = x - mean
         dot += m * x
-    second = n_rows if SUBTRACT_MEAN else 0  # offset of rstd and of mean(m * h)
+    second = n_rows if SUBTRACT_MEAN else 0  # where rstd and mean(m * h) begin
     if SUBTRACT_MEAN:
         tl.store(MEANS_ptr + row, tl.sum(total, axis=0) / n_cols)
     tl.store(MEANS_ptr + second + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + second + row) / n_cols)
@@ -293,8 +290,6 @@ def _norm_bwd_means_kernel(
 
 
 class BackwardTunables(NamedTuple):
-    """`bwd`, the means of rows too wide to hold, and the sum of partial dw and db."""
-
     bwd: Tunable
     means: Tunable
     sums: Tunable
@@ -320,7 +315,7 @@ def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims
 def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: int = 1) -> BackwardTunables:
     """The tunables of an op whose backward is `norm_backward`.
 
-    means: the variant of the second; streams: 3 with a ds; grads: 2 with a bias
+    means: variant of the kernel for means; streams: tensors like x that the backward reads; grads: 2 with a bias
     """
     bwd = row_tunable(
         op,
@@ -342,8 +337,7 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 
 
 MOST_ROWS_SUMMED = 128
-"""Up to this many rows, additional programs of the same launch sum the parameter gradients: a tile of all rows and a
-few columns fits in registers, and each multiprocessor has one row."""
+"""Most rows of which additional programs of the same launch sum dw and db: a tile of all rows fits the registers."""
 
 
 def summed_columns(rows: int, block: int = 0) -> int:
@@ -354,7 +348,7 @@ def summed_columns(rows: int, block: int = 0) -> int:
 def row_means(
     tunable: Tunable, dy, x, w, stats, offset, subtract_mean, scale=None, scale_stride=None, rows_per_mod=None
 ) -> torch.Tensor:
-    """mean(m * h) of every row, or mean(m) and mean(m * h), in a tensor like `stats`; scale: of a modulated norm."""
+    """What `_norm_bwd_means_kernel` computes, in a tensor like `stats`."""
     n_rows, n_cols, x_stride = rows_of(x)
     means = torch.empty_like(stats)
     strides = rows_of(dy)[2], x_stride, scale_stride
@@ -365,12 +359,10 @@ def row_means(
 
 
 def norm_backward(
-    tunables: BackwardTunables, dy, x, w, stats, ds, offset, casting, subtract_mean, parts, dtype
+    tunables: BackwardTunables, dy, x, w, b, stats, ds, offset, casting, subtract_mean, needs_params
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, parameter gradients) of a norm over the rows of `x`; ds [like x] or None is added to dx.
-
-    parts: how many parameter gradients are needed (0; 1: dw; 2: dw and db), as [parts * n_cols] of `dtype`
-    """
+    """(dx, dw and db in one tensor) of a norm over the rows of `x`. ds: a gradient like x to add to dx, or None."""
+    parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
     dy, x, w = row_major(dy), row_major(x), dense(w)
     ds = None if ds is None else row_major(ds)
     n_rows, n_cols, x_stride = rows_of(x)
@@ -402,4 +394,4 @@ def norm_backward(
         args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, offset)
         flags = *kind, block_2, vector, sum_rows
         launch(plan, _norm_bwd_kernel, (programs + sum_programs, col_tiles), args, flags)
-    return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
+    return dx, column_sum(tunables.sums, partial, dtype) if parts else no_weight(x)

@@ -1,4 +1,4 @@
-"""Dynamic tanh: y = gamma * tanh(alpha * x) + beta, an element-wise stand-in for a norm, over the last dimension.
+"""Dynamic tanh: y = gamma * tanh(alpha * x) + beta, which replaces a norm; gamma and beta are [n_cols].
 
 Arithmetic and sums are fp32; y is rounded once. Saved for backward: x, alpha, gamma (and beta, for its dtype).
 Backward, with t = tanh(alpha * x) and d = dy * gamma * (1 - t^2):  dx = alpha * d,  dalpha = sum of d * x,
@@ -49,10 +49,10 @@ def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, bet
 
 @triton.jit
 def _tanh_and_slope(x, FULL: tl.constexpr):
-    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from exp alone, as arithmetic would bound the kernel otherwise.
+    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32, from one exponential: with torch's tanh arithmetic would be the limit.
 
-    FULL: accurate to a few units in fp32's last place. Else to 2e-6, far below half precision's rounding: 1 / u is the
-    square of rsqrt(u), with half the instructions of a division, for u in [1, 2]. The sign is or-ed in.
+    FULL: accurate to a few units in fp32's last place. Otherwise to 2e-6, far below half precision's rounding: 1 / u is
+    the square of rsqrt(u), with half the instructions of a division.
     """
     decay = tl.exp2(-2.885390082 * tl.abs(x))  # exp(-2 |x|)
     u = 1.0 + decay
@@ -131,8 +131,7 @@ def _dyt_bwd_kernel(
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
 
     Partial_ptr: a row of dgamma, then of dbeta if HAS_BETA, for each p; Alpha_partial_ptr: one number a program. Both
-    are None when no gradient of the parameters is wanted. ONCE: every program has one tile, and no loop delays its
-    loads.
+    are None if the parameters need no gradient. ONCE: each program has one tile, and no loop.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -141,7 +140,7 @@ def _dyt_bwd_kernel(
     alpha = tl.load(Alpha_ptr).to(tl.float32)
     gamma = 4.0 * load_columns(Gamma_ptr, positions, exist, pad).to(tl.float32)  # d is a quarter of the slope
     if Partial_ptr is not None:
-        dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed at the end, not in each tile
+        dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed after the loop
         dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
@@ -176,8 +175,8 @@ def _dyt_bwd_kernel(
 
 
 def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
-    """(columns, rows, divisor of a thread's elements) of a tile of up to `most` elements, with fewer rows if there
-    would be too few programs for the device (all column tiles counted)."""
+    """(columns, rows, divisor of a thread's elements) of a tile of up to `most` elements; a tile has fewer rows if
+    there would be too few programs for the device."""
     block = min(key[0], 128)
     elements, enough = key[0] << key[1], 16 * target.multiprocessors
     if elements >= enough * 4096:
@@ -188,11 +187,8 @@ def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """32 rows of 128 columns, 32 elements a thread: each thread's gamma and beta serve 4 rows, and padding is little.
-
-    Smaller inputs take smaller tiles, so that each multiprocessor has at least eight programs. With no more rows than
-    multiprocessors a tile is one row.
-    """
+    """32 rows of 128 columns, 32 elements a thread. Smaller inputs take smaller tiles, so that each multiprocessor has
+    at least eight programs. With no more rows than multiprocessors a tile is one row."""
     fair = next_power_of_2((key[0] << key[1]) // (8 * target.multiprocessors))
     if 1 << key[1] <= target.multiprocessors:
         block = min(key[0], max(128, min(1024, fair)))
@@ -205,9 +201,8 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """Half the forward's tile with two more in flight, four programs a multiprocessor.
 
-    With no more rows than multiprocessors every program has one tile, of all rows: dgamma and dbeta then need no
-    further launch. Such a tile is 32 columns wide at least where there are enough columns for two programs a
-    multiprocessor.
+    With no more rows than multiprocessors each program has one tile, of all rows, so that dgamma and dbeta need no
+    other launch. It is at least 32 columns wide if there are enough columns for two programs a multiprocessor.
     """
     if 1 << key[1] <= target.multiprocessors:
         rows = 1 << key[1]
@@ -269,7 +264,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         return dx, params, dalpha
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    # one tile for all rows if possible: a tile for each pad would need another launch to sum dgamma
+    # one tile for all rows if possible: otherwise another launch sums dgamma
     vector = 1 if n_rows <= blocks["ROWS"] else row_vector(x, dy, dx)
     n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], vector), cdiv(n_cols + vector - 1, blocks["BLOCK_SIZE"])
     programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
@@ -342,7 +337,6 @@ WORKLOADS = {
     "vit_large": (50432, 1024),
     "dit_xl": (16384, 1152),
 }
-"""Problem sizes (n_rows, n_cols): the models of the paper."""
 
 
 def sample(sizes, dtype, device, generator, *, beta=True) -> Sample:

@@ -3,7 +3,7 @@
     h = (x - mean) * rstd,  y = h * (offset + w) + b,  mean and rstd of each row
 
 RMS norms have no mean; with a residual, x is x + residual. Statistics are fp32: rstd [n_rows], or with SUBTRACT_MEAN
-mean and rstd [2, n_rows]. modulated_rms_norm has kernels of its own, made of the same device functions.
+mean and rstd [2, n_rows]. modulated_rms_norm has its own kernels, which call the same device functions.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ from ..rows.blocks import (
 from ..rows.row import align_down, row_pad
 from ..rows.tuning import fwd_heuristic, fwd_space, row_tunable
 
-_WIDEST = 65536
-"""Widest row that an RMS norm's forward holds in registers, where it stays in 16 bits (`keep_narrow`)."""
+_WIDEST = 65536  # columns of 16 bits that an RMS norm's forward holds in registers
 LLAMA, GEMMA, NONE = 0, 1, 2
-"""CASTING: llama rounds h to x's dtype before the product with w. The others round only y: gemma to x's dtype, none to
-the promoted dtype of x and w."""
+"""CASTING: llama rounds h to x's dtype before the product with w. gemma and none only round y: gemma to x's dtype, none
+to the promoted dtype of x and w."""
 
 
 @triton.jit
@@ -118,10 +117,10 @@ def _norm_by_tiles(
     SUBTRACT_MEAN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """`_norm_fwd_kernel` for rows that are wider than a program holds: they are read twice, the second time from cache.
+    """`_norm_fwd_kernel` for rows too wide to hold: they are read twice, the second time from cache.
 
-    Welford's algorithm: each position of a tile has a running mean, and the sum of squared deviations from it, so that
-    the variance of a row is accurate however far its mean is from zero.
+    Welford's algorithm: each position of a tile has a running mean and a sum of squared deviations from it. The
+    variance of a row is then accurate even if its mean is far from zero.
     """
     DTYPE: tl.constexpr = X_ptr.dtype.element_ty
     positions = tl.arange(0, BLOCK_SIZE)
@@ -189,11 +188,10 @@ def _norm_fwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program, VECTOR rows apart, in one block of columns or two (BLOCK_2); wider rows in tiles.
+    """Each program takes ROWS rows, VECTOR rows apart, in one block of columns or two (BLOCK_2); wider rows in tiles.
 
-    R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr, B_ptr, offset may be None.
-    LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and
-    B in registers.
+    R_ptr, S_ptr: the residual, and where x + residual is stored, or both None. W_ptr, B_ptr and offset may be None.
+    LOOP (whole rows only): program p takes the tiles p, p + programs, ... and keeps W and B in registers.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0).to(tl.int64)
@@ -202,7 +200,7 @@ def _norm_fwd_kernel(
         rows = tile_rows(pid, ROWS, VECTOR)
         row_mask = rows < n_rows
     if WHOLE_ROW:
-        # wide rows load W and B after the reductions, and keep x in 16 bits until then, to fit into the registers
+        # to fit into the registers, wide rows load W and B after the reductions and keep x in 16 bits until then
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
         NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
         pad = row_pad(pid * n_cols, VECTOR)
@@ -257,8 +255,8 @@ def _norm_fwd_kernel(
                 h = keep_narrow(x, as_column(rstd))
                 if SUBTRACT_MEAN:
                     h = h.to(tl.float32) - as_column(mean)
-            # the compiler schedules by the order of addresses and arithmetic: an RMS norm wants the addresses first (up
-            # to 3% on an H200, Triton 3.6), a layer norm of 4096 columns wants them last (2%: 80 registers, not 96)
+            # addresses and arithmetic are scheduled in this order: an RMS norm is up to 3% faster on an H200 with the
+            # addresses first, a layer norm of 4096 columns 2% faster with them last
             if not SUBTRACT_MEAN:
                 y_ptrs = Y_ptr + align_down(rows[:, None] * n_cols, VECTOR) + cols[None, :]
             y = scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)

@@ -1,10 +1,8 @@
 """Residual add and RMSNorm in one pass: s = x + r, y = s / sqrt(mean(s^2) + eps) * (offset + w).
 
-s is rounded to x's dtype, as `x + r` is in torch, and the statistics are taken of the rounded s.
-Saved for backward: s (an output, so it costs nothing), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row.
-Backward, with m = dy * (offset + w) and h = s * rstd:  dx = dr = ds + rstd * (m - h * mean(m * h)), added in fp32 and
-rounded once; dw = sum over rows of dy * h. x and r get the same tensor: autograd never writes into a gradient that
-someone else holds.
+s is rounded to x's dtype, as `x + r` is in torch, and the statistics are computed from the rounded s.
+Saved for backward: s (an output, so it costs nothing), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row. The
+backward is backward.py's, with ds added to dx in fp32. x and r get the same tensor as their gradient.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
 """
@@ -63,7 +61,7 @@ fused_add_rms_norm_bwd = define(
 
 
 def _normalised_again(s, w, eps, offset, casting):
-    """y from the sum s, by the same kernel with a residual of zeros: another kernel may add a row in another order."""
+    """y from the sum s, by the same kernel with a residual of zeros, for the same bits."""
     return fused_add_rms_norm_fwd(s, torch.zeros_like(s), w, eps, offset, casting)[0]
 
 

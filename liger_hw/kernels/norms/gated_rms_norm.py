@@ -1,15 +1,14 @@
-"""RMSNorm with a gate: of linear attention and state space layers, before or after the gate.
+"""RMSNorm with a gate, of linear attention and state space layers; the norm is before or after the gate.
 
     norm first   y = h(x) * w * act(gate)          h(u) = u / sqrt(mean(u^2) + eps)
     gate first   y = h(x * act(gate)) * w
 
 Each group of group_size columns of a row is normalised separately; w is [n_cols], not shared by groups. Statistics,
-sums and the gate are fp32.
-Saved for backward: x, gate, w, and rstd = 1 / sqrt(mean(u^2) + eps), one fp32 a group. Backward, with h and rstd as
-above and m the gradient of h:  du = rstd * (m - h * mean(m * h)), dw = sum over rows of dy * h (* act(gate)).
+sums and the gate are fp32. Saved for backward: x, gate, w, and rstd = 1 / sqrt(mean(u^2) + eps), one fp32 a group.
+Backward, with m the gradient of h:  du = rstd * (m - h * mean(m * h)),  dw = sum over rows of dy * h (* act(gate)).
 
-Sources: Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060, for the norm after; Yang et al.,
-"Gated Linear Attention Transformers with Hardware-Efficient Training", https://arxiv.org/abs/2312.06635, before it
+Sources: Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060, for gate first; Yang et al.,
+"Gated Linear Attention Transformers with Hardware-Efficient Training", https://arxiv.org/abs/2312.06635, for norm first
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ from ..rows.tuning import (
 )
 
 _NAME = "liger_gated_rms_norm"
-ACTIVATIONS = ("silu", "sigmoid")
-"""Named as `activation` in ../pointwise/elementwise.py; an operator's `sigmoid` is the index."""
+ACTIVATIONS = ("silu", "sigmoid")  # an operator's `sigmoid` is the index
 CASTING_MODES = ("llama", "gemma")
 
 
@@ -86,7 +84,6 @@ def _out_dtype(x: torch.Tensor, w: torch.Tensor, llama: bool, norm_first: bool) 
 
 @triton.jit
 def _load(P_ptr, rows, row_stride, at, mask, LOAD_HINT: tl.constexpr):
-    """A tile of rows in fp32, zero outside `mask`."""
     return load_with_hint(P_ptr + rows * row_stride + at, LOAD_HINT, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -111,7 +108,7 @@ def _gated_rms_norm_fwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows of one group a program; axis 1 of the grid are the groups, of n_cols columns each."""
+    """Each program takes ROWS rows of one group of n_cols columns; axis 1 of the grid is the group."""
     wait_for_previous(DEPENDENT)
     group = tl.program_id(1)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -162,8 +159,7 @@ def _gated_rms_norm_bwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program p of a group takes its row tiles p, p + programs, ..., and stores its share of dw in Partial_ptr
-    [programs, groups * n_cols]."""
+    """Program p of a group takes the row tiles p, p + programs, ... Partial_ptr [programs, groups * n_cols]: dw."""
     wait_for_previous(DEPENDENT)
     group = tl.program_id(1)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
@@ -194,7 +190,7 @@ def _gated_rms_norm_bwd_kernel(
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-# A program holds whole groups (attention heads, or part of a layer's width). The key has a group's columns.
+# A program holds rows of one group (an attention head, or part of a layer's width). The key has a group's columns.
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -205,8 +201,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles of 2048 elements, on a persistent grid of 8192 elements a multiprocessor: three streams are in registers,
-    and a row of dw for each of a tile's rows."""
+    """Tiles of 2048 elements, on a persistent grid of 8192 elements a multiprocessor."""
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
     ctas = max(1, min(8, 8192 // (key[0] * rows)))
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(key[0] * rows, 16, 16), 1, ctas)
@@ -310,10 +305,10 @@ def liger_gated_rms_norm(
     """RMSNorm of X over groups of columns, scaled by W and gated by activation(gate).
 
     norm_before_gate: h(X) * W * activation(gate); else h(X * activation(gate)) * W; h(u) = u / sqrt(mean(u^2) + eps).
-    X, gate: [..., n_cols]; W: [n_cols]; fp32, fp16 or bf16 (fp64 too on the CPU). activation: silu or sigmoid.
-    casting_mode: llama rounds h, and h * W, to the inputs' dtype; gemma rounds the result only. group_size: columns
+    X, gate: [..., n_cols]; W: [n_cols]; fp32, fp16 or bf16 (fp64 too on the CPU). activation: `silu` or `sigmoid`.
+    casting_mode: `llama` rounds h, and h * W, to the inputs' dtype; `gemma` rounds the result only. group_size: columns
     that are normalised together, a divisor of n_cols; None: all.
-    Returns [..., n_cols] in X's dtype; gate first with llama, in the promoted dtype of X and W.
+    Returns [..., n_cols] in X's dtype; gate first with `llama`, in the promoted dtype of X and W.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     check_numbers(_NAME, eps=eps)
@@ -357,7 +352,7 @@ class LigerGatedRMSNorm(torch.nn.Module):
 
 
 WORKLOADS = {"qwen3_next_80b": (262144, 128), "kimi_linear_48b": (262144, 128), "bamba_9b": (8192, 8192)}
-"""Problem sizes (n_rows, n_cols): 8192 tokens of 32 heads of 128; 8192 tokens of a state space layer."""
+"""The first two: 8192 tokens of 32 heads."""
 
 
 def sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **options: Any) -> Sample:

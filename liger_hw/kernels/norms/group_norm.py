@@ -6,10 +6,10 @@ and rstd = 1 / sqrt(var + eps), two fp32 a group.
 Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). The sums of dy and
 of dy * h over each channel of each example give both means and, summed over examples, db and dw.
 
-A group is read in tiles of CHANNELS x BLOCK_SIZE values: once when one tile holds it, else twice by one program, so
-that the second sweep is served by L2. Where there are fewer groups than programs, each group is split over several:
-one launch leaves partial sums, another reads them and applies them. On devices with cooperative grids, the programs of
-a group hold one tile each and exchange their partial sums, and everything is read once.
+A group is read in tiles of CHANNELS x BLOCK_SIZE values: once if one tile holds it, else twice by one program, the
+second time from L2. If there are fewer groups than programs, several programs share a group: one launch leaves partial
+sums, another applies them. On devices with cooperative grids, each program of a group holds one tile and exchanges its
+partial sums with the others, so that everything is read once.
 
 Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are from Chan, Golub and
 LeVeque, "Algorithms for Computing the Sample Variance" (1983)
@@ -73,7 +73,7 @@ _TILE = 4096
 
 def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
     """Values of a channel and channels of a group, rounded up to powers of two; log2 bucket of the groups; itemsize;
-    and 1 where channels are aligned for wide loads, 0 where threads load single values."""
+    1 if channels are aligned for wide loads, else 0."""
     sizes = next_power_of_2(spatial), next_power_of_2(num_channels // groups)
     return *sizes, (batch * groups - 1).bit_length(), itemsize, int(spatial % 16 == 0)
 
@@ -85,9 +85,8 @@ def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
 
 
 def _whole_group(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """One program for each group of 2048 to 4096 values, several a multiprocessor, so that one loads while others sum.
-    Channels that are not aligned, whose values threads load one by one, take twice the warps, and only if there is a
-    multiprocessor for each group."""
+    """One program for each group of 2048 to 4096 values, several programs a multiprocessor. Channels that are not
+    aligned take twice the warps, and only if there is a multiprocessor for each group."""
     blocks, group = {"BLOCK_SIZE": key[0], "CHANNELS": key[1]}, key[0] * key[1]
     if not _TILE // 2 <= group <= _TILE or not key[4] and 1 << key[2] > target.multiprocessors:
         return None
@@ -96,8 +95,8 @@ def _whole_group(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
 
 
 def _cooperative(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """Up to 64 tiles of four warps a group, on as many programs as fit the registers, which `maxnreg` limits. For
-    larger groups the exchange would cost more than a second sweep."""
+    """Up to 64 tiles of four warps a group, on as many programs as fit the registers, which `maxnreg` limits. The
+    exchange between more tiles would cost more than a second sweep."""
     tile = _TILE // 4 if not key[4] else (2 if key[0] >= _TILE else 1) * _TILE // key[3]
     if not (target.cooperative and _TILE < key[0] * key[1] <= 64 * tile):
         return None
@@ -108,11 +107,10 @@ def _cooperative(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
 
 def _two_sweeps(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """Tiles of 4096 values with two more in flight, or of 8192 with one program a multiprocessor, on so few programs
-    that the groups they work on stay in L2.
+    that their groups stay in L2. Short channels that are not aligned take tiles of 1024 values.
 
-    The backward sums each channel. It has at least two programs a multiprocessor, so that one loads while the other
-    sums, and tiles of four channels; of one channel, where a group has more than four and these are four tiles long: no
-    tile is partly empty then, and sums are rare. Short channels that are not aligned take tiles of 1024 values.
+    The backward has at least two programs a multiprocessor, so that one loads while the other sums its channels. Its
+    tiles have four channels, or one if a group has more than four and each is at least four tiles long.
     """
     if not key[4] and key[0] < _TILE:
         blocks = _blocks(key, _TILE // 4)
@@ -139,16 +137,15 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
     return tile_space(target, map(dict, sorted(tiles)), (1, 2, 4, 8, 16), **how)
 
 
-def _valid(config: LaunchConfig, key: Key) -> str | None:
-    team = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
-    return cooperative_misfit(config, team) or persistent_misfit(config, key)
+def _valid(config: LaunchConfig, key: Key, tensors: int) -> str | None:
+    if COOPERATIVE in config.vendor and config.num_stages > 3 - tensors:
+        return f"num_stages is at most {3 - tensors} on a cooperative grid"
+    tiles = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
+    return cooperative_misfit(config, tiles) or persistent_misfit(config, key)
 
 
 def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
-    """Groups that one program or a cooperative grid can hold are read once, all others twice.
-
-    tensors: how many tensors of x's size the kernel reads
-    """
+    """tensors: how many tensors of x's size the kernel reads."""
     return Tunable(
         "group_norm",
         variant,
@@ -162,7 +159,7 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
         ),
         safe=_safe,
         space=lambda target, key: _space(target, key, tensors),
-        valid=_valid,
+        valid=lambda config, key: _valid(config, key, tensors),
     )
 
 
@@ -173,7 +170,7 @@ DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 _LONGEST = 2**31 - 2**16
-"""Values of a channel at most: the kernels' offsets inside a channel, up to the end of a tile, are 32-bit."""
+"""Most values of a channel: the kernels' offsets in a channel, up to the end of a tile, have 32 bits."""
 
 
 def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
@@ -184,13 +181,13 @@ def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
 class _Grid(NamedTuple):
     """How groups are spread over programs. `share` and `parts` are explained at `_tiles_of_split` in the kernels."""
 
-    programs: int  # that take different groups; all programs of a cooperative grid
-    splits: int  # of a group
+    programs: int  # programs that take different groups; all programs of a cooperative grid
+    splits: int  # programs of a group
     share: int  # tiles of a split
     parts: int  # splits of a run of channels
-    even: bool  # EVEN: tiles fill a group exactly
-    whole_group: bool  # WHOLE_GROUP: one tile holds a group
-    cooperative: bool = False  # one program a tile, which exchange partial sums
+    even: bool  # tiles fill a group exactly
+    whole_group: bool  # one tile holds a group
+    cooperative: bool = False
 
 
 def _grid_of(plan, n_rows: int, channels: int, spatial: int) -> _Grid:
@@ -212,8 +209,10 @@ def _grid_of(plan, n_rows: int, channels: int, spatial: int) -> _Grid:
 
 
 def _launch(plan, grid: _Grid, tensors: tuple, sizes: tuple, flags: tuple, statistics: int, *last) -> None:
-    """One launch, or with several splits two: one sums, and stores `statistics` numbers a split, and one applies them.
-    sizes: n_rows, n_groups, channels, spatial; last: arguments behind these."""
+    """One launch, or two for several splits: the first stores `statistics` sums a split, the second applies them.
+
+    sizes: n_rows, n_groups, channels, spatial; last: the arguments that follow sizes and splits
+    """
     kernel, cooperative_kernel = plan.tunable.kernels
     if grid.cooperative:
         programs, splits = grid.programs, grid.splits
@@ -297,7 +296,7 @@ def liger_group_norm(
     num_groups: int,
     eps: float,
 ) -> torch.Tensor:
-    """GroupNorm: X normalised over each group of num_channels / num_groups channels, times the weight, plus the bias.
+    """GroupNorm: X normalised over each group of num_channels / num_groups channels, times the weight plus the bias.
 
     X: [batch, num_channels, ...]; affine_scaling_weight, affine_shifting_bias: [num_channels] or None, the bias only
     together with the weight. fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like X.
@@ -349,7 +348,6 @@ WORKLOADS = {
     "sd_vae_512x512": (2, 32, 262144, 128),
     "resnet_unet_8x8": (64, 32, 64, 1280),
 }
-"""Problem sizes (batch, groups, spatial, num_channels) of real models; spatial is height x width."""
 
 
 def sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:

@@ -1,15 +1,13 @@
 """The kernels of group_norm; group_norm.py says what they compute.
 
-Each direction has two. In `_group_norm_*_kernel` programs are independent: a group that is larger than a tile is read
-twice, the second time from cache if possible. In `_group_norm_cooperative_*_kernel` each program of a cooperative grid
-holds one tile of a group, so that everything is read once; the programs of a group exchange partial sums (see
-`runtime.cooperative`). They are separate because they share helpers but no control flow.
+Forward and backward have two each. In `_group_norm_*_kernel` programs are independent, and groups larger than a tile
+are read twice. In `_group_norm_cooperative_*_kernel` each program holds one tile of a group, everything is read once,
+and the programs of a group exchange partial sums (`runtime.cooperative`).
 """
 
 from __future__ import annotations
 
 from ...runtime.cooperative import collect, publish
-from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import keep_narrow
 
@@ -87,9 +85,8 @@ def _combined_sums(Sums_ptr, row, splits):
 
 @triton.jit
 def _normalize_and_store(centred, rstd, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
-    """y = centred * rstd * w + b, where centred is x - mean.
-
-    Results are stored with `evict_first`: they would push the groups that are read again out of the cache."""
+    """Store y = centred * rstd * w + b, where centred is x - mean, with `evict_first`: groups that are read again then
+    stay in the cache."""
     if W_ptr is not None:
         w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
         y = centred * (rstd * w)[:, None]
@@ -123,14 +120,12 @@ def _group_norm_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_HINT: tl.constexpr,
 ):
     """Program (p, s) takes split s of the groups p, p + programs, ...: SUM computes statistics, APPLY writes y.
 
-    One launch does both where a group has one split. Otherwise the first launch leaves the splits' count, mean and m2
-    in Shared_ptr [n_rows, splits, 3], and the second takes the groups last first: those are still in cache. Each
-    position of the tile sums differences from the first value it read. That avoids cancellation as long as the value
-    is typical of its group, and needs no reduction before the sums.
+    One launch does both if a group has one split. Otherwise the first launch leaves the splits' count, mean and m2 in
+    Shared_ptr [n_rows, splits, 3], and the second begins with the last groups, which are still in cache. Each position
+    of the tile sums differences from the first value it read, which avoids cancellation without a reduction before it.
     """
     first, count = _tiles_of_split(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
     offsets = _offsets(spatial, BLOCK_SIZE, CHANNELS)
@@ -143,9 +138,7 @@ def _group_norm_fwd_kernel(
         from_channel = (row % n_groups) * channels
         if WHOLE_GROUP or SUM:
             _, in_group, channel_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-            x_ptrs = X_ptr + start + offsets
-            x = load_with_hint(x_ptrs, LOAD_HINT, mask=mask, other=0.0)
-            x = x.to(tl.float32)
+            x = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         if WHOLE_GROUP:
             mean = _sum(x) / values
             centred = tl.where(mask, x - mean, 0.0)
@@ -200,9 +193,9 @@ def _group_norm_fwd_kernel(
 
 @triton.jit
 def _channel_sums(totals, dots, rstd, W_ptr, Row_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
-    """Sums of m and m * h of each channel of a tile, from dy and dy * (x - mean) at each of its positions.
+    """Sums of m and m * h of each channel of a tile. totals, dots: dy and dy * (x - mean) at its positions.
 
-    The sums of dy * h and dy, which are dw's and db's, go to Row_ptr if there is one.
+    The sums of dy * h and dy, for dw and db, are stored in Row_ptr if there is one.
     """
     total = tl.sum(totals, axis=1)
     dot = tl.sum(dots, axis=1) * rstd
@@ -218,7 +211,7 @@ def _channel_sums(totals, dots, rstd, W_ptr, Row_ptr, width, channel, channel_ma
 
 @triton.jit
 def _dx(dy, centred, rstd, total, dot, values, W_ptr, channel, channel_mask):
-    """dx of a tile. centred: x - mean; total, dot: the sums of m and m * h over the group's `values` values."""
+    """dx of a tile. centred: x - mean; total, dot: sums of m and m * h over all `values` values of the group."""
     common = centred * (rstd * rstd * dot / values) + rstd * total / values
     if W_ptr is not None:
         w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
@@ -262,8 +255,8 @@ def _group_norm_bwd_kernel(
 ):
     """Programs, splits, SUM and APPLY as in the forward; Shared_ptr [n_rows, splits, 2] holds sums of m and m * h.
 
-    Partial_ptr [batch * parts, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None when no
-    gradient of the parameters is wanted.
+    Partial_ptr [batch * parts, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None if the
+    parameters need no gradient.
     """
     first, count = _tiles_of_split(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
     run = tl.minimum(count, tl.cdiv(spatial, BLOCK_SIZE))  # tiles of one run of channels
@@ -334,7 +327,7 @@ def _group_norm_bwd_kernel(
 
 @triton.jit
 def _count_of_tile(tile, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """How many of a group's values a tile holds; `tile` may be a tensor of tiles."""
+    """How many values of a group are in a tile; `tile` may be a tensor of tiles."""
     tiles = tl.cdiv(spatial, BLOCK_SIZE)
     run = tl.minimum(channels - tile // tiles * CHANNELS, CHANNELS)
     return (run * tl.minimum(spatial - tile % tiles * BLOCK_SIZE, BLOCK_SIZE)).to(tl.float32)
@@ -360,8 +353,7 @@ def _group_norm_cooperative_fwd_kernel(
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program t * splits + s holds tile s of the groups t, t + groups_at_once, ...; with STAGES > 1 it prefetches the
-    next.
+    """Program t * splits + s holds tile s of the groups t, t + groups_at_once, ... STAGES > 1: it prefetches the next.
 
     Words_ptr [n_rows, LANES], zeroed: where tiles publish their mean and summed squared deviation from it.
     """

@@ -1,9 +1,7 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * w + b, over the last dimension.
 
-Statistics, products and sums are fp32; y is rounded once. var is the mean squared deviation.
-Saved for backward: x, w, and mean and rstd = 1 / sqrt(var + eps), two fp32 a row.
-Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)),
-dw = sum over rows of dy * h,  db = sum over rows of dy.
+Statistics, products and sums are fp32; y is rounded once. var is the mean squared deviation. Saved for backward: x, w,
+and mean and rstd = 1 / sqrt(var + eps), two fp32 a row. The backward's formulas are in backward.py.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450; the running mean and deviation of
 rows too wide to hold are from Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm" (1979).
@@ -21,7 +19,6 @@ from ...runtime.cooperative import resident_options
 from ...runtime.operator import OperatorFunction, check, check_numbers, define
 from ...runtime.sharding import RowsRule
 from ..rows.blocks import most_columns
-from ..rows.reduce import param_parts, params_dtype
 from ..rows.tuning import fwd_heuristic, fwd_space, row_sample
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, norm_forward, norm_forward_tunable
@@ -45,9 +42,8 @@ def fwd_reference(x, w, b, eps):
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """rms_norm's, with two exceptions. Many rows of 4096 columns take half the warps, because warps wait for one
-    another twice a row, but not rows that begin anywhere. Many rows in two blocks, or of 16384 columns, take a
-    persistent kernel if W and B fit its registers beside a row."""
+    """rms_norm's, with two exceptions. Many rows of 4096 columns, unless they begin anywhere, take half the warps. Many
+    rows in two blocks, or of 16384 columns, take a persistent kernel if W and B fit its registers beside a row."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
     if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
@@ -60,7 +56,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
-    """A persistent grid, with registers limited to a program's share; None where the compiler has no such limit, or the
+    """A persistent grid, with registers limited to a program's share; None where the compiler cannot limit them, or the
     rows in flight do not fit shared memory."""
     if not target.cooperative or ctas * (stages - 1) * most_columns(key[0]) * key[2] > target.shared_memory:
         return None
@@ -84,11 +80,6 @@ FWD = norm_forward_tunable("layer_norm", _fwd_heuristic, _fwd_space)
 BACKWARD = backward_tunables("layer_norm", means="bwd_means", grads=2)
 
 
-def _bwd(dy, x, w, b, stats, eps, needs_params):
-    parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
-    return norm_backward(BACKWARD, dy, x, w, stats, None, None, GEMMA, True, parts, dtype)
-
-
 def misfit(X, W, B, eps) -> str:
     return "B needs W; for a shift alone pass ones as W" if W is None and B is not None else ""
 
@@ -106,7 +97,9 @@ class LayerNormFunction(OperatorFunction):
         "layer_norm_bwd(Tensor dY, Tensor X, Tensor? W, Tensor? B, Tensor stats, float eps, bool needs_params)"
         " -> (Tensor dX, Tensor dW_dB)",
         shapes="X, dY [*, n]; W [n]; B [n]; stats [2, rows]",
-        launcher=_bwd,
+        launcher=lambda dy, x, w, b, stats, eps, needs_params: norm_backward(
+            BACKWARD, dy, x, w, b, stats, None, None, GEMMA, True, needs_params
+        ),
         derivative_of=fwd,
     )
 

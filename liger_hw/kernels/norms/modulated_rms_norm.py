@@ -1,8 +1,7 @@
 """Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift.
 
 scale is [n_mods, n_cols] when flattened; each row of it applies to n_rows / n_mods consecutive rows of x. Statistics,
-products and sums are fp32. Casting modes are rms_norm's, and everything after the cast to x's dtype (llama) stays in
-fp32 until y is rounded, to the dtype rms_norm would give.
+products and sums are fp32. Casting modes and y's dtype are rms_norm's; y is rounded once, after the modulation.
 Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
 Backward, with g = (offset + w) * (1 + scale), m = dy * g and h = x * rstd:  dx = rstd * (m - h * mean(m * h)), and with
 q = sum of dy * h over the rows that share a modulation:  dscale = (offset + w) * q,  dshift = the same sum of dy,
@@ -55,15 +54,14 @@ def _fwd_reference(x, w, scale, shift, eps, offset, casting):
     return y.reshape(x.shape).to(out_dtype(x, w, casting)).contiguous(), rstd
 
 
-_MOST_SUMMED_AT_ONCE = 512
-"""Most partial sums of a column that one program adds: a tile of 512 rows and 16 columns fits its registers."""
-_FEW_ELEMENTS = 2048
-"""Up to this many elements a multiprocessor, reading rows twice costs less than a second launch that sums."""
+_MOST_SUMMED_AT_ONCE = 512  # partial sums of a column: a tile of as many rows and 16 columns fits the registers
+_FEW_ELEMENTS = 2048  # a multiprocessor: reading them twice costs less than a second launch that sums
 
 
-def _programs_a_group(programs: int, groups: int) -> int:
-    """One wave shared by the groups, or with many groups four waves, so that a partial last one costs little."""
-    return programs // groups if programs >= 4 * groups else cdiv(4 * programs, groups)
+def _programs_a_group(programs: int, groups: int, n_tiles: int) -> int:
+    """One wave shared by the groups, or with many groups four waves, so that a partial last wave costs little."""
+    share = programs // groups if programs >= 4 * groups else cdiv(4 * programs, groups)
+    return max(1, min(share, n_tiles))
 
 
 def _fwd(x, w, scale, shift, eps, offset, casting):
@@ -81,7 +79,7 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         keep = 2 if whole and n_rows <= rows * plan.programs else int(whole and rows_per_mod >= 2 * rows)
         groups = n_rows // rows_per_mod if keep == 1 else 1
         n_tiles = cdiv(n_rows // groups, rows)
-        chunks = max(1, min(_programs_a_group(plan.programs or n_rows, groups), n_tiles))
+        chunks = _programs_a_group(plan.programs or n_rows, groups, n_tiles)
         strides = stride, scale_stride, shift_stride
         numbers = n_cols, rows_per_mod, n_rows // groups, n_tiles, chunks
         args = (x, w, scale, shift, y, rstd, *strides, *numbers, eps, offset)
@@ -90,8 +88,8 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
 
 
 def _summed_rows(plan: Plan, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int]:
-    """(SUM_MODS, SUM_ROWS) if additional programs of the launch sum the columns; (0, 0) for many rows, or for a single
-    row, which needs no sum."""
+    """(SUM_MODS, SUM_ROWS) if additional programs of the launch sum the columns, else (0, 0): for many rows, and for a
+    single row, which needs no sum."""
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
     few = max(n_rows, mods * per_mod) <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors)
     if n_rows == 1 or not few or mods * per_mod * n_cols > _FEW_ELEMENTS * plan.target.multiprocessors:
@@ -103,12 +101,10 @@ def _bwd(dy, x, w, scale, shift, rstd, eps, offset, casting, needs_params):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
+    params = [t if needs_params else None for t in (w, scale, shift)]
     if not n_rows:
-        return dx, *_no_grads(x, w, scale, shift, needs_params)
-    dscale = dshift = None
-    if needs_params:
-        dscale = torch.empty(scale.shape, dtype=scale.dtype, device=x.device)
-        dshift = None if shift is None else torch.empty(shift.shape, dtype=shift.dtype, device=x.device)
+        return dx, *(no_weight(x) if t is None else torch.zeros_like(t) for t in params)
+    dscale, dshift = (None if t is None else t.new_empty(t.shape) for t in params[1:])
     n_mods = scale.numel() // n_cols
     scale, scale_stride = evenly_spaced(scale)
     strides = rows_of(dy)[2], x_stride, scale_stride
@@ -122,7 +118,7 @@ def _bwd(dy, x, w, scale, shift, rstd, eps, offset, casting, needs_params):
     per_row = n_mods == n_rows
     groups = 1 if per_row else n_mods
     n_tiles = cdiv(n_rows // groups, rows)
-    chunks = max(1, min(_programs_a_group(plan.programs // col_tiles, groups), n_tiles))
+    chunks = _programs_a_group(plan.programs // col_tiles, groups, n_tiles)
     has_shift = shift is not None and not per_row
     one_tile = whole and chunks == n_tiles
     sum_mods, sum_rows, sum_programs = 0 if one_tile else None, 0, 0
@@ -141,20 +137,18 @@ def _bwd(dy, x, w, scale, shift, rstd, eps, offset, casting, needs_params):
     args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
     flags = casting, per_row, has_shift, block_2, sum_mods, sum_rows
     launch(plan, BWD.kernels[0], (groups * chunks + sum_programs, col_tiles), args, flags)
-    if not needs_params:
-        return dx, *_no_grads(x, w, scale, shift, False)
-    if not complete:
+    if needs_params and not complete:
         key = row_key(n_rows, n_cols, x.itemsize)
         partial = _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
-    dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)
-    return dx, dw, dscale, no_weight(x) if dshift is None else dshift
+    dw = column_sum(DW, partial, w.dtype) if needs_params and w is not None else None
+    return dx, *(no_weight(x) if t is None else t for t in (dw, dscale, dshift))
 
 
 def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset):
     """Fills dscale and, if there is one, dshift from `partial` [n_mods * chunks, (1 or 2) * n_cols].
 
-    Returns rows that add up to dw, or None without a w. One launch sums all modulations where a program can hold the
-    partial sums of its columns. Else one launch sums each modulation, and another, `column_sum`, adds up dw.
+    Returns rows that add up to dw, or None without a w. If a program can hold all partial sums of its columns, one
+    launch sums all modulations. Otherwise the launch sums each modulation by itself, and the rows are one for each.
     """
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(chunks)
     at_once = mods * per_mod <= _MOST_SUMMED_AT_ONCE
@@ -173,13 +167,8 @@ def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_
     return dw
 
 
-def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of w, scale and shift without rows: zeros, or empty tensors where no gradient is needed."""
-    return tuple(torch.zeros_like(t) if zeros and t is not None else no_weight(x) for t in (w, scale, shift))
-
-
 def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether every row of `scale` belongs to a run of consecutive rows of `x`, as the kernel takes them."""
+    """Whether each row of `scale` belongs to equally many consecutive rows of `x`."""
     rows = math.prod(scale.shape[:-1])
     if rows == 1 or scale.shape == x.shape:
         return True
@@ -230,10 +219,9 @@ def liger_modulated_rms_norm(
 ) -> torch.Tensor:
     """X / sqrt(mean(X^2) + eps) * (offset + W) * (1 + scale) + shift, over the last dimension.
 
-    X: [..., n_cols]; W: [n_cols] or None; scale: [..., n_cols] with a number of rows that divides X's, each for equally
-    many consecutive rows of X: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; shift: like scale, or None.
-    fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for
-    liger_rms_norm.
+    X: [..., n_cols]; W: [n_cols] or None; scale: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; each of
+    its rows is for equally many consecutive rows of X; shift: like scale, or None. fp32, fp16 or bf16 (fp64 too on the
+    CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for `liger_rms_norm`.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
@@ -243,10 +231,7 @@ def liger_modulated_rms_norm(
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
-    """RMSNorm layer whose output is scaled by (1 + scale) and shifted, both given at each call.
-
-    Takes the arguments of LigerRMSNorm.
-    """
+    """RMSNorm layer with the arguments of `LigerRMSNorm`, whose forward also takes a scale and a shift."""
 
     def __init__(
         self,
@@ -274,7 +259,6 @@ WORKLOADS = {
     "z_image_6b": (4, 16384, 3840),
     "rdt_1b": (32, 8192, 2048),
 }
-"""Problem sizes (n_mods, n_rows, n_cols) of real models: n_mods examples a batch."""
 
 
 def sample(

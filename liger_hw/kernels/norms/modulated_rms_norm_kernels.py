@@ -1,8 +1,7 @@
 """The kernels of modulated_rms_norm and their tunables; modulated_rms_norm.py says what they compute.
 
-They stand beside the kernels of forward.py and backward.py because rows come in groups that share a modulation: a
-program keeps to one group, whose factor (offset + w) * (1 + scale) takes the place of offset + w, or reads a factor for
-each row.
+Unlike the rows of forward.py and backward.py these come in groups that share a modulation. A program takes rows of one
+group, whose factor (offset + w) * (1 + scale) takes the place of offset + w, or reads a factor for each row.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from ..rows.blocks import (
     row_sums,
     second_columns,
     squared,
+    store_columns,
     store_tile,
     tile_mask,
     to_fp32,
@@ -89,14 +89,13 @@ def _modulated_rms_norm_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one block or two (BLOCK_2).
 
-    KEEP: 1 where a group is the rows of one modulation, which the program keeps in registers. Else all rows are one
-    group, and the modulation of each row is loaded with it: after the row is summed (0), or, by programs of one tile
-    each, before (2). Rows too wide to hold are read twice, the second time from cache.
+    KEEP: 1 if a group is the rows of one modulation, which the program keeps in registers. Otherwise all rows are one
+    group, and each row's modulation is loaded after the row is summed (0) or, if a program has one tile, before (2).
+    Rows too wide to hold are read twice, the second time from cache.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -125,8 +124,8 @@ def _modulated_rms_norm_fwd_kernel(
         if WHOLE_ROW:
             mask = tile_mask(row_mask, exist)
             mask_2 = tile_mask(row_mask, exist_2)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_HINT)
-            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, LOAD_HINT)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "")
+            x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, "")
             if KEEP == 2:
                 gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
                 shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, ""))
@@ -151,7 +150,7 @@ def _modulated_rms_norm_fwd_kernel(
                 squares += squared(load_tile(X_ptr, rows, X_row_stride, start + positions, mask, ""))
             rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-            for back in range(tiles):  # backwards: what was read last is nearest
+            for back in range(tiles):  # backwards: what was read last is still in cache
                 at = (tiles - 1 - back) * BLOCK_SIZE + positions
                 mask = tile_mask(row_mask, at < n_cols)
                 x = load_tile(X_ptr, rows, X_row_stride, at, mask, "")
@@ -166,7 +165,7 @@ def _modulated_rms_norm_fwd_kernel(
 
 @triton.jit
 def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist):
-    """From q and shift [modulations, columns] of all modulations: dscale, dshift and, where there is a w, dw."""
+    """Store dscale, dshift and, if there is a w, dw, from q and the sum of dy, both [modulations, columns]."""
     dscale = q
     if w is not None:
         dscale = q * w[None, :]
@@ -192,7 +191,7 @@ def _modulated_rms_norm_bwd_sums_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds up the chunks of one modulation and turns q into dscale and this modulation's share of dw."""
+    """Add up the chunks of one modulation, and store its dscale, dshift and share of dw."""
     mod = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < n_cols
@@ -212,12 +211,11 @@ def _modulated_rms_norm_bwd_sums_kernel(
     dscale = total
     if W_ptr is not None:
         dscale = total * load_scale(W_ptr, cols, col_mask, offset)
-        scale = tl.load(Scale_ptr + mod * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32)
-        tl.store(DW_partial_ptr + mod * n_cols + cols, total * (1.0 + scale), mask=col_mask)
-    tl.store(DScale_ptr + mod * n_cols + cols, dscale.to(DScale_ptr.dtype.element_ty), mask=col_mask)
+        scale = load_columns(Scale_ptr + mod * Scale_row_stride, cols, col_mask).to(tl.float32)
+        store_columns(DW_partial_ptr + mod * n_cols, cols, total * (1.0 + scale), col_mask)
+    store_columns(DScale_ptr + mod * n_cols, cols, dscale, col_mask)
     if DShift_ptr is not None:
-        dshift = tl.sum(shift, axis=0)
-        tl.store(DShift_ptr + mod * n_cols + cols, dshift.to(DShift_ptr.dtype.element_ty), mask=col_mask)
+        store_columns(DShift_ptr + mod * n_cols, cols, tl.sum(shift, axis=0), col_mask)
 
 
 @triton.jit(do_not_specialize=["n_mods", "chunks"])
@@ -258,7 +256,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
 
 @triton.jit
 def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
-    """(offset + W) * (1 + scale) of one modulation in fp32, without a factor that is absent; None if both are."""
+    """(offset + W) * (1 + scale) of one modulation in fp32. Absent factors are left out; None without both."""
     factor = load_scale(W_ptr, cols, exist, offset)
     scale = load_columns(mod_ptr, cols, exist)
     if scale is not None:
@@ -271,8 +269,7 @@ def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
 
 @triton.jit
 def _modulate_by_row(scale, dw, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask):
-    """Where every row has a modulation of its own: stores its gradients (None: not needed), and returns (dw, m) times
-    1 + scale."""
+    """If each row has its own modulation: store its gradients, if needed, and return (dw, m) times 1 + scale."""
     scale = 1.0 + scale.to(tl.float32)
     if DScale_ptr is not None:
         store_tile(DScale_ptr, rows, n_cols, cols, m * h, mask)
@@ -303,7 +300,7 @@ def _store_sums_of_rows(
     SUM_MODS: tl.constexpr,
     SUM_ROWS: tl.constexpr,
 ):
-    """dscale, dshift and dw of a few columns from all rows, as [modulations, rows of one, columns]."""
+    """dscale, dshift and dw of a few columns, from a tile of all rows, [modulations, rows of one, columns]."""
     COLS: tl.constexpr = 16 if SUM_MODS * SUM_ROWS >= 64 else 1024 // (SUM_MODS * SUM_ROWS)  # as `summed_columns`
     cols = tile * COLS + tl.arange(0, COLS)
     mods = tl.arange(0, SUM_MODS).to(tl.int64)
@@ -357,12 +354,12 @@ def _modulated_rms_norm_bwd_kernel(
 ):
     """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
 
-    A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
-    row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
+    A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW each
+    row has its own modulation: all rows are one group, dscale and dshift are stored here, and Partial_ptr gets dw.
     DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that are not needed are None.
-    SUM_MODS: None if programs loop over tiles. Else each program has one tile, without a loop. If it is not 0,
-    additional programs behind these store dscale, dshift and dw: SUM_MODS and SUM_ROWS are the number of modulations
-    and of rows of one, rounded up to powers of two.
+    SUM_MODS: None if programs loop over tiles; else each program has one tile. If it is not 0, additional programs
+    store dscale, dshift and dw: SUM_MODS and SUM_ROWS are the modulations, and the rows of each, rounded up to powers
+    of two.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -389,7 +386,7 @@ def _modulated_rms_norm_bwd_kernel(
     w = _load_factor(W_ptr, mod_ptr, cols, exist, offset)
     w_2 = _load_factor(W_ptr, mod_ptr, cols_2, exist_2, offset)
     if SUMS:
-        first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed over rows at the end, not in each tile
+        first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed over rows after the loop
         second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         if BLOCK_2:
             first_2 = tl.zeros([ROWS, BLOCK_2], dtype=tl.float32)
@@ -463,11 +460,8 @@ def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor.
-
-    A program keeps the modulation of its rows. Many rows of 1024 columns are fastest one at a time, by the fewest
-    threads that can hold one.
-    """
+    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor. Many rows of 1024 columns are
+    fastest one at a time, by the fewest threads that can hold one."""
     block = min(key[0], WIDEST_BLOCK)
     singly = block == 1024 and 1 << key[1] > 32 * target.multiprocessors
     rows = 1 if singly else rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
@@ -491,7 +485,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """layer_norm's, which keeps two sums in registers as well; where rows are few, 8 elements a thread."""
+    """layer_norm's, which also keeps two sums in registers; for few rows 8 elements a thread."""
     config = bwd_heuristic(target, key, _BWD_STREAMS, grads=2)
     if 1 << key[1] > target.multiprocessors:
         return config
@@ -527,7 +521,7 @@ BWD_ALL_SUMS = _tunable(
     "bwd_all_sums",
     _modulated_rms_norm_bwd_all_sums_kernel,
     key=_wide_key,
-    # narrow tiles, for there is a program for each column tile only
+    # narrow tiles, because there is one program for each column tile
     heuristic=lambda target, key: LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32)),
     safe=lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),
     space=lambda target, key: [LaunchConfig({"BLOCK_N": n}, warps) for n in (8, 16, 32) for warps in (2, 4, 8, 16)],

@@ -1,12 +1,9 @@
-"""PolyNorm: y = w1 * norm(x^3) + w2 * norm(x^2) + w3 * norm(x) + b over the last dimension.
-
-Here norm(u) = u / sqrt(mean(u^2) + eps).
+"""PolyNorm: y = w[0] * norm(x^3) + w[1] * norm(x^2) + w[2] * norm(x) + b, norm(u) = u / sqrt(mean(u^2) + eps).
 
 Powers, sums and products are fp32; y is rounded once.
 Saved for backward: x, w, b (for its dtype), and rstd = 1 / sqrt(mean(u^2) + eps) of the three powers, three fp32 a row.
-Backward, with u_p = x^p, n_p = u_p * rstd_p, w_p the weight of power p and c_p = mean(dy * n_p):
-dx = sum over p of  p * x^(p - 1) * w_p * rstd_p * (dy - n_p * c_p),  dw_p = sum over rows of n_cols * c_p,  db = sum
-of dy.
+Backward, with n_p = x^p * rstd_p, w_p the weight of power p and c_p = mean(dy * n_p):  db = sum of dy,
+dx = sum over p of p * x^(p - 1) * w_p * rstd_p * (dy - n_p * c_p),  dw_p = sum over rows of n_cols * c_p.
 
 Source: Zhuo, Wang, Zeng, Li, Zhou and Ma, "Polynomial Composition Activations", https://arxiv.org/abs/2411.03884
 """
@@ -76,7 +73,7 @@ def _poly_norm_fwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
+    """Each program takes ROWS rows. Rows wider than BLOCK_SIZE are read twice, the second time from cache."""
     wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = rows < n_rows
@@ -153,10 +150,7 @@ def _poly_norm_bwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache.
-
-    Partial_ptr [programs, 4]: this program's share of dw and db.
-    """
+    """Program p takes the row tiles p, p + programs, ... Partial_ptr [programs, 4]: its share of dw and db."""
     wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
@@ -224,7 +218,6 @@ def _poly_norm_bwd_kernel(
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-# The row tiles are as for rms_norm: more arithmetic a value, but no weight gradient in registers.
 
 FWD = row_tunable("poly_norm", "fwd", _poly_norm_fwd_kernel)
 BWD = row_tunable(
@@ -286,22 +279,18 @@ class PolyNormFunction(OperatorFunction):
 def liger_poly_norm(
     X: torch.Tensor, W: torch.Tensor, B: torch.Tensor | None, eps: float = 1e-6, in_place: bool = True
 ) -> torch.Tensor:
-    """W[0] * norm(X^3) + W[1] * norm(X^2) + W[2] * norm(X) + B, norm(u) = u / sqrt(mean(u^2) + eps) over the last
-    dimension.
+    """W[0] * norm(X^3) + W[1] * norm(X^2) + W[2] * norm(X) + B, over the last dimension; norm is RMSNorm.
 
-    X: [..., n_cols]; W: [3]; B: one element of any shape ([1], scalar, ...), or None. fp32, fp16 or bf16 (fp64 too on
-    the CPU). Returns [..., n_cols] in X's dtype. in_place: accepted for compatibility; the gradient never overwrites a
-    tensor the caller can see. Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    X: [..., n_cols]; W: [3]; B: one element of any shape, or None. fp32, fp16 or bf16 (fp64 too on the CPU).
+    Returns [..., n_cols] in X's dtype. in_place: accepted for compatibility; the gradient never overwrites a tensor the
+    caller can see. Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_numbers("liger_poly_norm", eps=eps)
     return PolyNormFunction.apply(X, W, B, eps)
 
 
 class LigerPolyNorm(torch.nn.Module):
-    """PolyNorm layer: a third of each normalised power at the start, and a bias of one, as in PolyCom.
-
-    in_place: as for `liger_poly_norm`.
-    """
+    """PolyNorm layer, whose weights begin at 1/3 and bias at 1, as in PolyCom. in_place: as for `liger_poly_norm`."""
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__()
@@ -323,7 +312,6 @@ WORKLOADS = {
     "motif_2_6b": (8192, 8192),
     "wide_mlp": (8192, 14336),
 }
-"""Problem sizes (n_rows, n_cols); n_cols is the intermediate size of the MLP the norm stands in."""
 
 
 def sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:

@@ -1,8 +1,7 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * (offset + w), over the last dimension.
 
-Statistics and sums are fp32. Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 per row.
-Backward, with m = dy * (offset + w) and h = x * rstd:  dx = rstd * (m - h * mean(m * h)),
-dw = sum over rows of dy * h.
+Statistics and sums are fp32. Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row. The
+backward's formulas are in backward.py.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
 """
@@ -16,7 +15,7 @@ import torch
 
 from ... import registry
 from ...registry import Sample, normal
-from ...runtime.operator import OperatorFunction, check, check_numbers, define, no_weight, warn_ignored
+from ...runtime.operator import OperatorFunction, check, check_numbers, define, warn_ignored
 from ...runtime.sharding import RowsRule
 from ..rows.tuning import row_sample
 from .backward import backward_tunables, norm_backward
@@ -35,7 +34,7 @@ def fwd_reference(x, w, eps, offset, casting):
 
 
 def normed(x, w, eps, offset, casting):
-    """(y in fp32 or fp64 before its last rounding, rstd [rows]) in plain torch."""
+    """(y in fp32 or fp64, not rounded, rstd [rows]) in plain torch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
     rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
@@ -52,15 +51,11 @@ BACKWARD = backward_tunables("rms_norm")
 
 
 def rms_backward(tunables, dy, x, w, rstd, eps, offset, casting, needs_dw, ds=None):
-    """(dx, dw) of RMSNorm; ds [like x] or None is added to dx."""
-    needed = needs_dw and w is not None
-    dtype = x.dtype if w is None else w.dtype
-    dx, dw = norm_backward(tunables, dy, x, w, rstd, ds, offset, casting, False, int(needed), dtype)
-    return dx, dw if needed else no_weight(x)
+    return norm_backward(tunables, dy, x, w, None, rstd, ds, offset, casting, False, needs_dw)
 
 
 def casting_code(name: str, casting_mode: str, modes: Iterable[str] = CASTING_MODES) -> int:
-    """The kernels' number for a casting mode; raises `ValueError` for one that is not in `modes`."""
+    """The kernels' number for a casting mode. Raises `ValueError` for a mode that is not in `modes`."""
     if not isinstance(casting_mode, str) or casting_mode not in modes:
         check(False, name, f"casting_mode must be one of {', '.join(modes)}, got {casting_mode!r}")
     return CASTING_MODES[casting_mode]
@@ -94,8 +89,8 @@ def liger_rms_norm(
     """RMSNorm over the last dimension: X / sqrt(mean(X^2) + eps) * (offset + W).
 
     X: [..., n_cols]; W: [n_cols] or None. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
-    casting_mode: `llama` rounds the normalised X to X's dtype before scaling; `gemma` computes all in fp32 and
-    rounds once to X's dtype; `none` the same, rounded to the dtype that torch promotes X and W to.
+    casting_mode: `llama` rounds the normalised X to X's dtype before scaling; `gemma` computes in fp32 and rounds once,
+    to X's dtype; `none` also rounds once, to the promoted dtype of X and W.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """

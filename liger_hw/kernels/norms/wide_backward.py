@@ -1,8 +1,7 @@
-"""Backward of norms over rows too wide for one program: the programs of a cooperative grid share a row.
+"""Backward of norms over rows too wide for one program: a group of programs of a cooperative grid shares each row.
 
-Each program keeps one column tile of the rows of its team, and with it that tile's share of dw and db. The means of a
-row need all tiles: the team exchanges partial sums (`runtime/cooperative.py`), so that x and dy are read once. Devices
-without cooperative grids take a kernel for the means and column tiles instead (`backward.py`).
+Each program takes one column tile of its group's rows, and sums dw and db of these columns. A row's means need all
+tiles: the group exchanges partial sums (`runtime/cooperative.py`), so that x and dy are read from memory once.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from ...runtime.operator import cdiv
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import load_scale
 from .forward import normalised
-
-NARROWEST_SHARED = 16384
-"""Columns from which a row is shared; of 16 bits with one gradient, from twice as many."""
 
 
 @triton.jit
@@ -56,13 +52,12 @@ def norm_wide_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program g * splits + s takes column tile s of the rows g, g + groups, ...: memory is read once.
+    """Program g * splits + s takes column tile s of the rows g, g + groups, ...
 
-    The loop is software-pipelined by one row: it publishes the partial sums of row i + 1 before it collects row i's,
-    which are there by then. The second time, x and dy of row i come from the multiprocessor's L1. In registers they
-    would leave no room for dw, which stays there for all rows.
+    The loop is software-pipelined by one row: it publishes the partial sums of row i + 1 before it collects row i's.
+    x and dy of row i are read again, from L1, because dw takes the registers.
     Words_ptr [n_rows, LANES], zeroed: each tile's sums of m (with SUBTRACT_MEAN) and of m * h.
-    Partial_ptr [groups, n_cols], or None: dw; twice as wide if HAS_BIAS, for db behind it.
+    Partial_ptr [groups, n_cols], or None: dw; twice as wide if HAS_BIAS, with db behind it.
     """
     wait_for_previous(DEPENDENT)
     split = tl.program_id(0) % splits
@@ -123,12 +118,12 @@ def norm_wide_bwd_kernel(
 
 
 def wide_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
-    """Tiles of 4096 bytes and two warps, as many programs as registers hold with `grads` rows of gradients in them.
+    """Tiles of 4096 bytes and two warps, on as many programs as fit the registers with `grads` rows of gradients.
 
-    None where a row is not shared between programs: if it is narrower, may begin at any address, or if there are fewer
-    than about four rows for each group of programs. One program holds 16384 columns of 16 bits with one gradient.
+    None where a row is not shared: if one program holds it, if rows begin anywhere, or if there are fewer than about
+    four rows for each group of programs.
     """
-    narrowest = NARROWEST_SHARED * (2 if grads == 1 and key[2] <= 2 else 1)
+    narrowest = 32768 if grads == 1 and key[2] <= 2 else 16384
     if not target.cooperative or key[0] < narrowest or key[3:]:
         return None
     block, warps, ctas = 4096 // key[2], 2, 2 * (5 - grads)

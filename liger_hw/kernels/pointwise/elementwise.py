@@ -1,11 +1,10 @@
 """Core of the activations: one forward and one backward kernel over elements, their tunables, launches and operators.
 
 A gated activation (swiglu, fused_gate_up_swiglu, geglu) computes c = f(a) * b, an ungated one (relu_squared) y = f(x).
-The kernels take the name of f as a constexpr flag (`activation`).
+The kernels take the name of f as a constexpr.
 
-An elementwise kernel walks over memory, not over rows: tensors whose rows lie end to end count as one long row. Only
-views with a gap between rows are walked row by row, several at once where they are narrow. Where the column count is
-odd, tiles that lie inside a row have code of their own without masks, so that they keep their 16-byte accesses.
+Tensors without gaps between rows count as one long row. Other views are taken row by row, several narrow rows at once.
+For an odd number of columns the kernel has code without masks for tiles inside a row, with 16-byte accesses.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...runtime.triton_import import tl, triton
 
 @triton.jit
 def activation(x, KIND: tl.constexpr):
-    """(f(x), f'(x)) in fp32; what the caller does not use is not computed. relu_squared's f' holds where x > 0."""
+    """(f(x), f'(x)) in fp32; a result that the caller does not use is not computed. relu_squared's f' is for x > 0."""
     if KIND == "silu":
         share = tl.sigmoid(x)
         value = x * share
@@ -53,8 +52,8 @@ def activation(x, KIND: tl.constexpr):
 def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """(row, columns, mask, whether the mask is true everywhere) of this program.
 
-    TILES: tiles of a row, 0 where rows lie end to end and count as one. It is a constexpr because a division by a
-    runtime argument is slow. WIDTH: columns of a tile. A program takes BLOCK_SIZE // WIDTH rows, one tile of each.
+    TILES: tiles of a row, or 0 if all rows count as one; a constexpr because it divides. WIDTH: columns of a tile; a
+    program takes one tile of BLOCK_SIZE // WIDTH rows each.
     """
     pid = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_SIZE)
@@ -73,7 +72,7 @@ def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZ
 
 @triton.jit
 def _both_at(A_ptr, B_ptr, row, a_stride, b_stride, cols, b_offset):
-    """Pointers to a and b. B_ptr None: b lies b_offset elements behind a, and does not exist without a b_offset."""
+    """Pointers to a and b. B_ptr None: b lies b_offset elements behind a. Without a b_offset there is no b."""
     a = A_ptr + row * a_stride + cols
     if B_ptr is not None:
         b = B_ptr + row * b_stride + cols
@@ -132,10 +131,9 @@ def _activation_fwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) where b_offset, B_ptr and the multipliers are None.
+    """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) if b_offset, B_ptr and the multipliers are None.
 
-    B_ptr None: b lies b_offset elements behind a in its row. IS_SCALED: a multiplier is not 1. SPLIT: see
-    `_launch`.
+    B_ptr None: b lies b_offset elements behind a in its row. IS_SCALED: a multiplier is not 1. SPLIT: see `_launch`.
     """
     wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
@@ -236,8 +234,7 @@ def _activation_bwd_kernel(
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-_NARROW = 1024
-"""Rows of fewer columns count, in a key, as fewer rows of this width."""
+_NARROW = 1024  # in a key, rows with fewer columns count as fewer rows of this width
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
@@ -251,9 +248,8 @@ def _heuristic(
 ) -> LaunchConfig:
     """One load of `load_bytes` a thread and tensor, 1024 elements a program.
 
-    Launches of at most `small_launch` elements a multiprocessor are short of threads: they take 8 bytes a thread and
-    `small_block` elements a program, the smallest 4 bytes. waves: with 2, a thread has two loads in launches of one to
-    two waves of resident threads.
+    Launches of at most `small_launch` elements a multiprocessor take 8 bytes a thread and `small_block` elements a
+    program, the smallest 4 bytes. waves=2: a thread has two loads in launches of one to two waves of resident threads.
     """
     elements = key[0] << key[1]
     if elements <= 128 * target.multiprocessors:
@@ -266,18 +262,18 @@ def _heuristic(
 
 
 def flat_safe(target: Target, key: Key) -> LaunchConfig:
-    """`Tunable.safe` of a kernel with one block, BLOCK_SIZE."""
+    """`Tunable.safe` of a kernel whose only block is BLOCK_SIZE."""
     return LaunchConfig({"BLOCK_SIZE": 256}, target.warps(256, 8))
 
 
 def flat_space(target: Target, key: Key) -> list[LaunchConfig]:
-    """`Tunable.space` of a kernel with one block, BLOCK_SIZE."""
+    """`Tunable.space` of such a kernel."""
     tiles = [{"BLOCK_SIZE": block} for block in (256, 512, 1024, 2048, 4096, 8192)]
     return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), hints=("none", "stream"))
 
 
 def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tuple[Tunable, Tunable]:
-    """The tunables `<op>.fwd` and `<op>.bwd`, each from arguments of `_heuristic`. No knob changes a result."""
+    """The tunables `<op>.fwd` and `<op>.bwd`. fwd, bwd: arguments of `_heuristic`."""
     return tuple(
         Tunable(
             op,
@@ -302,17 +298,10 @@ def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(x, elements from one row to the next); x is copied if its rows are not evenly spaced."""
     if x.is_contiguous():
         return x, x.shape[-1]
-    stride = span = None
-    for size, step in zip(x.shape[-2::-1], x.stride()[-2::-1]):
-        if size != 1:
-            if stride is None:
-                stride, span = step, step
-            elif step != span:
-                break
-            span *= size
-    else:
-        if x.stride(-1) == 1 and stride is not None:
-            return x, stride
+    dims = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()) if size != 1]
+    is_even = all([outer == size * inner for (_, outer), (size, inner) in zip(dims, dims[1:])])
+    if dims and is_even and x.stride(-1) == 1:
+        return x, dims[-1][1]
     return x.contiguous(), x.shape[-1]
 
 
@@ -321,8 +310,7 @@ def _launch(
 ) -> None:
     """Launch over a and b, over one tensor whose rows hold both, or over an ungated x. dc: (dc,) in backward, else ().
 
-    With a column count that is no multiple of 16, masks would narrow the accesses: the kernel is then SPLIT, with
-    unmasked code for tiles inside a row.
+    SPLIT: the kernel has unmasked code for tiles inside a row, if the number of columns is no multiple of 16.
     """
     n_elements = (dc or outputs)[0].numel()
     if not n_elements:
@@ -363,10 +351,10 @@ def activation_operators(
     reference: Callable[..., torch.Tensor],
     is_gated: bool = True,
 ) -> tuple[Any, ...]:
-    """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and, gated, `<op>_bwd_` in place.
+    """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)`; if gated, `<op>_bwd_` in place.
 
-    inputs: the names of a and b, or of one tensor whose rows hold both, or, if ungated, of x alone; arguments: the rest
-    of the schema, which may be ""; how: those arguments -> (name of f, and if gated gate_multiplier, down_multiplier)
+    inputs: the names of a and b, of one tensor whose rows hold both, or of an ungated x; arguments: the rest of the
+    schema, or ""; how: these arguments -> (name of f, and if gated gate_multiplier, down_multiplier)
     """
     fwd_tunable, bwd_tunable = tunables
     op, n = fwd_tunable.op, len(inputs)

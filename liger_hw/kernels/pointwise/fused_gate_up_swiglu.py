@@ -1,7 +1,7 @@
 """SwiGLU of a fused gate-up projection: c = silu(gate_multiplier * a) * b * down_multiplier with [a, b] = y.
 
-Both gradients go into one tensor like y. Rounding and formula are swiglu.py's.
-Saved for backward: y. If the caller owns it, as an MLP does, its gradient is written over it.
+Rounding and formulas are swiglu.py's. Saved for backward: y. If the caller owns it, as an MLP does, its gradient is
+written over it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from .swiglu import check_silu, swiglu_reference
 
 
 def fused_gate_up_swiglu_reference(y, gate_multiplier=1.0, down_multiplier=1.0):
-    """The specification of the fused layout."""
     return swiglu_reference(*y.chunk(2, -1), gate_multiplier, down_multiplier)
 
 
@@ -39,7 +38,7 @@ class FusedGateUpSiLUMulFunction(OperatorFunction):
 def liger_fused_gate_up_swiglu(
     y: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, *, owned: bool = False
 ) -> torch.Tensor:
-    """`liger_swiglu` of the two halves of y's last dimension: gate first, then up. One gradient tensor, like y.
+    """`liger_swiglu` of the two halves of y's last dimension: gate first, then up.
 
     y: [..., 2 * n_cols] in fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
     owned: the caller made y for this call and does not use it again; backward may write the gradient over it.
@@ -72,7 +71,6 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
 
 
 WORKLOADS = {"phi3_mini": (8192, 8192), "phi3_medium": (8192, 17920), "phi4": (4096, 17920), "glm4_9b": (8192, 13696)}
-"""Problem sizes (n_rows, n_cols) of real models with a fused gate-up projection of 2 * n_cols."""
 
 
 def sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0)) -> Sample:

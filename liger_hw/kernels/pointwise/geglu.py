@@ -2,8 +2,7 @@
     tanh   P(a) = sigmoid(2 u),  u = sqrt(2 / pi) * (a + 0.044715 a^3);  the same as (1 + tanh(u)) / 2
     none   P(a) = (1 + erf(a / sqrt(2))) / 2, the exact normal distribution
 
-Arithmetic in fp32. gelu(a) is rounded to the input's dtype, as torch rounds it in
-`act_fn(gate) * up`; the product is rounded once, at the end.
+Arithmetic is fp32; gelu(a) and the product are rounded to the input's dtype, as torch does in `act_fn(gate) * up`.
 Saved for backward: a and b. If the caller owns them, as an MLP does, their gradients are written over them.
 Backward:  db = dc * gelu(a),  da = dc * b * (P + a * P'),  with P' = 2 u' P (1 - P) or exp(-a^2 / 2) / sqrt(2 pi).
 
@@ -51,8 +50,8 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh", *, 
     a (gate), b (up): [..., n_cols], of one shape and dtype: fp32, fp16 or bf16 (fp64 too on the CPU). Views with evenly
     spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
     approximate: `tanh` or `none` (exact), the names of torch.nn.functional.gelu.
-    owned: the caller made a and b for this call and does not use them again; backward may write the gradients over
-    them. Raises `ValueError` for shapes, dtypes, devices or an approximation that do not fit.
+    owned: the caller made a and b for this call and does not use them again; backward may write over them.
+    Raises `ValueError` for shapes, dtypes, devices or an approximation that do not fit.
     """
     if approximate not in APPROXIMATIONS:
         check(False, "liger_geglu", f"approximate must be one of {', '.join(APPROXIMATIONS)}, got {approximate!r}")
@@ -112,7 +111,6 @@ WORKLOADS = {
     "gemma3_4b": (8192, 10240),
     "gemma3_27b": (8192, 21504),
 }
-"""Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
 
 
 def sample(sizes, dtype, device, generator, *, approximate="tanh", strided=False):

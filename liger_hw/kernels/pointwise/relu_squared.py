@@ -1,9 +1,8 @@
 """Squared ReLU: y = max(x, 0)^2, element by element.
 
-Arithmetic in fp32, rounded once. NaN stays NaN. Saved for backward: x. Backward:  dx = 2 * max(x, 0) * dy.
+Arithmetic is fp32, rounded once. NaN stays NaN. Saved for backward: x. Backward:  dx = 2 * max(x, 0) * dy.
 
-Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling",
-https://arxiv.org/abs/2109.08668
+Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", https://arxiv.org/abs/2109.08668
 """
 
 from __future__ import annotations
@@ -21,12 +20,8 @@ def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).relu().square().to(x.dtype)
 
 
-# Two or three streams of memory, where swiglu has three or five: 16 bytes a thread pay sooner.
-TUNABLES = activation_tunables(
-    "relu_squared",
-    fwd={"small_launch": 1024, "small_block": 1024, "waves": 2},
-    bwd={"small_launch": 1024, "small_block": 1024, "waves": 2},
-)
+_RULES = {"small_launch": 1024, "small_block": 1024, "waves": 2}
+TUNABLES = activation_tunables("relu_squared", fwd=_RULES, bwd=_RULES)
 
 
 class ReLUSquaredFunction(OperatorFunction):
@@ -61,7 +56,6 @@ WORKLOADS = {
     "minitron_8b": (8192, 16384),
     "nemotron_h_8b": (8192, 21504),
 }
-"""Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
 
 
 def sample(sizes, dtype, device, generator) -> Sample:

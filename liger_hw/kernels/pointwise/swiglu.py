@@ -1,9 +1,9 @@
 """SwiGLU: c = silu(gate_multiplier * a) * b * down_multiplier, with silu(g) = g * sigmoid(g), element by element.
 
-Arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
-torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once.
-Saved for backward: a and b. If the caller owns them, as an MLP does, their gradients are written over them. Backward,
-with g = gate_multiplier * a and d = dc * down_multiplier:  db = d * silu(g),
+Arithmetic is fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as torch does in
+`act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once. Saved for backward: a and b.
+If the caller owns them, as an MLP does, their gradients are written over them. Backward, with g = gate_multiplier * a
+and d = dc * down_multiplier:  db = d * silu(g),
 da = d * b * gate_multiplier * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded once.
 
 Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
@@ -49,8 +49,8 @@ def liger_swiglu(
 
     a (gate), b (up): [..., n_cols], of one shape and dtype: fp32, fp16 or bf16 (fp64 too on the CPU). Views with evenly
     spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
-    owned: the caller made a and b for this call and does not use them again; backward may write the gradients over
-    them. Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    owned: the caller made a and b for this call and does not use them again; backward may write over them.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_numbers("liger_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     check_flags("liger_swiglu", owned=owned)
@@ -110,7 +110,6 @@ WORKLOADS = {
     "qwen3_8b": (8192, 12288),
     "llama3_2_1b": (8192, 8192),
 }
-"""Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
 
 
 def sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=False):

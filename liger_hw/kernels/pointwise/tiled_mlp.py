@@ -1,14 +1,13 @@
 """An MLP over a long sequence, one tile of rows at a time: its wide intermediates never exist for all tokens at once.
 
-Forward runs the MLP on each tile without a graph and saves its input alone. Backward runs each tile again, with a
-graph, and takes that tile's gradients. Peak memory is the input, the output and one tile, however long the sequence is.
+Forward runs the MLP on each tile without a graph and saves only its input. Backward runs each tile again with a graph
+and takes its gradients. Peak memory is the input, the output and one tile.
 
-Gradients: a row's gradient of the input is what the MLP without tiles computes for that row. A weight's gradient is one
-sum over all tiles in fp32 (or the weight's wider dtype), rounded once. For linear layers the products themselves are
-added in fp32. If weights are not plain parameters (DTensors, ZeRO-3's partitions, FSDP1's views) or have hooks
-(`register_hook`), which must see only the sum, each tile is a torch checkpoint instead. The last backward of a tile
-returns the sum of each linear layer, while an engine that gathers weights still has them gathered. DTensors, views and
-weights outside linear layers are then summed by autograd, which rounds in every tile.
+The input's gradient is as without tiles. A weight's gradient is one sum over all tiles in fp32 (or the
+weight's wider dtype), rounded once. Weights that are not plain parameters (DTensors, ZeRO-3's partitions, FSDP1's
+views) or have hooks (`register_hook`), which must only see the sum, need another way: each tile is a torch checkpoint,
+and the backward of the last tile returns each linear layer's sum, while an engine that gathers weights still has them
+gathered. There autograd sums DTensors, views and weights outside linear layers, and rounds in every tile.
 
 Source: ALST, https://arxiv.org/abs/2506.13996 (section 3.1).
 """
@@ -22,13 +21,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from ...private import graph_task
 from ...recompute.recipes import run_tileable_by
 from ...runtime.operator import check, check_tensors, first_order
 from ..heads.linear_head import add_product
 
-TILE_ROWS = 8192
-"""Rows of a tile if the caller gives no number of tiles: enough for the full speed of matrix products."""
+TILE_ROWS = 8192  # enough for the full speed of matrix products
 
 Run = Callable[[Any, torch.Tensor], torch.Tensor]
 """An MLP as a function of (module, x [..., rows, hidden]) that treats every row alike."""
@@ -38,7 +35,7 @@ Run = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class Tiles:
-    """While open, this thread's MLPs with a `tileable` forward run in tiles of `TILE_ROWS` rows. Scopes nest."""
+    """Context in which this thread's MLPs with a `tileable` forward run in tiles of `TILE_ROWS` rows. Contexts nest."""
 
     def __enter__(self) -> "Tiles":
         self._outer = run_tileable_by(_in_tiles)
@@ -49,7 +46,6 @@ class Tiles:
 
 
 def _in_tiles(forward: Run, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`forward(module, x)`, in tiles where x has more rows than one."""
     rows = x.numel() // max(1, x.shape[-1])
     if rows <= TILE_ROWS:
         return forward(module, x)
@@ -66,12 +62,12 @@ def apply_tiled_mlp(
 ) -> torch.Tensor:
     """fn(mlp_module, x), computed in `num_shards` tiles of the sequence, in forward and again in backward.
 
-    fn: takes (module, a tile of x) and returns as many rows; what trains in it are mlp_module's parameters.
+    fn: takes (module, a tile of x) and returns as many rows; only mlp_module's parameters may train in it.
     x: [..., seq, hidden]. num_shards: default ceil(seq / hidden), at most seq.
-    compute_params: Liger's argument for DeepSpeed; not needed here, where the module's parameters are looked up.
+    compute_params: Liger's argument for DeepSpeed, without effect.
     Random numbers that fn draws are drawn again in backward. Under torch.compile it is fn(mlp_module, x).
     Raises `ValueError` for an x without a sequence dimension or a num_shards below 1. Backward raises `RuntimeError`
-    where parameters were replaced or changed since the forward, or fn uses some that the module does not have.
+    if parameters were replaced or changed since the forward, or if fn trains some that the module does not have.
     """
     if torch.compiler.is_compiling():
         return fn(mlp_module, x)
@@ -103,7 +99,7 @@ def _run_in_tiles(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int
 
 
 def _joined(run: Run, module: torch.nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
-    """The tiles' results in one tensor, each written where it belongs as soon as it is computed."""
+    """The tiles' results in one tensor, each copied as soon as it is computed."""
     y, at = None, 0
     for tile in x.tensor_split(count, -2):
         part = run(module, tile)
@@ -122,7 +118,7 @@ def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _are_plain(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors of the module that need gradients are its whole parameters, without gradient hooks."""
+    """Whether all tensors of the module that need gradients are whole parameters without gradient hooks."""
     views = (t for part in module.modules() for t in vars(part).values() if isinstance(t, torch.Tensor))
     return not any(t.requires_grad for t in views) and all(
         type(p) is torch.nn.Parameter and not hasattr(p, "ds_id") and not p._backward_hooks for p in weights
@@ -130,11 +126,8 @@ def _are_plain(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> bool
 
 
 class _SavedInput(torch.autograd.Function):
-    """x itself, saved for `_TiledMLP`.
-
-    It is a separate node, so that recomputation by a checkpoint around both, which ends when all saved tensors are
-    there again, ends before the MLP.
-    """
+    """x itself, saved for `_TiledMLP` by a separate node: a checkpoint around both recomputes until all saved tensors
+    are there again, and so does not run the MLP."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +141,7 @@ class _SavedInput(torch.autograd.Function):
 
 
 class _TiledMLP(torch.autograd.Function):
-    """run(module, x) in tiles. weights: the module's, passed so that autograd handles their gradients as usual."""
+    """run(module, x) in tiles; the module's weights are arguments so that autograd takes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Run, module: Any, count: int, *weights: torch.Tensor) -> torch.Tensor:
@@ -196,7 +189,7 @@ class _TiledMLP(torch.autograd.Function):
 
 
 def _check_leaves(y: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
-    """Raise `RuntimeError` where y depends on something else that trains, which would get no gradient."""
+    """Raise `RuntimeError` if y depends on another tensor that trains, which would get no gradient."""
     nodes, seen, ids = [y.grad_fn], {None}, {id(leaf) for leaf in known}
     while nodes:
         if (node := nodes.pop()) in seen:
@@ -210,14 +203,14 @@ def _check_leaves(y: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
 
 
 def _autocast(state: tuple) -> torch.autocast:
-    """The forward's autocast state, without its cache, which must not keep a weight's copy that has no graph."""
+    """The forward's autocast state, without a cache, which would keep a weight's copy that has no graph."""
     kind, dtype, enabled = state
     return torch.autocast(kind, dtype, enabled, cache_enabled=False)
 
 
 @contextlib.contextmanager
 def _random_again(state: tuple, kind: str) -> Iterator[None]:
-    """A block with the forward's random state; then the caller's is restored."""
+    """The forward's random state, until the block ends."""
     cpu, devices, states = state
     with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.set_rng_state(cpu)
@@ -232,22 +225,15 @@ def _random_again(state: tuple, kind: str) -> Iterator[None]:
 class _Sum:
     """A weight's gradient over all tiles, in fp32 or wider.
 
-    uses: the weight's calls in the forward, if the last backward is to return the sum; left: calls without backward yet
+    uses: the weight's calls in the forward, if the last backward returns the sum; left: calls without backward yet
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.total = weight, None
         self.uses = self.left = 0
-        self.backward = -1  # autograd's number of the backward that `total` and `left` belong to
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
 
-    def _begin(self) -> None:
-        """Discard the sum of an earlier backward, if it was interrupted between tiles."""
-        if self.uses and self.backward != graph_task():
-            self.backward, self.total, self.left = graph_task(), None, self.uses
-
     def add(self, gradient: torch.Tensor) -> None:
-        self._begin()
         if self.total is None:
             self.total = gradient.to(self.dtype, copy=True)
         else:
@@ -255,14 +241,13 @@ class _Sum:
 
     def add_product(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add dy^T @ x: dy [rows, out], x [rows, in]."""
-        self._begin()
         first = self.total is None
         if first:
             self.total = dy.new_empty((dy.shape[1], x.shape[1]), dtype=self.dtype)
         add_product(self.total, dy.t(), x, first)
 
     def when_complete(self) -> torch.Tensor | None:
-        """The sum after the backward of the last use, and None before."""
+        """The sum after the backward of the last use, None before it."""
         self.left -= 1
         if self.left:
             return None
@@ -274,7 +259,7 @@ class _Sum:
 
 
 class _SummedLinears(TorchFunctionMode):
-    """While open, linear layers add their weights' gradients to `sums` (id of a weight -> its `_Sum`) in backward.
+    """Mode in which linear layers add their weights' gradients in backward to `sums`: id of a weight -> its `_Sum`.
 
     uses: what a call adds to the uses of its weights
     """
