@@ -160,13 +160,6 @@ def test_the_chain_is_launched_early(shape):
     assert all(said == {True} or name.endswith(".dw") for name, said in early.items()), early
 
 
-def test_the_chain_computes(seed):
-    x = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(seed))
-    found = _chain(x)
-    assert all(t.isfinite().all() for t in found)
-    assert len({t.double().sum().item() for t in found}) > len(found) // 2  # no op hands on what it was given
-
-
 def _same(found, expected):
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(a, b), number

@@ -58,7 +58,7 @@ def operator(define):
 
 @pytest.mark.cpu
 def test_a_gate_needs_no_arguments_beside_its_tensors(define):
-    tunables = activation_tunables("plain_gate", fwd={}, bwd={})
+    tunables = activation_tunables("plain_gate")
     operators = activation_operators(
         tunables, ("a", "b"), "", lambda: ("silu", 1.0, 1.0), lambda a, b: torch.nn.functional.silu(a) * b
     )

@@ -337,7 +337,7 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 
 
 MOST_ROWS_SUMMED = 128
-"""Most rows of which additional programs of the same launch sum dw and db: a tile of all rows fits the registers."""
+"""Up to this many rows, additional programs of the same launch sum dw and db: a tile of all rows fits the registers."""
 
 
 def summed_columns(rows: int, block: int = 0) -> int:

@@ -49,7 +49,7 @@ def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, bet
 
 @triton.jit
 def _tanh_and_slope(x, FULL: tl.constexpr):
-    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32, from one exponential: with torch's tanh arithmetic would be the limit.
+    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from one exponential, because arithmetic would otherwise set the pace.
 
     FULL: accurate to a few units in fp32's last place. Otherwise to 2e-6, far below half precision's rounding: 1 / u is
     the square of rsqrt(u), with half the instructions of a division.

@@ -214,20 +214,18 @@ def _launch(plan, grid: _Grid, tensors: tuple, sizes: tuple, flags: tuple, stati
     sizes: n_rows, n_groups, channels, spatial; last: the arguments that follow sizes and splits
     """
     kernel, cooperative_kernel = plan.tunable.kernels
+    programs, splits, flags = grid.programs, grid.splits, (*flags, grid.even)
     if grid.cooperative:
-        programs, splits = grid.programs, grid.splits
-        launch_cooperative(
-            plan, cooperative_kernel, programs, splits, sizes[0], tensors, sizes, (*flags, grid.even), *last
-        )
+        launch_cooperative(plan, cooperative_kernel, programs, splits, sizes[0], tensors, sizes, flags, *last)
         return
-    numbers = (*sizes, grid.splits, grid.share, grid.parts, *last)
-    flags = (*flags, grid.even, grid.whole_group)
-    if grid.splits == 1:
-        launch(plan, kernel, (grid.programs, 1), (*tensors, None, *numbers), (*flags, True, True))
+    numbers = (*sizes, splits, grid.share, grid.parts, *last)
+    flags = (*flags, grid.whole_group)
+    if splits == 1:
+        launch(plan, kernel, (programs, 1), (*tensors, None, *numbers), (*flags, True, True))
         return
-    shared = torch.empty((grid.programs, grid.splits, statistics), dtype=torch.float32, device=tensors[0].device)
+    shared = tensors[0].new_empty((programs, splits, statistics), dtype=torch.float32)
     for sum_and_apply in ((True, False), (False, True)):
-        launch(plan, kernel, (grid.programs, grid.splits), (*tensors, shared, *numbers), (*flags, *sum_and_apply))
+        launch(plan, kernel, (programs, splits), (*tensors, shared, *numbers), (*flags, *sum_and_apply))
 
 
 def _fwd(x, w, b, num_groups, eps):

@@ -10,7 +10,7 @@ For an odd number of columns the kernel has code without masks for tiles inside 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import torch
 
@@ -272,8 +272,8 @@ def flat_space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), hints=("none", "stream"))
 
 
-def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tuple[Tunable, Tunable]:
-    """The tunables `<op>.fwd` and `<op>.bwd`. fwd, bwd: arguments of `_heuristic`."""
+def activation_tunables(op: str, bwd: Mapping[str, int] = {}, **both: int) -> tuple[Tunable, Tunable]:
+    """The tunables `<op>.fwd` and `<op>.bwd`. both: arguments of `_heuristic`; bwd: more of them, for the backward."""
     return tuple(
         Tunable(
             op,
@@ -281,13 +281,13 @@ def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tu
             kernels=(kernel,),
             key=_key,
             dims=("n_rows", "n_cols"),
-            heuristic=partial(_heuristic, **rules),
+            heuristic=partial(_heuristic, **both, **more),
             safe=flat_safe,
             space=flat_space,
             neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
             dependent_launch=is_small_launch,
         )
-        for variant, kernel, rules in (("fwd", _activation_fwd_kernel, fwd), ("bwd", _activation_bwd_kernel, bwd))
+        for variant, kernel, more in (("fwd", _activation_fwd_kernel, {}), ("bwd", _activation_bwd_kernel, bwd))
     )
 
 

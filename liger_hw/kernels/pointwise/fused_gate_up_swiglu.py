@@ -21,7 +21,7 @@ def fused_gate_up_swiglu_reference(y, gate_multiplier=1.0, down_multiplier=1.0):
     return swiglu_reference(*y.chunk(2, -1), gate_multiplier, down_multiplier)
 
 
-TUNABLES = activation_tunables("fused_gate_up_swiglu", fwd={}, bwd={})
+TUNABLES = activation_tunables("fused_gate_up_swiglu")
 
 
 class FusedGateUpSiLUMulFunction(OperatorFunction):

@@ -30,7 +30,7 @@ def geglu_reference(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh")
     return (gelu.to(wide) * b.to(wide)).to(a.dtype)
 
 
-TUNABLES = activation_tunables("geglu", fwd={}, bwd={"load_bytes": 8})
+TUNABLES = activation_tunables("geglu", bwd={"load_bytes": 8})
 
 
 class GELUMulFunction(OperatorFunction):

@@ -20,8 +20,7 @@ def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).relu().square().to(x.dtype)
 
 
-_RULES = {"small_launch": 1024, "small_block": 1024, "waves": 2}
-TUNABLES = activation_tunables("relu_squared", fwd=_RULES, bwd=_RULES)
+TUNABLES = activation_tunables("relu_squared", small_launch=1024, small_block=1024, waves=2)
 
 
 class ReLUSquaredFunction(OperatorFunction):

@@ -28,7 +28,7 @@ def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     return (silu.to(wide) * b.to(wide) * down_multiplier).to(a.dtype)
 
 
-TUNABLES = activation_tunables("swiglu", fwd={"small_launch": 32768}, bwd={"small_launch": 32768})
+TUNABLES = activation_tunables("swiglu", small_launch=32768)
 
 
 class SiLUMulFunction(OperatorFunction):
