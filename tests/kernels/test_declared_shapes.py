@@ -49,7 +49,7 @@ class _Calls(TorchDispatchMode):
 
 @functools.cache
 def _calls() -> _Calls:
-    with _Calls() as seen:
+    with _Calls() as seen, torch.enable_grad():
         for op in registry.ops().values():
             for options in op.options or ({},):
                 sample = make(op, few_sizes(op), torch.float32, "cpu", 0, options)

@@ -52,52 +52,49 @@ def test_begins_before_it_touches_memory(op):
     ],
 )
 def test_launched_early_where_the_device_can(name, few, many, arch, early):
-    """The kernel is told what its launch is: a begin that did not wait would read too early."""
+    """DEPENDENT is True if the launch is: a kernel that did not wait would read too early."""
     tunables = [tunable for tunable in DEPENDENT if tunable.op == name]
     assert tunables
     with registry.pretend(known_target(arch)):
         for tunable in tunables:
             for sizes, expected in ((few, early), (many, False)):
                 plan = tunable.plan(torch.device("cpu"), tunable.key(*sizes, 2))
-                assert plan.options.get("launch_pdl", False) is plan.constexprs["DEPENDENT"] is expected, (
-                    tunable,
-                    sizes,
-                )
+                is_early = plan.options.get("launch_pdl", False)
+                assert is_early is plan.constexprs["DEPENDENT"] is expected, (tunable, sizes)
 
 
-def test_nobody_asks_for_it():
+def test_a_configuration_cannot_ask_for_it():
     """A kernel that does not wait would read what is not there yet."""
-    asked = LaunchConfig({"BLOCK_SIZE": 64}, vendor={"launch_pdl": True})
+    config = LaunchConfig({"BLOCK_SIZE": 64}, vendor={"launch_pdl": True})
     for vendor, arch in (("cuda", "sm80"), ("cuda", "sm90"), ("rocm", "gfx942")):
-        assert "launch_pdl" in backend(vendor).illegal(known_target(arch), asked)
+        assert "launch_pdl" in backend(vendor).illegal(known_target(arch), config)
 
 
 def test_the_fast_launcher_keeps_it(monkeypatch):
-    """It is no part of the metadata that a launch hands on: the launcher object has it, whose C function takes it by
-    3.6."""
-    given = {"launch_cooperative_grid": False, "launch_pdl": True, "launch": "C function"}
-    run = SimpleNamespace(**given, global_scratch_size=0, profile_scratch_size=0)
+    """Triton's launcher object has it, not the metadata; in Triton 3.6 the C function takes it."""
+    options = {"launch_cooperative_grid": False, "launch_pdl": True, "launch": "C function"}
+    run = SimpleNamespace(**options, global_scratch_size=0, profile_scratch_size=0)
     compiled = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
     monkeypatch.setattr(_launch, "_VERSION", "3.6")
-    taken, head = _launch._entry(compiled)
-    assert taken == "C function" and head == (7, False, True, None, None, (4, 1, 0), None, None, None)
+    entry, head = _launch._entry(compiled)
+    assert entry == "C function" and head == (7, False, True, None, None, (4, 1, 0), None, None, None)
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_tritons_launcher_keeps_it(early):
-    """The C function is given the same by the fast launcher as by the launcher of the Triton that is here."""
+    """The C function gets the same arguments from the fast launcher and from the installed Triton's launcher."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    told = []
+    calls = []
     run = object.__new__(driver.CudaLauncher)  # without the C function: that takes a device
     for field in ("global_scratch", "profile_scratch"):
         vars(run).update({f"{field}_size": 0, f"{field}_align": 1})
-    vars(run).update(launch=lambda *given: told.append(given), launch_cooperative_grid=False, launch_pdl=early)
+    vars(run).update(launch=lambda *args: calls.append(args), launch_cooperative_grid=False, launch_pdl=early)
     vars(run).update(num_ctas=1, arg_annotations=(), kernel_signature=b"", gsan_enabled=False)
-    taken, head = _launch._entry(SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0)))
-    with driver_stub(None):  # newer launchers look at the driver, and ask it nothing
+    entry, head = _launch._entry(SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0)))
+    with driver_stub(None):  # newer launchers look at the driver
         run(2, 1, 1, 9, 7, (4, 1, 0), None, None, None, "X_ptr", 8)
-        taken(2, 1, 1, 9, *head, "X_ptr", 8)
-    assert told[0] == told[1] and told[1][:7] == (2, 1, 1, 9, 7, False, early)
+        entry(2, 1, 1, 9, *head, "X_ptr", 8)
+    assert calls[0] == calls[1] and calls[1][:7] == (2, 1, 1, 9, 7, False, early)
 
 
 # -- chains ----------------------------------------------------------------------------------------------------------

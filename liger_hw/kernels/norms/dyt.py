@@ -16,7 +16,7 @@ import torch
 from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, next_power_of_2, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
-from ...runtime.operator import OperatorFunction, cdiv, define, dense, empty_like, launch, row_major, rows_of
+from ...runtime.operator import OperatorFunction, cdiv, define, dense, empty_like, launch, no_weight, row_major, rows_of
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
@@ -258,10 +258,8 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
     parts, dtype = param_parts(needs_params, gamma, beta), params_dtype(x, gamma, beta)
-    if not n_rows or not needs_params:
-        params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), alpha.new_zeros(alpha.shape if needs_params else 0)
     if not n_rows:
-        return dx, params, dalpha
+        return dx, x.new_zeros(parts * n_cols, dtype=dtype), alpha.new_zeros(alpha.shape if needs_params else 0)
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
     # one tile for all rows if possible: otherwise another launch sums dgamma
@@ -275,10 +273,9 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
     strides = rows_of(dy)[2], x_stride
     args = (dy, x, alpha, gamma, dx, partial, alpha_partial, *strides, n_rows, n_cols, n_tiles)
     launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, vector, programs == n_tiles))
-    if parts:
-        params = column_sum(DW, partial, dtype)
-        dalpha = column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)
-    return dx, params, dalpha
+    if not parts:
+        return dx, no_weight(x), no_weight(x)
+    return dx, column_sum(DW, partial, dtype), column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)
 
 
 class DyTFunction(OperatorFunction):
