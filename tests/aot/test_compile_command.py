@@ -18,8 +18,7 @@ def test_table(capsys):
 
 
 def test_lines_and_progress(capsys, monkeypatch):
-    """A line says which dtype and options it is of; what is done so far goes to stderr, also where that is no
-    terminal."""
+    """A line has its dtype and options; progress goes to stderr, also if that is no terminal."""
     from liger_hw.cli import launches as command
 
     monkeypatch.setattr(command.StatusLine, "EVERY", 0.0)
@@ -36,14 +35,11 @@ def test_evidence(capsys):
     assert found["kind"] == "certificates" and found["targets"] == ["sm90", "gfx1100"] and found["ops"] == ["softmax"]
     assert found["triton"] and found["date"] and found["depth"] == "quick"
     records = found["certificates"]
-    assert {c["target"] for c in records} == {"sm90", "gfx1100"} and {c["tunable"] for c in records} == {
-        "softmax.fwd",
-        "softmax.bwd",
-    }
+    assert {c["target"] for c in records} == {"sm90", "gfx1100"}
+    assert {c["tunable"] for c in records} == {"softmax.fwd", "softmax.bwd"}
     for c in records:
-        assert (
-            not c["error"] and not c["illegal"] and c["workload"] and c["dtype"] == "float32" and c["op"] == "softmax"
-        )
+        assert not c["error"] and not c["illegal"] and c["workload"]
+        assert c["dtype"] == "float32" and c["op"] == "softmax"
         assert c["resources"]["registers"] > 0 and c["resources"]["threads"] <= 1024
 
 

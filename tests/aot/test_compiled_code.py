@@ -1,4 +1,4 @@
-"""What a few kernels' compiled code must hold beyond compiling: registers, widths of accesses, waits, residency."""
+"""The compiled code of a few kernels: registers, widths of accesses, waits, residency."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ CASES = [
 @pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=[op for op, _ in CASES])
 def test_an_odd_width_is_accessed_as_wide(op, dtype, arch, workers):
-    """49155 columns (Granite's vocabulary) against 49152: as many wide instructions, and narrow ones for the edges
-    alone."""
+    """49155 columns (Granite's vocabulary) and 49152 have as many wide instructions; only edges take narrow ones."""
 
     def rows(n_cols):
         launches = aot.trace(op, (4097, n_cols), dtype, known_target(arch), shipped=False)
@@ -98,11 +97,8 @@ def test_an_odd_width_is_accessed_as_wide(op, dtype, arch, workers):
         return [one.resources for one in certified if one.launch.tunable.startswith(op)]
 
     for odd, even in zip(rows(49155), rows(49152), strict=True):
-        assert (
-            odd.spills == 0
-            and odd.loads.get(128) == even.loads.get(128)
-            and odd.stores.get(128) == even.stores.get(128)
-        )
+        assert odd.spills == 0
+        assert (odd.loads.get(128), odd.stores.get(128)) == (even.loads.get(128), even.stores.get(128))
         narrow = [sum(taken.values()) - taken.get(128, 0) for taken in (odd.loads, odd.stores, even.loads, even.stores)]
         assert narrow[0] <= narrow[2] + 4 and narrow[1] <= narrow[3] + 4
         assert odd.registers <= even.registers + 32
@@ -111,20 +107,20 @@ def test_an_odd_width_is_accessed_as_wide(op, dtype, arch, workers):
 # -- rows in two pieces -----------------------------------------------------------------------------------------------
 
 SCRATCH = 128
-"""Bytes through which the warps of a program hand each other their partial sums: 4 a warp and sum, twice, and room."""
+"""Bytes for the partial sums that warps exchange: 4 a warp and sum, twice, and room."""
 
 
 @pytest.mark.parametrize("n_cols", [2304, 2560, 5120])
 @pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm", "layer_norm"])
 def test_a_narrow_second_piece_moves_nothing(op, n_cols, workers):
-    """A program with one row keeps its statistics as numbers. As tensors they had the second piece's layout (2 or 4
-    values a thread), and the first piece, all 4 to 8 KiB of it, went through shared memory into that layout."""
+    """A program with one row keeps its statistics as numbers. As tensors they would have the second piece's layout, and
+    the first piece would go through shared memory into that layout."""
     launches = aot.trace(op, (8192, n_cols), torch.bfloat16, known_target("sm90"), shipped=False)
     forward = [one for one in launches if one.tunable == f"{op}.fwd"]
     assert forward and all(one.config.blocks["ROWS"] == 1 for one in forward)
     for made in aot.certify(forward, workers):
         assert made.ok, made
-        in_flight = 2 * n_cols * (made.launch.config.num_stages - 1)  # what a loop has asked for lies there
+        in_flight = 2 * n_cols * (made.launch.config.num_stages - 1)  # of a loop's loads
         assert made.resources.shared <= in_flight + SCRATCH, f"{made}: {made.resources.shared} bytes of shared memory"
 
 
@@ -135,8 +131,7 @@ RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 @pytest.mark.xfail(RELEASE >= (3, 8), reason="from Triton 3.8 on it takes 59 registers", strict=True)
 def test_two_programs_fit_at_32768_columns(workers):
-    """1024 threads of 32 registers are half a multiprocessor. With 64, one program at a time, forward and backward took
-    0.75 ms of 8192 x 32768 on an H200, not 0.63; no other test sees it."""
+    """1024 threads of 32 registers are half a multiprocessor; with 64, only one program at a time fits."""
     target = known_target("sm90")
     launches = aot.trace("softmax", (8192, 32768), torch.bfloat16, target, shipped=False)
     (made,) = aot.certify([one for one in launches if one.tunable == "softmax.fwd"], workers)

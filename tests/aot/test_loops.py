@@ -1,8 +1,8 @@
 """Values that rotate through a kernel's loop are carried through it by Triton.
 
-Triton carries a name that ends the loop's body with another value than it began with, and finds that out by visiting
-the body once with what was before the loop. Of `d1 = d2 = zeros` with `d2, d1 = d1, x` in the loop, d2 is then taken
-for a constant. The interpreter is right, so only a GPU, or this, shows it.
+Triton carries a name whose value differs at the end of the loop's body, which it visits once with the values before the
+loop. With `d1 = d2 = zeros` before it and `d2, d1 = d1, x` inside, d2 is taken for a constant. The interpreter is
+right, so only a GPU or this test shows the fault.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.aot
 
 @pytest.fixture
 def lost(monkeypatch):
-    """`kernel: name` of each name that a loop sets, that equalled another such name before it, and is not carried."""
+    """`kernel: name` of each name that a loop sets and does not carry, and that equalled another such name before."""
     generator, names_lost = code_generator.CodeGenerator, Counter()
     if not hasattr(generator, "_find_carries"):
         pytest.skip("this Triton has no such function to watch")

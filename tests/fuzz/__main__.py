@@ -1,12 +1,12 @@
-"""Tries to crash, hang, delete or mislead, for a fixed time.
+"""Fuzz tests: random attempts to crash, hang, delete or mislead, for a fixed time.
 
     python -m tests.fuzz --seconds 600 --seed 7              every area, an equal share of the time each
     python -m tests.fuzz --areas store --attempt 123 --seed 7     one attempt again, with its traceback
 
-An area is a module of this folder with `attempt(chance, folder) -> str`: one attempt, drawn from `chance` alone, that
-may write in `folder`. It returns what became of it in a word or two, and raises for a finding. Attempts run in another
-process; one that dies or takes longer than `SECONDS` of its module is a finding too. A finding is mended at its cause
-and becomes a test beside the other tests of its part.
+An area is a module of this folder with `attempt(chance, folder) -> str`: one attempt, drawn from `chance` only, that
+may write in `folder`. It returns its outcome in a few words, and raises for a finding. Attempts run in another process;
+one that dies or takes longer than `SECONDS` of its module is a finding too. The cause of a finding is fixed, and the
+finding becomes an ordinary test.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def main() -> int:
 
 
 def versions() -> dict[str, Any]:
-    """What the attempts ran on."""
     import platform
 
     import torch
@@ -82,10 +81,7 @@ def versions() -> dict[str, Any]:
 
 
 class Report:
-    """The JSON file of one run, replaced as a whole every few seconds, so that a run that is cut leaves figures.
-
-    Without a path nothing is written.
-    """
+    """The JSON file of one run, if any, replaced every few seconds so that an interrupted run leaves figures."""
 
     def __init__(self, path: str | None) -> None:
         self.path, self.head = path and Path(path), versions() if path else {}
@@ -103,9 +99,9 @@ class Report:
 def run(
     area: str, seed: int, seconds: float, found: dict[str, Any] | None = None, save: Callable[[], Any] = lambda: None
 ) -> dict[str, Any]:
-    """Attempts of one area for `seconds`, in worker processes: how many, what became of them, and the findings.
+    """Attempts of one area for `seconds`, in worker processes: their number, outcomes and findings.
 
-    found: gets them under the area's name; save: called after each attempt
+    found: gets these under the area's name; save: called after each attempt
     """
     outcomes: collections.Counter[str] = collections.Counter()
     findings: list[dict[str, Any]] = []
@@ -129,7 +125,7 @@ def run(
 
 
 def worker_events(area: str, seed: int, first: int, seconds: float, limit: float) -> Iterator[dict[str, Any]]:
-    """What a worker reports of each attempt, and what became of the last one where the worker died or hung."""
+    """The worker's report of each attempt, and a finding if the worker died or hung."""
     command = [sys.executable, "-m", "tests.fuzz", "--worker", "--areas", area, "--seed", str(seed)]
     command += ["--attempt", str(first), "--seconds", str(seconds)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LIGER_HW_")}
@@ -166,7 +162,7 @@ def worker_events(area: str, seed: int, first: int, seconds: float, limit: float
 
 
 def lines_of(stream: int, patience: Callable[[], float]) -> Iterator[bytes]:
-    """Whole lines of a pipe; `hang`, and no more, where none comes within `patience()` seconds."""
+    """Whole lines of a pipe, ended by `hang` if none comes within `patience()` seconds."""
     text = b""
     while True:
         if not select.select([stream], [], [], patience())[0]:
@@ -179,7 +175,7 @@ def lines_of(stream: int, patience: Callable[[], float]) -> Iterator[bytes]:
 
 
 def work(area: str, seed: int, number: int, seconds: float) -> int:
-    """In a worker: attempts from `number` on, each announced and reported on a copy of standard output."""
+    """In a worker: attempts from `number` on, announced and reported on a copy of standard output."""
     report = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     prepare(area)
@@ -193,11 +189,11 @@ def work(area: str, seed: int, number: int, seconds: float) -> int:
         print(json.dumps(event), file=report, flush=True)
         number += 1
     report.close()
-    os._exit(0)  # what an interrupted attempt left behind may not survive the interpreter's end
+    os._exit(0)  # without clean-up, which could fail after an interrupted attempt
 
 
 def prepare(area: str) -> None:
-    """Nothing of the user's is read or written."""
+    """Use an empty home folder."""
     home = tempfile.mkdtemp(prefix="liger_hw-fuzz-")
     os.environ.update(HOME=home, XDG_CACHE_HOME=f"{home}/cache", HF_HUB_OFFLINE="1")
     import logging

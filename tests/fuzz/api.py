@@ -1,4 +1,4 @@
-"""Public functions with arguments that nobody should give: the reference's answer, or a refusal by the op's name."""
+"""Public functions with bad arguments: the reference's result, or an error with the op's name."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def attempt(chance: random.Random, folder: Path) -> str:
 
 
 def _as_torch(op: registry.Op, sample: Any, error: Exception, said: str) -> str:
-    """The reference fails in the same way, or what was raised is a finding."""
-    if isinstance(error, NotImplementedError):  # nested and sparse tensors: torch's own words
+    """The outcome if the reference raises the same error; else the error is a finding."""
+    if isinstance(error, NotImplementedError):  # torch's, for nested and sparse tensors
         return "not implemented"
     try:
         forward(op.reference, sample)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
-import torch  # noqa: F401  an import that is interrupted cannot be done again
+import torch  # noqa: F401  an interrupted import cannot be repeated
 import transformers  # noqa: F401
 
 from liger_hw import cli, registry
@@ -22,7 +22,7 @@ from tests.fuzz import hostile
 registry.ops()
 SECONDS = 60
 PATIENCE = 6
-"""Seconds after which a command that works on is interrupted, as Ctrl-C does."""
+"""Seconds after which a command is interrupted as by Ctrl-C."""
 SETTINGS = ["LIGER_HW_CACHE_DIR", "LIGER_HW_LOCK_FILE", "LIGER_HW_CONFIG_RMS_NORM", "LIGER_HW_LOSS_MEMORY_MIB"]
 SETTINGS += ["LIGER_HW_DETERMINISTIC", "LIGER_HW_DISABLE_SHIPPED", "LIGER_HW_TYPO", "COLUMNS", "NO_COLOR"]
 
@@ -48,7 +48,7 @@ def attempt(chance: random.Random, folder: Path) -> str:
     said = f"{words} {settings} ended with {code}: {err[-600:]}"
     assert code in (0, 1, 2, 130), said
     assert "Traceback" not in err, said
-    if code == 2 and "--interpret" not in words:  # in a process of its own, which says it on the real stream
+    if code == 2 and "--interpret" not in words:  # which runs in another process, with the real stderr
         assert err.strip(), said
     assert "\x1b[31m" not in out + err and "\u202e" not in out + err, f"raw text: {said}"
     if "--json" in words and command not in ("bench", "models") and "-h" not in words and "--help" not in words:
@@ -68,7 +68,7 @@ def call(words: Sequence[str], patience: float = 0) -> tuple[int, str, str]:
                 code = cli.main(list(words))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:  # a second one, where the first was being answered
+    except KeyboardInterrupt:  # a second one, while the first was handled
         code = 130
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

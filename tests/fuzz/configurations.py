@@ -1,4 +1,4 @@
-"""Random configurations: what our rules let pass is right in the interpreter, the rest is refused."""
+"""Random configurations: those that our rules accept give right results in the interpreter."""
 
 from __future__ import annotations
 
@@ -28,15 +28,10 @@ def attempt(chance: random.Random, folder: Path) -> str:
     if chance.random() < 0.2:
         blocks[chance.choice(["BLOCK_SIZE", "NOBODY", *blocks])] = chance.choice([0, -1, 3, 2**40, True, 16])
     options = chance.choice([{}, {}, {}, {"maxnreg": 64}, {"kpack": 2}, {"num_ctas": 2}, {"grf_mode": "256"}])
-    given = (
-        blocks,
-        2 ** chance.randrange(7),
-        chance.randrange(0, 9),
-        chance.randrange(0, 5),
-        chance.choice(["none", "keep"]),
-    )
+    numbers = 2 ** chance.randrange(7), chance.randrange(0, 9), chance.randrange(0, 5)
     try:
-        config = LaunchConfig.from_json(LaunchConfig(*given, options).to_json())
+        config = LaunchConfig(blocks, *numbers, chance.choice(["none", "keep"]), options)
+        config = LaunchConfig.from_json(config.to_json())
     except ValueError:
         return "no configuration"
     if tunable.illegal(target, key, config):

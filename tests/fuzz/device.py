@@ -1,13 +1,13 @@
-"""What only a GPU can show: faults in a training loop, memory over time, every kernel under a checker.
+"""Fuzz tests for a GPU: faults in a training loop, memory over time, every kernel under a memory checker.
 
     python -m tests.fuzz.device faults OUT.json
     python -m tests.fuzz.device tuner OUT.json
     python -m tests.fuzz.device soak OUT.json --seconds 480
     compute-sanitizer --tool memcheck python -m tests.fuzz.device sweep OUT.json --checked --part 0/4 --seconds 60
-    compute-sanitizer --tool memcheck python -m tests.fuzz.device planted OUT.json --checked      what it must find
+    compute-sanitizer --tool memcheck python -m tests.fuzz.device planted OUT.json --checked      must report an error
 
-Each prints one line and writes JSON, what it has so far every few seconds; the exit status is 1 where something did not
-hold. `--dry` is a few steps on a CPU, with TRITON_INTERPRET=1 those of the kernels.
+Each prints one line and writes JSON every few seconds; the exit status is 1 if a check failed. `--dry` is a few steps
+on a CPU, with TRITON_INTERPRET=1 in the interpreter.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def main() -> int:
     parser.add_argument("out", help="JSON file")
     parser.add_argument("--seconds", type=float, default=180.0, help="of the soak, at most of the sweep (default 180)")
     parser.add_argument("--part", default="0/1", help="of the sweep, as 0/4 (default 0/1)")
-    parser.add_argument(
-        "--checked", action="store_true", help="memory of the sweep as a memory checker wants it: sweep.py"
-    )
+    parser.add_argument("--checked", action="store_true", help="allocate memory for a memory checker: sweep.py")
     parser.add_argument("--dry", action="store_true", help="a few steps on a CPU")
     arguments = parser.parse_args()
     if arguments.checked:
@@ -72,8 +70,8 @@ def device_of(arguments: argparse.Namespace) -> str:
 
 
 def faults(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
-    """A training loop without faults and one with a fault every few steps: losses and weights are the same. Where they
-    are not, one without faults again says whether the loop repeats itself at all."""
+    """A training loop without faults and one with a fault every few steps have the same losses and weights. If not,
+    a second loop without faults shows whether the loop is reproducible."""
     device, steps = device_of(arguments), 8 if arguments.dry else STEPS
     found: dict[str, Any] = {"held": False, "steps": steps, "log": []}
     plain, weights = train(device, steps, {}, [])
@@ -83,7 +81,7 @@ def faults(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     found["weights_equal"] = all(torch.equal(a, b) for a, b in zip(weights, same))
     target = target_of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     failed = len(registry.quarantined())
-    registry.reset()  # as a new process, which reads what this one noted
+    registry.reset()  # as in a new process, which reads the notes of this one
     found["quarantined"] = {"in_this_process": failed, "read_by_the_next": len(registry.quarantined(target))}
     found["faults"] = len(found["log"])
     save(found)
@@ -95,7 +93,7 @@ def faults(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
 
 
 def _apart(one: list[float], other: list[float]) -> str:
-    """Where two lists of losses differ; empty where nowhere."""
+    """Where two lists of losses differ, or ""."""
     places = [step for step, (a, b) in enumerate(zip(one, other)) if a != b]
     return f"{len(places)} of {len(one)} losses, first at step {places[0]}" if places else ""
 
@@ -107,8 +105,8 @@ def train(
     log: list[Event],
     noted: Callable[[], Any] = lambda: None,
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and final weights of a small Mistral. `at`: step -> what happens before it, given a function that does
-    one forward and backward and returns the model."""
+    """Losses and final weights of a small Mistral. at: step -> event before it, a function of one that does a forward
+    and backward and returns the model."""
     from transformers import MistralConfig, MistralForCausalLM
 
     from liger_hw.transformers import apply_liger_kernel_to_mistral
@@ -151,7 +149,7 @@ def train(
 
 
 def _faults(steps: int, device: str) -> dict[int, Callable[[Any], Event]]:
-    """Step -> what happens before it: a configuration that fails, or memory that runs out in the loss."""
+    """Step -> event before it: a configuration that fails, or memory that runs out in the loss."""
     kinds = [_failing(name, words, change) for name, words, change in _CONFIGURATIONS]
     if device != "cpu":
         kinds.append(_out_of_memory)
@@ -173,7 +171,7 @@ _CONFIGURATIONS = (
 
 def _failing(name: str, words: str, change: Callable[[LaunchConfig], LaunchConfig]) -> Callable[[Any], Event]:
     def happen(step: Callable[[], Any]) -> Event:
-        """The configuration answers as an explicit one would, and our own rules are told to let it pass."""
+        """Override with the configuration, which our rules are made to accept."""
         tunable = registry.get_tunable(name)
         known = tunable.illegal
         used = [plan for plan in registry.plans() if plan.tunable is tunable]
@@ -205,14 +203,14 @@ def _failing(name: str, words: str, change: Callable[[LaunchConfig], LaunchConfi
 
     def happen_on_a_cpu(step: Callable[[], Any]) -> Event:
         found = happen(step)
-        return {**found, "held": not found.get("raised")}  # there the reference computes, and launches nothing
+        return {**found, "held": not found.get("raised")}  # the reference launches nothing
 
     return happen if torch.cuda.is_available() else happen_on_a_cpu
 
 
 def _out_of_memory(step: Callable[[], Any]) -> Event:
-    """Memory runs out at one place after another of a step, until it suffices: torch's own error each time, and no
-    weight is touched."""
+    """Memory runs out at one place after another of a step, until it suffices. Each time torch's error is raised and no
+    weight changes."""
     model = step()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     total = torch.cuda.get_device_properties(0).total_memory
@@ -249,7 +247,7 @@ def _out_of_memory(step: Callable[[], Any]) -> Event:
 
 
 def _place(problem: BaseException) -> str:
-    """The innermost function of ours or of the model that an error left, as `file:function`."""
+    """The innermost function outside torch that an error left, as `file:function`."""
     frames = traceback.extract_tb(problem.__traceback__)
     last = [frame for frame in frames if "/site-packages/torch/" not in frame.filename][-1]
     name = os.path.realpath(last.filename).split("/site-packages/")[-1].removeprefix(f"{ROOT}/")
@@ -260,8 +258,8 @@ def _place(problem: BaseException) -> str:
 
 
 def tuner(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
-    """In the middle of a training loop a tuner searches, and its worker hangs in one candidate's kernel and loses the
-    device in another's: the search ends with the others, and the loop is the same as one without it."""
+    """In the middle of a training loop a tuner searches. Its worker hangs in one candidate and loses the device in
+    another: the search tries the others, and the loop has the losses of a loop without a search."""
     device, steps = device_of(arguments), 8 if arguments.dry else STEPS
     found: dict[str, Any] = {"held": False, "steps": steps, "log": []}
     plain, weights = train(device, steps, {}, [])

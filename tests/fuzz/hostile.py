@@ -1,4 +1,4 @@
-"""Values that nobody should give, and that somebody will."""
+"""Bad values of all kinds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS += ['{"a": 1}', "[" * 3000, "../../x", "~nobody/x", "*", "NUL", "é", "x" 
 
 
 def path(chance: random.Random, folder: Path) -> str:
-    """A path that is no file of its own: a device, a folder, a link, nothing at all, or a fresh file."""
+    """A path of a file, folder, link or device, readable or not, or of nothing."""
     kind = chance.randrange(11)
     own = folder / f"f{chance.randrange(1000)}"
     if kind == 0:
@@ -46,7 +46,7 @@ def word(chance: random.Random, folder: Path) -> str:
 
 
 def json_data(chance: random.Random, depth: int = 0) -> Any:
-    """A JSON value of any kind, also of a size that no reader likes."""
+    """A JSON value of any kind, some of extreme size."""
     kind = chance.randrange(9 if depth < 3 else 7)
     if kind < 7:
         return (

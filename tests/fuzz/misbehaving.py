@@ -1,8 +1,7 @@
-"""What must go wrong on a GPU, for `tests/fuzz/device.py`.
+"""Faults on a GPU, for `tests/fuzz/device.py`.
 
-`main` is a measuring worker that misbehaves: it stands for `liger_hw.autotune.workers`. A candidate of FUZZ_HANG
-warps waits for a kernel that runs for a minute, one of FUZZ_LOSE warps loses the device by a kernel's assertion. Every
-other candidate is measured as ever. `read_behind` and `write_behind` are what a memory checker must pass and see.
+`main` replaces the measuring worker `liger_hw.autotune.workers`. A candidate of FUZZ_HANG warps waits for a kernel that
+runs for a minute; one of FUZZ_LOSE warps loses the device by a kernel's assertion. The others are measured as usual.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ def _write_behind(x_ptr, place):
 
 
 def read_behind() -> list[float]:
-    """What a kernel reads behind its tensor's end in the last unit of 16 bytes: of that a checker says nothing."""
+    """The values that a kernel reads behind its tensor in the last unit of 16 bytes, which a checker must allow."""
     x, out = torch.zeros(LENGTH, device="cuda"), torch.zeros(4, device="cuda")
     _read_behind[(1,)](x, out, LENGTH)
     return out[:3].tolist()
 
 
 def write_behind() -> None:
-    """A kernel that writes right behind the last unit of 16 bytes of its tensor: what a memory checker must see."""
+    """A kernel writes right behind the last unit of 16 bytes of its tensor, which a checker must report."""
     x = torch.zeros(LENGTH, device="cuda")
     _write_behind[(1,)](x, LENGTH + 3)
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """Random sizes, dtypes, options and layouts of every op, forward and backward, against fp64.
 
-On a CPU the kernels run in Triton's interpreter; FUZZ_DEVICE=cuda takes a GPU. There an attempt is several numbers of
-rows, for most of its time goes into compiling: its outcome says how many were right.
+On a CPU the kernels run in Triton's interpreter; FUZZ_DEVICE=cuda takes a GPU. There an attempt has several numbers of
+rows, since compiling takes most of its time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DEVICE = os.environ.get("FUZZ_DEVICE") or "cpu"
 DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
 MOST, MOST_OF_TWO = (1 << 12, 1 << 12) if DEVICE == "cpu" else (1 << 25, 1 << 22)
 SHAPES = 1 if DEVICE == "cpu" else 6
-if DEVICE != "cpu":  # several such processes share a GPU: what takes more than a tenth of it is out of memory
+if DEVICE != "cpu":  # several such processes share a GPU
     torch.cuda.set_per_process_memory_fraction(0.1)
-    # a product that cuBLAS splits is rounded between its parts, one side's and not the other's: no error of a kernel
+    # cuBLAS may round between the parts of a split product, in one of the compared results only
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 

@@ -1,4 +1,4 @@
-"""Random sequences of patches, reverts, copies and hooks: outputs stay what they were, and nothing of ours is left."""
+"""Random sequences of patches, reverts, copies and hooks: outputs stay the same, and reverting leaves nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attempt(chance: random.Random, folder: Path) -> str:
     for report in chance.sample(reports, len(reports)):
         report.revert()
     revert(model)
-    for report in reports:  # what others' patches kept them from
+    for report in reports:  # again, since a later patch can prevent a revert
         report.revert()
     after = _held(modeling)
     left = [place for place in after if after[place] is not before.get(place)]

@@ -1,7 +1,4 @@
-"""Memory over time, for `python -m tests.fuzz.device soak OUT.json --seconds 1440`.
-
-Only this process's memory is counted, so that other work may share device and machine.
-"""
+"""Memory of this process over time, for `python -m tests.fuzz.device soak OUT.json --seconds 1440`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from harness import make, run
 from liger_hw import registry
 
 HOST_MIB, LATE_MIB, DEVICE_MIB = 64, 16, 1
-"""The most that a soak may grow: its host memory, that of its second half, its device memory."""
+"""The most that memory may grow: host memory, host memory in the second half, device memory."""
 SOAKED = {
     "rms_norm": (0, 1024),
     "swiglu": (0, 2816),
@@ -26,14 +23,14 @@ SOAKED = {
     "fused_linear_cross_entropy": (0, 256, 4000),
     "rope": (1, 0, 8, 2, 64),
 }
-"""Op -> sizes, with 0 in place of the rows, which change."""
+"""Op -> sizes, with 0 for the number of rows, which changes."""
 WARM = (*range(513, 560, 15), *range(1000, 1100, 25), *range(2040, 2060, 4), 2999, 3000)
-"""Rows of every key and every class of number that Triton compiles apart."""
+"""Numbers of rows of every key and every specialisation of Triton."""
 
 
 def soak(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Ops at ever new numbers of rows until the time is up: the memory of host and device when the kernels are compiled
-    (at the latest after 60% of the time), and at the end. What there is so far is saved at every point."""
+    """Ops at ever new numbers of rows until the time is up. Memory is compared from when the kernels are compiled, at
+    the latest after 60% of the time, to the end."""
     seconds = min(arguments.seconds, 5.0) if arguments.dry else arguments.seconds
     device, dtype = ("cpu", torch.float32) if arguments.dry else ("cuda", torch.bfloat16)
     least, most = (1, 64) if arguments.dry else (513, 3000)
@@ -90,13 +87,11 @@ def soak(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) 
 
 
 def _compiled() -> int:
-    """Kernels that were compiled for the plans in force."""
     kept = [plan.compiled for plan in registry.plans() if plan.compiled]
     return sum(key[0] == "alike" for compiled in kept for key in list(compiled))
 
 
 def _memory(device: str) -> dict[str, float]:
-    """This process's own."""
     gc.collect()
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize() / 2**20

@@ -1,4 +1,4 @@
-"""The user cache, tables and lock files hold anything: the registry answers legally, or refuses a lock file."""
+"""A damaged user cache, table or lock file: the registry gives legal configurations, or refuses the lock file."""
 
 from __future__ import annotations
 

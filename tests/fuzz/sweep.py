@@ -1,9 +1,8 @@
 """Every kernel at odd sizes, forward and backward, for compute-sanitizer: `python -m tests.fuzz.device sweep`.
 
-Kernels of rows that begin anywhere read whole vectors of 16 bytes, of which the last may end behind the tensor
-(docs/safety.md). With `--checked` torch's memory comes in whole units of 16 bytes, as from any GPU allocator, and each
-in an allocation of its own, filled with NaN (allocator.c). So the checker reports what leaves the last unit, and a
-result that is NaN shows what was read in it and used.
+Kernels of rows that begin anywhere read whole vectors of 16 bytes, the last of which may end behind the tensor
+(docs/safety.md). With `--checked` every tensor has an allocation of whole units of 16 bytes, filled with NaN
+(allocator.c). The checker reports accesses past the last unit; a result that is NaN shows that a value in it was used.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ Case = tuple[registry.Op, tuple[int, ...], torch.dtype, dict[str, Any]]
 
 
 def sweep(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Every op at odd sizes, forward and backward, while the time lasts. All ops at one size come before any at the
-    next, so that a run that is cut has seen each. It holds where all ran, no result is NaN, and every kernel of the
-    ops was launched."""
+    """Every op at odd sizes, forward and backward, while the time lasts; all ops at one size before any at the next.
+
+    It passes if all ran, no result is NaN, and every kernel of the ops was launched.
+    """
     part, parts = map(int, arguments.part.split("/"))
     device, end = "cpu" if arguments.dry else "cuda", time.monotonic() + arguments.seconds
     mine = list(registry.ops().values())[part::parts][: 2 if arguments.dry else None]
@@ -70,7 +70,7 @@ def label(case: Case) -> str:
 
 
 def run_case(case: Case, device: str) -> None:
-    """Raises `AssertionError` where an output or a gradient is NaN that is none in the reference."""
+    """Raises `AssertionError` for an output or a gradient that is NaN, but not in the reference."""
     op, sizes, dtype, options = case
     sample = make(op, sizes, dtype, device, 0, options)
     result = run(op.function, sample)
@@ -103,19 +103,18 @@ def cases(ops: list[registry.Op], dry: bool = False) -> Iterator[Case]:
 
 
 def _many_rows(op: registry.Op) -> tuple[int, ...]:
-    """So many rows that partial sums are joined by a kernel of its own, sorted tokens merged."""
+    """Enough rows for the kernels that join partial sums and merge sorted tokens."""
     special = {"embedding": (4099, 11, 33), "modulated_rms_norm": (2, 16001, 69)}
     return special.get(op.name) or (133, *few_sizes(op)[1:])
 
 
 def _rare(op: registry.Op) -> tuple[int, ...] | None:
-    """Sizes at which alone a kernel is launched: that of all modulations' sums, where they are neither few enough for
-    the launch before it nor too many for a program; that of a head of more than two chunks in 16 bits."""
+    """Sizes for two kernels: the sums of all modulations, and a head of more than two chunks in 16 bits."""
     return {"modulated_rms_norm": (1, 1001, 1153), "fused_linear_cross_entropy": (12301, 33, 101)}.get(op.name)
 
 
 def _long_rows(op: registry.Op) -> tuple[int, ...]:
-    """Rows that no program holds as a whole, where an op has rows and columns alone."""
+    """Rows too wide for one program, for ops of rows and columns."""
     first = few_sizes(op)
     if op.name == "modulated_rms_norm":
         return 2, 7, 12301
@@ -123,7 +122,7 @@ def _long_rows(op: registry.Op) -> tuple[int, ...]:
 
 
 def _narrow_real_sizes(op: registry.Op) -> tuple[int, ...]:
-    """A real width and less of everything else: few enough elements for a checker that slows all of them."""
+    """A real width and less of everything else, since the checker is slow."""
     if op.name == "modulated_rms_norm":
         return 1, 8201, 1152  # more rows a modulation than one program adds up
     sizes = [min(size, 257) for size in real_sizes(op)[:-1]] + [real_sizes(op)[-1]]
@@ -137,7 +136,7 @@ def _narrow_real_sizes(op: registry.Op) -> tuple[int, ...]:
 
 
 def round_allocations() -> None:
-    """Torch's GPU memory comes from allocator.c from now on. Before anything of CUDA begins."""
+    """Use allocator.c for torch's GPU memory; to be called before CUDA is initialised."""
     library = build_allocator(Path(tempfile.mkdtemp(prefix="liger_hw-fuzz-")), loaded_library("libcudart.so"))
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(library), "rounded_malloc", "rounded_free")
     torch.cuda.memory.change_current_allocator(allocator)
@@ -152,7 +151,7 @@ def build_allocator(folder: Path, runtime: str) -> Path:
 
 
 def loaded_library(name: str) -> str:
-    """The path of a library that this process has loaded; raises `RuntimeError` where it has not."""
+    """The path of a library that this process has loaded; raises `RuntimeError` if it has not."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if Path(line.rpartition(" ")[2]).name.startswith(name):
             return line.rpartition(" ")[2]
@@ -160,14 +159,14 @@ def loaded_library(name: str) -> str:
 
 
 def planted(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """A kernel that reads up to the end of its tensor's last 16 bytes, of which the checker must say nothing, and gets
-    NaN there; then one that writes the next element, of which it must say something: else it checks nothing."""
+    """A kernel reads NaN up to the end of its tensor's last 16 bytes, which the checker must allow; another writes the
+    next element, which the checker must report."""
     from tests.fuzz.misbehaving import read_behind, write_behind
 
     behind = read_behind()
     found = {"held": all(map(math.isnan, behind)), "read_behind": [repr(value) for value in behind]}
     try:
         write_behind()
-    except RuntimeError as error:  # the checker ends what it catches
+    except RuntimeError as error:  # raised by the checker
         return {**found, "raised": str(error).splitlines()[0][:200]}
     return {**found, "raised": ""}

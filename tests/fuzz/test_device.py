@@ -1,5 +1,4 @@
-"""What runs on a GPU alone does what it says: the sweep launches every kernel, its memory ends at 16 bytes.
-`bash benchmarks/faults.sh` runs it there."""
+"""Parts of tests/fuzz/device.py that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ from tests.fuzz import sweep
 
 @pytest.mark.lanes("cpu")
 def test_the_sweep_launches_every_kernel_of_an_op_on_an_h200(lane, op):
-    """Traced for the described device: nothing runs."""
     left = {tunable.name for tunable in op.tunables}
     for _, sizes, dtype, options in sweep.cases([op]):
         left -= {launch.tunable for launch in ahead.trace(op.name, sizes, dtype, known_target("h200"), options)}
@@ -46,7 +44,7 @@ int cudaMalloc(void **p, size_t n) { *p = calloc(n + 16, 1); return 0; }
 int cudaMemsetAsync(void *p, int value, size_t n, void *stream) { memset(p, value, n); return 0; }
 int cudaFree(void *p) { free(p); return 0; }
 """
-"""A CUDA runtime that has host memory."""
+"""A CUDA runtime with host memory."""
 
 
 _ALLOCATE = """
@@ -60,7 +58,7 @@ for size, whole in ((1, 16), (16, 16), (61 * 4, 256)):
     assert memory == b"\\xff" * whole + b"\\0" * 16, (size, memory)
 assert library.rounded_malloc(0, 0, None) is None
 """
-"""In a process of its own: a torch that was built for CUDA brings the names of the real runtime."""
+"""Run in another process, since a torch for CUDA has loaded the real runtime's names."""
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc")

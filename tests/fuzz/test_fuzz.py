@@ -1,4 +1,4 @@
-"""Each fuzzer works: a few attempts of every area, always the same ones. `bash ci/test.sh fuzz` is the lane."""
+"""The same few attempts of every area; `bash ci/test.sh fuzz` is the lane."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_two_runs_agree(lane, dtype, case, seed):
 
 
 # Whether a gradient is written is a flag of the kernels on its own, whatever the options.
-@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default")
+@pytest.mark.daily("interpret", op=(*ONE_OF_A_FAMILY, "fused_moe"), options="default")
 def test_each_gradient_alone(lane, case, seed):
     """An input that alone requires grad gets the same gradient as among the others."""
     op, options = case

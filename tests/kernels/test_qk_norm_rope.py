@@ -1,6 +1,8 @@
-"""QK norm and rope in one: what the models' attention layers compute, the module, programs without a partner."""
+"""QK norm and rope in one: the models' attention layers, the module, programs without a partner."""
 
 from __future__ import annotations
+
+import importlib
 
 import pytest
 import torch
@@ -25,26 +27,18 @@ def _parts(generator, dtype=torch.float64, heads=(4, 2), width=8, tokens=5):
 @pytest.mark.cpu
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_models(generator, family):
-    """The norms and the rotary function of the model's own code, called as its attention calls them."""
+    """The norms and the rotary function of the model's code, called as its attention calls them."""
     pytest.importorskip("transformers")
-    if family == "qwen3":
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm as Norm
-        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
-
-        how = {"eps": 1e-6}
-    else:
-        from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm as Norm
-        from transformers.models.gemma3.modeling_gemma3 import apply_rotary_pos_emb
-
-        how = {"eps": 1e-6, "offset": 1.0, "casting_mode": "gemma"}
+    model = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    how = {} if family == "qwen3" else {"offset": 1.0, "casting_mode": "gemma"}
     q, k, wq, wk, cos, sin = _parts(generator)
     norms = []
     for w in (wq, wk):
-        norm = Norm(8, eps=1e-6).double()
+        norm = getattr(model, f"{family.capitalize()}RMSNorm")(8, eps=1e-6).double()
         with torch.no_grad():
             norm.weight.copy_(w)
         norms.append(norm)
-    theirs = apply_rotary_pos_emb(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), cos, sin)
+    theirs = model.apply_rotary_pos_emb(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), cos, sin)
     weights = [w.clone().requires_grad_() for w in (wq, wk)]
     ours = liger_qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *weights, cos, sin, **how)
     grads = [torch.randn(o.shape, generator=generator, dtype=o.dtype) for o in ours]
@@ -58,8 +52,7 @@ def test_models(generator, family):
 @pytest.mark.parametrize("heads", [(1, 5), (6, 1), (3, 3)])
 @pytest.mark.parametrize("ctas", [1, 2, 20])
 def test_grids(lane, seed, heads, ctas):
-    """Programs of q without one of k at their side, and the other way round, on grids smaller and larger than the
-    work."""
+    """More programs of q than of k, and the other way round, on grids smaller and larger than the work."""
     op = get_op("qk_norm_rope")
     config = LaunchConfig({"BLOCK_T": 2, "BLOCK_H": 2}, 1, 1, ctas)
     with registry.override("qk_norm_rope.bwd", config):
@@ -69,7 +62,7 @@ def test_grids(lane, seed, heads, ctas):
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("at_once, heads", [(1, 4), (2, 4), (2, 2), (4, 2)])
 def test_walks(lane, seed, at_once, heads):
-    """Programs of the forward whose heads do not fill them, or go beyond what they were told to do."""
+    """Programs of the forward with fewer heads than HEADS, and a token's heads over several programs."""
     op = get_op("qk_norm_rope")
     config = LaunchConfig({"BLOCK_T": 2, "BLOCK_H": at_once, "HEADS": heads}, 1)
     with registry.override("qk_norm_rope.fwd", config):

@@ -119,15 +119,7 @@ def _pointers(ptr, batch, query, channels, keys, strides):
 
 @triton.jit(do_not_specialize=["n_queries"])
 def _channels_softmax_fwd_kernel(
-    X_ptr,
-    Y_ptr,
-    n_channels,
-    n_queries,
-    n_keys,
-    x_strides,
-    y_strides,
-    BLOCK_SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    X_ptr, Y_ptr, n_channels, n_queries, n_keys, x_strides, y_strides, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr
 ):
     batch, query, channels, channel_mask, keys, exist, visible = _query_tile(
         n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS

@@ -135,7 +135,7 @@ def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.
     return y
 
 
-def check_taps(weight: torch.Tensor) -> str:
+def taps_misfit(weight: torch.Tensor) -> str:
     """Why a weight [channels, taps] is invalid, or ""."""
     taps = weight.shape[-1]
     return "" if 1 <= taps <= MOST_TAPS else f"weight must have 1 to {MOST_TAPS} taps, got {taps}"

@@ -23,12 +23,12 @@ from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_
 from .causal_conv import (
     blocks_of,
     causal_conv_reference,
-    check_taps,
     conv_key,
     conv_tunables,
     document,
     store_tap_sums,
     tap,
+    taps_misfit,
     token_mask,
     within,
 )
@@ -279,14 +279,18 @@ def _gates_heuristic(target, key):
     return LaunchConfig({"BLOCK_T": tokens}, target.warps(tokens * key[0], 8, 8))
 
 
-def _gates_safe(target, key):
-    return LaunchConfig({"BLOCK_T": 4}, target.warps(4 * key[0], 8, 8))
-
-
 def _gates_tunable(variant, kernel):
     """No search space: the gates are a hundredth of the bytes that the convolution reads."""
-    rules = {"heuristic": _gates_heuristic, "safe": _gates_safe, "space": lambda target, key: []}
-    return Tunable("gated_delta_inputs", variant, kernels=(kernel,), key=_gates_key, dims=DIMS, **rules)
+    return Tunable(
+        "gated_delta_inputs",
+        variant,
+        kernels=(kernel,),
+        key=_gates_key,
+        dims=DIMS,
+        heuristic=_gates_heuristic,
+        safe=lambda target, key: LaunchConfig({"BLOCK_T": 4}, target.warps(4 * key[0], 8, 8)),
+        space=lambda target, key: [],
+    )
 
 
 def _columns(batch, n_tokens, n_k_heads, n_v_heads, k_dim, v_dim):
@@ -363,7 +367,7 @@ def _misfit(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
             f"qkv must have 2 * n_k_heads * k_dim channels and equally many for each of A_log's {n_v_heads} heads,"
             f" at most {WIDEST}, got {qkv.shape[-1]} with n_k_heads={heads.n_k_heads}, k_dim={heads.k_dim}"
         )
-    return check_taps(weight)
+    return taps_misfit(weight)
 
 
 WIDEST = 512

@@ -17,12 +17,12 @@ from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from .causal_conv import (
     blocks_of,
     causal_conv_reference,
-    check_taps,
     conv_key,
     conv_tunables,
     document,
     store_tap_sums,
     tap,
+    taps_misfit,
     token_mask,
     within,
 )
@@ -184,10 +184,6 @@ def _bwd(dy, bcx, weight, seq_idx):
     return dbcx, column_sum(DW, partial, weight.dtype).view(n_cols, taps)
 
 
-def _misfit(*args):
-    return check_taps(args[-2])
-
-
 _SHAPES = "bcx [batch, tokens, 3n]; weight [n, taps]; int seq_idx [batch, tokens]"
 
 
@@ -195,14 +191,14 @@ class ShortConvFunction(OperatorFunction):
     fwd = define(
         "short_conv_fwd(Tensor bcx, Tensor weight, Tensor? seq_idx) -> Tensor y",
         shapes=_SHAPES,
-        misfit=_misfit,
+        misfit=lambda bcx, weight, seq_idx: taps_misfit(weight),
         launcher=_fwd,
         reference=short_conv_reference,
     )
     bwd = define(
         "short_conv_bwd(Tensor dy, Tensor bcx, Tensor weight, Tensor? seq_idx) -> (Tensor dbcx, Tensor dweight)",
         shapes=f"{_SHAPES}; dy [batch, tokens, n]",
-        misfit=_misfit,
+        misfit=lambda dy, bcx, weight, seq_idx: taps_misfit(weight),
         launcher=_bwd,
         derivative_of=fwd,
     )

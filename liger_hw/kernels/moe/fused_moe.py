@@ -74,6 +74,11 @@ def _key(x, down_proj, top_k_index, how: How) -> registry.Key:
 
 
 def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
+    if x.dtype is torch.float64:  # in the interpreter, which would add the bits of a float64 product to an fp32 sum
+        raise NotImplementedError(
+            "fused_moe: its kernels do not multiply float64; use float32 or float16, or a process without "
+            "LIGER_HW_INTERPRET=1 and TRITON_INTERPRET=1"
+        )
     x, top_k_index, top_k_weights = row_major(x), top_k_index.contiguous(), top_k_weights.contiguous()
     n_experts, axis = down_proj.shape[0], 1 if how.is_transposed else 2
     check_index(top_k_index, n_experts)

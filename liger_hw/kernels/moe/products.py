@@ -402,16 +402,6 @@ def _whole(plan: Plan, **sizes: int) -> tuple[bool, ...]:
     return tuple([size % plan.config.blocks[name] == 0 for name, size in sizes.items()])
 
 
-def _refuse_float64(a: torch.Tensor) -> None:
-    """float64 reaches the kernels in the interpreter only, which would add the bits of a float64 product to an fp32
-    sum."""
-    if a.dtype is torch.float64:
-        raise NotImplementedError(
-            "fused_moe: its kernels do not multiply float64; use float32 or float16, or a process without "
-            "LIGER_HW_INTERPRET=1 and TRITON_INTERPRET=1"
-        )
-
-
 def rows_product(
     tunable: Tunable, key: Key, a: torch.Tensor, weight: torch.Tensor, inner_axis: int, gathered: bool, where: Routing
 ) -> torch.Tensor:
@@ -420,7 +410,6 @@ def rows_product(
     a: [M, inner], sorted by expert; gathered: [T, inner], a row for each token
     weight: [E, ., .], summed over `inner_axis`, 1 or 2
     """
-    _refuse_float64(a)
     n_rows, n_experts = where.token.shape[0], weight.shape[0]
     n_cols, n_inner = weight.shape[3 - inner_axis], weight.shape[inner_axis]
     plan = tunable.plan(a.device, key)
@@ -440,7 +429,6 @@ def weights_product(
     tunable: Tunable, key: Key, p: torch.Tensor, q: torch.Tensor, gathered: tuple[bool, bool], where: Routing
 ) -> torch.Tensor:
     """[E, columns of p, columns of q]: p^T @ q over each expert's rows; a gathered operand has a row for each token."""
-    _refuse_float64(p)
     n_experts, n_p, n_q = where.largest.shape[0], p.shape[1], q.shape[1]
     plan = tunable.plan(p.device, key)
     if _library_takes(plan, p, q):

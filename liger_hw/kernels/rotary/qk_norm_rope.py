@@ -16,7 +16,6 @@ Source: Henry et al., "Query-Key Normalization for Transformers", https://arxiv.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -28,12 +27,7 @@ from ..norms.rms_norm import CASTING_MODES, casting_code
 from ..rows.reduce import column_sum, column_sum_tunable
 from ..rows.tuning import persistent_misfit
 from . import rope, rotary
-from .qk_norm_rope_kernels import (
-    BackwardStrides,
-    ForwardStrides,
-    _qk_norm_rope_bwd_kernel,
-    _qk_norm_rope_fwd_kernel,
-)
+from .qk_norm_rope_kernels import BackwardStrides, ForwardStrides, _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_kernel
 from .rope import check_rope, rope_angles
 
 MODES = {name: CASTING_MODES[name] for name in ("llama", "gemma")}
@@ -144,21 +138,9 @@ _BY_POSITION = 1 << 30
 """No limit for `rotary.geometry_of`: a program has few heads, so cos and sin are much of what it reads."""
 
 
-class _Grid(NamedTuple):
-    """A launch of one of the kernels; programs for q come before those for k."""
-
-    plan: Plan
-    geometry: rotary.Geometry
-    for_q: int
-    for_k: int
-
-
-def _grid(tunable, q, k, cos, layout) -> _Grid | None:
-    """None if there are no tokens."""
-    rotary_dim, head_axis, *inside = layout
+def _grid(tunable, q, k, cos, rotary_dim, head_axis, *inside) -> tuple[Plan, rotary.Geometry, int, int]:
+    """(plan, geometry, programs for q, programs for k, which follow them) of a launch."""
     geometry = rotary.geometry_of(q, k, cos, rotary_dim, head_axis, inside, _BY_POSITION)
-    if not geometry.tokens:
-        return None
     plan = tunable.plan(q.device, geometry.key)
     blocks = plan.config.blocks
     heads = blocks.get("HEADS", blocks["BLOCK_H"])
@@ -166,21 +148,21 @@ def _grid(tunable, q, k, cos, layout) -> _Grid | None:
     if 0 < plan.programs < for_q + for_k:
         for_q = max(1, min(plan.programs - 1, plan.programs * for_q // (for_q + for_k)))
         for_k = max(1, plan.programs - for_q)
-    return _Grid(plan, geometry, for_q, for_k)
+    return plan, geometry, for_q, for_k
 
 
 def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
     q, k, wq, wk = rotary.readable(q), rotary.readable(k), dense(wq), dense(wk)
     cos, sin = rotary.readable_angles(cos, sin, angles)
     out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
-    grid = _grid(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
-    if grid:
-        geometry, strides = grid.geometry, grid.geometry.strides
+    if q.numel():
+        plan, geometry, for_q, for_k = _grid(FWD, q, k, cos, rotary_dim, head_axis, q_inside, k_inside)
+        strides = geometry.strides
         strides_of_both = ForwardStrides(strides[:2], strides[2:], geometry.angles)
         args = (q, k, wq, wk, cos, sin, out_q, out_k, strides_of_both)
-        args += (geometry.tokens, geometry.seq_len, geometry.n_heads, grid.for_q, eps, offset)
+        args += (geometry.tokens, geometry.seq_len, geometry.n_heads, for_q, eps, offset)
         flags = rotary.aligned(geometry.head, *strides, geometry.angles), angles, casting
-        launch(grid.plan, _qk_norm_rope_fwd_kernel, (grid.for_q + grid.for_k,), args, flags)
+        launch(plan, _qk_norm_rope_fwd_kernel, (for_q + for_k,), args, flags)
     return out_q, out_k
 
 
@@ -191,17 +173,17 @@ def _bwd(
     cos, sin = rotary.readable_angles(cos, sin, angles)
     out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
     width = 2 * q.shape[3]
-    grid = _grid(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
-    if not grid:
+    if not q.numel():
         return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
-    geometry, strides = grid.geometry, grid.geometry.strides
+    plan, geometry, for_q, for_k = _grid(BWD, q, k, cos, rotary_dim, head_axis, q_inside, k_inside)
+    strides = geometry.strides
     of_gradients = tuple([rotary.Strides(*[t.stride(axis) for axis in geometry.axes]) for t in (dq, dk)])
     strides_of_both = BackwardStrides(of_gradients, strides[:2], strides[2:], geometry.angles)
-    partial = q.new_empty((max(grid.for_q, grid.for_k), width), dtype=torch.float32) if needs_dw else None
+    partial = q.new_empty((max(for_q, for_k), width), dtype=torch.float32) if needs_dw else None
     args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, strides_of_both)
-    args += (geometry.tokens, geometry.seq_len, geometry.n_heads, grid.for_q, eps, offset)
+    args += (geometry.tokens, geometry.seq_len, geometry.n_heads, for_q, eps, offset)
     flags = rotary.aligned(geometry.head, *of_gradients, *strides, geometry.angles), angles, casting
-    launch(grid.plan, _qk_norm_rope_bwd_kernel, (grid.for_q + grid.for_k,), args, flags)
+    launch(plan, _qk_norm_rope_bwd_kernel, (for_q + for_k,), args, flags)
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
 
 
@@ -324,10 +306,8 @@ class LigerQKNormRope(torch.nn.Module):
         return liger_qk_norm_rope(q, k, self.q_weight, self.k_weight, cos, sin, *norm, position_ids, unsqueeze_dim)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.q_weight.shape[0]}, eps={self.variance_epsilon}, offset={self.offset},"
-            f" casting_mode={self.casting_mode}"
-        )
+        options = f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
+        return f"{self.q_weight.shape[0]}, {options}"
 
 
 WORKLOADS = {"qwen3_8b": (4, 4096, 32, 8, 128), "gemma3_4b": (4, 4096, 8, 4, 256)}
