@@ -399,9 +399,8 @@ class LigerFusedNeighborhoodAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        check(
-            kernel_size > 0 and kernel_size % 2 == 1, name, f"kernel_size must be positive and odd, got {kernel_size}"
-        )
+        is_odd = kernel_size > 0 and kernel_size % 2 == 1
+        check(is_odd, name, f"kernel_size must be positive and odd, got {kernel_size}")
         check(dilation > 0, name, f"dilation must be positive, got {dilation}")
         if hidden_size % num_heads:
             check(False, name, f"hidden_size {hidden_size} must be divisible by num_heads {num_heads}")

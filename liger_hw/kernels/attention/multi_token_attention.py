@@ -179,7 +179,7 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
             p = sparsemax_fwd(p)
         else:
             _over_rows(FWD, (scores, p))
-    # torch's convolution would add the bias in a launch of its own, and sum its gradient
+    # without the bias, which torch's convolution would add, and whose gradient it would sum, in separate launches
     y = torch.conv2d(*_summable(p, weight), None, stride, padding, dilation, groups).to(p.dtype)
     if channels_last:
         return _fill_channels(y, dense(bias), None, False), p
@@ -252,7 +252,7 @@ def _fill_channels(
 
 
 def _convolution_gradients(g, p, weight, needed, stride, padding, dilation, groups):
-    """Gradients of p and weight, empty where not needed."""
+    """Gradients of p and weight, empty if not needed."""
     how = (None, stride, padding, dilation, False, (0, 0), groups, (*needed[:2], False))
     grads = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
     return [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads[:2], needed)]
@@ -362,7 +362,7 @@ def liger_multi_token_attention(
     scores: [B, in_channels, L, L] before the mask, L at most 32768; weight: [out_channels, in_channels / groups, kh,
     kw]; bias: [out_channels] or None; one dtype for all: fp32, fp16 or bf16. stride, padding, dilation, groups: of
     torch's conv2d, integers or pairs.
-    Returns conv2d's shape; where the key's index is larger than the query's it is zero.
+    Returns conv2d's shape, zero for keys after the query.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_flags("liger_multi_token_attention", sparse=sparse)
@@ -407,14 +407,13 @@ class LigerMultiTokenAttention(torch.nn.Module):
         sparse: bool = False,
     ) -> None:
         super().__init__()
+        name = "LigerMultiTokenAttention"
         reason = _numbers_misfit(groups, kernel_size=kernel_size, stride=stride, dilation=dilation, padding=padding)
-        check(not reason, "LigerMultiTokenAttention", reason)
-        check_numbers("LigerMultiTokenAttention", in_channels=in_channels, out_channels=out_channels)
-        check_flags("LigerMultiTokenAttention", bias=bias, sparse=sparse)
+        check(not reason, name, reason)
+        check_numbers(name, in_channels=in_channels, out_channels=out_channels)
+        check_flags(name, bias=bias, sparse=sparse)
         fits = in_channels % groups == 0 and out_channels % groups == 0
-        check(
-            fits, "LigerMultiTokenAttention", f"groups={groups} must divide {in_channels} and {out_channels} channels"
-        )
+        check(fits, name, f"groups={groups} must divide {in_channels} and {out_channels} channels")
         self.stride, self.padding, self.dilation, self.groups, self.sparse = stride, padding, dilation, groups, sparse
         kernel = _pair(kernel_size)
         self.weight = torch.nn.Parameter(torch.empty(out_channels, in_channels // groups, *kernel))

@@ -62,7 +62,6 @@ WORKLOADS = {
     "llama3_8b_vocabulary": (4096, 128256),
     "qwen3_moe_router": (65536, 128),
 }
-"""Sizes (n_rows, n_cols): attention scores, output distributions, expert routers."""
 
 
 def sample(sizes, dtype, device, generator) -> Sample:

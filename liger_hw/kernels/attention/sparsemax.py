@@ -86,7 +86,6 @@ WORKLOADS = {
     "attention_1k": (65536, 1024),
     "llama3_8b_vocabulary": (2048, 128256),
 }
-"""Sizes (n_rows, n_cols): output distributions and attention scores."""
 
 
 def sample(sizes, dtype, device, generator, *, dim=-1) -> Sample:

@@ -96,9 +96,8 @@ def _fwd_space(target: Any, key: Any) -> list[LaunchConfig]:
 
 
 def _bwd_space(target: Any, key: Any) -> list[LaunchConfig]:
-    runs = tile_space(
-        target, [{"BLOCK_R": n} for n in (2, 4, 8, 16, 32)], (1, 2, 4, 8), per_thread=(4, 16), width=key[0]
-    )
+    tiles = [{"BLOCK_R": runs} for runs in (2, 4, 8, 16, 32)]
+    runs = tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 16), width=key[0])
     lengths = (16, 32, 64, 128)
     return [LaunchConfig({**c.blocks, "BLOCK_L": length}, c.num_warps) for c in runs for length in lengths]
 

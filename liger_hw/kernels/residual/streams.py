@@ -30,9 +30,8 @@ def _coefficients(H_ptr, row, n_out, n_in, OUT: tl.constexpr, IN: tl.constexpr):
 def _streams(X_ptr, row, n_streams, n_cols, cols, STREAMS: tl.constexpr):
     """(pointers, mask) of a tile of all streams of a token, [STREAMS, BLOCK_SIZE]."""
     streams = tl.arange(0, STREAMS)[:, None]
-    return X_ptr + (row * n_streams + streams) * n_cols + cols[None, :], (streams < n_streams) & (cols < n_cols)[
-        None, :
-    ]
+    mask = (streams < n_streams) & (cols < n_cols)[None, :]
+    return X_ptr + (row * n_streams + streams) * n_cols + cols[None, :], mask
 
 
 @triton.jit

@@ -134,13 +134,11 @@ DW = column_sum_tunable("qk_norm_rope", rotary.DIMS, lambda *sizes: 2 * sizes[-1
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
-_BY_POSITION = 1 << 30
-"""No limit for `rotary.geometry_of`: a program has few heads, so cos and sin are much of what it reads."""
-
 
 def _grid(tunable, q, k, cos, rotary_dim, head_axis, *inside) -> tuple[Plan, rotary.Geometry, int, int]:
     """(plan, geometry, programs for q, programs for k, which follow them) of a launch."""
-    geometry = rotary.geometry_of(q, k, cos, rotary_dim, head_axis, inside, _BY_POSITION)
+    any_number = 1 << 30  # a program has few heads, so cos and sin are much of its loads
+    geometry = rotary.geometry_of(q, k, cos, rotary_dim, head_axis, inside, by_position=any_number)
     plan = tunable.plan(q.device, geometry.key)
     blocks = plan.config.blocks
     heads = blocks.get("HEADS", blocks["BLOCK_H"])
@@ -311,7 +309,6 @@ class LigerQKNormRope(torch.nn.Module):
 
 
 WORKLOADS = {"qwen3_8b": (4, 4096, 32, 8, 128), "gemma3_4b": (4, 4096, 8, 4, 256)}
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads them."""
 
 
 def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:

@@ -69,7 +69,6 @@ liger_multimodal_rotary_pos_emb = liger_qwen2vl_mrope  # Liger's name, in Qwen2-
 
 
 WORKLOADS = {"qwen2_5_vl_7b": (4, 4096, 28, 4, 128), "qwen2_vl_72b": (2, 4096, 64, 8, 128)}
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads them."""
 
 
 def sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:

@@ -83,7 +83,6 @@ WORKLOADS = {
     "gemma2_2b": (4, 4096, 8, 4, 256),
     "phi3_mini": (4, 4096, 32, 32, 96),
 }
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves, as Liger reads them."""
 
 
 def sample(

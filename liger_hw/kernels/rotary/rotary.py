@@ -263,9 +263,6 @@ def aligned(head: Head, *strides: Strides | AngleStrides) -> Head:
 
 # -- launcher, operator and autograd ---------------------------------------------------------------------------------
 
-_MOST_BATCHES = 65535
-"""The largest size of a grid's second axis."""
-
 
 class Rotary:
     """The tunables `<op>.fwd` and `<op>.bwd`, the operator `liger_hw::<op>` and the autograd of a rotary op.
@@ -317,7 +314,8 @@ class Rotary:
         head_tiles, threads = cdiv(n_q_heads, block_h), plan.config.num_warps * plan.target.warp_size
         angles_per_head = block_t * block_h * geometry.head.block_half <= 4 * threads
         batches, programs = tokens // seq_len, cdiv(seq_len, block_t)
-        batch_on_grid = batches <= _MOST_BATCHES and (batches == 1 or 16 * programs * block_t <= 17 * seq_len)
+        fits_grid = batches <= 65535  # the largest size of a grid's second axis
+        batch_on_grid = fits_grid and (batches == 1 or 16 * programs * block_t <= 17 * seq_len)
         if batch_on_grid:
             grid, tokens = (programs * head_tiles, batches), seq_len
         else:

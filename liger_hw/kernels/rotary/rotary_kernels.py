@@ -1,4 +1,4 @@
-"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py says what they compute."""
+"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py has the formulas."""
 
 from __future__ import annotations
 
@@ -73,30 +73,24 @@ def rotate(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
 def of_tokens(x, HEADS_FIRST: tl.constexpr):
     """A vector over the tokens of a tile, as a tile of three dimensions."""
     if HEADS_FIRST:
-        y = x[None, :, None]
-    else:
-        y = x[:, None, None]
-    return y
+        return x[None, :, None]
+    return x[:, None, None]
 
 
 @triton.jit
 def of_heads(x, HEADS_FIRST: tl.constexpr):
     """A vector over the heads of a tile, as a tile of three dimensions."""
     if HEADS_FIRST:
-        y = x[:, None, None]
-    else:
-        y = x[None, :, None]
-    return y
+        return x[:, None, None]
+    return x[None, :, None]
 
 
 @triton.jit
 def per_head(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
     """A tile of one head, repeated for N_HEADS."""
     if HEADS_FIRST:
-        y = tl.broadcast_to(x, [N_HEADS, x.shape[1], x.shape[2]])
-    else:
-        y = tl.broadcast_to(x, [x.shape[0], N_HEADS, x.shape[2]])
-    return y
+        return tl.broadcast_to(x, [N_HEADS, x.shape[1], x.shape[2]])
+    return tl.broadcast_to(x, [x.shape[0], N_HEADS, x.shape[2]])
 
 
 @triton.jit
