@@ -1,4 +1,4 @@
-"""What only a GPU can show: no host synchronisation, graph capture, streams, the fast launcher, offsets past int32."""
+"""Tests that need a GPU: no host synchronisation, graph capture, streams, the fast launcher, offsets past int32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _cuda(lane) -> str:
 def test_no_host_synchronisation(lane, case, seed):
     op, options = case
     sample = make(op, few_sizes(op), torch.bfloat16, _cuda(lane), seed, options)
-    grads = run(op.function, sample, seed).incoming  # compiles, and fills every cache
+    grads = run(op.function, sample, seed).incoming  # compiles and fills the caches
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -111,7 +111,7 @@ ELEMENTS = 2**31
 @pytest.mark.memory(32, fused_add_rms_norm=42, vision_rope=42, fused_moe=113)  # measured on an H200
 @ON_GPU
 def test_offsets_past_int32(lane, op, seed):
-    """More than 2^31 elements in the first tensor or a larger one: the last rows, past 32-bit offsets, are right."""
+    """With more than 2^31 elements in a tensor, the last rows, past 32-bit offsets, are right."""
     sizes = real_sizes(op)
     if op.name == "embedding":
         pytest.skip("its first tensor is a table: test_embedding.py has large ones")
@@ -120,7 +120,7 @@ def test_offsets_past_int32(lane, op, seed):
     per_row = max(t.numel() for t in with_rows) // sizes[0]
     options = next((o for o in op.options if _rows_apart(op, o, lane.device)), None)
     count = math.ceil(ELEMENTS / per_row) + 3
-    if options is None:  # a mean over rows: of so many that the factor between it and a mean over three is exact
+    if options is None:  # a mean over rows, as many as make the factor to a mean over three rows exact
         count = 3 << math.ceil(count / 3).bit_length()
     sample = make(op, (count, *sizes[1:]), torch.bfloat16, lane.device, seed, options or {})
     rows = _rows(sample, count)
@@ -148,7 +148,7 @@ def test_offsets_past_int32(lane, op, seed):
 @pytest.mark.parametrize("name", ["rope", "interleaved_rope", "qk_norm_rope", "llama4_rope", "qwen2vl_mrope"])
 @ON_GPU
 def test_positions_past_a_million(lane, name, seed):
-    """One sequence of more than 2^20 positions and 2^31 elements: its last tokens are right."""
+    """The last tokens of a sequence of more than 2^20 positions and 2^31 elements are right."""
     op, tokens = registry.ops()[name], 2**20 + 5
     sample = make(op, (1, tokens, 17, 1, 128), torch.bfloat16, lane.device, seed)
     for t in checked_inputs(sample):
@@ -168,7 +168,7 @@ def test_positions_past_a_million(lane, name, seed):
 
 
 def _rows_apart(op, options, device) -> bool:
-    """Whether every output has a row for each of the input's."""
+    """Whether every output has a row for each row of the input."""
     sizes = few_sizes(op)
     sample = make(op, sizes, torch.bfloat16, device, 0, options)
     rows = _rows(sample, sizes[0])
@@ -176,7 +176,7 @@ def _rows_apart(op, options, device) -> bool:
 
 
 def _rows(sample, count) -> int:
-    """Of a sample of `count`: its rows, in the first dimension or the second."""
+    """The rows of a sample of `count`, in its first or second dimension."""
     return count if count in sample.args[0].shape[:2] else sample.args[0].shape[0]
 
 

@@ -1,4 +1,4 @@
-"""The hybrids' convolutions where zero times inf, a norm of zero or a wide document number would show."""
+"""The hybrids' convolutions with infinite values, norms of zero and wide document numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {"gated_delta_inputs": (2, 22, 1, 2, 16, 8), "short_conv": (2, 22, 20)}
 
 
 def test_no_epsilon(lane, seed):
-    """Past the last token, where a kernel reads zeros, a norm without an epsilon is zero."""
+    """Past the last token a kernel reads zeros, whose norm without an epsilon is zero."""
     op = registry.get_op("gated_delta_inputs")
     sample = make(op, SIZES[op.name], torch.float32, lane.device, seed)
     verify(op, dataclasses.replace(sample, kwargs={"eps": 0.0}), seed)
@@ -25,7 +25,7 @@ def test_no_epsilon(lane, seed):
 @pytest.mark.parametrize("taps", [1, 3])
 @pytest.mark.parametrize("name", SIZES)
 def test_inf_reaches_as_many_tokens_as_there_are_taps(lane, name, taps, token, seed):
-    """In the middle of a run of tokens, and in the first of one, which the run before reads too."""
+    """In the middle of a run of tokens, and in the first token of a run, which the run before reads too."""
     op = registry.get_op(name)
     sample = make(op, SIZES[name], torch.float32, lane.device, seed, {"taps": taps})
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What Triton's interpreter cannot do is refused or kept from happening; a wrong result is never given."""
+"""What Triton's interpreter computes wrong is refused or prevented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.interpret
 
 @pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
 def test_bfloat16_is_refused(op, seed):
-    """The interpreter's arithmetic in bfloat16 gave NaN and 1e38 in silence."""
+    """The interpreter's arithmetic in bfloat16 silently gives NaN and 1e38."""
     sample = make(op, few_sizes(op), torch.bfloat16, "cpu", seed)
     with pytest.raises(NotImplementedError, match="interpreter computes bfloat16 wrong"):
         forward(op.function, sample)
@@ -23,7 +23,7 @@ def test_bfloat16_is_refused(op, seed):
 
 @pytest.mark.daily("interpret", op=(*ONE_OF_A_FAMILY, "fused_moe"))
 def test_float64_is_right_to_float32_or_refused(op, seed):
-    """Kernels compute in float32 whatever they are given; products of float64 in fused_moe gave 1e38 in silence."""
+    """Kernels compute in float32 for any dtype; products of float64 in fused_moe would silently give 1e38."""
     sample = make(op, few_sizes(op), torch.float64, "cpu", seed)
     if op.name == "fused_moe":
         with pytest.raises(NotImplementedError, match="kernels do not multiply float64"):
@@ -38,7 +38,7 @@ def test_float64_is_right_to_float32_or_refused(op, seed):
 
 
 def test_threads_take_turns(seed):
-    """The interpreter keeps the launch at hand in globals: 14 of these 24 were wrong or raised."""
+    """The interpreter keeps the current launch in globals."""
     op = registry.get_op("rms_norm")
 
     def work(number: int) -> None:

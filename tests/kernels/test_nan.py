@@ -8,8 +8,7 @@ from harness import checked_inputs, few_sizes, make, reference, run, tensors
 
 
 def _row(sample, rows):
-    """The last row that counts: rows whose target is ignored are exactly zero whatever they hold, and of a table's rows
-    those count that are looked up."""
+    """The last row that reaches the result: its target is not ignored, or it is looked up in a table."""
     numbers = [t.flatten() for t in tensors((sample.args, sample.kwargs)) if t.dtype == torch.int64]
     if not numbers:
         return rows - 1
@@ -18,7 +17,7 @@ def _row(sample, rows):
     return int(numbers[0][-1])
 
 
-# What could lose a NaN is a maximum or a mask, which an op's option sets mostly share.
+# A maximum or a mask could lose a NaN; an op's option sets mostly share them.
 @pytest.mark.daily("interpret", options="default")
 @pytest.mark.lanes("interpret", "gpu")
 def test_a_nan_is_never_lost(lane, case, seed):

@@ -1,4 +1,4 @@
-"""The rotary ops against the functions of transformers' own modelling code, forward and backward, in fp64."""
+"""The rotary ops against the functions of transformers' models, forward and backward, in fp64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _angles(generator, *shape):
 
 
 def _same(ours, sample: Sample, theirs) -> None:
-    """Our function, or the op of this name, and theirs on the same tensors; theirs may compute in fp32."""
+    """ours: a function or the name of an op. Tolerances are of fp32, in which theirs may compute."""
     ours = run(get_op(ours).function if isinstance(ours, str) else ours, sample, 3)
     expected = run(theirs, sample, grads=ours.incoming)
     for found, wanted in zip(ours.bits(), expected.bits()):
@@ -37,7 +37,7 @@ def _same(ours, sample: Sample, theirs) -> None:
 @pytest.mark.parametrize("name", ["glm", "glm4", "ernie4_5", "helium"])
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_halves_of_cos_shared_by_interleaved_pairs(generator, name, unsqueeze_dim):
-    """Partial where the model has it: GLM turns half the width."""
+    """GLM rotates half the width."""
     theirs = _model(name).apply_rotary_pos_emb
     shape = (2, 4, 5, 8) if unsqueeze_dim == 1 else (2, 5, 4, 8)
     q, k = _states(generator, *shape), _states(generator, *shape)
@@ -48,7 +48,7 @@ def test_halves_of_cos_shared_by_interleaved_pairs(generator, name, unsqueeze_di
 
 
 def _without(function):
-    """`function` of transformers, given our keywords less those it has not."""
+    """`function` of transformers, without the keywords that only we have."""
 
     def call(q, k, cos, sin, shared_halves=None, to_halves=None, **more):
         return function(q, k, cos, sin, **more)
@@ -64,7 +64,7 @@ def test_cohere(generator, name):
 
 
 def test_gpt_j(generator):
-    """One angle a pair; the model turns q and k one after the other, [B, T, heads, D], the first dimensions only."""
+    """One angle a pair; the model rotates the first dimensions of q and of k, [B, T, heads, D]."""
     turn = _model("gptj").apply_rotary_pos_emb
     q, k = _states(generator, 2, 5, 4, 8), _states(generator, 2, 5, 4, 8)
     angles = _angles(generator, 2, 5, 3)
@@ -119,7 +119,7 @@ def test_vision_towers(generator, name):
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_multimodal(generator, unsqueeze_dim):
-    """Transformers 4 turns by three planes; 5 merges them beforehand: both are this."""
+    """Transformers 4 takes three planes of angles; 5 merges them beforehand."""
     sections = [1, 2, 1]
     shape = (2, 4, 5, 8) if unsqueeze_dim == 1 else (2, 5, 4, 8)
     q, k = _states(generator, *shape), _states(generator, *shape)

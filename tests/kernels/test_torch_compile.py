@@ -73,7 +73,7 @@ def test_no_recompilation(lane, op, seed):
 @pytest.mark.daily(op=("cross_entropy", "softmax"))
 @pytest.mark.lanes("cpu")
 def test_a_number_that_changes(lane, op, seed):
-    """A schedule of a temperature, say: from its second value on Dynamo has a symbol for it."""
+    """For example a schedule of a temperature: from its second value on Dynamo has a symbol for it."""
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     bound = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
     bound.apply_defaults()
@@ -86,12 +86,12 @@ def test_a_number_that_changes(lane, op, seed):
         torch.testing.assert_close(compiled(**call), op.function(**call))
 
 
-# What comes in is laid out by the operators' common checks.
+# The operators' common checks handle the layout of inputs.
 @pytest.mark.daily(op=ONE_OF_A_FAMILY)
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.unpoisoned
 def test_inside_a_model(lane, op, seed):
-    """Between other operations, so that the compiler may not assume the layout of what comes in."""
+    """Between other operations, so that the compiler cannot assume the layout of the input."""
     sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
     first = checked_inputs(sample)[0]
 

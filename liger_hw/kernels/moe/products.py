@@ -326,8 +326,6 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
     def valid(config: LaunchConfig, key: Key) -> str | None:
         if config.blocks["ENGINE"] not in (KERNELS, LIBRARY):
             return f"ENGINE must be {KERNELS} or {LIBRARY}"
-        if config.blocks.get("TILES", 1) < 1:
-            return "TILES must be at least 1"
         small = [name for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K") if config.blocks[name] < 16]
         return f"{', '.join(small)} must be at least 16" if small else None
 
