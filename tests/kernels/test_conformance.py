@@ -51,8 +51,8 @@ def test_shipped_tables(table, name, seed, clean_registry):
             grid = str(sorted(entry.config.blocks.items())) + str(entry.config.ctas_per_mp)
             tiles.setdefault(variant, {})[grid] = entry.config
     registry.set_table(target, {})
-    for variant, found in tiles.items():
-        ordered = sorted(found.values(), key=lambda config: (math.prod(config.blocks.values()), config.to_text()))
+    for variant, configs in tiles.items():
+        ordered = sorted(configs.values(), key=lambda config: (math.prod(config.blocks.values()), config.to_text()))
         for config in {ordered[0], ordered[len(ordered) // 2], ordered[-1]}:
             with registry.pretend(target), registry.override(f"{name}.{variant}", config):
                 verify(op, make(op, few_sizes(op), torch.float32, "cpu", seed), seed)

@@ -110,16 +110,16 @@ def test_kernels_of_a_group(lane, sizes, block, channels, stages, dtype, seed):
     sample = make(op, sizes, dtype, "cpu", seed)
     x, w, b = (t.detach() for t in sample.args[:3])
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    rows, own = batch * groups, num_channels // groups
+    rows, per_group = batch * groups, num_channels // groups
     y, stats = group_norm._fwd_reference(x, w, b, groups, EPS)
     dx, dw_db = group_norm.GroupNormFunction.bwd.reference(dy, x, w, b, stats, groups, EPS, True)
-    grouped, up = (t.float().reshape(rows, own, spatial) for t in (x, dy))
+    grouped, up = (t.float().reshape(rows, per_group, spatial) for t in (x, dy))
     tiles = _tiles(grouped, block, channels)
-    m = up * w.float().view(1, groups, own).expand(batch, -1, -1).reshape(rows, own, 1)
+    m = up * w.float().view(1, groups, per_group).expand(batch, -1, -1).reshape(rows, per_group, 1)
     mh = m * (grouped - stats[0].view(rows, 1, 1)) * stats[1].view(rows, 1, 1)
     lanes = registry.next_power_of_2(len(tiles))
-    numbers = rows, groups, own, spatial, len(tiles)
-    even = spatial % block == 0 and own % channels == 0
+    numbers = rows, groups, per_group, spatial, len(tiles)
+    even = spatial % block == 0 and per_group % channels == 0
     grid = (2 * len(tiles),)
 
     def filled(first, second):
@@ -135,12 +135,12 @@ def test_kernels_of_a_group(lane, sizes, block, channels, stages, dtype, seed):
 
     means = [t.mean((1, 2)) for t in tiles]
     before = filled(means, [(t - t.mean((1, 2), keepdim=True)).square().sum((1, 2)) for t in tiles])
-    words, out, found = before.clone(), torch.full_like(x, torch.nan), torch.full_like(stats, torch.nan)
+    words, out, out_stats = before.clone(), torch.full_like(x, torch.nan), torch.full_like(stats, torch.nan)
     kernels._group_norm_cooperative_fwd_kernel[grid](
-        x, w, b, out, found, words, *numbers, EPS, even, lanes, block, channels, stages
+        x, w, b, out, out_stats, words, *numbers, EPS, even, lanes, block, channels, stages
     )
     check_words(words, before)
-    torch.testing.assert_close(found, stats, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out_stats, stats, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, y)
 
     before = filled(*([t.sum((1, 2)) for t in _tiles(of, block, channels)] for of in (m, mh)))

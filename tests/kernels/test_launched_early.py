@@ -134,12 +134,12 @@ def _once(name, x):
 
 def _chain(x, between=lambda t: t, rounds=2):
     """`between` is called with what an op left, and may give a tensor that is equal."""
-    found = []
+    results = []
     for name in CHAIN * rounds:
         y, *grads = _once(name, x)
-        found += y, *grads
+        results += y, *grads
         x = between(y)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -157,8 +157,8 @@ def test_the_chain_is_launched_early(shape):
     assert all(said == {True} or name.endswith(".dw") for name, said in early.items()), early
 
 
-def _same(found, expected):
-    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+def _same(results, expected):
+    for number, (a, b) in enumerate(zip(results, expected, strict=True)):
         assert torch.equal(a, b), number
 
 
@@ -209,9 +209,9 @@ def test_chains_across_streams(chained):
 
     try:
         for _ in range(3):
-            found = _chain(x, cross)  # holds all that passes between the streams: no memory is given out again
+            results = _chain(x, cross)  # holds all that passes between the streams: no memory is given out again
             module.synchronize()
-            _same(found, expected)
+            _same(results, expected)
     finally:
         module.set_stream(streams[0])
 
@@ -225,8 +225,8 @@ def test_chains_in_a_graph(chained):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = _chain(given)
+        results = _chain(given)
     for number in range(10):
         given.copy_((x, other)[number % 2])
         graph.replay()
-        _same(found, expected[number % 2])
+        _same(results, expected[number % 2])

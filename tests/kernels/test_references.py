@@ -99,7 +99,7 @@ def test_cross_entropy_softcap_and_z_loss(generator):
     x, target = _random(generator, 9, 11), torch.randint(11, (9,), generator=generator)
     target[4] = -100
     capped = 5 * torch.tanh(x / 5)
-    found = cross_entropy_reference(x, target, softcap=5.0, lse_square_scale=0.1, return_z_loss=True)
+    results = cross_entropy_reference(x, target, softcap=5.0, lse_square_scale=0.1, return_z_loss=True)
     z_loss = 0.1 * torch.logsumexp(capped, -1)[target != -100].square().mean()
-    torch.testing.assert_close(found.z_loss, z_loss)
-    torch.testing.assert_close(found.loss, F.cross_entropy(capped, target) + z_loss)
+    torch.testing.assert_close(results.z_loss, z_loss)
+    torch.testing.assert_close(results.loss, F.cross_entropy(capped, target) + z_loss)

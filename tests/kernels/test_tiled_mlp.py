@@ -124,7 +124,7 @@ def test_frozen_weights_and_inputs():
 
 def test_lora():
     peft = pytest.importorskip("peft")
-    made = []
+    layers = []
     for layer in pair("swiglu", torch.float32):
         holder = torch.nn.ModuleDict({"mlp": layer})
         torch.manual_seed(2)
@@ -133,8 +133,8 @@ def test_lora():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(3))
-        made.append(model.base_model.model["mlp"].double())
-    plain, tiled = made
+        layers.append(model.base_model.model["mlp"].double())
+    plain, tiled = layers
     tiled.num_shards = 5
     x = some_x(40)
     torch.testing.assert_close(run(tiled, x), run(plain, x), rtol=1e-10, atol=1e-10)
@@ -157,16 +157,16 @@ def test_weights_that_are_no_parameters_of_the_module():
 def test_hooks_of_parameters_run_once_on_the_whole_gradient(name):
     """A tensor's hook may change the gradient; one after accumulation sees the changed sum, as without tiles."""
     seen = {}
-    found = []
+    results = []
     for layer in pair("swiglu", mlp_bias=True):
         layer.num_shards = 4
         calls, parameter = seen.setdefault(layer, []), layer.get_parameter(name)
         handle = parameter.register_hook(lambda g, calls=calls: calls.append(g.clone()) or g * 0.5)
         parameter.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p.grad.clone()))
-        found.append(run(layer, some_x(2, 9)))
+        results.append(run(layer, some_x(2, 9)))
         handle.remove()
-        found.append(run(layer, some_x(2, 9)))  # the hook after accumulation alone
-    for plain, tiled in (found[::2], found[1::2], seen.values()):
+        results.append(run(layer, some_x(2, 9)))  # the hook after accumulation alone
+    for plain, tiled in (results[::2], results[1::2], seen.values()):
         torch.testing.assert_close(tiled, plain, rtol=1e-12, atol=1e-12)
     assert [len(calls) for calls in seen.values()] == [3, 3]
 
@@ -219,12 +219,12 @@ def test_a_scope_tiles_what_is_longer_than_a_tile(monkeypatch):
     expected = run(plain, x)
     del calls[:]
     with Tiles():
-        found = run(plain, x)
+        results = run(plain, x)
         with torch.no_grad():
             torch.testing.assert_close(plain(x), expected[0], rtol=1e-12, atol=1e-12)
         plain(x[0, :8])
     assert calls == [7, 7, 6] * 3 + [8]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_parameters_changed_or_replaced_since_the_forward_are_refused():

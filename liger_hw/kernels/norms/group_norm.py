@@ -174,7 +174,7 @@ _LONGEST = 2**31 - 2**16
 
 
 def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
-    """(batch, number of groups, values of a channel, number of channels)."""
+    """In the order of `_DIMS`."""
     return x.shape[0], num_groups, math.prod(x.shape[2:]), x.shape[1]
 
 

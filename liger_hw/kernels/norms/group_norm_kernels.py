@@ -72,7 +72,6 @@ def _combined_mean_and_m2(Stats_ptr, row, splits):
 
 @triton.jit
 def _combined_sums(Sums_ptr, row, splits):
-    """The two sums of a group, added over its splits."""
     offsets = tl.arange(0, 64)
     first = tl.zeros([64], dtype=tl.float32)
     second = tl.zeros([64], dtype=tl.float32)

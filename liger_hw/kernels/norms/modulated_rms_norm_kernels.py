@@ -59,7 +59,6 @@ def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offs
 
 @triton.jit
 def _modulated(x, rstd, gain, shift, CASTING: tl.constexpr):
-    """y in fp32; shift may be None."""
     _, h = normalised(x, None, as_column(rstd), CASTING)
     return h * gain if shift is None else h * gain + shift
 

@@ -17,7 +17,6 @@ from .forward import normalised
 
 @triton.jit
 def _load_part(Ptr, row, stride, cols, mask):
-    """A program's columns of a row."""
     return tl.load(Ptr + row * stride.to(tl.int64) + cols, mask=mask, other=0.0)
 
 
