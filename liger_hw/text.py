@@ -1,4 +1,4 @@
-"""Plain text for a terminal: tables, folded lines, and a status line for long work."""
+"""Text for a terminal: tables, folded lines, a status line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Sequence
 
 
 def columns() -> int | None:
-    """Characters a line may have: what COLUMNS says, else the terminal's width; None where output goes to a file."""
+    """Maximum length of a line: COLUMNS, else the terminal's width; None where output goes to a file."""
     setting = os.environ.get("COLUMNS", "")
     if setting.isdigit() and int(setting):
         return max(40, int(setting))
@@ -25,10 +25,10 @@ def columns() -> int | None:
 
 
 def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
-    """Columns as wide as their widest cell, folded if the table is wider than `columns()`; a rule under the header.
+    """A table at most `columns()` wide, with a rule under the header and control characters escaped.
 
-    Columns with several words are narrowed first, so that words are cut only if nothing else can be folded. A row of
-    one cell is a heading of any width over the rows below it. Control characters are escaped.
+    Cells are folded at spaces; words are cut only where the table is still too wide. A row of one cell is a heading
+    across the columns.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     full = [row for row in rows if len(row) == len(rows[0])]
@@ -49,7 +49,7 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
-    """A row as lines; a cell that is wider than its column continues below, cut at spaces where possible."""
+    """A row as lines: cells wider than their column continue below."""
     cells = [textwrap.wrap(cell, max(1, width)) if len(cell) > width else [cell] for cell, width in zip(row, widths)]
     return [
         (indent + "  ".join(part.ljust(width) for part, width in zip(parts, widths))).rstrip()
@@ -60,16 +60,14 @@ def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
 def with_notes(rows: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], list[str]]:
     """(rows of a table with short third and fourth cells, notes below the table).
 
-    A long cell is cut at its first colon, semicolon or bracket and gets the number of a note: `left alone (1)`. The
-    note has the whole cell, so that one long cell does not widen every row.
+    A cell longer than `LONGEST_CELL` is cut at its first colon, semicolon or bracket and gets the number of a note,
+    `left alone (1)`. The note has the whole cell.
     """
     numbers: dict[str, int] = {}
 
     def short(cell: str) -> str:
-        if len(cell) <= LONGEST_CELL:
-            return cell
         start = re.split(r":|;| \(", cell, maxsplit=1)[0]
-        if start == cell:
+        if len(cell) <= LONGEST_CELL or start == cell:
             return cell
         return f"{start} ({numbers.setdefault(cell, len(numbers) + 1)})"
 
@@ -78,14 +76,10 @@ def with_notes(rows: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], li
 
 
 LONGEST_CELL = 40
-"""Longest cell that `with_notes` leaves in a table."""
 
 
 def fold(text: str, hang: str = "") -> str:
-    """Each line of `text`, folded where it is wider than `columns()`; continuation lines begin with `hang`.
-
-    What a terminal might obey is escaped.
-    """
+    """`text` with lines at most `columns()` wide, control characters escaped. hang: begins continuation lines"""
     most = columns()
     lines = [printable(line) for line in text.split("\n")]
     if most is None:
@@ -98,16 +92,16 @@ def fold(text: str, hang: str = "") -> str:
 
 
 def labelled(name: str, text: str) -> str:
-    """A folded line, with the name in a column of its own."""
+    """A folded line with the name in the first column."""
     return fold(f"{name:<13} {text}", " " * 14)
 
 
-def json_text(data: Any, indent: int | None = None) -> str:
-    """Standard JSON: numbers that are not finite become null, other values without a JSON form their text."""
+def json_text(data: Any, indent: int | None = None, digits: int = 17) -> str:
+    """Standard JSON. Numbers keep `digits` and are null if not finite; values without a JSON form become their text."""
 
     def valid(value: Any) -> Any:
         if isinstance(value, float):
-            return value if math.isfinite(value) else None
+            return float(f"{value:.{digits}g}") if math.isfinite(value) else None
         if isinstance(value, dict):
             return {name: valid(one) for name, one in value.items()}
         return [valid(one) for one in value] if isinstance(value, (list, tuple)) else value
@@ -116,32 +110,32 @@ def json_text(data: Any, indent: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with everything that a terminal might obey (control characters, text direction, surrogates) escaped."""
+    """`text` with control characters, text direction and surrogates escaped, which could drive a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: BaseException) -> str:
-    """`Type: message`, one line of it."""
+    """`Type: message`, its first line, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
 
 
 def time_left(elapsed: float, done: int, total: int, most: float = math.inf) -> str:
-    """`, 40 s left`, at most `most`, when `done` of `total` took `elapsed` seconds; "" if that cannot be known."""
+    """`, 40 s left`, at most `most`, if `done` of `total` took `elapsed` seconds; "" while unknown."""
     left = min(most, elapsed / done * (total - done)) if done else 0.0
     return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left >= 1 else ""
 
 
 class StatusLine:
-    """To standard error: on a terminal one line that changes, elsewhere a plain line now and then."""
+    """Progress on standard error: one changing line on a terminal, elsewhere a line every ten seconds."""
 
     EVERY = 10.0
 
     def __init__(self) -> None:
         self.live, self.drawn, self.began = sys.stderr.isatty(), False, time.monotonic()
-        self.last = self.began - (self.EVERY if self.live else 0.0)  # on a terminal the first line comes at once
+        self.last = self.began - (self.EVERY if self.live else 0.0)  # shown at once on a terminal
 
     def update(self, text: str) -> None:
         now = time.monotonic()
@@ -149,13 +143,13 @@ class StatusLine:
             return
         self.last, self.drawn = now, self.live
         if self.live:
-            text = text[: (columns() or 80) - 1]  # the next status would overwrite only the last line of a longer one
+            text = text[: (columns() or 80) - 1]  # a folded line could not be overwritten
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         else:
             print(fold(text, " " * 4), file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """`[3/20] text, 40 s left`, where `done` of `total` are finished."""
+        """Show `[3/20] text, 40 s left`; `done` of `total` are finished."""
         self.update(f"[{done + 1}/{total}] {text}{time_left(time.monotonic() - self.began, done, total)}")
 
     def end(self) -> None:

@@ -13,10 +13,10 @@ from .timing import Meter
 
 
 class Accuracy:
-    """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
+    """Relative error of an arm's outputs and gradients: ||arm - fp64|| / ||fp64||.
 
-    Rows are halved while there are more than 16 and the first tensor has more than 2^26 elements (2^20 on the CPU), and
-    while the reference runs out of memory.
+    Rows are halved while more than 16 have over 2^26 elements (2^20 on the CPU) in the first tensor, and while the
+    reference runs out of memory.
     """
 
     def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:
@@ -32,7 +32,7 @@ class Accuracy:
             self.inputs = make_inputs(case, self.sizes, meter.device, 0)
 
     def _reference(self, case: Case) -> bool:
-        """Compute the exact results. False if they do not fit into the device's memory."""
+        """Compute the reference's results; False if they do not fit into the device's memory."""
         try:
             inputs = self.inputs.clone()
             exact = inputs.clone(torch.float64)
@@ -56,7 +56,7 @@ class Accuracy:
         mine = self.inputs.clone()
         outputs = [o for o in tensors_in(function(*mine.args, **mine.kwargs)) if o.is_floating_point()]
         differentiable = [(output, flow) for output, flow in zip(outputs, self.flowing) if output.requires_grad]
-        values = [output.detach().clone() for output in outputs]  # a backward may overwrite them
+        values = [output.detach().clone() for output in outputs]  # backward may overwrite outputs
         flowing = [flow.to(output.dtype, copy=True) for output, flow in differentiable]
         grads = torch.autograd.grad([output for output, _ in differentiable], mine.leaves, flowing, allow_unused=True)
         return _worst(values, self.outputs), _worst(grads, self.grads)

@@ -1,7 +1,7 @@
-"""What is measured: an op at problem sizes, in a dtype.
+"""The cases of a benchmark: an op at problem sizes, in a dtype.
 
 cases(["rms_norm"])                                  its workloads
-cases(["jsd"], ["workloads", "4096x131072@fp32"])    these and one more size
+cases(["jsd"], ["workloads", "4096x131072@fp32"])    its workloads and one more size
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """quick: only times; no memory or accuracy
+    """quick: measure times only, no memory or accuracy
     prepare: changes the op's sample; limit: seconds in which an arm must be ready (default: `ops.ARM_LIMIT`)
     """
 
@@ -39,11 +39,11 @@ class Case:
 
 
 def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
-    """The cases to run: each op at its workloads, or at `sizes`; every op when `ops` is empty.
+    """The named ops, or all, at each of `sizes`, or at all their workloads.
 
-    A size is the name of a workload; numbers, as `8192x4096`; `workloads`, all of an op's; or `small`, which any
-    machine runs in a moment. `@fp32` after it is its dtype. Raises `ValueError` for an unknown op, and for a size no op
-    of `ops` can take.
+    A size is the name of a workload, numbers as `8192x4096`, `workloads` for all of an op's, or `small` for one that
+    runs in a moment anywhere. `@fp32` behind it gives its dtype. Raises `ValueError` for an unknown op, and for a size
+    that none of the ops takes.
     """
     table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
     todo: list[Case] = []
@@ -74,14 +74,14 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
     return todo
 
 
-# -- what a case's arms are called with ------------------------------------------------------------------------------
+# -- the inputs of a case ---------------------------------------------------------------------------------------------
 
 ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "seq_len", "n_seq", "bsz", "bt"})
-"""Names of problem sizes (`Tunable.dims`) that may shrink without changing what is computed for one row."""
+"""Names in `Tunable.dims` of sizes that may shrink without a change of what is computed for one row."""
 
 
 def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
-    """One set of inputs from the op's sample, without keywords at their default, which a peer may not know."""
+    """Inputs from the op's sample, without keywords at their default, which a peer may not have."""
     generator = torch.Generator(device).manual_seed(seed)
     sample = case.op.sample(sizes, case.dtype, device, generator)
     known = inspect.signature(case.op.function).parameters
@@ -91,7 +91,7 @@ def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: 
 
 
 def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
-    """The case's sizes, with sizes of `ROW_DIMS` at most `most`; columns, for which kernels are compiled, stay."""
+    """The case's sizes, with those of `ROW_DIMS` at most `most`."""
     dims = case.op.tunables[0].dims
     rows = [name in ROW_DIMS for name in dims]
     if not any(rows):

@@ -1,4 +1,4 @@
-"""The least time a case can take: its bytes at the measured copy rate, or its matrix products by cuBLAS or the like."""
+"""The least time of a case: its bytes at the measured copy rate, or its matrix products as torch runs them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .timing import Chain, Meter, Product
 
 
 def floor_words(vocab: int) -> int:
-    """Words of a vocabulary that count in a floor: whole 16 bytes of a 16-bit row. cuBLAS takes 6 times as long for
-    50257 words as for 50256, so heads that split off the last word would reach 500% of a floor with all words."""
+    """The words of a vocabulary that count in a floor: a multiple of 8, as cuBLAS takes 6 times as long for 50257 words
+    as for 50256. A head that splits off the last word would reach 500% of a floor with all words."""
     return vocab - vocab % 8 or vocab
 
 
 def linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """sizes: tokens (or batch and length), hidden, vocab, of which `floor_words` count"""
+    """sizes: tokens (or batch and length), hidden, vocab"""
     *rows, hidden, vocab = sizes
     vocab = floor_words(vocab)
     logits = (math.prod(rows), vocab, hidden, "nt")
@@ -25,13 +25,13 @@ def linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
 
 
 def two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """A head, and a teacher's or reference model's without gradient."""
+    """A head, and the head of a teacher or reference model without gradient."""
     forward, both = linear_head(*sizes)
     return 2 * forward, [*forward, *both]
 
 
 def experts(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int) -> tuple[list[Product], list[Product]]:
-    """The products of gated experts as in one dense layer with as many rows."""
+    """The products of a dense layer with as many rows as all experts take."""
     rows = n_tokens * top_k
     forward = [(rows, 2 * inner, hidden, "nt"), (rows, hidden, inner, "nt")]
     down = [(rows, inner, hidden, "nn"), (hidden, inner, rows, "tn")]
@@ -43,14 +43,13 @@ PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
     "fused_linear_kl_div": linear_head,
     "fused_linear_jsd": two_heads,
     "fused_moe": experts,
-    # without the logits that a backward may compute again
     "fused_linear_log_probs": linear_head,
 }
-"""The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
+"""GEMM-bound op -> function from its problem sizes to its matrix products: (forward, forward and backward)."""
 
 
 def floors_of(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tuple[dict[str, float], str]:
-    """Milliseconds by mode that the measured copy or the products need, and which of the two it is.
+    """({mode: milliseconds}, "copy" or "gemm").
 
     Products are timed briefly here; `ops.bench` times them again, interleaved with the arms.
     """

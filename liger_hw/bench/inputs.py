@@ -1,4 +1,4 @@
-"""A call to be measured: its function, sets of inputs, incoming gradients, and overwritten tensors."""
+"""Calls to be measured: inputs, incoming gradients, and tensors to restore."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..autotune.record import tensors_in
 
 @dataclass
 class Inputs:
-    """Arguments of one call, and its incoming gradients (drawn once, the same for every arm).
+    """Arguments of one call, and its incoming gradients (`flowing`), which are the same for every arm.
 
-    moved: bytes the roofline counts, forward and backward; exact: further arguments of the reference in fp64 (`Sample`)
+    moved: bytes that the floor counts, forward and backward; exact: further arguments of the reference in fp64
     """
 
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ class Inputs:
         return sum(tensor.numel() * tensor.element_size() for tensor in [*self.tensors, *self.flowing.values()])
 
     def gradient_for(self, position: int, output: torch.Tensor) -> torch.Tensor:
-        """The gradient of output number `position`, laid out like it: random, or one for a scalar loss."""
+        """The gradient of output number `position`, with its strides: random, or 1 for a scalar."""
         place = (position, tuple(output.shape), output.stride(), output.dtype)
         if place not in self.flowing:
             if output.numel() == 1:
@@ -49,13 +49,12 @@ class Inputs:
         return self.flowing[place]
 
     def clone(self, dtype: torch.dtype | None = None) -> "Inputs":
-        """A copy that shares nothing; floating tensors become `dtype`. Incoming gradients are not copied."""
+        """A deep copy without incoming gradients, with floating tensors in `dtype`."""
 
         def copy(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 copied_dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                # with the same strides: layouts are part of a workload
-                fresh = torch.empty_like(value, dtype=copied_dtype).copy_(value.detach())
+                fresh = torch.empty_like(value, dtype=copied_dtype).copy_(value.detach())  # keeps the strides
                 return fresh.requires_grad_(value.requires_grad)
             if isinstance(value, (tuple, list)):
                 return type(value)(copy(item) for item in value)
@@ -65,7 +64,7 @@ class Inputs:
 
 
 class Work:
-    """A function over its input sets; `backward` says whether a call includes the gradients of every leaf."""
+    """A function and its input sets. backward: whether a call includes the gradients of all leaves"""
 
     def __init__(self, function: Callable[..., Any], sets: list[Inputs], backward: bool) -> None:
         self.function, self.sets, self.backward = function, sets, backward
@@ -81,13 +80,13 @@ class Work:
         return torch.autograd.grad(outputs, inputs.leaves, flowing, allow_unused=True)
 
     def call(self, index: int = 0) -> tuple:
-        """One call on input set `index`: its outputs, and its gradients if `backward`."""
+        """One call: (outputs, gradients)."""
         inputs = self.sets[index]
         outputs = self.forward(inputs)
         return outputs, self.gradients(inputs, outputs) if self.backward else ()
 
     def sweep(self) -> None:
-        """One call on every set, all forwards first: when a backward runs, its inputs are no longer in L2."""
+        """One call on every set, all forwards first, so that inputs have left L2 when a backward runs."""
         outputs = [self.forward(inputs) for inputs in self.sets]
         if self.backward:
             for inputs, output in zip(self.sets, outputs):
@@ -95,11 +94,11 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all sets' arguments, without incoming gradients, which differ between arms."""
+        """Bytes of all arguments. Incoming gradients, whose size differs between arms, do not count."""
         return sum(tensor.numel() * tensor.element_size() for inputs in self.sets for tensor in inputs.tensors)
 
     def learn_overwrites(self) -> None:
-        """Find which tensors a call overwrites, so that `restore` can put them back. Runs the call on every set."""
+        """Call the function to find the tensors that it overwrites, for `restore`."""
         with torch.no_grad():
             before = [tensor.detach().clone() for tensor in self.sets[0].tensors]
         outputs = self.forward(self.sets[0])
@@ -122,8 +121,7 @@ class Work:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the tensors that a call overwrote. In few launches: with one for each tensor the host would take
-        longer than tiny calls, and the device would wait for the next replay's launch inside its timing."""
+        """Restore the tensors that a call overwrote, in few launches, so that the host stays ahead of the device."""
         pairs = [pair for pairs in self.saved for pair in pairs]
         with torch.no_grad():
             if pairs:
@@ -131,9 +129,9 @@ class Work:
 
 
 def sample_sets(make: Callable[[int], Inputs], l2: int) -> list[Inputs]:
-    """Enough input sets to exceed L2 in a sweep: 4 times its size, or one set that alone is 16 times its size.
+    """Input sets that together have 4 times the size of L2, at most 32; a single one if it has 16 times the size.
 
-    `make(seed)` draws one. At most 32, so tiny inputs do stay in L2, as they would in use (`Replay` says when).
+    make(seed): draws a set. Tiny inputs stay in L2, as they do in use.
     """
     first = make(0)
     if first.bytes >= 16 * l2:

@@ -1,9 +1,9 @@
-"""Op x size x arm -> rows: times, share of the floor, peak memory, error against fp64.
+"""Runs cases: times, share of the floor, peak memory and error against fp64 of each arm.
 
     rows = bench(cases(["rms_norm"], ["mistral_7b", "8192x8192"]), "cuda", against=("torch", "liger"))
 
-A row is a plain dict (see `_row`), one for each op, size, mode and arm, `liger_hw` included. `mode`: `fwd` is the
-forward as training runs it, `full` forward and backward, `bwd` the difference of the two.
+Each op, size, mode and arm (`liger_hw` included) gives a row, a plain dict (see `_row`). Mode `fwd` is the forward as
+training runs it, `full` forward and backward, `bwd` the difference of the two.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .inputs import Inputs, Work, sample_sets
 from .timing import Budget, Chain, Meter, OutOfBudget, Runner, Stats, interleave
 
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
-"""Seconds until an arm must have compiled, warmed up and been checked in a case; the second where it is only timed."""
+"""Seconds in which an arm must have compiled, warmed up and been checked; the second for `quick` cases."""
 SETTLE_MS = 150.0
-"""Matrix products run 12% faster in the first 100 ms after the device was idle or copying than later (H200), so ops
-made of products, and the products of their floors, run this long before their calls are timed."""
+"""GEMM-bound ops and their floors run this long before they are timed: after a device was idle or copying, matrix
+products run 12% faster for 100 ms (H200)."""
 
 
 class DeviceLost(RuntimeError):
-    """The device no longer answers after an arm failed: nothing further can be measured in this process."""
+    """The device stopped answering after an arm failed, so this process can measure nothing further."""
 
 
 @dataclass
 class Arm:
-    """One implementation in one case, with its results."""
+    """An implementation in a case, with its results."""
 
     name: str
     function: Callable[..., Any] | None = None
@@ -76,10 +76,9 @@ def bench(
     on_case: Callable[[Case], None] = lambda case: None,
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Measure every case and return its rows. `on_case` gets a case when it begins, `on_rows` its rows once it is done.
+    """Measure every case and return the rows. on_case: gets a case that begins; on_rows: gets a case's rows
 
-    Raises `OutOfBudget` when the budget ends before the last case and `DeviceLost` when a peer broke the device;
-    finished cases have gone through `on_rows`.
+    Raises `OutOfBudget` if the budget ends before the last case, and `DeviceLost`.
     """
     budget = budget or Budget()
     meter = meter or Meter(device)
@@ -93,7 +92,7 @@ def bench(
         finally:
             meter.forget()
         if not rows:
-            gc.freeze()  # so that collections after each case skip what peers and compilers have loaded
+            gc.freeze()  # later collections skip what peers and compilers have loaded
         rows += new
         on_rows(new)
     return rows
@@ -124,17 +123,12 @@ def _bench_case(
             _alive(meter, error)
     del check
     floors |= _measure(arms, case, meter, needed, repeats)
-    rows = [_row(case, arm, mode, floors, kind, sets, meter, started) for arm in arms for mode in modes]
-    for arm in arms:
-        arm.works.clear()
-        arm.runners.clear()
-    return rows
+    return [_row(case, arm, mode, floors, kind, sets, meter, started) for arm in arms for mode in modes]
 
 
 @contextlib.contextmanager
 def at_most(seconds: int, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer: for a peer's compiling and tuning, which have no limit. Works
-    in the main thread, between two lines of Python."""
+    """Raise `TimeoutError` in a block that takes longer, as peers' tuning may. No effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -173,12 +167,12 @@ def _prepare(
         arm.runners[mode] = runner = meter.runner(work, floors[mode])
         if runner.why and meter.graphs:
             arm.note = runner.why
-    if check and (arm.name != "compile" or check.sizes == case.sizes):  # another shape would take seconds to compile
+    if check and (arm.name != "compile" or check.sizes == case.sizes):  # compiling for other sizes takes seconds
         arm.errors = check.of(arm.function)
 
 
 def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: int) -> dict[str, float]:
-    """Time the arms in turn, and with them the products of a GEMM-bound op: its floors by mode."""
+    """Time the arms in turn, and with them the products of a GEMM-bound op. Returns its floors by mode."""
     runners: dict[tuple[str, str], Runner] = {}
     if case.op.name in PRODUCTS:
         chains = dict(zip(("fwd", "full"), PRODUCTS[case.op.name](*case.sizes)))
@@ -189,7 +183,6 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
     floors = {mode: times["floor", mode].median for mode in needed if ("floor", mode) in times}
     if {"fwd", "full"} <= floors.keys():
         floors["bwd"] = floors["full"] - floors["fwd"]
-    runners.clear()
     for arm in arms:
         for mode in arm.runners:
             if (arm.name, mode) in times:
@@ -213,8 +206,7 @@ def _alive(meter: Meter, error: BaseException) -> None:
 def _row(
     case: Case, arm: Arm, mode: str, floors: dict, kind: str, sets: list[Inputs], meter: Meter, started: float
 ) -> dict[str, Any]:
-    """One line of the results. Times are ms a call, `share` is floor over time, errors are relative to fp64."""
-
+    """Times are milliseconds of a call; share: floor over time; errors are relative to fp64."""
     times = arm.times.get(mode)
     if mode == "bwd" and {"full", "fwd"} <= arm.times.keys():
         times = arm.times["full"].minus(arm.times["fwd"])
@@ -252,7 +244,7 @@ def _row(
 
 
 def _config(case: Case, meter: Meter) -> list[dict[str, Any]] | None:
-    if case.op.name not in registry.ops():  # it runs other ops' kernels
+    if case.op.name not in registry.ops():  # a benchmark's own case, made of other ops
         return None
     explanations = registry.explain(case.op.name, case.sizes, case.dtype, meter.device)
     return [

@@ -1,4 +1,4 @@
-"""A benchmark's output: facts of its machine, a JSON file, a short table."""
+"""Output of benchmarks: facts of the machine, a JSON file, a table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Commit of the source tree liger_hw runs from, with `+` for uncommitted changes; None outside a checkout."""
+    """Commit of the checkout that liger_hw runs from, with `+` for uncommitted changes; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not shutil.which("git"):
         return None
@@ -60,15 +60,15 @@ def git_commit() -> str | None:
 
 
 def save(path: str | os.PathLike, document: dict[str, Any]) -> None:
-    """Write JSON, a line for each of `rows`, so that a killed run leaves the last whole file; `-` is standard output.
+    """Write JSON with a line for each of `rows`, whose numbers keep six digits. A killed run leaves a complete file.
 
-    A name that ends in `.gz` is compressed. Numbers keep six digits.
+    path: `-` is standard output; a name that ends in `.gz` is compressed
     """
     document = {"schema": SCHEMA, **document}
     rows = document.pop("rows", None)
     text = json_text(document, indent=1)
     if rows is not None:
-        lines = ",\n".join(f"  {json_text(_rounded(row))}" for row in rows)
+        lines = ",\n".join(f"  {json_text(row, digits=6)}" for row in rows)
         text = f'{text[:-2]},\n "rows": [\n{lines}\n ]\n}}'
     if str(path) == "-":
         print(text)
@@ -77,19 +77,11 @@ def save(path: str | os.PathLike, document: dict[str, Any]) -> None:
     files.write_bytes(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
 def as_text(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each case, then one for each of its arms, and notes."""
+    """A line for each case and each of its arms, and notes."""
     if not rows:
         return "nothing was measured"
     lines: list[tuple[str, ...]] = [("arm", "ms", "p20..p80", "share", "MiB", "err", "err grad", "note")]
@@ -98,7 +90,7 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
         cases.setdefault((row["op"], "x".join(map(str, row["sizes"])), row["mode"]), []).append(row)
     for case, arms in cases.items():
         lines.append((" ".join(case) + _speed(arms),))
-        lines += [_cells(row) for row in arms if row["status"] == "ok"]  # others are listed below the table
+        lines += [_cells(row) for row in arms if row["status"] == "ok"]  # the notes have the others
     return "\n".join([table(lines), *_remarks(rows)])
 
 
@@ -119,7 +111,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _speed(arms: Sequence[dict[str, Any]]) -> str:
-    """A case's summary: the speed of the best peer."""
+    """Speed of ours relative to the best peer."""
     timed = {row["arm"]: row["ms"]["median"] for row in arms if row["ms"] and row["ms"]["median"] > 0}
     ours = timed.pop(OURS, None)
     if ours is None or not timed:
@@ -138,7 +130,7 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     if "wall" in methods:
         lines.append("wall clock on a CPU: torch's reference path, not a measurement of any kernel")
     elif "events" in methods:
-        lines.append("events: timed between two, host time included, because no graph could hold the call")
+        lines.append("events: host time included, because no graph could hold the call")
     warm = sorted({f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in timed if not row["l2_cold"]})
     if warm and "wall" not in methods:
         lines.append("inputs small enough to stay in L2: " + ", ".join(warm)[:300])
@@ -149,7 +141,7 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _implementations(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Which of its implementations a peer chose, and for which ops."""
+    """The implementations that peers chose, each with its ops."""
     ops: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.get("implementation"):

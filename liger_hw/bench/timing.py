@@ -1,10 +1,9 @@
-"""How one call is measured on one device.
+"""Times a call on a device.
 
-Graph replay times the kernels: calls over several input sets are captured once and replayed, the forwards of all sets
-before their backwards, so that a call does not find data in L2 that would have been evicted in a large model. Arms are
-interleaved. Where a device has no graphs, or a call waits for the device and cannot be captured, the same call is timed
-between events (`method="events"`); on the CPU by the wall clock (`method="wall"`). Floors are measured in the same
-process: a large copy, and the matrix products of an op alone.
+Calls over several input sets are captured in a graph and replayed. All forwards run before the backwards, so that a
+call does not find data in L2 that a large model would have evicted. Arms are interleaved. A call that waits for the
+device, which no graph can capture, is timed between events (`method="events"`), as is every call of a device without
+graphs; the CPU by the wall clock (`method="wall"`). Floors are a large copy and the op's matrix products alone.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from .inputs import Work
 
 
 class OutOfBudget(Exception):
-    """The time given with `--budget` is spent; what was measured so far stands."""
+    """The time of `--budget` is spent."""
 
 
 class NotCapturable(RuntimeError):
-    """A call cannot be captured in a graph; the message says why."""
+    """A call cannot be captured in a graph."""
 
 
 class Budget:
-    """Seconds of wall time from now; None never ends."""
+    """Seconds of wall time from now, or None for no limit."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self.started, self.seconds = time.perf_counter(), seconds
@@ -43,14 +42,14 @@ class Budget:
         return time.perf_counter() - self.started
 
     def check(self) -> None:
-        """Raise `OutOfBudget` when no time is left."""
+        """Raise `OutOfBudget` if no time is left."""
         if self.seconds is not None and self.spent >= self.seconds:
             raise OutOfBudget(f"the budget of {self.seconds:g} s is spent")
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Milliseconds a call: over all samples, and the median of each repeat."""
+    """Milliseconds of a call, over all samples. repeats: the median of each repeat"""
 
     median: float
     p20: float
@@ -70,7 +69,7 @@ class Stats:
         )
 
     def minus(self, other: "Stats") -> "Stats":
-        """This minus `other`, e.g. backward = full minus forward. p20 and p80 are the worst case of the two spreads."""
+        """Statistics of a difference, as backward = full - forward; p20 and p80 assume the worst of both spreads."""
         return Stats(
             median=self.median - other.median,
             p20=self.p20 - other.p80,
@@ -84,9 +83,9 @@ class Stats:
 
 
 class Meter(Clock):
-    """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it.
+    """A device and how it is timed. graphs: whether calls can be captured on it
 
-    Where they can, its side stream is the current one from its making until the end of a `with` block.
+    With graphs, a side stream is the current one from construction to the end of a `with` block.
     """
 
     def __init__(self, device: torch.device | str, module: Any = None) -> None:
@@ -102,11 +101,11 @@ class Meter(Clock):
 
     @property
     def method(self) -> str:
-        """How a call is timed without a graph: by events, on a CPU by the wall clock."""
+        """How a call is timed without a graph."""
         return "wall" if self.module is None else "events"
 
     def forget(self) -> None:
-        """Give the memory of finished cases back: the next case's peak and captures start clean."""
+        """Free the memory of finished cases, which would count in the next case's peak."""
         gc.collect()
         self._pool = None
         if self.module is not None:
@@ -116,8 +115,7 @@ class Meter(Clock):
     # -- capture
 
     def waits(self, work: Work) -> str:
-        """Why a (warm) call waits for the device, or an empty string. To be checked before a capture: a failed capture
-        leaves the process's random state unusable."""
+        """Why a warm call waits for the device, or "". Checked first, as a failed capture breaks the random state."""
         if not hasattr(self.module, "set_sync_debug_mode"):
             return ""
         self.synchronize()
@@ -136,13 +134,13 @@ class Meter(Clock):
         return ""
 
     def capture(self, work: Work, rounds: int = 1) -> Replay:
-        """`rounds` sweeps over the sets as one graph. The call must be warm. Raises `NotCapturable`."""
+        """`rounds` sweeps over the sets of a warm call as one graph. Raises `NotCapturable`."""
         if not self.graphs:
             raise NotCapturable("no graphs")
         if why := self.waits(work):
             raise NotCapturable(why)
         if self._pool is None:
-            self._pool = self.module.graph_pool_handle()  # one pool: arms never run at the same time
+            self._pool = self.module.graph_pool_handle()  # shared: arms do not run at the same time
         options = {"capture_error_mode": "thread_local"} if self.device.type == "cuda" else {}
 
         def sweeps() -> None:
@@ -158,11 +156,10 @@ class Meter(Clock):
         return Replay(self, work, replay, rounds)
 
     def runner(self, work: Work, floor_ms: float) -> Runner:
-        """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
+        """A replayed graph of a warm call, else its single calls, whose `why` says why there is no graph.
 
-        The graph has enough sweeps to run for about 2 ms (by the floor), so that its launch is negligible. It has one
-        sweep where calls overwrite their inputs, and from 17 input sets on: sets are then small, and a second sweep
-        would find them in L2.
+        The graph runs for about 2 ms by the floor, so that its launch is negligible. It has a single sweep if calls
+        overwrite their inputs, and from 17 input sets on, which are small: a second sweep would find them in L2.
         """
         sweep_ms = max(floor_ms, 1e-3) * len(work.sets)
         rounds = 1 if work.overwrites_inputs else int(max(1, min(16, 32 // len(work.sets), 2.0 / sweep_ms)))
@@ -174,12 +171,12 @@ class Meter(Clock):
     # -- other measures
 
     def busy(self) -> None:
-        """Give the device about a millisecond to do, so that the host is ahead when timing starts; flushes L2 too."""
+        """Occupy the device for about a millisecond, so that the host is ahead when timing starts; flushes L2 too."""
         for _ in range(8):
             self._fill(1 << 62)
 
     def flush(self) -> None:
-        """Evict L2, by reading and writing four times its size."""
+        """Evict L2 by reading and writing four times its size."""
         self._fill(2 * self.l2)
 
     def _fill(self, most: int) -> None:
@@ -196,9 +193,9 @@ class Meter(Clock):
         return super().each(times, call, before)
 
     def host_us(self, call: Callable[[], Any], calls: int = 20, blocks: int = 12) -> float:
-        """Microseconds the host needs to enqueue one call: the median over blocks, waiting only between them.
+        """Microseconds in which the host enqueues one call: the median over blocks.
 
-        The call should be small, so that the device keeps up and the launch queue never fills.
+        The call must be small, so that the launch queue does not fill.
         """
         for _ in range(3):
             call()
@@ -213,7 +210,7 @@ class Meter(Clock):
         return statistics.median(samples)
 
     def peak_mib(self, work: Work) -> float | None:
-        """MiB a call allocates at its highest beyond what was allocated before, results included. None on the CPU."""
+        """MiB at a call's peak beyond what was allocated before, results included. None on the CPU."""
         if self.module is None:
             return None
         work.call()
@@ -229,7 +226,7 @@ class Meter(Clock):
         return peak / MIB
 
     def kept_mib(self, work: Work) -> float | None:
-        """MiB that a forward leaves allocated for its backward, its outputs included. None on the CPU."""
+        """MiB that a forward leaves allocated, outputs included. None on the CPU."""
         if self.module is None:
             return None
         self.synchronize()
@@ -244,15 +241,19 @@ class Meter(Clock):
 # -- the arms of a comparison ----------------------------------------------------------------------------------------
 
 Product = tuple[int, int, int, str]
-"""A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
+"""A matrix product [m, k] x [k, n]: (m, n, k, layout), with a `t` in the layout for an operand stored transposed."""
 
 
 class Runner:
-    """One arm. calls: calls in each timed sample; why: why the call is not captured in a graph, or empty."""
+    """One arm. calls: in each timed sample; why: why the call is not captured in a graph, or ""
 
-    method, why, calls, rounds, flushes = "graph", "", 1, 1, False
+    flushes: whether L2 is flushed before each sample
+    """
+
+    method, why, calls, flushes = "graph", "", 1, False
 
     def burst(self, times: int) -> list[float]:
+        """`times` samples in milliseconds of a call."""
         raise NotImplementedError
 
     def cost_ms(self) -> float:
@@ -260,16 +261,15 @@ class Runner:
 
 
 class Replay(Runner):
-    """A captured graph; `burst(n)` replays it n times and returns milliseconds a call.
+    """A captured graph.
 
-    L2 is in the same state for every arm. Before each replay, overwritten inputs are restored, which brings them into
-    L2; inputs that are not overwritten are in L2 from the last replay only if they fit. So where they do not fit
-    (`flushes`: four times their bytes, for what a call allocates beside them, exceed half of L2), L2 is flushed before
-    each replay.
+    L2 is in the same state for every arm. Restoring overwritten inputs brings these into L2, while other inputs are
+    there from the last replay only if all fit. So where they do not fit (four times their bytes, for what a call
+    allocates, exceed half of L2), L2 is flushed before each replay.
     """
 
     def __init__(self, meter: Meter, work: Work, replay: Callable[[], None], rounds: int) -> None:
-        self.meter, self.work, self.replay, self.rounds = meter, work, replay, rounds
+        self.meter, self.work, self.replay = meter, work, replay
         self.calls = rounds * len(work.sets)
         self.flushes = 8 * work.bytes > meter.l2
 
@@ -283,7 +283,7 @@ class Replay(Runner):
 
 
 class Calls(Runner):
-    """Single calls, for calls that cannot be captured."""
+    """Single calls, which were not captured."""
 
     def __init__(self, meter: Meter, work: Work, why: str) -> None:
         self.meter, self.work, self.why = meter, work, why
@@ -298,7 +298,7 @@ class Calls(Runner):
 
 
 class Chain(Runner):
-    """Matrix products one after the other, on random matrices; operands of one shape share a matrix."""
+    """Matrix products one after the other; operands of one shape share a random matrix."""
 
     def __init__(self, meter: Meter, products: Sequence[Product], dtype: torch.dtype) -> None:
         drawn: dict[tuple[int, int], torch.Tensor] = {}
@@ -328,10 +328,9 @@ class Chain(Runner):
 def interleave(
     runners: dict[Any, Runner], repeats: int = 3, burst_ms: float = 30.0, settle_ms: float = 0.0
 ) -> tuple[dict[Any, Stats], dict[Any, str]]:
-    """Time every runner in turn, `repeats` times over; returns (statistics, errors) by the runners' names.
+    """Time the runners in turn, `repeats` times; returns (statistics, errors) by name. Failed arms do not run again.
 
-    settle_ms: how long each burst runs untimed, so that no arm is timed at the clock frequency of the arm before it. An
-    arm that fails is not run again.
+    settle_ms: untimed start of each burst, so that no arm is timed at the clock frequency of the arm before it
     """
     samples: dict[Any, list[list[float]]] = {name: [] for name in runners}
     errors: dict[Any, str] = {}
@@ -340,7 +339,7 @@ def interleave(
         try:
             cost = max(runner.cost_ms(), 1e-3)
             times[name] = math.ceil(settle_ms / cost), int(max(3, min(50, burst_ms / cost)))
-        except Exception as error:  # a peer's failure is a row of the table, not the end of it
+        except Exception as error:  # a peer's failure is a row of the table
             errors[name] = first_line(error)
     for _ in range(max(1, repeats)):
         for name, runner in runners.items():

@@ -1,13 +1,13 @@
-"""The command `liger-hw`. `main(argv)` does the same as a function: it returns the exit code and never exits.
+"""The command `liger-hw`. `main(argv)` runs it as a function: it returns the exit code and never exits.
 
-A sub-command is two functions in a module of this package, of its name or as `HOME` says, which is imported only when
-the command is called:
+A sub-command is two functions in the module of its name in this package, or in the module that `HOME` gives. That
+module is imported when the command is called.
 
-    NAME_arguments(parser)        fill an argparse parser
-    run_NAME(arguments) -> int    do it; 0 is success, 1 a check that failed
+    NAME_arguments(parser)        fills an argparse parser
+    run_NAME(arguments) -> int    runs the command: 0 is success, 1 a check that failed
 
-The docstring of the latter, or else of the module, is its help; its line in `COMMANDS` is what `liger-hw --help`
-prints. A user's mistake raises `UsageError` with a message that says what to do, and becomes exit code 2.
+The docstring of `run_NAME`, or else of the module, is the command's help. `liger-hw --help` prints the texts of
+`COMMANDS`. A mistake of the user raises `UsageError`, whose message says what to do.
 """
 
 from __future__ import annotations
@@ -54,20 +54,15 @@ HOME = {
     "estimate": "plan",
 }
 """Command -> its module, where that has another name."""
-EXTRAS = {
-    "transformers": "transformers",
-    **dict.fromkeys(("trl", "peft", "datasets", "accelerate"), "examples"),
-}
-"""Package -> the extra of liger_hw that installs it; Triton's is named after the vendor."""
 
 
 class UsageError(Exception):
-    """An error that the user can correct; the message says how. Ends the command with exit code 2."""
+    """An error that the user can correct, as its message says. The exit code is 2."""
 
 
 @contextlib.contextmanager
 def user_errors(command: str, kinds: type | tuple[type, ...] = ValueError) -> Iterator[None]:
-    """A `with` block in which errors of these kinds become `UsageError`."""
+    """Turn errors of these kinds in a `with` block into `UsageError`."""
     try:
         yield
     except kinds as error:
@@ -75,23 +70,23 @@ def user_errors(command: str, kinds: type | tuple[type, ...] = ValueError) -> It
 
 
 def missing(command: str, package: str) -> UsageError:
-    """The error of a command that needs a package which is not installed."""
-    extras = VENDORS[:-1] if package == "triton" else (EXTRAS[package],)  # Triton: by the vendor of the GPU
+    """The error of a command that needs `package`, which is not installed."""
+    extras = VENDORS[:-1] if package == "triton" else (package,)  # Triton is in the extra of each GPU vendor
     words = " or ".join(f"'liger_hw[{extra}]'" for extra in extras)
     return UsageError(f"{command}: needs {package}: pip install {words}")
 
 
 def needs(command: str, *packages: str) -> None:
-    """Raise `UsageError` that says what to install if one of these packages is missing."""
+    """Raise `UsageError` with what to install if one of these packages is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise missing(command, package)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `liger-hw` with `argv` (default: the process's arguments) and return its exit code.
+    """Run `liger-hw` with `argv`, by default the process's arguments.
 
-    0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
+    Returns 0 for success, 1 if a check failed, 2 for wrong usage or a system error, 3 for a bug, 130 if interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # None if closed
@@ -102,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _exit_code(argv)
         sys.stdout.flush()
-    except OSError as error:  # `liger-hw info | head`, or a full disk: Python's flush at exit must not fail too
+    except OSError as error:  # as `liger-hw info | head` or a full disk: Python's flush at exit must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not code and not isinstance(error, BrokenPipeError):
             print(f"liger-hw: {_one_line(error)}", file=sys.stderr)
@@ -111,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(argv: list[str]) -> int:
-    """Run a command; each error becomes one line, and with --json one document too."""
+    """Run a command. Each error becomes one line, and with --json also a JSON document."""
     try:
         return _dispatch(argv)
     except SystemExit as stop:  # argparse: --help and --version
@@ -138,29 +133,28 @@ def _exit_code(argv: list[str]) -> int:
 
 
 def _report(argv: list[str], message: str, code: int) -> int:
-    """Print an error to standard error, and as a JSON document if standard output should be JSON (`bench --json FILE`
-    writes a file)."""
+    """Print an error to standard error, and a JSON document to standard output if the command prints JSON there."""
     with contextlib.suppress(OSError):  # a closed pipe or a full disk: only the exit code remains
         print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
-        following = dict(zip(argv, [*argv[1:], "-"]))
+        following = dict(zip(argv, [*argv[1:], "-"]))  # `bench --json FILE` writes a file
         if "--json=-" in argv or "--json" in argv and (argv[0] != "bench" or following["--json"].startswith("-")):
             print(json_text({"error": message}))
     return code
 
 
 def _one_line(error: BaseException) -> str:
-    """`[Errno 28] No space left on device` as `No space left on device: FILE`; of another error its type as well."""
+    """`No space left on device: FILE` for an error of the system, `Type: first line` for others."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename is not None else "")
     lines = str(error).splitlines()
     return type(error).__name__ + (f": {lines[0]}" if lines else "")
 
 
-_wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)  # an option or a file name stays whole
+_wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)  # options and file names stay whole
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Fills a description's prose to the terminal's width; indented lines stay unchanged."""
+    """Fills prose to the terminal's width and leaves paragraphs with indented lines unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = []
@@ -175,7 +169,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are `UsageError`, so that they are reported like all others."""
+    """A parser that raises `UsageError`."""
 
     def error(self, message: str) -> None:
         self.print_usage(sys.stderr)
@@ -194,21 +188,20 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UsageError(f"unknown sub-command {name!r}; {hint}")
     if env.LIGER_HW_INTERPRET:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which may be before the kernels
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
     parser = parser_of(name)
     try:
-        # options may be between the values of one argument, which argparse allows only without sub-parsers
+        # lets options stand between the values of one argument, which argparse allows only without sub-parsers
         parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
         return getattr(_module_of(name), f"run_{name}")(parse(argv[1:]))
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
-        if package not in (*EXTRAS, "triton"):
+        if package not in ("transformers", "triton"):
             raise
         raise missing(name, package) from None
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a sub-command."""
     module = _module_of(name)
     help = inspect.getdoc(getattr(module, f"run_{name}")) or module.__doc__
     parser = _Parser(prog=f"liger-hw {name}", description=help, formatter_class=_Help)

@@ -1,4 +1,4 @@
-"""What sub-commands share: argument types with errors that explain what is expected."""
+"""Argument types of the sub-commands, whose errors say what is expected."""
 
 from __future__ import annotations
 
@@ -15,27 +15,18 @@ T = TypeVar("T")
 
 SEQS = [512, 1024, 2048, 4096, 8192, 16384]
 """Default sequence lengths of a model."""
-
 A_MODEL = f"a known name ({', '.join(model.name for model in KNOWN.values())}), a config.json, or a Hugging Face id"
-"""The values of --model, for its help."""
-
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-}
+"""Help of --model."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 def dtype_name(text: str) -> str:
-    """argparse type: `bf16`, `float16`, ... -> torch's attribute name, without importing torch."""
-    try:
-        return DTYPES[text.strip().lower().removeprefix("torch.")]
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"unknown dtype {text!r}; expected fp32, bf16 or fp16") from None
+    """argparse type: `bf16`, `float16`, ... -> torch's name of the dtype, without importing torch."""
+    word = text.strip().lower().removeprefix("torch.")
+    name = DTYPES.get(word, word)
+    if name not in DTYPES.values():
+        raise argparse.ArgumentTypeError(f"unknown dtype {text!r}; expected fp32, bf16 or fp16")
+    return name
 
 
 def torch_dtype(name: str) -> "torch.dtype":
@@ -55,7 +46,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def _number(convert: Callable[[str], T], least: float, most: float, expected: str) -> Callable[[str], T]:
-    """An argparse type: `convert(text)`, from `least` to `most`."""
+    """An argparse type: `convert(text)` between `least` and `most`."""
 
     def parse(text: str) -> T:
         try:
@@ -81,7 +72,7 @@ share = _number(float, 1e-9, 1.0, "a share; write a number above 0, at most 1")
 
 
 def listed(kind: Callable[[str], T], what: str = "") -> Callable[[str], list[T]]:
-    """An argparse type: one or more values of another type, joined by commas. what: an example of them."""
+    """An argparse type: values of type `kind` joined by commas. what: an example of them"""
 
     def parse(text: str) -> list[T]:
         values = [kind(word.strip()) for word in text.split(",") if word.strip()]
@@ -93,7 +84,7 @@ def listed(kind: Callable[[str], T], what: str = "") -> Callable[[str], list[T]]
 
 
 def add_model_sizes(parser: Any, ops: str) -> None:
-    """--ops, and --model with its --batch and --seq. ops: help of the first"""
+    """Add --ops, --model, --batch and --seq. ops: help of --ops"""
     parser.add_argument("--ops", type=listed(str, "names such as rope,swiglu"), metavar="A,B", help=ops)
     parser.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
     parser.add_argument(
@@ -108,7 +99,7 @@ def add_model_sizes(parser: Any, ops: str) -> None:
 
 
 def usable_device(command: str, name: str | None) -> "torch.device":
-    """The device of that name, by default the accelerator here, else the CPU. Raises `UsageError` with the reason."""
+    """The device of this name; by default the accelerator, else the CPU. Raises `UsageError`."""
     import torch
 
     from ..backends import backends, target_of, with_index

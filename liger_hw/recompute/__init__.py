@@ -1,11 +1,10 @@
-"""Activation memory as a dial: what backward needs is kept, or computed again, by level.
+"""Activation memory as a dial: a level says what backward keeps and what it computes again (docs/activations.md).
 
-    with liger_hw.activations("cheap"):                    # whatever runs in the block, with our ops
+    with liger_hw.activations("cheap"):          # for our ops in the block
         loss = model(**batch).loss
     loss.backward()
 
-    dial = liger_hw.activations("fit", model)              # each layer of a model, until dial.revert()
+    dial = liger_hw.activations("fit", model)    # for each layer of a model, until dial.revert()
 
-recipes.py is the mechanism, levels.py the settings a user may give, dial.py gives the layers of a model their levels,
-planner.py chooses them. docs/activations.md explains.
+recipes.py is the mechanism, levels.py parses settings, dial.py sets the levels of layers, planner.py chooses them.
 """

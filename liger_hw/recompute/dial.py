@@ -1,12 +1,10 @@
-"""Sets the level of each layer of a model: the layer's forward then runs in that level's scope, or checkpointed.
+"""Sets the levels of layers: a layer's forward then runs in its level's scope, or checkpointed.
 
-A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` the forward of the layers' class, and
-nothing else. With "fit" or a size the levels are planned at the first forward that trains, when batch, sequence length
-and dtype are known, and again when a larger batch comes.
+A `Dial` replaces the forward of each decoder layer of one model, `class_patch` that of the layers' class. With "fit" or
+a size the levels are planned in the first forward that trains, and again for a larger batch.
 
-`put_default` is for a patch with the fused loss that names no levels: it sets the last layer to `cheap`. A step's peak
-memory is at the loss, where the head's logits come on top of all that was kept. A step on a small input is bound by
-Python, which saved-tensor hooks slow down, and has little memory to save: `last_at_cheap` keeps everything there.
+`put_default` sets the last layer to `cheap` for a patch with the fused loss that names no levels: a step's peak is in
+the loss, where logits come on top of all that was kept. Small inputs, whose steps are bound by Python, are left out.
 """
 
 from __future__ import annotations
@@ -33,19 +31,15 @@ from .planner import Prediction, of_module, usable
 log = logging.getLogger("liger_hw")
 _PART = "activations"
 _DEFAULT = "activations by default"
-"""The report's part for default levels: a user may set levels over these, but not over levels that were named."""
-_HOOKED = (
-    "keeps everything in layers whose modules have hooks, since these may write to what would be computed "
-    "again (`output.data`); level full runs hooks again"
-)
+"""The report's part for default levels, over which a user may set others."""
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers, in order: the largest `ModuleList` of layers that transformers would checkpoint, or of any
-    modules. A list whose last layer has the model's last `layer_idx` is preferred to a larger one (a vision tower's).
+    """The decoder layers: the largest `ModuleList` of layers that transformers can checkpoint, else of any modules.
 
-    Raises `ValueError` where there are none.
+    A list whose last layer has the model's last `layer_idx` precedes larger ones, such as a vision tower's. Raises
+    `ValueError` if there is none.
     """
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     with_layers = [m for m in lists if all(_is_layer(child) for child in m)] or lists
@@ -62,15 +56,15 @@ def _is_layer(module: torch.nn.Module) -> bool:
 
 
 def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
-    """A context in which activations are kept or recomputed as `setting` says; with a model, for each of its layers.
+    """A context in which activations are kept or recomputed by level; with a model, in each of its layers.
 
-    setting: `keep`, `cheap`, `mlp`, `full`, `tiled` or `offload` (levels.py says what each recomputes). With a model
-    also one level for each layer as a sequence, a mapping from layer index to level, `fit` (the fastest mix that fits
-    the device's memory) or a size such as `80GiB`.
-    model: a live model with a list of layers. The levels hold from now until `revert()` or the end of the `with` block.
+    setting: `keep`, `cheap`, `mlp`, `full`, `tiled` or `offload` (levels.py describes them). With a model also a
+    sequence with one level for each layer, a mapping from layer index to level, `fit` (the fastest mix that fits the
+    device's memory), or a size such as `80GiB`.
+    model: a live model with a list of layers. Its levels hold until `revert()` or the end of the `with` block.
 
-    Gradients are bit-identical to keeping everything. In the tiles of `tiled` and `offload` an MLP's weights have
-    gradients that are fp32 sums, rounded once. Raises `ValueError` for an invalid setting.
+    Gradients are bit-identical to keeping everything, but for an MLP's weights at `tiled` and `offload`, whose
+    gradients are fp32 sums over tiles, rounded once. Raises `ValueError` for an invalid setting.
     """
     if model is not None:
         return Dial(model, setting)
@@ -86,11 +80,10 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 
 
 def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says.
+    """`forward(*args, **kwargs)` of a layer at a level.
 
-    As in transformers, a recomputed layer fills no cache in training, and with a cache in `eval()` it is not
-    recomputed. Raises `ValueError` in training for a cache that has tokens, such as prefix tuning's: they would be left
-    out.
+    As in transformers, a checkpointed layer fills no cache in training, and with a cache in `eval()` it is not
+    checkpointed. Raises `ValueError` in training for a cache that has tokens, such as prefix tuning's.
     """
     checkpointed_already = level in CHECKPOINTED and recipes.inside_foreign_hooks()
     caches = _caches(args, kwargs) if level in CHECKPOINTED else []
@@ -106,12 +99,16 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
     if level not in CHECKPOINTED:
         aside = recipes.inside_foreign_hooks()
         if level != "keep" and recipes.hooks_may_write(layer):
-            recipes.say_once(f"activations: level {level} {_HOOKED}", logging.WARNING)
+            recipes.say_once(
+                f"activations: level {level} keeps everything in layers whose modules have hooks, since these may "
+                "write to what would be computed again (`output.data`); level full runs hooks again",
+                logging.WARNING,
+            )
             level = "keep"
         with recipes.Scope(_SCOPES[level]) as scope:
             returned = forward(*args, **kwargs)
         if level != "keep" and not scope.left_out and not aside:
-            _say_nothing_saved(level, forward, returned)
+            _say_nothing_saved(level, layer, returned)
         return returned
     if any(_has_tokens(cache, layer) for cache in caches):
         words = f"level {level} computes layers again and cannot read a cache that has tokens (prefix tuning)"
@@ -120,20 +117,21 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
         recipes.say_once("a layer that is recomputed cannot fill a cache: it gets None instead, as in transformers")
         args = tuple(None if _is_cache(arg) else arg for arg in args)
         kwargs = {name: None if name in _CACHES or _is_cache(arg) else arg for name, arg in kwargs.items()}
-    options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # forward's, recomputation's
+    options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # for forward, for recomputation
     if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
         # transformers' own checkpoint inside this one would compute a layer thrice
         forward = functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
-    with _kept_inputs(level, args):
+    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
+    on_host = level == "offload" and device.type != "cpu"
+    with host_memory(device).hooks() if on_host else contextlib.nullcontext():
         return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 _CACHES = "cache", "past_key_values"
-"""A layer's arguments that are caches: since transformers 5.24, and before. Others are known by their methods."""
+"""Names of a layer's cache: since transformers 5.24, and before. Others are known by their methods."""
 
 
 def _caches(args: tuple, kwargs: dict) -> list[Any]:
-    """The caches among a layer's arguments."""
     named = [arg for name, arg in kwargs.items() if arg is not None and (name in _CACHES or _is_cache(arg))]
     return [arg for arg in args if _is_cache(arg)] + named
 
@@ -143,7 +141,7 @@ def _is_cache(arg: Any) -> bool:
 
 
 def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:
-    """Whether a cache has tokens of this layer; False for recurrent caches, which do not count tokens."""
+    """Whether a cache has tokens of this layer. False for recurrent caches, which do not count tokens."""
     try:
         if not cache.get_seq_length():
             return False
@@ -153,23 +151,15 @@ def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:
         return False
 
 
-def _kept_inputs(level: str, args: tuple) -> Any:
-    """A context that saves a checkpoint's inputs where the level says: on the device or the host."""
-    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-    return contextlib.nullcontext() if level != "offload" or device.type == "cpu" else host_memory(device).hooks()
-
-
-def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -> None:
-    """One warning for a layer that keeps as much for backward as it would without its level."""
+def _say_nothing_saved(level: str, layer: torch.nn.Module, returned: Any) -> None:
+    """Warn once of a layer that keeps everything at its level, unless it is frozen and keeps nothing."""
     first = returned[0] if isinstance(returned, tuple) else returned
-    if not isinstance(first, torch.Tensor) or not first.requires_grad:  # frozen: autograd kept nothing either
+    if not isinstance(first, torch.Tensor) or not first.requires_grad:
         return
-    layer = getattr(forward, "func", forward)  # a partial's function
-    name = getattr(layer, "__qualname__", type(layer).__name__).removesuffix(".forward").rpartition(".")[2]
     recipes.say_once(
-        f"activations: level {level} saves no memory in {name}: nothing that its backward needs can be computed again. "
-        "That is so under torch's tensor parallelism (DTensors), on a device without kernels and for unpatched norms "
-        "and gates; level full does not depend on that",
+        f"activations: level {level} saves no memory in {type(layer).__name__}: its backward needs nothing that can be "
+        "computed again. The cause is torch's tensor parallelism (DTensors), a device without kernels, or unpatched "
+        "norms and gates. Level full works there too",
         logging.WARNING,
     )
 
@@ -178,9 +168,9 @@ def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -
 
 
 class Choice:
-    """The level of each of a model's `count` layers: as the setting names them, or planned when training begins.
+    """The levels of a model's `count` layers: named by the setting, or planned when training begins.
 
-    config: the model's; prediction: the plan's, if there is one; planned_for: its (batch, sequence length)
+    config: the model's; prediction: of the plan, if there is one; planned_for: (batch, sequence length) of the plan
     """
 
     def __init__(self, setting: Any, count: int, config: Any) -> None:
@@ -190,14 +180,14 @@ class Choice:
         self.planned_for: tuple[int, int] | None = None
 
     def level(self, index: int, source: torch.nn.Module, args: tuple, kwargs: dict) -> str:
-        """The level of layer `index`, called with these arguments. `source`: a module whose parameters are typical."""
-        first = not index or self.planned_for is None  # a pipeline's later stage has no layer 0
+        """The level of layer `index`, called with these arguments. source: a module to read dtypes and sharding from"""
+        first = not index or self.planned_for is None  # later stages of a pipeline have no layer 0
         if self.planning and first and torch.is_grad_enabled():
             self._plan(source, args, kwargs)
         return self.levels[index]
 
     def _plan(self, source: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        """Plan for this batch unless a plan for one as large exists."""
+        """Plan for this batch, unless a plan for one as large exists."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or recipes.inside_foreign_hooks():
             return
@@ -222,7 +212,7 @@ class Choice:
 class Dial:
     """The levels of one live model's layers, until `revert()` or the end of its `with` block.
 
-    setting: see `activations`; `levels` are the layers' levels now, `prediction` the plan's, if there is one.
+    levels: of the layers now; prediction: of the plan, if there is one. `activations` describes `setting`.
     """
 
     def __init__(self, model: torch.nn.Module, setting: Any) -> None:
@@ -233,7 +223,7 @@ class Dial:
         self.layers = layers_of(model)
         self._choice = Choice(setting, len(self.layers), getattr(model, "config", None))
         if self._choice.planning:
-            of_module(model, self._choice.config, 1, 1)  # raises now, not in a step, if it cannot be planned
+            of_module(model, self._choice.config, 1, 1)  # raises if it cannot be planned
         self._patches: list[Patch] = []
         with PATCH_LOCK:
             for index, layer in enumerate(self.layers):
@@ -252,7 +242,7 @@ class Dial:
 
         @functools.wraps(forward)
         def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # `self` may be a copy of the layer, and FSDP2 may have replaced the layer's class since
+            # `self` may be a copy of the layer, and FSDP2 may have replaced the layer's class
             unbound = type(self).forward if of_class else function
             layer_forward = forward if unbound is None else functools.partial(unbound, self)
             if torch.compiler.is_compiling():
@@ -272,7 +262,7 @@ class Dial:
         return self._choice.prediction
 
     def revert(self) -> bool:
-        """Put every layer's forward back; false while other code has replaced one. A second call does nothing."""
+        """Put every layer's forward back; False while other code has replaced one. A second call does nothing."""
         with PATCH_LOCK:
             self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
         return not self._patches
@@ -288,14 +278,14 @@ class Dial:
 
 
 def class_patch(cls: type, setting: Any) -> Patch:
-    """The one replacement that gives every layer of class `cls` its level, in existing models and in new ones.
+    """The patch that gives every layer of class `cls` its level, in existing models and in new ones.
 
-    A layer's index and its model's config are read from its modules (`layer_idx`, `config`). Without them one level for
-    all layers works, and a budget or levels by layer raise `ValueError`.
+    A layer's index and its model's config are read from its modules (`layer_idx`, `config`). If they have none, all
+    layers have one level, and other settings raise `ValueError`.
     """
     original, switch = cls.forward, [True]
     _check_has_no_level(original, cls.__name__)
-    choices: dict[int, Choice] = {}  # by id of the config, which a choice keeps, so that its id stays unique
+    choices: dict[int, Choice] = {}  # by id of the config, which the choice keeps alive
     positions: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()
 
     def position(layer: torch.nn.Module) -> tuple[int | None, Choice | None]:
@@ -327,7 +317,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
 
 
 def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
-    """A layer's index and its model's config, from attributes of its modules."""
+    """A layer's index and its model's config."""
     parts = list(layer.modules())
     index = next((m.layer_idx for m in parts if isinstance(getattr(m, "layer_idx", None), int)), None)
     config = next((m.config for m in parts if hasattr(getattr(m, "config", None), "num_hidden_layers")), None)
@@ -335,10 +325,10 @@ def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
 
 
 def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bool]) -> Patch:
-    """The replacement of a layer class's forward by `forward`, inside the wrappers that its base classes add.
+    """The patch of a layer class's forward by `forward`, inside the wrapper that checkpoints in transformers: its
+    GradientCheckpointingLayer puts one around the forward of every subclass.
 
-    transformers' GradientCheckpointingLayer wraps the forward of every subclass, and checkpoints only through that
-    wrapper. FSDP2's subclass of a layer has one too and outlives the patch, which is why there is a `switch`.
+    switch: turns the forward off in FSDP2's subclass of a layer, which has a wrapper too and outlives the patch
     """
     replacement = vars(type(cls.__name__, (cls,), {"forward": forward}))["forward"]
     mark(replacement, part, _PART, switch)
@@ -356,14 +346,14 @@ def _check_has_no_level(forward: Callable[..., Any], name: str) -> None:
 def put_on(
     report: PatchReport, setting: Any, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]
 ) -> None:
-    """The `activations=` of a patch function: levels for a live model, or for the layer classes of samples."""
+    """Set the `activations=` of a patch function for a live model, or for the layer classes of samples."""
     if model is not None:
         dial = Dial(model, setting)
         report.patches.append(dial)
         names = {type(layer).__name__ for layer in dial.layers}
     else:
         if not is_budget(setting) and (isinstance(setting, str) or not isinstance(setting, (Mapping, Sequence))):
-            level_of_each(setting, 1)  # an invalid setting raises now, not in the first step
+            level_of_each(setting, 1)  # raises for an invalid setting
         classes = {type(layers_of(sample)[0]) for sample in samples}
         for cls in classes:
             patch = class_patch(cls, setting)
@@ -377,10 +367,10 @@ def put_on(
 
 
 def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]) -> None:
-    """Put the last layer of a live model, or of every model of the classes of samples, at `cheap`.
+    """Put the last layer of a live model, or of all models with the layer classes of samples, at `cheap`.
 
-    Does nothing, without a row in the report, if there are no layers, if the layer has a level or another forward
-    already, or, for classes, if the layer's class is another family's or has no `layer_idx`.
+    Does nothing if there are no layers, if the layer has a level or a replaced forward, or, for classes, if the class
+    is another family's or has no `layer_idx`.
     """
     for sample in samples if model is None else (model,):
         try:

@@ -1,8 +1,8 @@
-"""Seconds and bytes of a model's training step: as Hugging Face ships it, with Liger, and with liger_hw.
+"""Seconds and bytes of a training step with Hugging Face's code, with Liger and with liger_hw.
 
-Memory and time of liger_hw are the planner's (`planner.py`), at the share of the data sheet's rates that an H200
-reaches. `ARMS` has what other ways of training cost beyond that, fitted to six models on one H200. A test holds the
-estimate to 10% of each of them, of two models timed later, and of a whole model on several devices.
+Those of liger_hw are the planner's, at the share of the data sheet's rates that an H200 reaches. `ARMS` has the further
+costs of the others, fitted to six models on one H200. A test holds the estimate to 10% of each of them, of two models
+timed later, and of a whole model on several devices.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from ..autotune.models import Model
 
 GEMM_SHARE = GEMM_RATE / 989e12
-"""Share of the data sheet's dense bf16 rate that the products of a step reach on an H200."""
+"""Share of an H200's data sheet that a step reaches: dense bf16 rate."""
 COPY_SHARE = BANDWIDTH / 4.8e12
-"""Share of the data sheet's bandwidth that a large copy reaches on an H200."""
+"""The same for the bandwidth of a large copy."""
 LORA_SHARE = 0.005
-"""Share of the parameters that train under LoRA: about rank 16 on all linears of 8B parameters."""
+"""Trained share of the parameters under LoRA: about rank 16 on all linears of 8B parameters."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What one way of training costs.
+    """Costs of a way of training.
 
-    small: bytes that norms, gates and rotary embeddings move, divided by what fused kernels must move
-    logit: bytes moved for each logit, beyond what the planner counts; chunk: for each element of the head's weight in
-    each of Liger's chunks; experts: time of a layer's experts divided by fused_moe's
-    kept_logit: bytes at the peak for each logit, beyond what the planner counts
+    small: bytes that norms, gates and rotary embeddings move, relative to fused kernels; experts: time of a layer's
+    experts, relative to fused_moe
+    logit, chunk: bytes moved beside the planner's count, for each logit, and for each element of the head's weight in
+    each of Liger's chunks; kept_logit: bytes at the peak for each logit, beside the planner's count
     fused_loss, level: as the planner takes them
     """
 
@@ -63,12 +63,12 @@ GPUS = {
     "mi355x": (2517, 287),
     "max1550": (839, 127),
 }
-"""Device -> (dense bf16 TFLOP/s of its data sheet, GiB that a program has there). Only `h200` was measured."""
+"""Device -> (dense bf16 TFLOP/s of its data sheet, GiB for a program). Only `h200` was measured."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One arm: tokens a second and peak bytes of one device."""
+    """An arm's tokens per second and peak bytes on one device."""
 
     arm: str
     tokens_per_second: float
@@ -86,10 +86,10 @@ def estimates(
     gpus: int = 1,
     engine: str = "fsdp2",
 ) -> list[Estimate]:
-    """One estimate an arm of `ARMS`. tflops: the device's dense bf16 rate; bandwidth: GB/s; both of its data sheet.
+    """An estimate for each of `ARMS`. Raises `ValueError` for what the planner does not model.
 
-    lora: adapters on every linear layer; gpus: devices over which the engine of `planner.ENGINES` divides the state
-    Raises `ValueError` for what the planner does not model.
+    tflops, bandwidth: the device's dense bf16 rate and GB/s, from its data sheet
+    lora: adapters on every linear layer; gpus: devices over which `engine` of `planner.ENGINES` shards the state
     """
     flops, rate = tflops * 1e12 * GEMM_SHARE, bandwidth * 1e9 * COPY_SHARE
     assumptions = Assumptions(
@@ -115,21 +115,19 @@ def estimates(
 
 
 def trains_in_fp32(gpus: int, engine: str, lora: bool) -> bool:
-    """Whether parameters are in fp32 under bf16 autocast, as accelerate keeps trained parameters under FSDP2."""
+    """Whether accelerate keeps parameters in fp32 under bf16 autocast, as it does for trained ones under FSDP2."""
     return gpus > 1 and engine == "fsdp2" and not lora
 
 
 def _chunks(planner: Planner) -> int:
-    """The number of chunks into which Liger's fused loss divides the logits; their rows are a power of two."""
+    """Number of chunks of logits in Liger's fused loss; their rows are a power of two."""
     rows = -(-planner.tokens // -(-planner.model.vocab // planner.model.hidden))
     return -(-planner.tokens // (1 << (rows - 1).bit_length()))
 
 
 def _more_kept(planner: Planner) -> int:
-    """Bytes that a layer of transformers keeps beside what fused kernels keep.
-
-    The gate's activation, and each norm's input in fp32 and its normalised input.
-    """
+    """Bytes that transformers' layers keep and fused kernels do not: the gate's activation, and of each norm its input
+    in fp32 and its normalised input."""
     m, tokens = planner.model, planner.tokens
     normed = m.hidden * (4 if m.sandwich else 2) + ((m.heads + m.kv_heads) * m.head_dim if m.qk_norm else 0)
     return tokens * (2 * planner.wide + 6 * normed)

@@ -1,15 +1,14 @@
 """The settings that a user may give, and the level of each layer that follows.
 
 keep    nothing is recomputed, as in torch
-cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py), in little time
+cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py)
 mlp     the gate and up projections are recomputed too
-full    the whole layer is recomputed from its input, as transformers' gradient checkpointing
-tiled   as full, and the MLP of a long sequence runs in tiles: its wide intermediates never exist for all tokens
+full    the whole layer is recomputed from its input, as by transformers' gradient checkpointing
+tiled   as full, and the MLP of a long sequence runs in tiles, without wide intermediates for all tokens
 offload as tiled, and the layer's input waits in host memory
 
-Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, so it would recompute before anything is
-freed, and the peak would be the same. Under `tiled` and `offload` the last layer is at `tiled`: its whole MLP would be
-the largest part, and its input is needed at once.
+Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, before anything is freed, so recomputing
+more would not lower the peak. Under `offload` it is at `tiled`: its input is needed at once.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ import re
 from typing import Any, Mapping, Sequence, Union
 
 Levels = Union[str, Sequence[str], Mapping[int, str]]
-"""A word, `fit`, a size such as `80GiB`, one level for each layer, or a mapping from layer index to level."""
+"""A level, `fit`, a size such as `80GiB`, one level for each layer, or a mapping from layer index to level."""
 LEVELS = ("keep", "cheap", "mlp", "full", "tiled", "offload")
 """From most memory to least, and from fastest to slowest."""
 CHECKPOINTED = ("full", "tiled", "offload")
-"""Levels at which a layer is computed again from its input."""
+"""Levels that compute a layer again from its input."""
 LAST = {"mlp": "cheap", "full": "cheap", "offload": "tiled"}
-"""Level of a whole model -> level of its last layer, where they differ."""
+"""Level of a model -> level of its last layer, where they differ."""
 DEFAULT: Levels = {-1: "cheap"}
-"""The setting of a patch with the fused loss if the user names none."""
+"""The setting of a patch with the fused loss, unless the user names another."""
 FIT = "fit"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
 _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of "80GiB" or "80000MB"; None for anything else, or for more than any machine has."""
+    """Bytes of "80GiB" or "80000MB"; None for other text and for more bytes than fit in 63 bits."""
     match = _SIZE.fullmatch(text.strip())
     size = float(match[1]) * _UNITS[match[2].lower()] if match else math.inf
     return int(size) if size < 2**63 else None
 
 
 def is_budget(setting: Any) -> bool:
-    """Whether a setting leaves the choice to the planner."""
+    """Whether the planner chooses the levels."""
     return isinstance(setting, str) and (setting == FIT or parse_size(setting) is not None)
 
 
 def check_level(level: Any) -> str:
-    """`level` itself. Raises `ValueError` that names what there is."""
+    """`level` itself. Raises `ValueError` for an unknown one."""
     if level not in LEVELS:
         raise ValueError(
             f"activations: unknown level {level!r}; there are {', '.join(LEVELS)}, and for a model 'fit' or a size as "
@@ -57,9 +56,9 @@ def check_level(level: Any) -> str:
 
 
 def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
-    """The level of every layer: from one word, a sequence with one for each layer, or a mapping index -> level.
+    """The level of every layer, from any of `Levels` that is no budget. Raises `ValueError`.
 
-    In a mapping a negative index counts from the end, and layers that are not named are at `keep`. Raises `ValueError`.
+    In a mapping negative indices count from the end, and layers without an entry are at `keep`.
     """
     if isinstance(setting, str):
         return (setting,) * (layers - 1) + (LAST.get(check_level(setting), setting),)
@@ -81,5 +80,5 @@ def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
 
 
 def in_words(levels: Sequence[str]) -> str:
-    """`mlp x12, cheap x20`: runs of equal levels, first layer first."""
+    """`mlp x12, cheap x20`, first layer first."""
     return ", ".join(f"{level} x{len(list(run))}" for level, run in itertools.groupby(levels))

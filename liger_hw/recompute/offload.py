@@ -1,14 +1,11 @@
-"""Level `offload`: a checkpointed layer's input waits for backward in pinned host memory instead of on the device.
+"""Level `offload`: a checkpointed layer's input waits for backward in pinned host memory.
 
     with host_memory(device).hooks():
         y = checkpoint(layer, x)              # x is copied to the host on a side stream while the layer computes
 
-Forward copies layer i's input while layer i computes, and keeps it on the device until layer i + 1 begins. Backward
-needs the last layer's input first; when it needs layer i's, the copy of layer i - 1's starts. So at most two layers'
-inputs are on the device, and copies are hidden if a layer's computation takes longer than the copy of its input.
-
-torch's `save_on_cpu`, which transformers' `offload=True` uses, copies on the computing stream and allocates pinned
-memory for every tensor; docs/guides/long-context.md compares them.
+Forward copies layer i's input while layer i computes, and frees it on the device when layer i + 1 begins. Backward
+starts the copy of layer i - 1's input when it needs layer i's. So at most two layers' inputs are on the device, and
+copies are hidden if a layer computes for longer than the copy of its input takes.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from .. import env
 from . import recipes
 
 CHUNK = 64 << 20
-"""Bytes of one piece of pinned memory: a power of two, to which torch rounds such allocations up."""
+"""Bytes of one piece of pinned memory: a power of two, to which torch rounds pinned allocations up."""
 SMALLEST = 1 << 20
 """Tensors of fewer bytes stay on the device."""
 SHARE = 0.8
@@ -34,10 +31,9 @@ SHARE = 0.8
 
 
 class HostMemory:
-    """Pinned memory for tensors of one device, and the stream that copies. Each step reuses the memory.
+    """Pinned memory for tensors of one device, which all steps reuse, and the stream that copies.
 
-    limit: bytes that may be pinned; pinned: bytes that are. A tensor that would need more stays on the device, with one
-    warning.
+    limit: bytes that may be pinned; pinned: bytes that are. Beyond it tensors stay on the device, with one warning.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
@@ -47,10 +43,10 @@ class HostMemory:
         self.free: list[torch.Tensor] = []
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
-        self._latest: Any = lambda: None  # a weak reference to the entry that may still be copied to the host
+        self._latest: Any = lambda: None  # a weak reference to the newest entry, whose copy may not have ended
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which tensors of this device that autograd saves are kept on the host."""
+        """A context in which autograd saves tensors of this device on the host."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     # -- to the host -------------------------------------------------------------------------------------------------
@@ -72,12 +68,12 @@ class HostMemory:
         return entry
 
     def _finish_leaving(self) -> None:
-        """Let the computing stream wait for the current copy, after which that tensor's memory can be used again."""
+        """Let the computing stream wait for the newest copy to the host, after which its source may be freed."""
         if (latest := self._latest()) is not None:
             latest.left()
 
     def _take(self, nbytes: int) -> list[torch.Tensor] | None:
-        """Chunks for `nbytes`, or None where that would pin more than the limit."""
+        """Chunks for `nbytes`, or None beyond the limit."""
         count = -(-nbytes // CHUNK)
         missing = count - len(self.free)
         if self.pinned + missing * CHUNK > self.limit:
@@ -92,7 +88,7 @@ class HostMemory:
         return [self.free.pop() for _ in range(count)]
 
     def reserve(self, nbytes: int) -> None:
-        """Pin the memory now, before the first step does: some seconds for 100 GiB."""
+        """Pin more memory. 100 GiB take some seconds."""
         for _ in range(nbytes // CHUNK):
             self.free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
             self.pinned += CHUNK
@@ -110,9 +106,9 @@ class HostMemory:
         return value
 
     def copy_back(self, chunks: list[torch.Tensor], like: "_OnHost") -> tuple[torch.Tensor, Any]:
-        """(a device tensor that is being copied to, event at the end of the copy)."""
+        """(device tensor that is copied to, event at the end of the copy)."""
         value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        self._stream.wait_stream(self._module.current_stream(self.device))  # earlier kernels may still use its memory
+        self._stream.wait_stream(self._module.current_stream(self.device))  # earlier kernels may use the memory
         with self._module.stream(self._stream):
             for chunk, part in zip(chunks, _parts(value)):
                 part.copy_(chunk[: part.numel()], non_blocking=True)
@@ -124,7 +120,7 @@ class HostMemory:
 
 
 class _OnHost:
-    """A tensor on the host. before: a weak reference to the tensor saved before it, which backward needs next."""
+    """A tensor on the host. before: weak reference to the tensor saved before it, which backward needs next"""
 
     def __init__(
         self, memory: HostMemory, chunks: list[torch.Tensor], source: torch.Tensor, end: Any, before: Any
@@ -153,35 +149,32 @@ class _OnHost:
             self._coming = self.memory.copy_back(self.chunks, self)
 
     def arrive(self) -> torch.Tensor:
-        """The tensor on the device."""
+        """The tensor on the device. The computing stream waits for its copy."""
         self.start()
         (value, end), self._coming = self._coming, None
         self.memory.wait(end)
         return value
 
     def __del__(self) -> None:
-        for copy in (self._leaving, self._coming):  # if there was no backward
+        for copy in (self._leaving, self._coming):  # not None if there was no backward
             if copy is not None:
                 self.memory.wait(copy[-1])
-        self.memory.free += self.chunks  # safe to reuse: copies to and from them are on one stream, in order
+        self.memory.free += self.chunks  # may be reused: all copies are on one stream, in order
 
 
 def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of a contiguous tensor in pieces of CHUNK."""
+    """The bytes of a contiguous tensor in pieces of `CHUNK`."""
     return iter(t.view(-1).view(torch.uint8).split(CHUNK))
 
 
 @functools.lru_cache(maxsize=None)
 def host_memory(device: torch.device) -> HostMemory:
-    """The pinned memory of this process for a device."""
+    """This process's pinned memory for a device."""
     return HostMemory(device)
 
 
 def free_host_memory() -> int:
-    """Bytes of host memory that this process could still use: what is available, within the container's limit.
-
-    Each process that torchrun started on this host has an equal share.
-    """
+    """Bytes of available host memory within the container's limit, shared equally by torchrun's processes here."""
     free = []  # empty if the system does not say
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

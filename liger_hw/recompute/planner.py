@@ -1,9 +1,8 @@
-"""How many bytes and how much time a training step takes with each level in each layer, and the best mix that fits.
+"""Predicts memory and time of a training step from the levels of its layers, and chooses the best mix that fits.
 
-Everything is counted from the model's shape: what each layer's backward needs, parameters, gradients, optimizer state,
-the loss head's chunks, and the temporaries at the peak. Time is counted in FLOPs and bytes moved, weighted by ratios
-that are similar on all accelerators; seconds are an H200's.
-`Assumptions` lists what is assumed. docs/activations.md compares predictions with measurements.
+Bytes are counted from the model's shape: tensors that backward needs, parameters, gradients, optimizer state, chunks of
+the loss head, and temporaries at the peak. Time is counted in FLOPs and bytes moved, weighted by ratios that are
+similar on all accelerators; seconds are an H200's. docs/activations.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -20,54 +19,54 @@ if TYPE_CHECKING:
     from ..autotune.models import Model
 
 GEMM_RATE, BANDWIDTH = 665e12, 4.25e12
-"""bf16 FLOPs per second that the matrix products of a step reach on an H200, and bytes per second of a large copy."""
+"""An H200's bf16 FLOPs per second in the matrix products of a step, and bytes per second in a large copy."""
 FLOPS_PER_BYTE = GEMM_RATE / BANDWIDTH
 ATTENTION, ATTENTION_MASKED = (0.9, 0.8), (0.216, 0.238)
-"""Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
+"""Rates of attention's forward and backward in causal FLOPs, relative to the GEMM rate: flash, and with a mask."""
 SHORT, LONG = (660, 1000), 1 << 16
-"""Flash attention's forward and backward take 1 + SHORT / seq times as long. Beyond LONG tokens each doubling makes the
-forward 10% slower, because fewer keys and values hit the L2 cache."""
+"""Flash attention's forward and backward take 1 + SHORT / seq times as long. Beyond LONG tokens the forward takes 10%
+longer per doubling, because fewer keys and values hit the L2 cache."""
 FLOAT8 = 0.66
-"""Time of linears in FP8, with all quantisation, relative to bf16: three models at 8192 tokens on an H200."""
+"""Time of linears in FP8, with quantisation, relative to bf16: three models at 8192 tokens on an H200."""
 FP32_PRODUCTS = 2.3
-"""Time of adapters' fp32 products, without TF32, relative to moving the wide operand: ranks 8 to 32 on an H200."""
+"""Time of adapters' fp32 products without TF32, relative to moving the wide operand: ranks 8 to 32 on an H200."""
 TILE_OVERHEAD, PADDED = 258, 32
-"""The start and end of a tile of experts' products take as long as 258 more elements of its sums (3.3 us, at 0.82 us
-for each 64, docs/moe.md). An expert's last tile, of 64 or 128 rows, is padded by 32 rows on average."""
+"""Start and end of a tile of experts' products, in elements of its sums that take as long (docs/moe.md), and rows by
+which an expert's last tile is padded on average."""
 ADAM_RATE = 178e9
-"""Most parameters a second that torch's fused AdamW updates: Llama-3-8B's, in bf16, in 45 ms on an H200."""
+"""Most parameters per second that torch's fused AdamW updates on an H200."""
 EAGER = (1.6, 0.82)
-"""Time of eager attention's forward and backward over the time that the moved bytes would take."""
+"""Time of eager attention's forward and backward, relative to the time of the moved bytes."""
 EAGER_MARGIN = 0.02
-"""Share of a budget left free if attention is eager: its temporaries are large, and differ between versions."""
+"""Share of a budget left free if attention is eager, whose large temporaries differ between versions."""
 A_HOST_BYTE = 78
-"""Time to copy a byte to or from pinned host memory, at 55 GB/s, relative to copying a byte on the device."""
+"""Time to copy a byte to or from pinned host memory (55 GB/s), relative to a byte on the device."""
 A_LINK_BYTE = 28
-"""The same for an exchange between devices over NVLink: 150 GB/s, with the copies around it."""
+"""The same for an exchange between devices over NVLink (150 GB/s with the copies around it)."""
 TILE_ROWS = 8192
 """As in kernels/pointwise/tiled_mlp.py."""
 STEP = 1024
-"""`longest` tries lengths in steps of this many tokens."""
+"""Step of `longest` in tokens."""
 WORKSPACE = 100 << 20
-"""Matrix multiplication workspaces and small tensors."""
+"""Bytes of matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
 ADAPTERS = ("fp32", "autocast", "model")
-"""The dtype in which LoRA adapters compute: fp32 beside a bf16 model, as PEFT loads them; fp32 under autocast, which
-copies each linear's input to fp32 and back; the model's dtype (`autocast_adapter_dtype=False`)."""
+"""Dtype of LoRA adapters: fp32 beside a bf16 model, as PEFT loads them; fp32 under autocast, which copies each linear's
+input to fp32 and back; the model's dtype (`autocast_adapter_dtype=False`)."""
 COPYING = ADAPTERS[:2]
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
-"""Optimizer state, in units of the trainable parameters' bytes."""
+"""Bytes of optimizer state for each byte of trainable parameters."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine shards besides the optimizer's states, and the memory it needs besides the shards.
+    """How an engine shards a model's state beside the optimizer's, and what memory it needs beside the shards.
 
     parameters, gradients: whether they are sharded; master: whether bf16 parameters have a sharded fp32 copy, in
-    whose dtype the states are; kept: whether the gradients' memory exists all the time; buffers: bytes of communication
-    live: maximum of parameters gathered at a time; if 0, the embedding, the head and one decoder layer
-    passes, link: times a step sends each parameter, and the rate of that in bytes per second, as it lengthens a step
-    projections: whether level mlp computes projections again, which ZeRO-3's hooks on each of them forbid
+    whose dtype the states are; kept: whether memory of gradients persists; buffers: bytes of communication
+    live: most parameters gathered at a time; if 0, the embedding, the head and one decoder layer
+    passes: how often a step sends each parameter; link: bytes per second of that, as far as it lengthens a step
+    projections: whether level mlp recomputes projections, which ZeRO-3's hooks on them forbid
     """
 
     parameters: bool = True
@@ -88,15 +87,12 @@ ENGINES = {
     "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=190e9),
     "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, projections=False),
 }
-"""FSDP2 as accelerate configures it, with mixed precision, and DeepSpeed with its defaults.
-
-Links are fitted to two and to four H200s, with similar results.
-"""
-
+"""FSDP2 as accelerate configures it, with mixed precision, and DeepSpeed's defaults. Links are fitted to two and four
+H200s."""
 OTHER_PARAMETERS = 0.02
-"""Share of a model's parameters, without experts, by which the planner's count may differ: biases, and some norms."""
+"""Share of a model's parameters without experts by which the planner's count may differ: biases and some norms."""
 MOST_LAYERS = 1024
-"""The planner predicts every mix of levels, each layer by layer."""
+"""Bounds the time to predict every mix of levels layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +100,14 @@ class Assumptions:
     """What a prediction assumes.
 
     dtype_bytes, compute_bytes: itemsize of parameters, of activations; optimizer: a name in `STATE_BYTES`
-    trainable: trained share of the parameters; below 1 means LoRA adapters on every linear layer
-    adapters: one of `ADAPTERS`; an engine that shards and a model in fp32 have them in the dtype of activations
-    fused_loss: the logits never exist; float8: linears in FP8; flops_per_byte: GEMM FLOPs while a byte is moved
-    shards: devices over which `engine`, in `ENGINES`, shards the model's state, computing in `compute_bytes`
-    sequence: devices that share a sequence (Ulysses, context parallel), with equal parts of its tokens and attention
-    in_backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed then
-    attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what
-    transformers does with a model that names none: eager for softcapped scores, masked for a window that the sequence
-    reaches
+    trainable: trained share of the parameters; below 1 for LoRA adapters on every linear layer
+    adapters: one of `ADAPTERS`; sharded models and fp32 models have them in the dtype of activations
+    fused_loss: whether no logits are kept; float8: linears in FP8; flops_per_byte: GEMM FLOPs in the time of a byte
+    shards: devices over which `engine` of `ENGINES` shards the model's state
+    sequence: devices with equal shares of a sequence's tokens and attention (Ulysses, context parallel)
+    in_backward: parameters are updated, and gradients freed, as soon as a gradient is complete
+    attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask), `flash`, or "" for transformers'
+    default: eager for softcapped scores, masked for a window that the sequence reaches
     """
 
     dtype_bytes: int = 2
@@ -166,12 +161,12 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer at one batch, by level.
+    """A decoder layer at one batch, by level. Times are in FLOPs of a GEMM.
 
-    kept: bytes that are kept for its backward; transient: bytes besides these while its backward runs
-    extra: time of what is recomputed; time: of forward and backward at `keep`; small: of forward's norms, gate and
-    rotary embeddings. All times are in FLOPs of a GEMM
-    growing: bytes that grow with the sequence in a `tiled` or `offload` layer's backward
+    kept: bytes kept for its backward; transient: further bytes while its backward runs
+    extra: time of recomputation; time: of forward and backward at `keep`; small: of forward's norms, gate and rotary
+    embeddings
+    growing: bytes that grow with the sequence in the backward of a `tiled` or `offload` layer
     """
 
     kept: dict[str, int]
@@ -185,10 +180,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with `levels`, after the first one: peak bytes, speed relative to keep, seconds on an H200.
-
-    host: bytes of pinned host memory
-    """
+    """A later step with `levels`. peak: bytes; speed: relative to keep; seconds: on an H200; host: pinned bytes"""
 
     levels: tuple[str, ...]
     peak: int
@@ -202,9 +194,9 @@ class Prediction:
 
 
 class Planner:
-    """Predictions for one model, batch and sequence length. model: from autotune.models.
+    """Predictions for a model (from autotune.models), batch and sequence length.
 
-    Layers with experts are alike and have no shared experts. Raises `ValueError` for more than `MOST_LAYERS`.
+    Layers with experts must be alike and have no shared experts. Raises `ValueError` for what is not modelled.
     """
 
     def __init__(self, model: "Model", batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
@@ -219,10 +211,11 @@ class Planner:
         self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions
         self.engine = ENGINES[assumptions.engine] if assumptions.shards > 1 else Engine()
         self.tokens = -(-batch * seq // assumptions.sequence)
+        self.q, self.kv = model.heads * model.head_dim, model.kv_heads * model.head_dim  # widths of q, of k and v
         width = model.expert_width if model.experts and model.expert_width else model.intermediate
         self.wide = width * (model.top_k if model.experts else 1)
         self.mlp_parameters = 3 * model.hidden * width * max(1, model.experts)
-        self.projects_again = self.engine.projections and not model.experts  # at level mlp
+        self.projects_again = self.engine.projections and not model.experts  # whether level mlp differs from cheap
         self.layer = self._layer()
         self.head = self._head()
 
@@ -233,15 +226,15 @@ class Planner:
         unit = tokens * assumed.compute_bytes
         autocast = assumed.dtype_bytes > assumed.compute_bytes and assumed.shards == 1  # an engine gathers in bf16
         stream = tokens * (assumed.dtype_bytes if autocast else assumed.compute_bytes)  # fp32 under autocast
-        q, kv, wide = m.heads * m.head_dim, m.kv_heads * m.head_dim, self.wide
+        q, kv, wide = self.q, self.kv, self.wide
         capped = assumed.compute_bytes if m.softcap else 0
-        linear = m.hidden * (2 * q + 2 * kv + m.experts) + self.mlp_parameters  # with the experts' router
+        linear = m.hidden * (2 * q + 2 * kv + m.experts) + self.mlp_parameters  # includes the experts' router
         norms = 2 * m.hidden * (2 if m.sandwich else 1) + (2 * m.head_dim if m.qk_norm else 0)
         parameters = linear + norms
 
         blocks = 1 if m.parallel else 2
         normed = unit * m.hidden * (5 if autocast else blocks)  # autocast's copies are of q, k, v, gate and up each
-        gated, float8 = 0 if m.experts else unit * wide, 0  # experts compute their gate again in any backward
+        gated, float8 = 0 if m.experts else unit * wide, 0  # experts recompute their gate at every level
         adapted, copies, of_mlp = assumed.adapters_in, 0, 0
         copy = 4 if adapted == "fp32" else assumed.compute_bytes
         if adapted in COPYING:  # each adapter keeps a copy of its input, which has no recipe
@@ -250,7 +243,7 @@ class Planner:
             normed, gated = unit * m.hidden if m.experts else 0, 0
         elif assumed.float8 and not adapted:  # linears keep FP8 instead of their inputs, at every level
             normed, gated, float8 = 0, 0, tokens * (2 * m.hidden + q + wide)
-        rotated = unit * (q + kv) if m.qk_norm else 0  # what the norms of q and k took
+        rotated = unit * (q + kv) if m.qk_norm else 0  # inputs of the norms of q and k
         residuals = stream * blocks * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
         scores = 4 + capped + (assumed.compute_bytes if assumed.compute_bytes < 4 else 0)  # softmax in fp32, its cast
         attention = {
@@ -261,14 +254,14 @@ class Planner:
         if m.fused_qkv and (kv == q or self.attention == "flash"):
             residuals += unit * (q + kv)  # v, if it is not repeated for every head, holds the memory of all three
         statistics = tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
-        statistics += tokens * (4 * m.experts + 32 * m.top_k)  # the router's softmax, choices and rows of experts
+        statistics += tokens * (4 * m.experts + 32 * m.top_k)  # the router's softmax and choices, rows of experts
         keep = residuals + normed + gated + 2 * unit * wide + float8 + rotated + attention[self.attention] + statistics
         keep += copies
         if autocast and not assumed.float8:
             keep += linear * assumed.compute_bytes  # autocast's copies of the weights
         copied = m.qk_norm and kv < q and self.attention != "flash"  # k for every head has no recipe
         if adapted:  # each adapter's inner output is kept
-            keep += int((4 if m.experts else 7) * tokens * copy * self._adapters(linear, q, kv)[0])
+            keep += int((4 if m.experts else 7) * tokens * copy * self._adapters(linear)[0])
         cheap = keep - normed - gated - rotated + (unit * kv if copied else 0)
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide if self.projects_again else cheap}
         kept |= {"full": stream * m.hidden, "tiled": stream * m.hidden, "offload": 0}
@@ -280,7 +273,7 @@ class Planner:
             done = 0 if m.parallel else unit * m.hidden * (1 if copies else 2)  # the second norm's input and output
             growing = self._growing(without_mlp - done, unit, stream)
 
-        # the worst moment is the down projection's: gradients of its input, of its output and of its weight
+        # at the peak, in the down projection: gradients of its input, output and weight
         # and, if adapters train, what they add to the gate's or the up projection's output
         gradients = unit * (wide + (wide + m.hidden if adapted else 0)) + stream * m.hidden
         gradients += int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
@@ -297,47 +290,46 @@ class Planner:
         }
         if m.experts:  # experts do not run in tiles
             transient["tiled"] = transient["full"]
-        # this layer's input, and the next one's, which is being copied
+        # this layer's input, and the next one's, whose copy runs
         transient["offload"] = transient["tiled"] + 2 * kept["full"]
         if self.attention == "eager":
-            # or the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
-            # besides, the layer's input, q and k, and gradients of the stream, of v and of the later weights
+            # or in the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
+            # also the layer's input, q and k, and gradients of the stream, of v and of the later weights
             scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + statistics
             scores += int(assumed.trainable * m.hidden * (3 * wide + q) * assumed.dtype_bytes)
             for level in kept:
                 again = unit * m.hidden + rotated if level not in ("cheap", "mlp") else 0  # the norm's output
                 transient[level] = max(transient[level], scores + again - kept[level])
-        return Layer(kept, transient, *self._times(linear, q, kv), parameters, growing)
+        return Layer(kept, transient, *self._times(linear), parameters, growing)
 
     def _experts(self, unit: int, train: bool) -> int:
-        """Peak bytes of the experts' backward: rows of the tokens' choices, and gradients if the experts train."""
+        """Peak bytes of the experts' backward. train: whether the experts have gradients"""
         m, weights = self.model, self.mlp_parameters * self.assumptions.dtype_bytes * train
         moments = (
-            3 * unit * self.wide,  # the gate's gradient in and out
+            3 * unit * self.wide,  # gradients of the gate's input and output
             unit * (2 * self.wide + (m.top_k + 1) * m.hidden) + 2 * weights // 3,  # rows of dx, and dx
-            unit * (self.wide + m.hidden) + weights,  # the gate again for the last weights
+            unit * (self.wide + m.hidden) + weights,  # the recomputed gate for the last weights
         )
         return max(moments)
 
     def _growing(self, of_attention: int, unit: int, stream: int) -> dict[str, int]:
-        """Bytes that grow with the sequence if the MLP runs in tiles, at the peak: in attention's backward.
+        """Bytes that grow with the sequence if the MLP runs in tiles, at the peak in attention's backward.
 
         of_attention: bytes kept for it, minus the layer's input
         """
-        m = self.model
-        q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+        q, kv = self.q, self.kv
         grouped = 2 * unit * q if kv < q else 0  # gradients of k and v for every head
         return {
             "norm output, q, k, v and attention's output": of_attention,
-            "their gradients and the residual stream's": unit * (2 * q + 2 * kv) + stream * m.hidden,
+            "their gradients and the residual stream's": unit * (2 * q + 2 * kv) + stream * self.model.hidden,
             "temporaries of attention's backward": self.tokens * 4 * q + grouped,  # q's gradient in fp32
         }
 
     def _tiled(self, without_mlp: int, unit: int, stream: int, growing: dict[str, int], copies: int) -> int:
-        """Bytes besides a layer's input in its backward with the MLP in tiles: at a tile, or in attention.
+        """Bytes beside a layer's input in its backward with the MLP in tiles: at a tile, or in attention.
 
         without_mlp: bytes kept for backward, minus the MLP's wide tensors and the layer's input
-        copies: bytes of a row that the MLP's adapters keep
+        copies: bytes that the MLP's adapters keep of a row
         """
         m, assumed = self.model, self.assumptions
         weights = int(assumed.trainable * 3 * m.hidden * m.intermediate)
@@ -349,7 +341,7 @@ class Planner:
 
     @property
     def attention(self) -> str:
-        """`eager`, `masked` or `flash`: as assumed, or as transformers does for such a model."""
+        """`eager`, `masked` or `flash`: as assumed, or transformers' default for the model."""
         windowed = 0 < self.model.window <= self.seq
         return self.assumptions.attention or ("eager" if self.model.softcap else "masked" if windowed else "flash")
 
@@ -359,33 +351,34 @@ class Planner:
 
     @property
     def _masks(self) -> int:
-        """Bytes of eager attention's masks, which checkpointed layers hold until backward; Gemma 2 and 3 have two."""
+        """Bytes of eager attention's masks (Gemma 2 and 3 have two), which checkpointed layers hold until backward."""
         kinds = 2 if self.model.window and self.model.sandwich else 1
         return kinds * self.batch * self.seq**2 * self.assumptions.compute_bytes if self.attention == "eager" else 0
 
-    def _adapters(self, linear: int, q: int, kv: int) -> tuple[float, int, int]:
-        """Rank of a layer's adapters, and inputs and outputs of the linears that have one; experts have none."""
-        m, ins, outs = self.model, 5 * self.model.hidden + q + self.wide, 2 * (self.model.hidden + kv + self.wide) + q
+    def _adapters(self, linear: int) -> tuple[float, int, int]:
+        """(rank of a layer's adapters, inputs, outputs of the linears that have one). Experts have none."""
+        m, q, kv = self.model, self.q, self.kv
+        ins, outs = 5 * m.hidden + q + self.wide, 2 * (m.hidden + kv + self.wide) + q
         if m.experts:
             ins, outs = 3 * m.hidden + q, m.hidden + 2 * kv + q
         whole = linear + self.head_parameters * (1 if m.tied else 2) / m.layers
         return self.assumptions.trainable * whole / (ins + outs), ins, outs
 
     def _adapter_times(self, ins: int, outs: int) -> tuple[float, float]:
-        """Forward and backward of adapters. ins, outs: columns of their linears' inputs and outputs, added up."""
+        """Times of adapters' forward and backward. ins, outs: sums of the columns of their linears"""
         kind, c, products = self.assumptions.adapters_in, self.assumptions.compute_bytes, 0.0
-        # an adapter reads its input, writes its output, and scales and adds that; likewise in backward
+        # an adapter reads its input, writes its output, scales that and adds it; likewise in backward
         there, back = (c * ins + 6 * c * outs, 5 * c * ins + 4 * c * outs) if kind else (0, 0)
         if kind == "autocast":  # inputs, and their gradients, go through fp32
             there, back = there + (8 + 2 * c) * ins, back + (8 + 2 * c) * ins
-        elif kind == "fp32":  # beside its products: casts, and what is scaled and added in fp32
+        elif kind == "fp32":  # beside its products: casts, scaling and addition in fp32
             there, back = (4 + c) * ins + (20 + 2 * c) * outs, (4 + 4 * c) * ins + (16 + 2 * c) * outs
             products = FP32_PRODUCTS * 4 * (ins + outs)
         moved = self.tokens * self.assumptions.flops_per_byte
         return (there + products) * moved, (back + 2 * products) * moved
 
     def expert_times(self) -> tuple[float, float]:
-        """Forward and backward of a layer's experts: products in tiles of one expert's rows, sums over a token's."""
+        """Times of forward and backward of a layer's experts: products in tiles, and sums over each token's experts."""
         m, c, assumed = self.model, TILE_OVERHEAD, self.assumptions
         if not m.experts:
             return 0.0, 0.0
@@ -396,9 +389,11 @@ class Planner:
         backward = padded * (1 + c * (1 / m.hidden + 1 / width) / 3) + assumed.trainable * (1 + c / rows)
         return products * forward + sums, products * backward + sums
 
-    def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float, float]:
+    def _times(self, linear: int) -> tuple[dict[str, float], float, float]:
+        """`extra`, `time` and `small` of the Layer. linear: parameters of its linear layers"""
         m, tokens, assumed = self.model, self.tokens, self.assumptions
-        wide, rate, devices = self.wide, FLOAT8 if assumed.float8 else 1.0, assumed.sequence
+        q, kv, wide = self.q, self.kv, self.wide
+        rate, devices = FLOAT8 if assumed.float8 else 1.0, assumed.sequence
 
         def moved(columns: float) -> float:
             return tokens * columns * assumed.compute_bytes * assumed.flops_per_byte
@@ -406,7 +401,7 @@ class Planner:
         experts = bool(m.experts)
         gemm = 2 * tokens * (linear - (self.mlp_parameters if experts else 0)) * rate
         experts_forward, experts_backward = self.expert_times()
-        forward_scores, backward_scores = self._attention_times(q)
+        forward_scores, backward_scores = self._attention_times()
         norm, gate, rotation = 4 * m.hidden, 3 * wide, 2 * (q + kv)
         small = moved(norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + 6 * m.hidden)
         again = 0 if assumed.adapters_in in COPYING else norm + (0 if experts else gate)
@@ -416,14 +411,14 @@ class Planner:
         tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS and not experts else 0
         weights = 3 * m.hidden * wide * assumed.trainable
         sums = tiles * weights * 8 * assumed.flops_per_byte  # gradients in fp32, which each tile reads and writes
-        adapters_forward, adapters_backward = self._adapter_times(*self._adapters(linear, q, kv)[1:])
+        adapters_forward, adapters_backward = self._adapter_times(*self._adapters(linear)[1:])
         of_gate, _ = self._adapter_times(2 * m.hidden, 2 * wide)
         forward = gemm + experts_forward + forward_scores + small + exchange + adapters_forward
         backward = gemm * (1 + assumed.trainable) + experts_backward + backward_scores + 2 * small + exchange
         backward += adapters_backward
-        if assumed.float8 and assumed.adapters_in:  # k, v, up and down quantise what full training has shared
+        if assumed.float8 and assumed.adapters_in:  # k, v, up and down quantise inputs that full training shares
             forward += tokens * 3 * (3 * m.hidden + wide) * assumed.flops_per_byte
-        # checkpointing stops before the last product, but not inside of experts
+        # recomputation stops before the last product, but not inside experts
         full = forward - (0 if experts else 2 * tokens * m.hidden * wide * rate)
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
         extra = {
@@ -436,10 +431,10 @@ class Planner:
         }
         return extra, forward + backward, small
 
-    def _attention_times(self, q: int) -> tuple[float, float]:
-        """Forward and backward of attention between its projections."""
-        padded = 1 << (self.model.head_dim - 1).bit_length()  # to which the kernels round a head
-        products = 2 * self.tokens * self.seq * q * padded / self.model.head_dim  # causal: half of 4
+    def _attention_times(self) -> tuple[float, float]:
+        """Times of forward and backward of attention between its projections."""
+        padded = 1 << (self.model.head_dim - 1).bit_length()  # kernels round a head up
+        products = 2 * self.tokens * self.seq * self.q * padded / self.model.head_dim  # causal: half of 4
         if self.attention != "eager":
             if self.attention == "masked":
                 return products / ATTENTION_MASKED[0], 2.5 * products / ATTENTION_MASKED[1]
@@ -460,7 +455,7 @@ class Planner:
         return self.model.vocab * self.model.hidden
 
     def predict(self, levels: Sequence[str]) -> Prediction:
-        """Bytes and speed of a training step with these levels, first layer first."""
+        """The Prediction of a step with these levels, first layer first."""
         levels = tuple(levels)
         if len(levels) != self.model.layers:
             raise ValueError(f"{self.model.name} has {self.model.layers} layers, got {len(levels)} levels")
@@ -491,7 +486,7 @@ class Planner:
         head_grad, last_grad, gathered = head * size, 0 if m.tied else head * size, 0
         if assumed.shards > 1 and engine.live:
             resident += min(engine.live, self.parameters) * assumed.compute_bytes
-        elif assumed.shards > 1 and engine.parameters:  # the root's parameters and gradients are whole until the end
+        elif assumed.shards > 1 and engine.parameters:  # the root's parameters and gradients stay whole
             whole = self.parameters - m.layers * layer.parameters
             resident += whole * assumed.compute_bytes
             head_grad, last_grad = head * assumed.compute_bytes, whole * assumed.compute_bytes * (head > 0)
@@ -501,13 +496,13 @@ class Planner:
         most = alive + 2 * stream + self.head  # the last norm's input and output
         alive += head_grad
         for index, level in reversed([*enumerate(levels)]):
-            on_its_way = stream if level == "offload" and not index else 0  # no layer's input comes after the first's
+            on_its_way = stream if level == "offload" and not index else 0  # behind the first layer no copy runs
             most = max(most, alive + layer.transient[level] + gathered - on_its_way)
             alive += layer.parameters * size - layer.kept[level]
         return max(most, alive + last_grad)
 
     def _head(self) -> int:
-        """Bytes of the loss: a chunk of logits with weight and input gradients, or all logits with softmax's copies."""
+        """Bytes of the loss: a chunk of logits with gradients of weight and input, or all logits with softmax's copies."""
         m, assumed = self.model, self.assumptions
         if not assumed.fused_loss:
             return self.tokens * m.vocab * (2 * assumed.compute_bytes + 4)
@@ -530,12 +525,13 @@ class Planner:
         return (4 + 2 * assumed.trainable) * self.tokens * self.head_parameters + moved * assumed.flops_per_byte
 
     def step_time(self, levels: Sequence[str]) -> float:
-        """Time of a step with these levels, in FLOPs of a GEMM. The step waits for the first copy from the host."""
+        """Time of a step with these levels, in FLOPs of a GEMM."""
+        # a step waits for the first copy from the host
         first = ("offload" in levels) * self.layer.kept["full"] * A_HOST_BYTE * self.assumptions.flops_per_byte
         return sum(self.layer.time + self.layer.extra[level] for level in levels) + first + self._rest()
 
     def float8_gain(self) -> float:
-        """How much faster a step at `keep` is in FP8 than without FP8."""
+        """Speed of a step at `keep` in FP8, relative to without FP8."""
         both = (replace(self.assumptions, float8=on) for on in (False, True))
         planners = (Planner(self.model, self.batch, self.seq, assumed) for assumed in both)
         plain, float8 = (planner.step_time(["keep"] * self.model.layers) for planner in planners)
@@ -544,25 +540,23 @@ class Planner:
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def pure(self) -> list[Prediction]:
-        """Each level by its name."""
+        """The model at each level."""
         return [self.predict(level_of_each(level, self.model.layers)) for level in LEVELS]
 
     def best(self, budget: int, host: float = math.inf) -> Prediction:
         """The fastest mix whose peak is at most `budget` bytes, with at most `host` bytes of host memory.
 
-        Raises `ValueError` if even the smallest mix needs more.
-
-        With eager attention, EAGER_MARGIN stays free if some mix still fits. Mixes of two levels suffice: each level
-        further down the list costs more time for each byte saved. The level that keeps less is for the first layers,
-        whose backward comes last, when gradients fill the memory.
+        Mixes have two levels, as each level down the list costs more time for each byte saved. The first layers get
+        the one that keeps less: their backward comes last, when gradients fill the memory. With eager attention
+        EAGER_MARGIN stays free if a mix allows it. Raises `ValueError` if no mix fits.
         """
         count = self.model.layers
-        has = {"mlp": self.projects_again, "tiled": not self.model.experts}  # else they are cheap and full
-        levels = [level for level in LEVELS if has.get(level, True)]
+        differs = {"mlp": self.projects_again, "tiled": not self.model.experts}  # from cheap, from full
+        levels = [level for level in LEVELS if differs.get(level, True)]
         pairs = [(low, high) for i, high in enumerate(levels) for low in levels[i + 1 :]]
         mixes = [(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)]
         mixes += [(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST]
-        # in a fixed order, so that all ranks choose the same of equally good mixes
+        # in a fixed order, so that all ranks choose the same among equally good mixes
         predictions = [one for mix in dict.fromkeys(mixes) if (one := self.predict(mix)).host <= host]
         room = budget * (1 - EAGER_MARGIN) if self.attention == "eager" else budget
         least = min(predictions, key=lambda one: (one.peak, one.host))
@@ -581,7 +575,6 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
 
     planner_at: the planner of a sequence length. Raises `ValueError` if not even `STEP` tokens fit.
     """
-
     step = STEP * planner_at(STEP).assumptions.sequence
 
     def fits(steps: int) -> bool:
@@ -591,7 +584,7 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
             return False
         return True
 
-    planner_at(step).best(budget, host)  # raises, and says what is needed, if nothing fits
+    planner_at(step).best(budget, host)  # raises if nothing fits
     low, high = 1, 2
     while high * STEP < 1 << 31 and fits(high):
         low, high = high, 2 * high
@@ -602,7 +595,7 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
 
 
 def usable(device: "torch.device") -> int:
-    """Bytes of a device for which a training step may be planned: its memory minus 4% for driver and fragmentation."""
+    """Bytes of a device that a plan may use: its memory minus 4% for driver and fragmentation."""
     import torch
 
     if device.type == "cpu":
@@ -611,10 +604,9 @@ def usable(device: "torch.device") -> int:
 
 
 def check_parameters(planner: Planner, counts: Sequence[int], layers: int) -> None:
-    """Raise `ValueError` if a model has another number of parameters than the planner counts for its layers.
+    """Raise `ValueError` if a model's number of parameters is not the planner's.
 
-    counts: the model's parameters with adapters and without, of the whole model (layers: 0) or of this many layers
-    alone
+    counts: the model's parameters, with and without adapters; layers: how many layers they are of, 0 for the model
     """
     planned = layers * planner.layer.parameters or planner.parameters
     count = min(counts, key=lambda one: abs(one - planned))
@@ -628,13 +620,13 @@ def check_parameters(planner: Planner, counts: Sequence[int], layers: int) -> No
 
 
 def model_named(name: str) -> "Model":
-    """The model of a name, from autotune.models. Raises `ValueError` for one that the planner does not know."""
+    """The Model of a name. Raises `ValueError` for one that the planner does not model."""
     from ..autotune import models
 
     model = models.find(name)
     Planner(model, 1, 1)  # before a model of a billion layers is built to count its parameters
     if (source := models.on_meta(name)) is not None:
-        config = source.config.to_dict()  # with the family's defaults
+        config = source.config.to_dict()  # includes the family's defaults
         model = models.as_built(models.from_config(config, model.name), source)
         check_parameters(Planner(model, 1, 1), [sum(p.numel() for p in source.parameters())], 0)
     return model
@@ -643,10 +635,10 @@ def model_named(name: str) -> "Model":
 def of_module(
     source: "torch.nn.Module", config: Any, batch: int, seq: int, compute_bytes: int | None = None
 ) -> Planner:
-    """A Planner for a live transformers model: its shape from the config, dtype and what trains from `source`.
+    """A Planner for a live transformers model, or one of its layers: shape from the config, the rest from `source`.
 
-    Raises `ValueError` for a model without a config or of another kind than the planner's, and for one that FSDP1 or
-    tensor parallelism shards.
+    Raises `ValueError` for a model without a config, of a kind that is not modelled, or sharded by FSDP1 or tensor
+    parallelism.
     """
     import torch
 
@@ -681,7 +673,7 @@ def of_module(
 
 
 def _sharding(source: "torch.nn.Module", parameters: "list[torch.nn.Parameter]") -> tuple[str, int]:
-    """The engine, of `ENGINES`, that shards a live model's state, and over how many devices."""
+    """(engine of `ENGINES` that shards a live model's state, number of devices)"""
     from ..distributed.owners import FSDP2, ZERO3, fsdp2_shards, sharded_by
 
     owner = sharded_by(source)

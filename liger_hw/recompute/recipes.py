@@ -1,18 +1,16 @@
-"""Tensors that autograd does not keep because they can be computed again: recipes, and the hooks that use them.
+"""Recipes: how tensors that autograd would save are computed again instead.
 
-An op's forward states with `offer` how its output can be computed again from tensors that are saved anyway. While a
-`Scope` is open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe is dropped, and a
-`Handle` is saved in its place. (A recipe holds for everything in the output's memory, such as a view or what a module
-hook returns, and for autocast's copy of it.) In backward the recipe calls the same operator on the same inputs, under
-the same autocast state. So gradients are bit-identical to keeping it.
+An op's forward states with `offer` how its output is computed again from tensors that are saved anyway. In an open
+`Scope` saved-tensor hooks replace each tensor that has a recipe by a `Handle`. A recipe holds for everything in the
+output's memory, such as views, and for autocast's copy of it. In backward it calls the same operator on the same inputs
+under the same autocast state, so gradients are bit-identical.
 
-    x --rms_norm--> y --linear--> q        y's recipe: rms_norm(x, w). q, k and v each save a handle on it.
-                      --linear--> k        The first that backward reaches computes y, the last one takes it.
+    x --rms_norm--> y --linear--> q        y's recipe is rms_norm(x, w); q, k and v each save a handle on it.
+                      --linear--> k        The first whose backward runs computes y, the last releases it.
                       --linear--> v
 
-A recipe's inputs go through the same hooks, so recipes chain. Tensors without a recipe are saved as by torch, with its
-check that they were not changed in place (which torch itself skips when hooks are used). This file depends on torch
-alone: ops import it. levels.py and dial.py apply it to models.
+A recipe's inputs may have recipes too. Tensors without one are saved with torch's check for changes in place, which
+torch skips for hooks. Ops import this file, so it must not import them.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ log = logging.getLogger("liger_hw")
 KEEP, CHEAP, MLP = 0, 1, 2
 """What a scope may recompute: nothing; outputs of ops that offer a recipe; these and the projections before a gate."""
 _MARK = "_liger_hw_recipe"
-_scopes_open = 0  # process-wide fast path: an op pays one comparison while no scope is open (`_no_scope_open`)
-_casts_seen = False  # process-wide too: set once an output was computed under autocast
+_scopes_open = 0  # process-wide, so that ops without a scope pay one comparison
+_casts_seen = False  # process-wide: whether an output was computed under autocast
 _counting = fork_safe(threading.Lock())
 _logged: set[str] = set()
 
@@ -44,7 +42,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.scope: Scope | None = None  # the innermost open one with an effect
         self.entered: list[tuple] = []
-        self.tiles: Callable[..., torch.Tensor] | None = None  # runs `tileable` forwards instead, if set
+        self.tiles: Callable[..., torch.Tensor] | None = None  # runs `tileable` forwards, if set
 
 
 _local = _Local()
@@ -61,11 +59,11 @@ def offer(
     unsaved: torch.Tensor | None = None,
     number: int = 0,
 ) -> None:
-    """Inside a Function's forward: `output` is `call(*args)` (item `index` of it), and cheap to compute again.
+    """Inside a Function's forward: `output` is `call(*args)`, or its item `index`, and cheap to compute again.
 
-    `call` must be deterministic and return new tensors. The Function saves the tensors in `args`, except for one that
-    may be named `unsaved`: then the offer holds only if that tensor has a recipe itself, because it is not kept.
-    number: which of the Function's outputs this is.
+    call: deterministic, returns new tensors; args: their tensors are saved by the Function, but for `unsaved`
+    unsaved: a tensor among `args` that is not saved; without a recipe of its own there is no offer
+    number: of the output among the Function's
     """
     global _casts_seen
     if _no_scope_open() or _level() == KEEP or not any(ctx.needs_input_grad) or output.is_meta:
@@ -76,11 +74,11 @@ def offer(
     _attach(recipe, output)
     if output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
         _casts_seen = True
-        ctx.__dict__.setdefault(_MARK, {})[number] = weakref.ref(output)  # weak: the node outlives its outputs
+        ctx.__dict__.setdefault(_MARK, {})[number] = weakref.ref(output)  # the node outlives its outputs
 
 
 def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
-    """`offer` for a Function whose outputs together are `call(*args)`: one computation gives all of them."""
+    """`offer` for a Function whose outputs together are `call(*args)`, so that one computation serves all."""
     if _no_scope_open() or _level() == KEEP:
         return
     whole = Recipe(call, args, None, outputs[0])
@@ -89,10 +87,9 @@ def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., A
 
 
 def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`module(x)`, for the projections that feed a gated activation: level `mlp` computes them again in backward.
+    """`module(x)` for a projection before a gated activation, which level `mlp` computes again in backward.
 
-    Recomputed only where that gives the same bits: for linears (with LoRA) without hooks or active dropout. Outputs of
-    other modules are kept.
+    That gives the same bits for linears (with LoRA) without hooks and active dropout; other outputs are kept.
     """
     y = module(x)
     if _no_scope_open() or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
@@ -111,8 +108,8 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _attach(recipe: Recipe, output: torch.Tensor) -> None:
-    """Attach the recipe to the output's memory, so that it lives as long. Memory shared by two outputs has no recipe: a
-    saved tensor would not tell which of them it is."""
+    """Attach the recipe to the output's memory. Two outputs in one memory have none: saved tensors would not tell which
+    of them they are."""
     marks = vars(output.untyped_storage())
     marks[_MARK] = None if _MARK in marks else recipe
 
@@ -122,7 +119,7 @@ def _no_scope_open() -> bool:
     return not _scopes_open
 
 
-# Called while torch.compile traces, not traced: a guard on it would compile code twice, inside and outside a scope.
+# torch.compile calls it while tracing. A guard on it would compile code twice, inside and outside a scope.
 _no_scope_open._dynamo_marked_constant = True
 
 
@@ -132,7 +129,7 @@ def recomputing() -> bool:
 
 
 def is_free() -> bool:
-    """Whether neither an open scope nor other saved-tensor hooks decide what this thread's autograd keeps."""
+    """Whether this thread has neither an open scope nor other saved-tensor hooks."""
     return _local.scope is None and not inside_foreign_hooks()
 
 
@@ -147,22 +144,19 @@ def _level() -> int:
 
 
 def pack(t: torch.Tensor) -> Any:
-    """Saved-tensor hook: a Handle for what has a recipe, else (tensor, version).
-
-    Nearly all tensors have none, and this runs for every tensor that autograd saves.
-    """
+    """Saved-tensor hook: a Handle for a tensor with a recipe, else (tensor, version)."""
     recipe = _recipe_of(t)
-    if recipe is not None:
-        if _local.scope is not None:
-            _local.scope.left_out += 1
-        return Handle(recipe, t)
-    return pack_kept(t)
+    if recipe is None:
+        return pack_kept(t)
+    if _local.scope is not None:
+        _local.scope.left_out += 1
+    return Handle(recipe, t)
 
 
 def _recipe_of(t: torch.Tensor) -> "Recipe | None":
     try:
         recipe = t.untyped_storage().__dict__.get(_MARK)
-    except NotImplementedError:  # e.g. sparse tensors, which have no such memory
+    except NotImplementedError:  # sparse tensors have no storage
         return None
     if recipe is None and _casts_seen:
         recipe = _recipe_of_cast(t if t._base is None else t._base)
@@ -170,14 +164,14 @@ def _recipe_of(t: torch.Tensor) -> "Recipe | None":
 
 
 def pack_kept(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`pack` for a tensor that is kept: (tensor, version)."""
+    """Saved-tensor hook for tensors that are kept: (tensor, version)."""
     if not t.is_leaf:
-        t = t.detach()  # a node that refers to its output would never be freed
+        t = t.detach()  # a node that refers to its output would not be freed
     return t, t._version
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """Saved-tensor hook: the tensor that `pack` took, bit for bit."""
+    """Saved-tensor hook: the packed tensor, bit for bit."""
     if type(packed) is tuple:
         t, version = packed
         if t._version != version:
@@ -190,13 +184,13 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
-    """The recipe of autocast's copy of an output, made from the output's recipe; one for all copies."""
+    """The recipe of autocast's copy of an output, from the output's recipe; shared by all copies of a dtype."""
     node = t.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
     source, number = node.next_functions[0]
     output = getattr(source, _MARK, {}).get(number, _nothing)()
-    parent = None if output is None else _recipe_of(output)  # None if the output was written to before the copy
+    parent = None if output is None else _recipe_of(output)
     if parent is None or (t.shape, t.stride()) != parent.geometry[:2] or t.device != parent.device or t._version:
         return None
     recipe = parent.casts.get(t.dtype, _nothing)()
@@ -211,10 +205,10 @@ def _nothing() -> None:
 
 
 class Recipe:
-    """How to compute one tensor again. Owned by that tensor's memory and by the handles saved in its place.
+    """How to compute a tensor again. The tensor's memory and the handles saved in its place refer to it.
 
-    live: existing handles; value: the computed tensor while `waiting` of them still need it; epoch: counts
-    computations, so that a handle knows whether it was given this one's result
+    live: number of handles; value: the computed tensor while `waiting` of them need it
+    epoch: number of the computation; a handle has the epoch of the last value it was given
     """
 
     __slots__ = (
@@ -225,7 +219,7 @@ class Recipe:
     def __init__(self, call: Callable[..., Any], args: tuple, index: int | None, output: torch.Tensor) -> None:
         self.call, self.index = call, index
         self.name = getattr(call, "__name__", None) or str(call)
-        self.args = [_Input(arg) if isinstance(arg, (torch.Tensor, Handle)) else arg for arg in args]
+        self.args = [_packed(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         self.dtype, self.device, self.version = output.dtype, output.device, output._version
         self.geometry = output.shape, output.stride(), output.storage_offset()
         self.casts: dict[torch.dtype, weakref.ref] = {}
@@ -233,17 +227,16 @@ class Recipe:
         self.value = self.stream = None
 
     def gives(self, t: torch.Tensor) -> bool:
-        """Whether `t`, in the output's memory, has not been written to since, and can still be computed again.
+        """Whether `t`, in the output's memory, was not written to and can be computed again.
 
-        It cannot if an input was written or freed since. For example, where a norm is an FSDP unit, its weight
-        is freed after its forward and gathered again only for its backward; the next op's backward comes earlier.
+        It cannot if an input was written to or freed. FSDP frees a norm's weight after the norm's forward and gathers
+        it for the norm's backward, before which the backward of the next op needs the norm's output.
         """
         return t.dtype is self.dtype and t._version == self.version and self.has_its_inputs()
 
     def has_its_inputs(self) -> bool:
-        """Whether all inputs of the computation are unchanged."""
         for arg in self.args:
-            if type(arg) is _Input and not arg.is_there():
+            if type(arg) in _PACKED and not arg.is_there():
                 return False
         return True
 
@@ -257,7 +250,7 @@ class Recipe:
             self.epoch += 1
             self.waiting = self.live
             self.value, self.stream = value, stream
-        elif stream != self.stream:  # another stream computed it, for which this one does not wait
+        elif stream != self.stream:  # this stream does not wait for the one that computed the value
             value = self._compute()
         if handle.epoch != self.epoch:
             handle.epoch = self.epoch
@@ -267,7 +260,7 @@ class Recipe:
         return value if handle.view is None else value.as_strided(*handle.view)
 
     def leave(self, handle: "Handle") -> None:
-        """A handle has its tensor, or its graph was freed."""
+        """A handle was freed."""
         self.live -= 1
         if self.value is not None and handle.epoch != self.epoch:
             self.waiting -= 1
@@ -275,14 +268,14 @@ class Recipe:
                 self.value = None
 
     def _compute(self) -> torch.Tensor:
-        args = [arg.restore(self.name, i) if type(arg) is _Input else arg for i, arg in enumerate(self.args)]
+        args = [arg.restore(self.name, i) if type(arg) in _PACKED else arg for i, arg in enumerate(self.args)]
         with torch.no_grad():
             result = self.call(*args)
         return result if self.index is None else result[self.index]
 
 
 class Handle:
-    """Stands for a tensor that has a recipe. view: its (size, stride, offset) if it differs from the output's."""
+    """Stands for a tensor with a recipe. view: its (size, stride, offset), if other than the output's"""
 
     __slots__ = ("recipe", "view", "epoch")
 
@@ -295,34 +288,41 @@ class Handle:
         if recipe.value is not None:
             recipe.waiting += 1
 
+    def is_there(self) -> bool:
+        return self.recipe.has_its_inputs()
+
+    def restore(self, name: str, index: int) -> torch.Tensor:
+        return self.recipe.give(self)
+
     def __del__(self) -> None:
         self.recipe.leave(self)
 
 
+def _packed(t: torch.Tensor) -> "Handle | _Input":
+    recipe = _recipe_of(t)
+    return _Input(t) if recipe is None else Handle(recipe, t)
+
+
 class _Input:
-    """An input of a recipe, packed as by the hooks, or a handle on another recipe."""
+    """An input of a recipe that is kept."""
 
-    __slots__ = ("packed", "count")
+    __slots__ = ("tensor", "version", "count")
 
-    def __init__(self, t: torch.Tensor | Handle) -> None:
-        self.count = 0 if type(t) is Handle else t.numel()
-        recipe = None if type(t) is Handle else _recipe_of(t)
-        self.packed = t if type(t) is Handle else pack(t) if recipe is None else Handle(recipe, t)
+    def __init__(self, t: torch.Tensor) -> None:
+        self.tensor, self.version = pack_kept(t)
+        self.count = t.numel()
 
     def is_there(self) -> bool:
-        """Whether this is a tensor with memory, unchanged since, or a handle on a recipe with only such inputs."""
-        if type(self.packed) is not tuple:
-            return self.packed.recipe.has_its_inputs()
-        t, version = self.packed  # FSDP frees a weight's memory; ZeRO-3 its elements, unless it is persistent
+        """Whether the tensor has memory and is unchanged. FSDP frees a weight's memory, ZeRO-3 its elements, unless
+        the weight is persistent."""
+        t = self.tensor
         has_memory = t.numel() == self.count and (self.count == 0 or t.untyped_storage().nbytes() > 0)
-        return has_memory and t._version == version and getattr(t, "ds_persist", True)
+        return has_memory and t._version == self.version and getattr(t, "ds_persist", True)
 
     def restore(self, name: str, index: int) -> torch.Tensor:
-        if type(self.packed) is not tuple:
-            return self.packed.recipe.give(self.packed)
-        t, version = self.packed
+        t = self.tensor
         if not self.is_there():
-            what = "was changed in place" if t._version != version else "lost its memory"
+            what = "was changed in place" if t._version != self.version else "lost its memory"
             raise RuntimeError(
                 f"liger_hw: the output of {name} was not kept, and cannot be computed again: its argument {index} "
                 f"({t.dtype} {list(t.shape)}) {what} since. Leave it as it is until backward, or run that part under "
@@ -331,11 +331,14 @@ class _Input:
         return t
 
 
+_PACKED = (Handle, _Input)
+"""Kinds of a recipe's arguments that stand for tensors."""
+
 # -- what makes a recomputation equal to the computation -------------------------------------------------------------
 
 
 def _repeated_call(module: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[..., Any], tuple] | None:
-    """(call, arguments) that compute `module(x)` again with the same bits, or None where that is not certain."""
+    """(call, arguments) that compute `module(x)` again with the same bits; None if that is not certain."""
     kind = x.device.type
     autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     if type(module) is torch.nn.Linear:
@@ -346,14 +349,14 @@ def _repeated_call(module: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[.
 
 
 def linear(autocast: tuple, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A linear layer under an autocast state: (device type, dtype, whether it is on)."""
+    """A linear layer. autocast: (device type, dtype, whether it is on)"""
     kind, dtype, enabled = autocast
     with torch.autocast(kind, dtype, enabled, cache_enabled=False):
         return torch.nn.functional.linear(x, weight, bias)
 
 
 def call_module(autocast: tuple, module: torch.nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    """`module(x)`; its parameters are passed so that in-place changes of them are noticed."""
+    """`module(x)`. parameters: its own, for the check that they were not changed in place"""
     kind, dtype, enabled = autocast
     with torch.autocast(kind, dtype, enabled, cache_enabled=False):
         return module(x)
@@ -377,16 +380,16 @@ def _is_deterministic(module: torch.nn.Module) -> bool:
 
 
 _PACKAGES = ("torch", "torchao", "peft", "bitsandbytes", "liger_hw")
-"""Packages whose projections keep no reference to what they return."""
+"""Packages whose projections keep no reference to their outputs."""
 _ENGINES = (*_PACKAGES, "transformers", "accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose hooks do not write to tensors behind torch's version counter."""
+"""Packages whose hooks make no writes that torch's version counter misses."""
 
 
 def hooks_may_write(layer: torch.nn.Module) -> bool:
-    """Whether a program's hooks run inside a layer. torch does not count writes to an output's `.data` or numpy view,
-    and an output that is computed again would lack them."""
-    parts = list(layer.children())  # not the layer itself, whose hooks run around its forward
-    for part in parts:  # which grows
+    """Whether a program's hooks run inside a layer. They may write to an output's `.data` or numpy view, which torch
+    does not count and a recipe would not repeat."""
+    parts = list(layer.children())  # without the layer, whose hooks run around its forward
+    for part in parts:  # grows meanwhile
         if part._forward_hooks or part._forward_pre_hooks:
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
                 module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
@@ -397,12 +400,12 @@ def hooks_may_write(layer: torch.nn.Module) -> bool:
 
 
 def owns_outputs(*projections: torch.nn.Module) -> bool:
-    """Whether only the caller has a reference to what these modules return.
+    """Whether only the caller has a reference to the outputs of these modules.
 
-    Then the backward of a gated activation may write over them, its inputs, which halves its memory (`owned=True`).
+    Then the backward of a gated activation may write over these, its inputs, which halves its memory (`owned=True`).
 
-    True for linear layers, plain, quantised or with adapters, without hooks or a replaced forward. False under another
-    program's saved-tensor hooks, which may keep what is saved; checkpointing's do not.
+    True for linear layers (plain, quantised or with adapters) without hooks or a replaced forward. False in foreign
+    saved-tensor hooks, which may keep the tensors, except for those of checkpointing.
     """
     if torch.compiler.is_compiling():
         return False
@@ -432,11 +435,11 @@ def _is_plain(module: Any) -> bool:
 
 
 class Scope:
-    """A block in which tensors that this thread's autograd saves are packed as `may` (KEEP, CHEAP or MLP) says.
+    """A block in which this thread's autograd saves tensors by `may`: KEEP, CHEAP or MLP.
 
-    Scopes nest, and one object may be entered again. A scope has no effect, for its whole length, if gradients are off,
-    under torch.compile, and inside other saved-tensor hooks (gradient checkpointing, offloading), which must see every
-    tensor of their region. `left_out` counts the tensors for which a handle was saved instead.
+    Scopes nest and may be entered again. A scope has no effect without gradients, under torch.compile, and inside other
+    saved-tensor hooks (gradient checkpointing, offloading), which must see every tensor of their region.
+    left_out: number of tensors for which a handle was saved
     """
 
     __slots__ = ("may", "left_out")
@@ -483,8 +486,8 @@ _STEPPED_ASIDE = Scope(KEEP)
 
 
 def tileable(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """Let an MLP's `forward(self, x)`, which treats every row alike, run in tiles inside a scope of
-    `kernels/pointwise/tiled_mlp.py: Tiles`."""
+    """Let an MLP's `forward(self, x)`, which treats rows separately, run in tiles in `with Tiles()` of
+    `kernels/pointwise/tiled_mlp.py`."""
 
     @functools.wraps(forward)
     def run(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -495,19 +498,19 @@ def tileable(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[
 
 
 def run_tileable_by(tiles: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor] | None:
-    """Run this thread's `tileable` forwards as `tiles(forward, module, x)`, or unchanged for None; returns the previous
+    """Run this thread's `tileable` forwards as `tiles(forward, module, x)`, or unchanged for None. Returns the previous
     setting."""
     before, _local.tiles = _local.tiles, tiles
     return before
 
 
 def innermost_hooks() -> Any:
-    """This thread's innermost saved-tensor hooks; None if there are none."""
+    """This thread's innermost saved-tensor hooks, or None."""
     return hooks_on_top(True)
 
 
 def inside_foreign_hooks() -> bool:
-    """Whether the innermost saved-tensor hooks are not a scope's, or hooks are forbidden."""
+    """Whether the innermost saved-tensor hooks are not ours, or hooks are forbidden."""
     hooks = innermost_hooks()
     if hooks is None:
         return not allows_saved_tensor_hooks()
@@ -522,8 +525,8 @@ def say_once(message: str, level: int = logging.INFO) -> None:
 
 
 def note_compiling() -> None:
-    """Log, while torch.compile traces, that the compiler decides about activations."""
+    """Log that torch.compile, which traces now, decides about activations."""
     say_once("torch.compile decides itself what to keep for backward; activations= does nothing in compiled code")
 
 
-note_compiling._dynamo_marked_constant = True  # run while tracing, not traced: torch.compiler.assume_constant_result
+note_compiling._dynamo_marked_constant = True  # as by torch.compiler.assume_constant_result: called while tracing

@@ -157,10 +157,11 @@ def test_what_an_import_misses_is_named_by_its_extra(capsys, monkeypatch):
     from liger_hw.cli import machine
 
     def fails(arguments):
-        raise ModuleNotFoundError("No module named 'trl.trainer'", name="trl.trainer")
+        raise ModuleNotFoundError("No module named 'transformers.models'", name="transformers.models")
 
     monkeypatch.setattr(machine, "run_info", fails)
-    assert printed(capsys, "info", code=2) == "liger-hw: info: needs trl: pip install 'liger_hw[examples]'\n"
+    expected = "liger-hw: info: needs transformers: pip install 'liger_hw[transformers]'\n"
+    assert printed(capsys, "info", code=2) == expected
 
 
 # -- what commands say -----------------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
-"""Other implementations: one file a peer, with each op's function for the arguments that the op's sample has.
+"""Peers: other implementations of the ops. A peer's functions take the arguments of the op's sample.
 
     torch    eager, as models write it
     compile  torch.compile of the same
-    liger    liger-kernel's functional API, its defaults
+    liger    liger-kernel's functional API, with its defaults
 
-A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file
-of each peer that has it; `benchmarks/more_peers.py` and `moe.py` add further ones. A peer that is not installed is
-reported absent; an option it has not raises `Unsupported`.
+A new op needs a function in `eager.py` if models write it differently from its reference, and one in `liger.py` if
+Liger's has other parameters. `benchmarks/more_peers.py` and `moe.py` add further peers.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ OURS = "liger_hw"
 
 @dataclass(frozen=True)
 class Peer:
-    """module: to import; distribution: for its version; build(op) -> function, or raises `Absent`
-
-    chosen: a context manager that yields the implementations that the peer chooses in its block, if it has several
+    """module: to import; distribution: for its version; build(op): returns the op's function or raises `Absent`
+    chosen: a context manager that yields the names of the implementations that the peer chose in its block, if any
     """
 
     name: str
@@ -47,7 +45,7 @@ class Peer:
 
 
 def arm(name: str, op: Op) -> Callable[..., Any]:
-    """The function of an arm for an op. Raises `Absent`; anything else a broken install raises is passed on."""
+    """The function of an arm for an op. Raises `Absent`."""
     if name == OURS:
         return op.function
     if name not in PEERS:
@@ -59,7 +57,7 @@ def arm(name: str, op: Op) -> Callable[..., Any]:
 
 
 def _torch(op: Op) -> Callable[..., Any]:
-    return eager.EAGER.get(op.name, op.reference)
+    return getattr(eager, op.name, op.reference)
 
 
 def _compile(op: Op) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What every peer's file uses: the errors for an op or an option that the peer does not have."""
+"""Errors for an op or an option that a peer does not have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Absent(Exception):
-    """The peer is not installed, or has no such op; the message says which."""
+    """The peer is not installed or has no such op."""
 
 
 class Unsupported(Exception):

@@ -1,25 +1,23 @@
-"""torch: each op eager, as models write it, called with what the op's sample has.
+"""torch: each op eager, as models write it, in a function of the op's name that takes the arguments of its sample.
 
-An op that models write as its reference does needs no entry in `EAGER`.
+Ops without one are written as their reference.
 """
 
 from __future__ import annotations
-
-from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 
 
-def _rms_norm(X, W, eps, offset, casting_mode):
+def rms_norm(X, W, eps, offset, casting_mode):
     """As Llama casts: no offset."""
     x = X.to(torch.float32)
     return W * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(X.dtype)
 
 
-def _fused_add_rms_norm(X, R, W, *how):
+def fused_add_rms_norm(X, R, W, *how):
     S = X + R
-    return _rms_norm(S, W, *how), S
+    return rms_norm(S, W, *how), S
 
 
 def _rotate_half(x):
@@ -35,17 +33,17 @@ def _turn(q, k, cos, sin, rotate=_rotate_half):
     return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
 
 
-def _rope(q, k, cos, sin, shared_halves):
+def rope(q, k, cos, sin, shared_halves):
     return _turn(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
-def _qwen2vl_mrope(q, k, cos, sin, mrope_section, shared_halves):
+def qwen2vl_mrope(q, k, cos, sin, mrope_section, shared_halves):
     sections = list(mrope_section) * 2
     cos, sin = (torch.cat([t[i % 3] for i, t in enumerate(x.split(sections, -1))], -1) for x in (cos, sin))
-    return _rope(q, k, cos, sin, shared_halves)
+    return rope(q, k, cos, sin, shared_halves)
 
 
-def _llama4_rope(xq, xk, freqs_cis):
+def llama4_rope(xq, xk, freqs_cis):
     def turned(x):
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(3).type_as(x)
@@ -53,43 +51,43 @@ def _llama4_rope(xq, xk, freqs_cis):
     return turned(xq), turned(xk)
 
 
-def _vision_rope(q, k, cos, sin, shared_halves):
+def vision_rope(q, k, cos, sin, shared_halves):
     turned = _turn(q.float(), k.float(), cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float())
     return turned[0].to(q.dtype), turned[1].to(k.dtype)
 
 
-def _interleaved_rope(q, k, cos, sin, shared_halves):
+def interleaved_rope(q, k, cos, sin, shared_halves):
     half = cos.shape[-1] // 2
     cos, sin = (x[..., :half].unsqueeze(1).repeat_interleave(2, dim=-1) for x in (cos, sin))
     return _turn(q, k, cos, sin, _rotate_pairs)
 
 
-def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *how, shared_halves):
-    return _rope(_rms_norm(q, q_weight, *how), _rms_norm(k, k_weight, *how), cos, sin, shared_halves)
+def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *how, shared_halves):
+    return rope(rms_norm(q, q_weight, *how), rms_norm(k, k_weight, *how), cos, sin, shared_halves)
 
 
-def _swiglu(a, b, *multipliers):
+def swiglu(a, b, *multipliers):
     """The multipliers are 1."""
     return F.silu(a) * b
 
 
-def _fused_gate_up_swiglu(y, *multipliers):
-    return _swiglu(*y.chunk(2, dim=-1))
+def fused_gate_up_swiglu(y, *multipliers):
+    return swiglu(*y.chunk(2, dim=-1))
 
 
-def _geglu(a, b, approximate):
+def geglu(a, b, approximate):
     return F.gelu(a, approximate=approximate) * b
 
 
-def _cross_entropy(input, target):
+def cross_entropy(input, target):
     return F.cross_entropy(input.float(), target)
 
 
-def _fused_linear_cross_entropy(input, weight, target, bias, ce_weight):
+def fused_linear_cross_entropy(input, weight, target, bias, ce_weight):
     return F.cross_entropy(F.linear(input, weight, bias).float(), target, ce_weight)
 
 
-def _fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, jsd_beta=0.5, temperature=1.0):
+def fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, jsd_beta=0.5, temperature=1.0):
     """The reference multiplies in fp32; models multiply in 16 bits and widen the logits."""
     with torch.no_grad():
         teacher = F.log_softmax(F.linear(teacher_input, teacher_weight).float() / temperature, -1)
@@ -99,36 +97,19 @@ def _fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weig
     return jsd_beta * by_teacher + (1 - jsd_beta) * by_student
 
 
-def _multi_token_attention(scores, weight, bias, padding):
+def embedding(weight, indices):
+    return F.embedding(indices, weight)
+
+
+def multi_token_attention(scores, weight, bias, padding):
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     p = torch.softmax(scores.masked_fill(future, -float("inf")), -1)
     return torch.conv2d(p, weight, bias, padding=padding).masked_fill(future, 0.0)
 
 
-def _fused_neighborhood_attention(query, key, value, kernel_size, dilation, scale):
+def fused_neighborhood_attention(query, key, value, kernel_size, dilation, scale):
     """Scaled dot product attention with the band as a mask."""
     tokens = torch.arange(query.shape[2], device=query.device)
     apart = (tokens[:, None] - tokens).abs()
     band = (apart <= kernel_size // 2 * dilation) & (apart % dilation == 0)
     return F.scaled_dot_product_attention(query, key, value, band, scale=scale)
-
-
-EAGER: dict[str, Callable[..., Any]] = {
-    "rms_norm": _rms_norm,
-    "fused_add_rms_norm": _fused_add_rms_norm,
-    "rope": _rope,
-    "qwen2vl_mrope": _qwen2vl_mrope,
-    "llama4_rope": _llama4_rope,
-    "vision_rope": _vision_rope,
-    "interleaved_rope": _interleaved_rope,
-    "qk_norm_rope": _qk_norm_rope,
-    "swiglu": _swiglu,
-    "fused_gate_up_swiglu": _fused_gate_up_swiglu,
-    "geglu": _geglu,
-    "embedding": lambda weight, indices: F.embedding(indices, weight),
-    "multi_token_attention": _multi_token_attention,
-    "fused_neighborhood_attention": _fused_neighborhood_attention,
-    "cross_entropy": _cross_entropy,
-    "fused_linear_cross_entropy": _fused_linear_cross_entropy,
-    "fused_linear_jsd": _fused_linear_jsd,
-}

@@ -1,7 +1,7 @@
-"""liger-kernel as a peer: its functional API by the op's name; `ELSEWHERE` has the ops with another place or signature.
+"""liger-kernel as a peer: `liger_<op>` of its functional API, or the function in `ELSEWHERE`.
 
-Liger 0.8.5 has two implementations of rope, JSD and the loss of its fused head, and chooses one in each call: CuTe DSL
-on NVIDIA GPUs where `cutlass.cute` can be imported, else Triton. `chosen` and `environment` say what ran.
+Liger 0.8.5 has two implementations of rope, JSD and the loss of its fused head. Each call chooses CuTe DSL on an NVIDIA
+GPU where `cutlass.cute` can be imported, else Triton. `chosen` records which ran.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .common import Absent
 
 @contextlib.contextmanager
 def chosen() -> Iterator[set[str]]:
-    """The implementations that Liger chooses in a block, such as `nvidia-cutedsl`; `triton` where it has no choice."""
+    """Yields the set of implementations that Liger chose in the block, as `nvidia-cutedsl`; `triton` if none."""
     names: set[str] = set()
     try:
         dispatch = importlib.import_module("liger_kernel.backends.dispatch")
-    except ImportError:  # before 0.8.5 there is only Triton, or Liger is not installed
+    except ImportError:  # Liger is not installed, or before 0.8.5, which added the choice
         yield names
         names.add("triton")
         return
@@ -47,7 +47,7 @@ def chosen() -> Iterator[set[str]]:
 
 
 def environment() -> dict[str, Any] | None:
-    """What decides which implementation Liger chooses here; None where it is not installed."""
+    """Facts by which Liger chooses an implementation; None if it is not installed."""
     try:
         version = metadata.version("liger-kernel")
     except metadata.PackageNotFoundError:
