@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--json", action="store_true", help="one JSON object a family, for models_page.py")
     arguments = parser.parse_args()
-    usable_device("convergence", arguments.device)
+    usable_device(arguments.device)
     os.environ.setdefault("LIGER_HW_CPU_REFERENCE", "1")  # on a CPU, what is compared is what the kernels compute
     env.clear()
     differs = False

@@ -151,7 +151,7 @@ def main(words: list[str] | None = None) -> int:
     sizes |= {"steps": arguments.steps} if arguments.steps else {}
     runs: dict[str, Any] = {}
     try:
-        device = usable_device("demo", "cpu" if arguments.interpret else arguments.device)
+        device = usable_device("cpu" if arguments.interpret else arguments.device)
         dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
         arms = tuple(arguments.against.split(","))
         schedule = Schedule("mistral", arms=arms, dtype=dtype, learning_rate=1e-3, **sizes)

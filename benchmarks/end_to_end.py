@@ -207,7 +207,7 @@ def main(words: list[str] | None = None) -> int:
     chosen = {name: getattr(options, name) for name in sizes} | {"arms": tuple(options.arms)}
     shape = MODELS.get(options.model)  # Schedule refuses a model that is not there
     try:
-        device = arguments.usable_device("end_to_end.py", options.device)
+        device = arguments.usable_device(options.device)
         schedule = Schedule(**chosen, layers=options.layers or (shape.trained if shape else 1))
         if device.type == "cpu" and not options.hidden:
             small = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"

@@ -301,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--device", default="cpu", help="where (default cpu)")
     add("--json", action="store_true", help="one JSON object a family, for machines")
     options = parser.parse_args(words)
-    usable_device("families", options.device)
+    usable_device(options.device)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("LIGER_HW_CPU_REFERENCE", "1")  # on a CPU, what is compared is what the kernels compute
     env.clear()

@@ -328,7 +328,7 @@ def main() -> int:
     parser.add_argument("--budget", type=seconds, metavar="SECONDS", help="start no op after this long")
     parser.add_argument("--json", metavar="FILE", help="write every figure; - prints them instead of the tables")
     arguments = parser.parse_args()
-    with Meter(usable_device("host_time", arguments.device)) as meter:
+    with Meter(usable_device(arguments.device)) as meter:
         dtype, budget = torch_dtype(arguments.dtype), Budget(arguments.budget)
         found = measure(arguments.ops, meter, dtype, arguments.against, budget, partial(print, file=sys.stderr))
         document = {"machine": report.machine(meter.device), **found}

@@ -146,7 +146,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--budget", type=seconds, help="start no new layer after this many seconds")
     add("--json", metavar="FILE", help="write every figure")
     options = parser.parse_args(words)
-    device = usable_device("moe", options.device)
+    device = usable_device(options.device)
     sizes = options.sizes or (["small"] if device.type == "cpu" else [])
     todo = layers(sizes, options.tokens, options.routing, torch_dtype(options.dtype))
     facts, rows, complete = report.machine(device), [], False

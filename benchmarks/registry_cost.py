@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
     parser.add_argument("--json", metavar="FILE", help="write every figure; - prints them instead")
     arguments = parser.parse_args()
-    device = usable_device("registry_cost", arguments.device)
+    device = usable_device(arguments.device)
     found = measure(device)
     if arguments.json:
         report.save(arguments.json, {"machine": report.machine(device), **found})

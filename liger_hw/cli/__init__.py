@@ -7,7 +7,7 @@ module is imported when the command is called.
     run_NAME(arguments) -> int    runs the command: 0 is success, 1 a check that failed
 
 The docstring of `run_NAME`, or else of the module, is the command's help. `liger-hw --help` prints the texts of
-`COMMANDS`. A mistake of the user raises `UsageError`, whose message says what to do.
+`COMMANDS`. A mistake of the user raises `UsageError`, whose message says what to do and gets the command as a prefix.
 """
 
 from __future__ import annotations
@@ -61,26 +61,25 @@ class UsageError(Exception):
 
 
 @contextlib.contextmanager
-def user_errors(command: str, kinds: type | tuple[type, ...] = ValueError) -> Iterator[None]:
-    """Turn errors of these kinds in a `with` block into `UsageError`."""
+def user_errors(kinds: type | tuple[type, ...] = ValueError, about: str = "") -> Iterator[None]:
+    """Turn errors of these kinds in a `with` block into `UsageError`. about: prefix of the message"""
     try:
         yield
     except kinds as error:
-        raise UsageError(f"{command}: {error}") from None
+        raise UsageError(f"{about}{error}") from None
 
 
-def missing(command: str, package: str) -> UsageError:
+def missing(package: str) -> UsageError:
     """The error of a command that needs `package`, which is not installed."""
     extras = VENDORS[:-1] if package == "triton" else (package,)  # Triton is in the extra of each GPU vendor
     words = " or ".join(f"'liger_hw[{extra}]'" for extra in extras)
-    return UsageError(f"{command}: needs {package}: pip install {words}")
+    return UsageError(f"needs {package}: pip install {words}")
 
 
-def needs(command: str, *packages: str) -> None:
-    """Raise `UsageError` with what to install if one of these packages is missing."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise missing(command, package)
+def needs(package: str) -> None:
+    """Raise `UsageError` with what to install if the package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise missing(package)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,15 +189,20 @@ def _dispatch(argv: list[str]) -> int:
     if env.LIGER_HW_INTERPRET:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
     parser = parser_of(name)
+    # lets options stand between the values of one argument, which argparse allows only without sub-parsers
+    parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
+    arguments = parse(argv[1:])
     try:
-        # lets options stand between the values of one argument, which argparse allows only without sub-parsers
-        parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-        return getattr(_module_of(name), f"run_{name}")(parse(argv[1:]))
+        return getattr(_module_of(name), f"run_{name}")(arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in ("transformers", "triton"):
             raise
-        raise missing(name, package) from None
+        problem = missing(package)
+    except UsageError as error:
+        problem = error
+    command = f"{name} {arguments.action}" if name == "cache" else name
+    raise UsageError(f"{command}: {problem}") from None
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

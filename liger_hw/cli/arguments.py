@@ -98,7 +98,7 @@ def add_model_sizes(parser: Any, ops: str) -> None:
     )
 
 
-def usable_device(command: str, name: str | None) -> "torch.device":
+def usable_device(name: str | None) -> "torch.device":
     """The device of this name; by default the accelerator, else the CPU. Raises `UsageError`."""
     import torch
 
@@ -113,5 +113,5 @@ def usable_device(command: str, name: str | None) -> "torch.device":
         target_of(device)
     except (RuntimeError, ValueError, AssertionError) as error:
         hint = "; torch calls an AMD GPU cuda" if str(name).startswith(("rocm", "hip")) else ""
-        raise UsageError(f"{command}: cannot use --device {name}: {str(error).splitlines()[0]}{hint}") from None
+        raise UsageError(f"cannot use --device {name}: {str(error).splitlines()[0]}{hint}") from None
     return device

@@ -2,12 +2,12 @@
 
     liger-hw autotune --device cuda                                      every op at its own workloads
     liger-hw autotune --device cuda --model mistral-7b --seq 2048,4096   the shapes of a model
-    liger-hw autotune --device cuda --from-misses                        what earlier runs found no entry for
+    liger-hw autotune --device cuda --from-misses                        keys without an entry in earlier runs
     liger-hw autotune --device gfx942                                    for a device that is not here, by compiling
     liger-hw autotune --device xpu                                       the same for every known Intel architecture
 
-Winners go to the user cache (docs/registry.md); `liger-hw cache export` turns them into a table that can be shipped.
-Interrupt it at any time: every measurement is kept, and `--resume` goes on from there.
+Winners go to the user cache (docs/registry.md). `liger-hw cache export` writes a table that can be shipped. You may
+interrupt it: every measurement is kept, and `--resume` continues.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_autotune(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(arguments, device, absent)
     if why_not := store.unwritable():
-        raise UsageError(f"autotune: {why_not}")
+        raise UsageError(why_not)
     return _choose_without_device(arguments, absent) if absent else _measure(arguments, device)
 
 
@@ -71,9 +71,9 @@ def run_autotune(arguments: argparse.Namespace) -> int:
 
 
 def _device(name: str | None) -> tuple[str, list["Target"]]:
-    """(the torch device to measure on, []), or ("", the Targets of a name whose devices are not in this machine).
+    """(torch device to measure on, []), or ("", Targets of a device or vendor that is not in this machine).
 
-    The name of a vendor that is not here means each of its known architectures. Raises `UsageError`.
+    Raises `UsageError`.
     """
     import torch
 
@@ -86,8 +86,7 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
     if kind == "cpu":
         if not registry.interpreting():
             raise UsageError(
-                "autotune: the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries "
-                "the tuner out)"
+                "the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries the tuner out)"
             )
         return "cpu", []
     for one, count in gpus.items():
@@ -96,31 +95,31 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
             return f"{one.device_type}:{index or 0}", []
     if name is None:
         raise UsageError(
-            "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
+            "no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
             "one that is not here, by compiling and a model"
         )
     if name in VENDORS:
         return "", [known_target(arch) for arch in backend(name).known_archs()]
     where = f"(GPUs here: {here}; torch {torch.__version__})"
     if kind in VENDORS:
-        raise UsageError(f"autotune: {name!r} is not in this machine {where}")
+        raise UsageError(f"{name!r} is not in this machine {where}")
     try:
         return "", [known_target(name)]
     except ValueError as error:
-        raise UsageError(f"autotune: {error} {where}") from None
+        raise UsageError(f"{error} {where}") from None
 
 
 def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:
-    """(what to tune, what could not be planned)"""
+    """(jobs, what could not be planned)"""
     from .. import registry
     from ..autotune import jobs, models, store
 
     if (arguments.batch or arguments.seq) and not arguments.model:
-        raise UsageError("autotune: --batch and --seq go with --model")
+        raise UsageError("--batch and --seq go with --model")
     if arguments.from_misses and (arguments.model or arguments.shapes):
-        raise UsageError("autotune: --from-misses says what to tune: --model and --shapes do not go with it")
+        raise UsageError("--from-misses says what to tune: --model and --shapes do not go with it")
     names = arguments.ops or list(registry.ops())
-    with user_errors("autotune"):
+    with user_errors():
         kernels = {name: registry.get_tunable(name) for name in names if "." in name}
         ops = list(dict.fromkeys(registry.get_op(name.partition(".")[0]).name for name in names))
         chosen = [models.find(name) for name in arguments.model]
@@ -132,14 +131,12 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
             pairs = list({op: (op, sizes) for op, sizes in reversed(pairs)}.values())[::-1]
         if not pairs:
             counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
-            raise UsageError(
-                f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
-            )
+            raise UsageError(f"no op takes these shapes or is used by these models; sizes each op takes: {counts}")
         chosen_jobs, problems = jobs.from_shapes(pairs, arguments.dtype, target)
     in_part = set(ops) - set(names)  # ops with some kernels named
     chosen_jobs = [job for job in chosen_jobs if job.op not in in_part or job.name in kernels]
     if arguments.from_misses and not chosen_jobs and not problems:
-        raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
+        raise UsageError(f"no misses are recorded for {target.name} that have no entry yet")
     return chosen_jobs, problems
 
 
@@ -184,7 +181,7 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
         try:
             facts = measurer.facts()
         except (WorkerDied, WorkerError) as error:
-            raise UsageError(f"autotune: the measuring process does not start on {device}: {error}") from None
+            raise UsageError(f"the measuring process does not start on {device}: {error}") from None
         target, pool, screen = facts["target"], None, _Progress(arguments)
         if not device.startswith("cpu"):
             workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
@@ -213,17 +210,17 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
 
 
 def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"]) -> int:
-    """Choose for every job of every target, store the choices, print them, and say what they are worth."""
+    """Choose a configuration for every job of every target, store it and print it."""
     from ..autotune import store
     from ..autotune.static import MARGINS, StaticTuner
     from ..autotune.workers import CompilePool
     from ..backends import backend
 
-    needs("autotune", "triton")
+    needs("triton")
     screen = _Progress(arguments)
     screen.line(
-        f"{arguments.device} is not in this machine: kernels are compiled for it as far as Triton can, and a model "
-        "ranks them. Nothing is measured. What is measured already is left as it is."
+        f"{arguments.device} is not in this machine: kernels are compiled for it as far as Triton can, and ranked by a "
+        "model. Nothing is measured; entries that were measured stay."
     )
     if arguments.first:
         screen.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
@@ -255,14 +252,14 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
             export = f"liger-hw cache export --device {name} -o {name}.json"
             print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
         print("  then: liger-hw autotune    # measures there, and replaces what it beats", file=sys.stderr)
-    elif not screen.interrupted and not screen.left_out:  # else it is unknown
+    elif not screen.interrupted and not screen.left_out:
         print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
     counts = f": of {screen.count} kernels and keys {stored} stored, {failed} failed"
     return screen.conclude(counts, "the same command goes on, what was compiled is kept by Triton", failed > 0)
 
 
 def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
-    """A function that stores a choice, unless the key has a measurement, which a choice by model must not replace."""
+    """A function that stores a choice unless its key has a measurement."""
     from ..autotune import store
 
     measured = {name for name, entries in store.read(target).items() if any(e.kind == "measured" for e in entries)}
@@ -273,9 +270,9 @@ def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
 
 
 class _Progress:
-    """What is being done, as `StatusLine` shows it, and a plain line for each job that is finished.
+    """A status line, and a plain line for each finished job.
 
-    interrupted: whether Ctrl-C ended a run; left_out: jobs that the budget left out
+    interrupted: whether Ctrl-C ended the run; left_out: number of jobs for which the budget had no time
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -285,7 +282,7 @@ class _Progress:
         self.count = self.total = 0
 
     def plan(self, target: "Target", how: str) -> tuple[list["Job"], list[str]]:
-        """(what to tune for a target, what could not be planned), after saying so."""
+        """Print and return (jobs of a target, what could not be planned)."""
         from ..autotune import store
 
         self.status.update(f"{target.arch}: what its kernels launch")

@@ -1,8 +1,8 @@
 """`liger-hw bench [OP ...]`: each op at its workloads, beside torch, torch.compile and Liger.
 
-On a machine without a GPU the ops run at small sizes (--sizes has others), on torch's reference path by the wall clock,
-and say so: good for trying the command, not for figures. Ctrl-C and --budget end a run early; what was measured is
-printed and in --json FILE. In a checkout `python benchmarks/end_to_end.py` trains whole models.
+Without a GPU the ops run at small sizes on torch's reference path, timed by the wall clock, only to try the command.
+After Ctrl-C, or when --budget ends, finished cases are printed and in --json FILE. In a checkout
+`python benchmarks/end_to_end.py` trains whole models.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 def run_bench(arguments: argparse.Namespace) -> int:
     from ..bench import ops, peers, report, timing
 
-    device = usable_device("bench", arguments.device)
+    device = usable_device(arguments.device)
     sizes, dtype = arguments.sizes or (["small"] if device.type == "cpu" else []), torch_dtype(arguments.dtype)
-    with user_errors("bench"):
+    with user_errors():
         todo = ops.cases(arguments.ops, sizes, dtype)
     against = arguments.against or list(peers.DEFAULT)
     if unknown := [name for name in against if name not in peers.PEERS]:
-        raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
+        raise UsageError(f"unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
     facts, rows, ended = report.machine(device), [], ""
     budget = timing.Budget(arguments.budget)
     if device.type == "cpu":

@@ -1,12 +1,12 @@
-"""`liger-hw cache list|verify|export|import|clear`: what is stored, and how it is shared.
+"""`liger-hw cache list|verify|export|import|clear`: the stored configurations.
 
     liger-hw cache list                        every stored configuration
-    liger-hw cache verify                      what cannot be read or is out of date; exit code 1 if anything
+    liger-hw cache verify                      lines that are unreadable or out of date; exit code 1 if there are any
     liger-hw cache export -o sm90.json         a table in the shipped format
-    liger-hw cache import sm90.json [--yes]    take over a table, after showing what changes
+    liger-hw cache import sm90.json [--yes]    show what a table changes, and copy its entries
     liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
 
-docs/registry.md says how a table is shared.
+docs/registry.md describes how tables are shared.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ def cache_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     stored = "cuda:0, h200, sm90, or part of a file's name"
 
-    def action(name: str, text: str, device: str = f"{stored} (default: every device)") -> Callable[..., Any]:
+    def action(run: Callable[..., int], name: str, text: str, device: str) -> Callable[..., Any]:
         sub = actions.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
         sub.add_argument("--device", help=device)
         return sub.add_argument
 
-    add = action("list", "every stored configuration, and what failed or was missed")
+    every, only = f"{stored} (default: every device)", f"{stored} (default: the only one stored)"
+    add = action(_list, "list", "every stored configuration, and the numbers of failures and misses", every)
     add("--json", action="store_true", help="print JSON")
-    action("verify", "what cannot be read or is out of date")
-    only = f"{stored} (default: the only one stored)"
-    add = action("export", "write a table in the format that ships with the package", only)
+    action(_verify, "verify", "lines that are unreadable or out of date", every)
+    add = action(_export, "export", "write a table in the format that ships with the package", only)
     add("-o", "--output", help="file to write (default: print it)")
     add("--merge", action="store_true", help="keep what the output file has for other keys")
     here = "cuda:0, h200, sm90 (default: the one here)"
-    add = action("import", "copy a table's entries into the user cache of a device", here)
+    add = action(_import, "import", "copy a table's entries into the user cache of a device", here)
     add("file", help="a table written by export, or a shipped one")
     add("--yes", action="store_true", help="import without asking (default: ask, or refuse in a script)")
-    add = action("clear", "remove stored lines")
+    add = action(_clear, "clear", "remove stored lines", every)
     for what, text in _CLEARS.items():
         add(f"--{what}", action="store_true", help=f"{text} (default: all four)")
     add("--yes", action="store_true", help="remove without asking (default: ask, or refuse in a script)")
 
 
 def _agreed(arguments: argparse.Namespace, action: str, done: str) -> bool:
-    """Whether the user wants `action`, such as "remove 3 lines". Raises `UsageError` without a terminal to ask on."""
+    """Whether the user agrees to `action`, such as "remove 3 lines". Raises `UsageError` without a terminal."""
     if arguments.yes:
         return True
     if not sys.stdin.isatty():
         print(f"would {action}")
-        raise UsageError(f"cache {arguments.action}: nothing was {done}; add --yes for that")
+        raise UsageError(f"nothing was {done}; add --yes for that")
     if input(f"{action}? [y/N] ").strip().lower() in ("y", "yes"):
         return True
     print(f"nothing was {done}")
@@ -70,11 +71,11 @@ def _agreed(arguments: argparse.Namespace, action: str, done: str) -> bool:
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
-    return _ACTIONS[arguments.action](arguments)
+    return arguments.run(arguments)
 
 
 def _files(arguments: argparse.Namespace) -> list[Path]:
-    """The files of the devices that --device names: a device or architecture, or part of a file's name."""
+    """The files of --device: a device, an architecture, or part of a file's name."""
     from .. import registry
     from ..autotune import store
 
@@ -82,7 +83,7 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     if arguments.device is None:
         return paths
     if not arguments.device.strip():
-        raise UsageError("cache: --device is empty; leave it out to mean every device")
+        raise UsageError("--device is empty; leave it out to mean every device")
     names = {arguments.device.lower()}
     try:
         target = registry.target_named(arguments.device)
@@ -94,7 +95,7 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     chosen = [path for path in paths if any(name in path.stem for name in names)]
     if not chosen:
         here = ", ".join(path.stem for path in paths) or "nothing"
-        raise UsageError(f"cache: nothing is stored for {arguments.device!r}; stored: {here} (in {store.root()})")
+        raise UsageError(f"nothing is stored for {arguments.device!r}; stored: {here} (in {store.root()})")
     return chosen
 
 
@@ -111,7 +112,7 @@ def _stale(name: tuple, entry: Any) -> str:
 
 
 def _state(name: tuple, entry: Any) -> str:
-    """`current`, or why the entry is demoted or never used."""
+    """`current`, or why the entry is demoted or unused."""
     from ..autotune import store
 
     version, here = store.minor(entry.provenance.get("triton")), store.minor(store.triton_version())
@@ -170,7 +171,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
-    """(lines in these files, shipped entries, errors and outdated lines of the files, and of the shipped tables)."""
+    """(lines in these files, shipped entries, problems of the files, problems of the shipped tables)."""
     from ..autotune import store
     from ..backends import VENDORS
 
@@ -198,26 +199,26 @@ def _export(arguments: argparse.Namespace) -> int:
     if len(paths) != 1:
         names = ", ".join(path.stem for path in paths)
         why = f"choose one device with --device; stored: {names}" if paths else f"nothing is stored in {store.root()}"
-        raise UsageError(f"cache export: {why}")
-    with user_errors(f"cache export: {paths[0]}"):
+        raise UsageError(why)
+    with user_errors(about=f"{paths[0]}: "):
         header, lines, _ = store.load(paths[0])
     answers = [line for line in lines if line[1].kind in store.ANSWERS]
     current = [line for line in answers if not _stale(*line)]
-    table, skipped = dict(reversed(current)), len(answers) - len(current)  # the newest of each name, which comes first
+    table, skipped = dict(reversed(current)), len(answers) - len(current)  # the newest line of a name comes first
     if not table:
-        raise UsageError(f"cache export: no current entry in {paths[0]} ({skipped} out of date)")
+        raise UsageError(f"no current entry in {paths[0]} ({skipped} out of date)")
     if arguments.merge and arguments.output and Path(arguments.output).exists():
-        with user_errors(f"cache export: {arguments.output}"):
+        with user_errors(about=f"{arguments.output}: "):
             before, kept, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
-            raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
+            raise UsageError(f"{arguments.output} is for {before.get('vendor')} {before.get('arch')}")
         table = {**{name: entry for name, entry in kept if not _stale(name, entry)}, **table}
     text = tables.render(header, table.items())
     if not arguments.output:
         print(text, end="")
         return 0
     if not (folder := Path(arguments.output).parent).exists():
-        raise UsageError(f"cache export: there is no folder {folder}; make it first, or name another with -o")
+        raise UsageError(f"there is no folder {folder}; make it first, or name another with -o")
     files.write_text(arguments.output, text)
     left_out = f", {skipped} out of date left out" if skipped else ""
     print(f"{arguments.output}: {len(table)} entries{left_out}")
@@ -228,17 +229,17 @@ def _import(arguments: argparse.Namespace) -> int:
     from .. import registry
     from ..autotune import store, tables
 
-    with user_errors("cache import", (ValueError, RuntimeError)):
+    with user_errors((ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
     try:
         header, lines, wrong = tables.load(Path(arguments.file))
     except ValueError as error:
-        raise UsageError(f"cache import: {arguments.file}: {error}; `liger-hw cache export` writes a table") from None
+        raise UsageError(f"{arguments.file}: {error}; `liger-hw cache export` writes a table") from None
     of_table = header.get("vendor"), header.get("arch"), header.get("warp_size")
     of_device = target.vendor, target.arch, target.warp_size
     if of_table != of_device:
         raise UsageError(
-            f"cache import: {arguments.file} is for (vendor, architecture, threads of a warp) {of_table}, "
+            f"{arguments.file} is for (vendor, architecture, threads of a warp) {of_table}, "
             f"{target.name} is {of_device}. Name the device with --device, and a table that `liger-hw cache export` "
             "writes"
         )
@@ -258,7 +259,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
-    """(the entries that can be used on `target`, why the others cannot)."""
+    """(entries that can be used on `target`, why the others cannot)."""
     from .. import registry
 
     importable, refused = {}, []
@@ -276,7 +277,7 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
 
 
 def _changes(target: Any, entries: dict) -> list[str]:
-    """The configuration now and after the import, one line for each entry that changes it."""
+    """One line for each entry that changes the configuration: before and after the import."""
     from .. import registry
 
     lines = []
@@ -307,6 +308,3 @@ def _clear(arguments: argparse.Namespace) -> int:
     removed = sum(store.remove(path, kinds) for path, count in counts.items() if count)
     print(f"removed {removed} lines {where}")
     return 0
-
-
-_ACTIONS = {"list": _list, "verify": _verify, "export": _export, "import": _import, "clear": _clear}

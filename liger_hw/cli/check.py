@@ -1,11 +1,11 @@
-"""`liger-hw check MODEL`: what a patch would change in a model and what it would leave alone, with the reason.
+"""`liger-hw check MODEL`: what a patch would change in a model, and why it would leave the rest alone.
 
     liger-hw check mistral          a model type of transformers, in its default configuration
     liger-hw check Qwen/Qwen3-8B    a Hugging Face id, whose config.json is read from the cache or the hub
     liger-hw check config.json      a file, or the folder of a checkpoint
 
-The model is built without weights, on torch's meta device, and patched as `apply_liger_kernel_to_<family>` or
-`liger_hw.patch` would patch it. Exit code 1 if no part of it would run on a kernel.
+The model is built without weights, on torch's meta device, and patched by `apply_liger_kernel_to_<family>` or
+`liger_hw.patch`. Exit code 1 if no part of it would run on a kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    needs("check", "transformers")
+    needs("transformers")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     screen = StatusLine()
     try:
@@ -56,7 +56,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _config(name: str) -> Any:
-    """The configuration of this name. Raises `UsageError` with the reason and a model type that works."""
+    """The configuration of this name. Raises `UsageError` that names a model type that works."""
     from transformers import CONFIG_MAPPING
 
     from ..autotune import models
@@ -66,18 +66,18 @@ def _config(name: str) -> Any:
     name = models.known_id(name) or name
     try:
         return models.published(name)
-    except Exception as error:  # transformers raises many kinds: no such file, no network, a type that it does not know
+    except Exception as error:  # transformers raises many kinds: no file, no network, an unknown model type
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())  # Qwen/Qwen3-8B begins with qwen3
         near = [one for one in CONFIG_MAPPING if plain.startswith(re.sub("[^a-z0-9]", "", one))]
         raise UsageError(
-            f"check: no configuration of {name!r}: {reason.rstrip('.')}. Give a config.json, a Hugging Face id, or a "
+            f"no configuration of {name!r}: {reason.rstrip('.')}. Give a config.json, a Hugging Face id, or a "
             f"model type: liger-hw check {max(near, key=len, default='mistral')}"
         ) from None
 
 
 def _model(config: Any) -> Any:
-    """A model without weights, of the class that the configuration names or else the causal LM of its model type."""
+    """A model without weights, of the class that the configuration names, else the causal LM of its model type."""
     import torch
     import transformers
 
@@ -90,7 +90,7 @@ def _model(config: Any) -> Any:
         with torch.device("meta"):
             return cls(config)
     except Exception as error:
-        raise UsageError(f"check: {cls.__name__} cannot be made from this configuration: {first_line(error)}") from None
+        raise UsageError(f"{cls.__name__} cannot be made from this configuration: {first_line(error)}") from None
 
 
 def _causal_lm(config: Any) -> type:
@@ -99,4 +99,4 @@ def _causal_lm(config: Any) -> type:
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        raise UsageError(f"check: transformers has no causal LM of type {config.model_type!r}") from None
+        raise UsageError(f"transformers has no causal LM of type {config.model_type!r}") from None

@@ -17,8 +17,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
 
         PYTHONPATH=$(liger-hw shim) python train.py
 
-    For programs that know liger-kernel and not liger_hw: `TrainingArguments(use_liger_kernel=True)`, TRL, Axolotl,
-    LLaMA-Factory.
+    For programs that import liger-kernel: `TrainingArguments(use_liger_kernel=True)`, TRL, Axolotl, LLaMA-Factory.
     """
     from .. import compat, env
 
@@ -28,7 +27,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
     real = compat.installed()
     if real is not None and not env.LIGER_HW_SHADOW_LIGER:
         raise UsageError(
-            f"shim: liger-kernel {real} is installed here and would be hidden. "
+            f"liger-kernel {real} is installed here and would be hidden. "
             "Uninstall it, or set LIGER_HW_SHADOW_LIGER=1 for this command and for the program"
         )
     print(os.pathsep.join([str(compat.PATH), *filter(None, [os.environ.get("PYTHONPATH")])]))
@@ -40,7 +39,7 @@ def hub_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_hub(arguments: argparse.Namespace) -> int:
-    """`liger-hw hub`: print the folder that the `kernels` package loads the layers of liger_hw from.
+    """`liger-hw hub`: print the folder from which the `kernels` package loads the layers of liger_hw.
 
         LocalLayerRepository(Path("FOLDER"), layer_name="RMSNorm")         kernels
         KernelConfig({"RMSNorm": "FOLDER:RMSNorm"}, use_local_kernel=True) transformers

@@ -1,4 +1,4 @@
-"""`explain` and `compile`: what an op launches at a shape, on this device or on one that is not here."""
+"""`explain` and `compile`: the kernels that an op launches at a shape, on a device that need not be here."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device h200]`: what `registry.explain` says.
+    """`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device h200]`: why an op launches as it does.
 
-    With Triton installed it also lists the kernels that one forward and backward with default options launches. These
-    include kernels of other ops, such as a loss's sums and the scaling of its gradients. The device need not be in this
-    machine: name it (h200) or its architecture (sm90).
+    With Triton installed it lists the kernels that one forward and backward with default options launches. Some belong
+    to other ops, such as a loss's sums. The device need not be in this machine: name it (h200) or its architecture
+    (sm90).
     """
     from .. import registry
 
-    with user_errors("explain", (ValueError, RuntimeError)):
+    with user_errors((ValueError, RuntimeError)):
         op = registry.get_op(arguments.op)
         target = registry.target_named(arguments.device)
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
@@ -57,13 +57,15 @@ def run_explain(arguments: argparse.Namespace) -> int:
                 head = f"{head}: {_in_words(launched)}"
             print(fold("\n".join([head, *answers]), " " * 4))
         if explanations[0][1] is None:
-            why = _unasked(target) or "which of them this size launches is unknown: its launchers failed, see stderr"
+            why = (
+                _why_unknown(target) or "which of them this size launches is unknown: the launchers failed, see stderr"
+            )
             print(fold(f"These are the op's own kernels; {why}."))
     return 0
 
 
 def _in_words(launched: list[dict[str, Any]]) -> str:
-    """`_rms_norm_fwd_kernel of 8192 programs`; for several launches of a kernel their number and the largest grid."""
+    """`_rms_norm_fwd_kernel of 8192 programs`; with the number of launches and the largest grid for several."""
     grids: dict[str, list[int]] = {}
     for one in launched:
         grids.setdefault(one["kernel"], []).append(math.prod(one["grid"]))
@@ -74,8 +76,8 @@ def _in_words(launched: list[dict[str, Any]]) -> str:
     return " and ".join(words) or "not launched at this size"
 
 
-def _unasked(target: Any) -> str:
-    """Why it is not known which kernels are launched, or ""."""
+def _why_unknown(target: Any) -> str:
+    """Why the launched kernels are not known, or ""."""
     from .. import registry
     from ..runtime import triton_import as _triton
 
@@ -89,7 +91,7 @@ def _unasked(target: Any) -> str:
 
 
 def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list[tuple[Any, list | None]]:
-    """(explanation, launches) of the op's kernels and of other ops' kernels that one forward and backward launches."""
+    """(explanation, launches) of the op's kernels, and of other ops' kernels that it launches."""
     from .. import registry
 
     explanations = registry.explain(op.name, sizes, torch_dtype(dtype), target)
@@ -104,11 +106,10 @@ def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list
 
 
 def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[tuple, list[dict[str, Any]]] | None:
-    """(tunable, key) -> kernel and grid of each of its launches, in one forward and backward with default options; None
-    if they are not known."""
+    """(tunable, key) -> kernel and grid of each launch of a forward and backward; None if they are not known."""
     from ..autotune import compile as aot
 
-    if _unasked(target):
+    if _why_unknown(target):
         return None
     launches: dict[tuple, list[dict[str, Any]]] = {}
     try:
@@ -138,21 +139,21 @@ def compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compile(arguments: argparse.Namespace) -> int:
-    """`liger-hw compile --target gfx942[,sm90,...]`: every kernel that an op would launch there, compiled.
+    """`liger-hw compile --target gfx942[,sm90,...]`: compile every kernel that an op would launch there.
 
         liger-hw compile --target gfx942 --ops rms_norm                     one op on one architecture
-        liger-hw compile --target all --depth full --json > all.json        the whole matrix, as evidence: hours
+        liger-hw compile --target all --depth full --json > all.json        all ops on all architectures: hours
 
     Needs no GPU. If the installed Triton has no compiler for a target (the stock one has none for Intel), kernels are
-    lowered to TTIR and resources are estimated. One line for each distinct kernel, with the first case that launches
-    it; --json prints versions and every launch's certificate. Progress goes to stderr. Exit code 1 if a kernel does not
-    compile or may not be launched on the target.
+    lowered to TTIR and resources are estimated. Prints a line for each distinct kernel, with the first case that
+    launches it; --json prints versions and every launch's certificate. Exit code 1 if a kernel does not compile or must
+    not be launched on the target.
     """
     from .. import registry
     from ..autotune import compile as aot
     from ..autotune.workers import CompilePool
 
-    needs("compile", "triton")
+    needs("triton")
     dtypes = [arguments.dtype] if arguments.dtype else None
     screen = StatusLine()
     try:
@@ -166,9 +167,9 @@ def run_compile(arguments: argparse.Namespace) -> int:
                     case_of.setdefault(launch.same(), case)
     except (ValueError, ImportError, RuntimeError) as error:
         screen.end()
-        raise UsageError(f"compile: {error}") from None
+        raise UsageError(str(error)) from None
     certificates, seen, bad = [], set(), 0
-    screen = StatusLine()  # a new one, whose clock starts with compilation
+    screen = StatusLine()  # its clock starts with compilation
     with CompilePool(arguments.workers, arguments.timeout) as pool:
         for certificate in aot.certify(launches, pool):
             certificates.append(certificate)
@@ -195,7 +196,7 @@ def _targets(names: list[str]) -> list[Any]:
 
 
 def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certificates: list[Any], case_of: dict) -> dict:
-    """What was compiled, versions, date, and one record for each launch; the `support` pages are generated from it."""
+    """Versions, date and a record of each launch, from which the support pages are made."""
     from .. import __version__
     from ..autotune import store
 

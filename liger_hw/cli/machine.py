@@ -1,4 +1,4 @@
-"""`info` and `doctor`: what this machine is, and whether liger_hw works on it."""
+"""`info` and `doctor`: facts of this machine, and whether liger_hw works on it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pyto
 def info_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON")
-    missing = "print nothing but what is missing to run kernels on such a GPU; exit status 1 if anything"
+    missing = "print only what is missing to run kernels on such a GPU; exit status 1 if anything"
     add("--require", choices=[vendor for vendor in VENDORS if vendor != "cpu"], help=missing)
 
 
 def run_info(arguments: argparse.Namespace) -> int:
-    """`liger-hw info`: what this machine is and how liger_hw runs on it. Needs no Triton, no transformers, no GPU.
+    """`liger-hw info`: devices, versions, cache folder and tuned entries of this machine.
 
-    Device, Triton, backend, cache folder, tuned entries. `--require` says what is missing to run kernels on a vendor's
-    GPU. `liger-hw explain OP` says where an op's configuration comes from.
+    Needs no Triton, transformers or GPU. `--require` says what is missing to run kernels on a vendor's GPU.
+    `liger-hw explain OP` says where an op's configuration comes from.
     """
     if arguments.require:
         missing = lacking(arguments.require)
@@ -47,7 +47,7 @@ def run_info(arguments: argparse.Namespace) -> int:
 
 
 def lacking(vendor: str) -> list[str]:
-    """What prevents this machine from running kernels on a GPU of `vendor`, one line each."""
+    """Why this machine cannot run kernels on a GPU of `vendor`, one line for each reason."""
     triton = triton_facts()
     devices = [device for device in _devices() if device["backend"] == vendor]
     lines = [f"{device['device']} cannot be described: {device['error']}" for device in devices if device["error"]]
@@ -69,7 +69,7 @@ def lacking(vendor: str) -> list[str]:
 
 
 def collect() -> dict[str, Any]:
-    """Everything `liger-hw info --json` prints."""
+    """The facts that `liger-hw info --json` prints."""
     import torch
 
     from .. import env
@@ -96,9 +96,9 @@ def collect() -> dict[str, Any]:
 
 
 def triton_facts() -> dict[str, Any]:
-    """Which distributions provide `import triton`, whether it imports, and what is wrong with that, if anything.
+    """Distributions that provide `import triton`, its version or error, and a warning if something is wrong.
 
-    torch's wheels for the vendors ask for one of several, which overwrite each other's files in one environment.
+    torch's wheels require one of several distributions, which overwrite each other's files.
     """
     names = {re.sub("[_.]", "-", name.lower()) for name in metadata.packages_distributions().get("triton", ())}
     providers = [{"name": name, "version": _version(name)} for name in sorted(names)]
@@ -128,7 +128,7 @@ def triton_facts() -> dict[str, Any]:
 
 
 def _torch_versions() -> list[str]:
-    """The attributes of `torch.version` that say what torch was built for."""
+    """Attributes of `torch.version` that say which vendors torch was built for."""
     return [backend(vendor).torch_version for vendor in VENDORS if vendor != "cpu"]
 
 
@@ -143,7 +143,7 @@ def _devices() -> list[dict[str, Any]]:
             row: dict[str, Any] = {"device": name, "backend": one.vendor, "target": None, "error": None}
             try:
                 row["target"] = one.describe(index).to_json()
-            except Exception as problem:  # one broken device must not hide the others
+            except Exception as problem:  # a broken device must not hide the others
                 row["error"] = f"{type(problem).__name__}: {problem}"
             rows.append(row)
     return rows
@@ -166,7 +166,7 @@ def _version(name: str) -> str | None:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The human form of `collect()`."""
+    """The text of `collect()`."""
     torch, triton = facts["torch"], facts["triton"]
     built = ", ".join(f"{name} {torch[name]}" for name in _torch_versions() if torch[name]) or "cpu only"
     provided = ", ".join(f"{d['name']} {d['version']}" for d in triton["distributions"]) or "not installed"
@@ -220,13 +220,13 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """`liger-hw doctor`: whether liger_hw works on this machine, in a minute, and what to paste into a bug report.
+    """`liger-hw doctor`: whether liger_hw works on this machine, and the text for a bug report, in a minute.
 
-    Every op runs once, forward and backward, and is compared with its reference in plain torch. Then the speed of a
-    copy in device memory, the host time of a small launch, the health of the cache and whether it can be written.
-    Without a GPU the ops run their references, and nothing is timed. Exit code 1 if anything is wrong.
+    Runs every op once, forward and backward, and compares it with its reference in plain torch. Times a copy in device
+    memory and the host's part of a small launch. Checks that the cache is intact and writable. Without a GPU the ops
+    run their references, and nothing is timed. Exit code 1 if anything is wrong.
     """
-    device = usable_device("doctor", arguments.device)
+    device = usable_device(arguments.device)
     from .. import compat, registry
     from ..autotune import store
     from ..bench.report import git_commit
@@ -270,7 +270,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _check_ops(device: Any) -> dict[str, str]:
-    """op -> why it and its reference disagree, or ""; in bf16 where kernels are launched, else in fp32."""
+    """op -> why it disagrees with its reference, or ""; in bf16 where kernels are launched, else in fp32."""
     import torch
 
     from .. import registry

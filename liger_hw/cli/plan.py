@@ -1,4 +1,4 @@
-"""`plan` and `estimate`: a model's training step on a device that need not be here, its memory and its speed."""
+"""`plan` and `estimate`: memory and speed of a model's training step on a device that need not be here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..recompute.estimate import GPUS, LORA_SHARE, Estimate, trains_in_fp32
 from ..recompute.planner import ENGINES, model_named
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
-from .arguments import A_MODEL, dtype_name, positive, share, tokens
+from .arguments import A_MODEL, dtype_name, positive, share, tokens, torch_dtype
 
 if TYPE_CHECKING:
     from ..autotune.models import Model
@@ -44,7 +44,6 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapters", help=adapters)
     add("--gpus", type=positive, default=1, help="devices that share each sequence and the parameters (default 1)")
     add("--float8", action="store_true", help="linears multiply in FP8 (liger_hw.float8)")
-    add("--no-window", action="store_true", help="attention without the config's sliding window")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -55,13 +54,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
         liger-hw plan --model my/config.json --batch 1 --seq 32768 --memory 80GiB 140GiB
         liger-hw plan --model llama-3-8b --seq max --memory 140GiB --gpus 4   the longest sequence
 
-    Predicted from the model's shape alone, without a device. Assumptions are printed below the table, and with one
-    --memory also how to launch the mix that fits. A patched model's `activations="fit"` and `"80GiB"` use the same
-    planner.
+    Predicted from the model's shape, without a device. Below the table are the assumptions and, with one --memory, how
+    to launch the mix that fits. A patched model's `activations="fit"` and `"80GiB"` use the same planner.
     """
     from ..recompute.levels import DEFAULT, level_of_each
 
-    with user_errors("plan"):
+    with user_errors():
         budgets, host = _budgets(arguments.memory), _host(arguments)
         planner = _planner(arguments, budgets, host)
         rows: list[tuple[str, Any]] = [("default", planner.predict(level_of_each(DEFAULT, planner.model.layers)))]
@@ -85,7 +83,7 @@ def _length(text: str) -> int:
 
 
 def _host(arguments: argparse.Namespace) -> float:
-    """Bytes of host memory that one device may pin."""
+    """Bytes of host memory that a device may pin."""
     from ..recompute.levels import parse_size
     from ..recompute.offload import SHARE, free_host_memory
 
@@ -110,11 +108,10 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
     if arguments.autocast == "float32":
         raise ValueError("--autocast computes in bf16 or fp16; without it a model in fp32 computes in fp32")
     model = model_named(arguments.model)
-    model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
-    size = {"float32": 4, "bfloat16": 2, "float16": 2}
+    model = replace(model, layers=arguments.layers or model.layers)
     assumptions = Assumptions(
-        dtype_bytes=size[arguments.dtype],
-        compute_bytes=size[arguments.autocast or arguments.dtype],
+        dtype_bytes=torch_dtype(arguments.dtype).itemsize,
+        compute_bytes=torch_dtype(arguments.autocast or arguments.dtype).itemsize,
         optimizer=arguments.optimizer,
         trainable=arguments.trainable,
         adapters=arguments.adapters or ("autocast" if arguments.autocast else "fp32"),
@@ -135,7 +132,7 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
 
 
 def _launch(planner: "Planner", prediction: "Prediction") -> str:
-    """How to start a training at these levels."""
+    """How to launch a training at these levels."""
     runs = ((level, len(list(run))) for level, run in itertools.groupby(prediction.levels))
     levels = " + ".join(f'["{level}"] * {count}' for level, count in runs)
     count, engine, sequence = planner.assumptions.shards, planner.assumptions.engine, planner.assumptions.sequence
@@ -153,7 +150,7 @@ def _launch(planner: "Planner", prediction: "Prediction") -> str:
 
 
 def _budgets(texts: list[str]) -> list[tuple[str, int]]:
-    """(name, bytes) of each --memory, or of the accelerator that is present."""
+    """(name, bytes) of each --memory, else of the accelerator here."""
     import torch
 
     from ..recompute.levels import parse_size
@@ -239,18 +236,17 @@ def run_estimate(arguments: argparse.Namespace) -> int:
         liger-hw estimate my/config.json --gpu mi300x --batch 1 --seq 8k --lora
         liger-hw estimate llama-3-8b --gpu h100 --batch 2 --seq 4096 --gpus 8 --engine fsdp2
 
-    Tokens a second and GiB of one GPU, for Hugging Face, Liger and liger_hw, from the planner and from rates measured
-    on one H200. It needs no GPU and no weights, and says what it does not know. `liger-hw plan` has the memory dial's
-    levels.
+    Tokens per second and GiB of one GPU, for Hugging Face, Liger and liger_hw, from the planner and from rates measured
+    on one H200. Needs no GPU and no weights. `liger-hw plan` has the levels of the memory dial.
     """
     from dataclasses import asdict, replace
 
     from ..recompute.estimate import estimates
 
     if arguments.engine and arguments.gpus == 1:
-        raise UsageError(f"estimate: --engine {arguments.engine} shards over several GPUs; add --gpus N")
+        raise UsageError(f"--engine {arguments.engine} shards over several GPUs; add --gpus N")
     arguments.engine = arguments.engine or "fsdp2"
-    with user_errors("estimate"):
+    with user_errors():
         model = model_named(arguments.model)
         model = replace(model, layers=arguments.layers or model.layers)
         rows = estimates(
@@ -301,7 +297,7 @@ def _too_large(arguments: argparse.Namespace, model: "Model", arms: list[str]) -
 
 
 def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
-    """What the estimate for this command line leaves out or assumes."""
+    """What the estimate leaves out or assumes."""
     notes = ["the data loader, logging and checkpoints", "an attention other than transformers' default"]
     if arguments.gpu != MEASURED:
         notes.append(f"{arguments.gpu} was not timed: what an H200 reaches of its data sheet's rates stands for it")

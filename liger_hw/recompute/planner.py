@@ -502,7 +502,7 @@ class Planner:
         return max(most, alive + last_grad)
 
     def _head(self) -> int:
-        """Bytes of the loss: a chunk of logits with gradients of weight and input, or all logits with softmax's copies."""
+        """Bytes of the loss: a chunk of logits with its gradients, or all logits with softmax's copies."""
         m, assumed = self.model, self.assumptions
         if not assumed.fused_loss:
             return self.tokens * m.vocab * (2 * assumed.compute_bytes + 4)
