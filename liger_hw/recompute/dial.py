@@ -122,8 +122,8 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
         # transformers' own checkpoint inside this one would compute a layer thrice
         forward = functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-    on_host = level == "offload" and device.type != "cpu"
-    with host_memory(device).hooks() if on_host else contextlib.nullcontext():
+    memory = host_memory(device) if level == "offload" else None
+    with contextlib.nullcontext() if memory is None else memory.hooks():
         return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 

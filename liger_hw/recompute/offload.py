@@ -168,9 +168,9 @@ def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=None)
-def host_memory(device: torch.device) -> HostMemory:
-    """This process's pinned memory for a device."""
-    return HostMemory(device)
+def host_memory(device: torch.device) -> HostMemory | None:
+    """This process's pinned memory for a device; None for the CPU."""
+    return None if device.type == "cpu" else HostMemory(device)
 
 
 def free_host_memory() -> int:

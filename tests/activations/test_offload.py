@@ -31,12 +31,8 @@ def memory(monkeypatch):
 
 @pytest.fixture
 def offloading(memory, monkeypatch):
-    """The dial's level offload, here with that memory."""
-
-    def kept_inputs(level, args):
-        return memory.hooks() if level == "offload" else contextlib.nullcontext()
-
-    monkeypatch.setattr(dial, "_kept_inputs", kept_inputs)
+    """The dial's level offload with that memory."""
+    monkeypatch.setattr(dial, "host_memory", lambda device: memory)
     return memory
 
 

@@ -60,6 +60,10 @@ def _torch(op: Op) -> Callable[..., Any]:
     return getattr(eager, op.name, op.reference)
 
 
+def _liger(op: Op) -> Callable[..., Any]:
+    return getattr(liger, op.name, None) or liger.functional(op.name)
+
+
 def _compile(op: Op) -> Callable[..., Any]:
     torch.compiler.reset()  # every case gets a fresh compile, none is refused for too many recompiles
     return torch.compile(_torch(op), dynamic=False)
@@ -70,7 +74,7 @@ PEERS = {
     for peer in (
         Peer("torch", "torch", "torch", _torch),
         Peer("compile", "torch", "torch", _compile),
-        Peer("liger", "liger_kernel", "liger-kernel", liger.build, liger.chosen),
+        Peer("liger", "liger_kernel", "liger-kernel", _liger, liger.chosen),
     )
 }
 DEFAULT = ("torch", "compile", "liger")

@@ -1,4 +1,4 @@
-"""liger-kernel as a peer: `liger_<op>` of its functional API, or the function in `ELSEWHERE`.
+"""liger-kernel as a peer: the function here of the op's name, else `liger_<op>` of its functional API.
 
 Liger 0.8.5 has two implementations of rope, JSD and the loss of its fused head. Each call chooses CuTe DSL on an NVIDIA
 GPU where `cutlass.cute` can be imported, else Triton. `chosen` records which ran.
@@ -16,7 +16,6 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from ...registry import Op
 from .common import Absent
 
 
@@ -56,13 +55,12 @@ def environment() -> dict[str, Any] | None:
     return {"version": version, "cutlass.cute": cute, "LIGER_KERNEL_IMPL": os.environ.get("LIGER_KERNEL_IMPL")}
 
 
-def build(op: Op) -> Callable[..., Any]:
-    if op.name in ELSEWHERE:
-        return ELSEWHERE[op.name]
+def functional(name: str) -> Callable[..., Any]:
+    """`liger_<name>` of Liger's functional API. Raises `Absent`."""
     try:
-        return _from("transformers.functional", f"liger_{op.name}")
+        return _from("transformers.functional", f"liger_{name}")
     except AttributeError:
-        raise Absent(f"liger-kernel has no liger_{op.name}") from None
+        raise Absent(f"liger-kernel has no liger_{name}") from None
 
 
 @functools.cache
@@ -70,72 +68,56 @@ def _from(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"liger_kernel.{module}"), name)
 
 
-def _swiglu(a, b, *multipliers):
+def swiglu(a, b, *multipliers):
     return _from("transformers.functional", "liger_swiglu")(a, b)
 
 
-def _geglu(a, b, approximate):
+def geglu(a, b, approximate):
     return _from("transformers.functional", "liger_geglu")(a, b)
 
 
-def _fused_ce_tvd(student_logits, teacher_logits, target):
+def fused_ce_tvd(student_logits, teacher_logits, target):
     return _from("transformers", "LigerFusedCETVDLoss")(-100)(student_logits, teacher_logits, target)
 
 
-def _linear_log_probs(input, weight, target, bias):
+def fused_linear_log_probs(input, weight, target, bias):
     """Minus Liger's scaled cross entropy, at temperature 1."""
     function = _from("ops.fused_linear_scaled_cross_entropy", "LigerFusedLinearScaledCrossEntropyFunction")
     result = function.apply(input, weight, target, 1.0, -100, 1, False, None)
     return (-result[0], *result[1:]) if isinstance(result, tuple) else -result
 
 
-def _fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+def fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
     function = _from("ops", "LigerFusedMoEFunction")
     return function.apply(x, gate_up_proj, down_proj, top_k_index.to(torch.int32), top_k_weights)
 
 
-def _vocab_parallel(logits, target):
+def vocab_parallel_cross_entropy(logits, target):
     loss = _from("transformers", "LigerVocabParallelCrossEntropy")(-100, 0.0, "none")
     return loss(logits[:, None], target[:, None], None)[:, 0]
 
 
-def _rope(q, k, cos, sin, shared_halves):  # which Liger always assumes
+def rope(q, k, cos, sin, shared_halves):  # which Liger always assumes
     return _from("transformers.functional", "liger_rope")(q, k, cos, sin)
 
 
-def _mrope(q, k, cos, sin, mrope_section, shared_halves):
+def qwen2vl_mrope(q, k, cos, sin, mrope_section, shared_halves):
     return _from("transformers.functional", "liger_qwen2vl_mrope")(q, k, cos, sin, mrope_section)
 
 
-def _llama4(xq, xk, freqs_cis):
+def llama4_rope(xq, xk, freqs_cis):
     return _from("transformers.llama4_rope", "liger_llama4_text_rotary_pos_emb")(xq, xk, freqs_cis)
 
 
-def _vision(q, k, cos, sin, shared_halves):
+def vision_rope(q, k, cos, sin, shared_halves):
     return _from("transformers.rope", "liger_rotary_pos_emb_vision")(q, k, cos, sin)
 
 
-def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *how, shared_halves):
+def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *how, shared_halves):
     """Liger's norm, then its rope, as Liger's patch calls them."""
     norm = _from("transformers.functional", "liger_rms_norm")
-    return _rope(norm(q, q_weight, *how), norm(k, k_weight, *how), cos, sin, shared_halves)
+    return rope(norm(q, q_weight, *how), norm(k, k_weight, *how), cos, sin, shared_halves)
 
 
-def _embedding(weight, indices):
+def embedding(weight, indices):
     return _from("ops.experimental.embedding", "LigerEmbeddingFunction").apply(weight, indices)
-
-
-ELSEWHERE: dict[str, Callable[..., Any]] = {
-    "swiglu": _swiglu,
-    "geglu": _geglu,
-    "rope": _rope,
-    "qwen2vl_mrope": _mrope,
-    "llama4_rope": _llama4,
-    "vision_rope": _vision,
-    "qk_norm_rope": _qk_norm_rope,
-    "embedding": _embedding,
-    "fused_ce_tvd": _fused_ce_tvd,
-    "fused_linear_log_probs": _linear_log_probs,
-    "fused_moe": _fused_moe,
-    "vocab_parallel_cross_entropy": _vocab_parallel,
-}
