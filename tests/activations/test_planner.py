@@ -458,21 +458,8 @@ def test_no_mix_of_any_kind_beats_the_best_by_much():
         assert planner.best(gib * GIB).speed >= max(fitting) - 0.005
 
 
-def test_assumptions_move_what_they_should():
+def test_float8_and_what_a_planner_refuses():
     model = models.find("llama-3-8b")
-
-    def peak(batch=1, **given):
-        return Planner(model, batch, 4096, Assumptions(**given)).predict(("mlp",) * 32).peak
-
-    base = peak()
-    parameters = 8.03e9
-    assert base - peak(optimizer="sgd") == pytest.approx(4 * parameters, rel=0.02)
-    assert peak(dtype_bytes=4) - base > 6 * parameters
-    assert peak(trainable=0.01, adapters="model") < base / 2
-    assert peak(shards=8) < base / 3
-    assert peak(8, fused_loss=False) - peak(8) == pytest.approx(8 * 4096 * 128256 * 8, rel=0.2), (
-        "logits, and their fp32"
-    )
     float8, plain = (Planner(model, 1, 4096, Assumptions(float8=on)) for on in (True, False))
     assert 1.2 < float8.float8_gain() == plain.float8_gain() < 1.5
     inputs = 4096 * (3 * 4096 + 14336)  # of the linears, q, k, v and gate, up share theirs; o's is attention's as well

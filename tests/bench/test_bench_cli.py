@@ -7,15 +7,7 @@ import json
 import harness
 import pytest
 
-from liger_hw.cli import COMMANDS
-
 pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture(autouse=True)
-def command(monkeypatch):
-    if "bench" not in COMMANDS:
-        monkeypatch.setitem(COMMANDS, "bench", "benchmarks")
 
 
 def said(capsys, *argv):
@@ -25,9 +17,11 @@ def said(capsys, *argv):
 def test_an_op_against_torch(tmp_path, capsys):
     path = tmp_path / "out.json"
     arguments = ("rms_norm", "--sizes", "8x16", "--dtype", "fp32", "--against", "torch", "--device", "cpu")
-    code, out, err = said(capsys, *arguments, "--json", str(path), "--repeats", "1")
+    code, out, err = said(capsys, *arguments, "--repeats", "1", "--json", str(path))
     assert code == 0 and "wall clock on a CPU" in out and "[1/1]" in err
     document = json.loads(path.read_text())
+    code, out, _ = said(capsys, *arguments, "--repeats", "1", "--json")
+    assert code == 0 and len(json.loads(out)["rows"]) == 2, "standard output is JSON alone"
     assert document["complete"] and document["machine"]["copy_gb_s"] > 0
     assert [row["arm"] for row in document["rows"]] == ["liger_hw", "torch"]
     assert {"device", "driver", "torch", "triton", "liger_hw", "commit", "date", "config"} <= set(document["rows"][0])
@@ -40,12 +34,6 @@ def test_each_case_is_named_before_it_runs(capsys):
     assert lines[0].startswith("no GPU: torch's reference path")
     assert lines[1].startswith("[1/2] rms_norm 8x16 float32: liger_hw, torch; ") and lines[1].endswith(" s so far")
     assert lines[3].startswith("[2/2] rms_norm 9x16")
-
-
-def test_json_to_standard_output_is_only_json(capsys):
-    arguments = ("rms_norm", "--sizes", "8x16", "--dtype", "fp32", "--against", "torch", "--device", "cpu")
-    code, out, _ = said(capsys, *arguments, "--repeats", "1", "--json")
-    assert code == 0 and len(json.loads(out)["rows"]) == 2
 
 
 def test_a_budget_ends_early_and_says_so(capsys):

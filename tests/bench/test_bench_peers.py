@@ -45,11 +45,6 @@ def test_an_arm_computes_what_the_reference_does(name, arm):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-def test_an_unknown_peer_is_named():
-    with pytest.raises(ValueError, match="unknown peer 'ligr'; known: torch, compile"):
-        peers.arm("ligr", registry.get_op("rms_norm"))
-
-
 def test_a_peer_that_is_not_installed_is_absent(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(peers.Absent, match="quack-kernels is not installed"):

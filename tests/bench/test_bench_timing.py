@@ -7,7 +7,7 @@ import torch
 from fake_device import FakeDevice, Overwriting
 
 from liger_hw.bench.inputs import Inputs, Work, sample_sets, tensors_in
-from liger_hw.bench.timing import MIB, Budget, Calls, Chain, Meter, OutOfBudget, Replay, Stats, interleave
+from liger_hw.bench.timing import MIB, Budget, Calls, Meter, OutOfBudget, Replay, Stats, interleave
 
 pytestmark = pytest.mark.cpu
 
@@ -244,13 +244,6 @@ def test_the_cpu_is_timed_by_the_wall_and_has_no_peak():
     assert (meter.graphs, runner.method, runner.why) == (False, "wall", "no graphs")
     assert all(value > 0 for value in runner.burst(3)) and meter.peak_mib(work) is None
     assert meter.host_us(work.call, calls=2, blocks=2) > 0
-
-
-def test_floors_are_measured():
-    meter = Meter("cpu")
-    assert meter.copy_rate() > 0
-    assert Chain(meter, [(8, 16, 32, "nt")], torch.float32).cost_ms() > 0
-    assert Chain(meter, [(8, 16, 32, "tn"), (8, 16, 32, "nn")], torch.bfloat16).cost_ms() > 0
 
 
 def test_the_stream_is_put_back():

@@ -1,4 +1,4 @@
-"""benchmarks/demo.py: it trains, it tells, and it fails when a kernel is wrong."""
+"""benchmarks/demo.py trains, reports, and fails when a kernel is wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def demo(tmp_path, capsys):
     return run
 
 
-def test_the_arms_agree_and_everything_is_told(demo, tmp_path):
+def test_the_arms_agree_and_all_results_are_reported(demo, tmp_path):
     original = Original("mistral")
     code, out, err = demo()
     assert code == 0, out + err
@@ -53,11 +53,6 @@ def test_one_step(demo):
     assert code == 0 and "tokens/s" in out, out + err
 
 
-def test_bf16(demo):
-    code, out, err = demo("--dtype", "bfloat16")
-    assert code == 0, out + err
-
-
 def test_the_control_arm_and_one_that_is_absent(demo, tmp_path):
     code, out, err = demo("--against", "hf,hf-eager,liger")
     assert code == 0, out + err
@@ -68,40 +63,24 @@ def test_the_control_arm_and_one_that_is_absent(demo, tmp_path):
 # -- a wrong kernel --------------------------------------------------------------------------------------------------
 
 
-def _swiglu_times(monkeypatch, factor: float) -> None:
+def _forward_off_by_a_thousandth(monkeypatch):
     function = importlib.import_module("liger_hw.kernels.pointwise.swiglu").SiLUMulFunction
     original = function.apply
-    monkeypatch.setattr(function, "apply", lambda *args: original(*args) * factor)
+    monkeypatch.setattr(function, "apply", lambda *args: original(*args) * 1.001)
 
 
-def _swiglu_off_by_a_thousandth(monkeypatch):
-    _swiglu_times(monkeypatch, 1.001)
-
-
-def _rms_norm_backward_forgets_a_bit_of_dx(monkeypatch):
+def _backward_off_by_a_thousandth(monkeypatch):
     function = importlib.import_module("liger_hw.kernels.norms.rms_norm").RMSNormFunction
     backward = function.backward
 
-    def forgetful(ctx, dy):
+    def wrong(ctx, dy):
         dx, *grads = backward(ctx, dy)
         return dx * 1.001, *grads
 
-    monkeypatch.setattr(function, "backward", staticmethod(forgetful))
+    monkeypatch.setattr(function, "backward", staticmethod(wrong))
 
 
-def _rope_turns_the_wrong_way(monkeypatch):
-    function = importlib.import_module("liger_hw.kernels.rotary.rope").RopeFunction
-    original = function.apply
-    monkeypatch.setattr(function, "apply", lambda q, k, cos, sin, *rest: original(q, k, cos, -sin, *rest))
-
-
-def _nan(monkeypatch):
-    _swiglu_times(monkeypatch, math.nan)
-
-
-@pytest.mark.parametrize(
-    "inject", [_swiglu_off_by_a_thousandth, _rms_norm_backward_forgets_a_bit_of_dx, _rope_turns_the_wrong_way, _nan]
-)
+@pytest.mark.parametrize("inject", [_forward_off_by_a_thousandth, _backward_off_by_a_thousandth])
 def test_a_wrong_kernel_fails(demo, monkeypatch, inject):
     inject(monkeypatch)
     code, out, _ = demo()
@@ -152,13 +131,6 @@ def test_steps_past_the_judged_ones_are_not_judged():
 
 
 # -- text and arguments ----------------------------------------------------------------------------------------------
-
-
-def test_pairs_of_ascii_bytes_are_one_token_each_way():
-    tokens = training.to_tokens(b"Hello", 32768)
-    assert tokens.tolist() == [ord("H") << 8 | ord("e"), ord("l") << 8 | ord("l")]
-    assert int(training.to_tokens(bytes(range(256)), 32768).max()) < 32768
-    assert training.to_tokens(b"\x00\xff", 256).tolist() == [0, 255]
 
 
 def test_the_default_text_is_real_and_long():

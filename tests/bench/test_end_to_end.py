@@ -124,21 +124,14 @@ def test_a_patch_without_a_way_back_is_undone():
 
 
 @pytest.mark.parametrize(
-    "options, text",
-    [({"model": "gpt"}, "unknown model"), ({"arms": ("x",)}, "unknown arm"), ({"hidden": 33}, "multiple of 32")],
-)
-def test_a_bad_plan_is_refused(options, text):
-    with pytest.raises(ValueError, match=text):
-        toy(**options)
-
-
-@pytest.mark.parametrize(
     "words, text",
     [
         (("--device", "cpu"), "a small one: --hidden 64"),
         (("--device", "gpu7"), "cannot use --device gpu7"),
         (("--model", "gpt5"), "unknown model 'gpt5'"),
         (("--arms", ""), "write names joined by commas"),
+        (("--arms", "x"), "unknown arm"),
+        (("--hidden", "33"), "multiple of 32"),
         (("--hidden", "64", "--text", "no/such.txt"), "cannot read --text no/such.txt: No such file"),
     ],
 )

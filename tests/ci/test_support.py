@@ -16,17 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def certificate(target, spills=0, error="", level="binary", kernel="_k"):
-    return {
-        "op": "rms_norm",
-        "target": target,
-        "tunable": "rms_norm.fwd",
-        "kernel": kernel,
-        "config": {},
-        "error": error,
-        "illegal": "",
-        "level": level,
-        "resources": None if error else {"spills": spills},
-    }
+    facts = {"op": "rms_norm", "target": target, "tunable": "rms_norm.fwd", "kernel": kernel, "config": {}}
+    resources = None if error else {"spills": spills}
+    return {**facts, "error": error, "illegal": "", "level": level, "resources": resources}
 
 
 def compiled(*certificates, **more):
@@ -40,13 +32,8 @@ def test_the_page_is_current():
 
 def test_kernels_are_counted_once():
     twice = certificate("gfx942"), certificate("gfx942"), certificate("gfx942", spills=3, kernel="_other")
-    assert compiled(*twice)["ops"]["rms_norm"]["gfx942"] == {
-        "kernels": 2,
-        "failed": 0,
-        "spilling": 1,
-        "worst": 3,
-        "level": "binary",
-    }
+    counts = {"kernels": 2, "failed": 0, "spilling": 1, "worst": 3, "level": "binary"}
+    assert compiled(*twice)["ops"]["rms_norm"]["gfx942"] == counts
 
 
 def test_what_was_left_has_no_count():
@@ -64,12 +51,6 @@ def test_kernels_are_told_apart_by_their_id():
     """Two that differ in what Triton specialises on alone, not in anything else that is kept."""
     twins = [{**certificate("gfx942"), "id": name} for name in ("a", "b", "b")]
     assert compiled(*twins, depth="full")["ops"]["rms_norm"]["gfx942"]["kernels"] == 2
-
-
-def test_failures_are_named_on_the_page():
-    found = compiled(certificate("sm80", error="the compiler ended its process with signal 6\nand more"))
-    (said,) = found["about"]["rms_norm"]["failures"]
-    assert said.startswith("sm80 rms_norm.fwd") and said.endswith("with signal 6")
 
 
 def _kept(depth="quick", source="s", failures=(), **archs):
@@ -138,14 +119,8 @@ def test_what_a_bench_left_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(support, "ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     row = {"op": "dyt", "arm": "liger_hw", "status": "ok", "error_out": 0.0}
-    facts = {
-        "device": "D",
-        "torch": "2",
-        "triton": "3",
-        "date": "2026-01-02T00:00:00Z",
-        "arch": "gfx942",
-        "device_type": "cuda",
-    }
+    facts = {"device": "D", "arch": "gfx942", "device_type": "cuda"}
+    facts |= {"torch": "2", "triton": "3", "date": "2026-01-02T00:00:00Z"}
     left = tmp_path / "bench.json"
     left.write_text(json.dumps({"machine": facts, "rows": [row]}))
     assert support.keep_measured(left).name == "ops-gfx942.json"
@@ -157,23 +132,15 @@ def test_what_a_bench_left_is_kept(monkeypatch, tmp_path):
 
 
 def test_states():
-    found = compiled(
-        certificate("gfx942"),
-        certificate("pvc", level="ttir"),
-        certificate("sm80", error="crashed"),
-        certificate("sm90"),
-    )
+    failed = certificate("sm80", error="the compiler ended its process with signal 6\nand more")
+    found = compiled(certificate("gfx942"), certificate("pvc", level="ttir"), failed, certificate("sm90"))
+    (failure,) = found["about"]["rms_norm"]["failures"]
+    assert failure.startswith("sm80 rms_norm.fwd") and failure.endswith("with signal 6")
     timed = {"rms_norm": {"sm90": {}, "sm80": {}}}
     interpreted = {"ops": {"rms_norm": {"gfx1201": {"tests": 1, "failed": 0}, "gfx942": {"tests": 2, "failed": 0}}}}
-    wanted = {
-        "sm90": "measured",
-        "gfx942": "compile-proven",
-        "pvc": "modelled",
-        "gfx1201": "interpreted",
-        "sm80": "failed",
-        "gfx90a": None,
-    }
-    assert {arch: support._state("rms_norm", arch, timed, found, interpreted) for arch in wanted} == wanted
+    states = {"sm90": "measured", "gfx942": "compile-proven", "pvc": "modelled", "gfx1201": "interpreted"}
+    states |= {"sm80": "failed", "gfx90a": None}
+    assert {arch: support._state("rms_norm", arch, timed, found, interpreted) for arch in states} == states
 
 
 def test_a_failed_interpreter_test_shows():
@@ -184,12 +151,6 @@ def test_a_failed_interpreter_test_shows():
     found = support.condense_interpreted(root)
     assert found["ops"] == {"dyt": {"pvc": {"tests": 2, "failed": 1}}}
     assert found["about"] == {"dyt": {"date": "2026-01-02", "source": support.source_of("dyt")}}
-
-
-def test_a_run_of_some_ops_replaces_only_those():
-    before = {"about": {"a": {"date": "1"}, "b": {"date": "1"}}, "ops": {"a": {"pvc": {}}, "b": {"pvc": {}}}}
-    after = support.merged(before, {"about": {"b": {"date": "2"}}, "ops": {"b": {"sm90": {}}}})
-    assert after == {"about": {"a": {"date": "1"}, "b": {"date": "2"}}, "ops": {"a": {"pvc": {}}, "b": {"sm90": {}}}}
 
 
 def test_changed_kernels_make_an_op_stale(monkeypatch, tmp_path):
