@@ -84,13 +84,19 @@ def _length(text: str) -> int:
 
 def _host(arguments: argparse.Namespace) -> float:
     """Bytes of host memory that a device may pin."""
-    from ..recompute.levels import parse_size
     from ..recompute.offload import SHARE, free_host_memory
 
-    if arguments.host_memory is None:
-        return math.inf if arguments.memory else SHARE * free_host_memory() / max(arguments.shards, arguments.gpus)
-    if (size := parse_size(arguments.host_memory)) is None:
-        raise ValueError(f"--host-memory {arguments.host_memory!r} is no size; write it as 100GiB")
+    if arguments.host_memory is not None:
+        return _size("--host-memory", arguments.host_memory)
+    return math.inf if arguments.memory else SHARE * free_host_memory() / max(arguments.shards, arguments.gpus)
+
+
+def _size(option: str, text: str) -> int:
+    """Bytes of a size. Raises `ValueError`."""
+    from ..recompute.levels import parse_size
+
+    if (size := parse_size(text)) is None:
+        raise ValueError(f"{option} {text!r} is no size; write it as 80GiB or 80000MB")
     return size
 
 
@@ -153,15 +159,11 @@ def _budgets(texts: list[str]) -> list[tuple[str, int]]:
     """(name, bytes) of each --memory, else of the accelerator here."""
     import torch
 
-    from ..recompute.levels import parse_size
     from ..recompute.planner import usable
 
     if not texts and torch.accelerator.is_available():
         return [("fit", usable(torch.device(torch.accelerator.current_accelerator().type, 0)))]
-    sizes = [(text, parse_size(text)) for text in texts]
-    if wrong := [text for text, size in sizes if size is None]:
-        raise ValueError(f"--memory {wrong[0]!r} is no size; write it as 80GiB or 80000MB")
-    return [(text, size) for text, size in sizes if size is not None]
+    return [(text, _size("--memory", text)) for text in texts]
 
 
 def _as_json(name: str, answer: "Prediction | str") -> dict[str, Any]:

@@ -7,6 +7,7 @@ similar on all accelerators; seconds are an H200's. docs/activations.md compares
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Sequence
@@ -46,7 +47,9 @@ A_LINK_BYTE = 28
 TILE_ROWS = 8192
 """As in kernels/pointwise/tiled_mlp.py."""
 STEP = 1024
-"""Step of `longest` in tokens."""
+"""Step of `longest` in tokens per device."""
+LONGEST = 1 << 28
+"""Bound of its search."""
 WORKSPACE = 100 << 20
 """Bytes of matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
@@ -577,21 +580,15 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
     """
     step = STEP * planner_at(STEP).assumptions.sequence
 
-    def fits(steps: int) -> bool:
+    def too_long(steps: int) -> bool:
         try:
             planner_at(steps * step).best(budget, host)
         except ValueError:
-            return False
-        return True
+            return True
+        return False
 
     planner_at(step).best(budget, host)  # raises if nothing fits
-    low, high = 1, 2
-    while high * STEP < 1 << 31 and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return planner_at(low * step)
+    return planner_at(step * bisect.bisect(range(1, LONGEST // STEP), False, key=too_long))
 
 
 def usable(device: "torch.device") -> int:
