@@ -91,7 +91,7 @@ def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: 
 
 
 def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
-    """The case's sizes, with those of `ROW_DIMS` at most `most`."""
+    """The case's sizes, limited to `most` in the dims of `ROW_DIMS`."""
     dims = case.op.tunables[0].dims
     rows = [name in ROW_DIMS for name in dims]
     if not any(rows):

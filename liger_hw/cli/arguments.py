@@ -7,6 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 from ..autotune.models import KNOWN
+from ..backends import backends, target_of, with_index
+from . import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -101,9 +103,6 @@ def add_model_sizes(parser: Any, ops: str) -> None:
 def usable_device(name: str | None) -> "torch.device":
     """The device of this name; by default the accelerator, else the CPU. Raises `UsageError`."""
     import torch
-
-    from ..backends import backends, target_of, with_index
-    from . import UsageError
 
     try:
         if name is None:

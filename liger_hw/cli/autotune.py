@@ -20,6 +20,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
+from .. import env, registry
+from ..autotune import models, space, store
+from ..autotune.jobs import OUT_OF_BUDGET, at_keys, from_shapes, shapes
+from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
+from ..backends import VENDORS, backend, backends, known_target, target_of
 from ..text import StatusLine, fold, json_text, table, time_left
 from . import UsageError, needs, user_errors
 from .arguments import SEQS, add_model_sizes, dtype_name, listed, positive, seconds, shape
@@ -50,9 +55,6 @@ def autotune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_autotune(arguments: argparse.Namespace) -> int:
-    from .. import env
-    from ..autotune import store
-
     if env.launcher_number("RANK", 0) != 0:
         print("liger-hw autotune: only rank 0 measures and writes", file=sys.stderr)
         return 0
@@ -76,9 +78,6 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
     Raises `UsageError`.
     """
     import torch
-
-    from .. import registry
-    from ..backends import VENDORS, backend, backends, known_target, target_of
 
     gpus = {b: getattr(torch, b.device_type).device_count() for b in backends() if b.device_type != "cpu"}
     here = ", ".join(f"{b.vendor} x{count}" for b, count in gpus.items() if count) or "none"
@@ -111,9 +110,6 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
 
 def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:
     """(jobs, what could not be planned)"""
-    from .. import registry
-    from ..autotune import jobs, models, store
-
     if (arguments.batch or arguments.seq) and not arguments.model:
         raise UsageError("--batch and --seq go with --model")
     if arguments.from_misses and (arguments.model or arguments.shapes):
@@ -124,15 +120,15 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
         ops = list(dict.fromkeys(registry.get_op(name.partition(".")[0]).name for name in names))
         chosen = [models.find(name) for name in arguments.model]
     if arguments.from_misses:
-        chosen_jobs, problems = jobs.at_keys(name for name in store.misses(target) if name[0] in ops)
+        chosen_jobs, problems = at_keys(name for name in store.misses(target) if name[0] in ops)
     else:
-        pairs = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
+        pairs = shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
         if arguments.first:
             pairs = list({op: (op, sizes) for op, sizes in reversed(pairs)}.values())[::-1]
         if not pairs:
             counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
             raise UsageError(f"no op takes these shapes or is used by these models; sizes each op takes: {counts}")
-        chosen_jobs, problems = jobs.from_shapes(pairs, arguments.dtype, target)
+        chosen_jobs, problems = from_shapes(pairs, arguments.dtype, target)
     in_part = set(ops) - set(names)  # ops with some kernels named
     chosen_jobs = [job for job in chosen_jobs if job.op not in in_part or job.name in kernels]
     if arguments.from_misses and not chosen_jobs and not problems:
@@ -142,10 +138,6 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
 
 def _dry_run(arguments: argparse.Namespace, device: str, absent: list["Target"]) -> int:
     import torch
-
-    from .. import registry
-    from ..autotune import space
-    from ..backends import target_of
 
     documents = []
     for target in absent or [target_of(torch.device(device))]:
@@ -172,9 +164,7 @@ def _dry_run(arguments: argparse.Namespace, device: str, absent: list["Target"])
 
 
 def _measure(arguments: argparse.Namespace, device: str) -> int:
-    from ..autotune import store
     from ..autotune.tuner import Effort, Tuner
-    from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
 
     with contextlib.ExitStack() as stack:
         measurer = stack.enter_context(contextlib.closing(RemoteMeasurer(device)))
@@ -211,10 +201,7 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
 
 def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"]) -> int:
     """Choose a configuration for every job of every target, store it and print it."""
-    from ..autotune import store
     from ..autotune.static import MARGINS, StaticTuner
-    from ..autotune.workers import CompilePool
-    from ..backends import backend
 
     needs("triton")
     screen = _Progress(arguments)
@@ -260,8 +247,6 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
 
 def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
     """A function that stores a choice unless its key has a measurement."""
-    from ..autotune import store
-
     measured = {name for name, entries in store.read(target).items() if any(e.kind == "measured" for e in entries)}
     return lambda name, entry: name not in measured and store.add(target, [(name, entry)])
 
@@ -283,8 +268,6 @@ class _Progress:
 
     def plan(self, target: "Target", how: str) -> tuple[list["Job"], list[str]]:
         """Print and return (jobs of a target, what could not be planned)."""
-        from ..autotune import store
-
         self.status.update(f"{target.arch}: what its kernels launch")
         jobs, problems = _jobs(self.arguments, target)
         self.total += len(jobs)
@@ -296,8 +279,6 @@ class _Progress:
 
     def run(self, tuner: Any, jobs: list["Job"], budget: float | None) -> list["Result"]:
         """The results of a tuner's run, or of the part that was done before it was interrupted."""
-        from ..autotune.jobs import OUT_OF_BUDGET
-
         results: list["Result"] = []
         try:
             for result in tuner.run(jobs, budget):

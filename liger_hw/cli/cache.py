@@ -17,7 +17,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Callable
 
-from .. import files
+from .. import files, registry
+from ..autotune import store, tables
+from ..backends import VENDORS, LaunchConfig
 from ..text import fold, json_text
 from ..text import table as text_table
 from . import UsageError, user_errors
@@ -76,9 +78,6 @@ def run_cache(arguments: argparse.Namespace) -> int:
 
 def _files(arguments: argparse.Namespace) -> list[Path]:
     """The files of --device: a device, an architecture, or part of a file's name."""
-    from .. import registry
-    from ..autotune import store
-
     paths = store.device_files()
     if arguments.device is None:
         return paths
@@ -101,8 +100,6 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
 
 def _stale(name: tuple, entry: Any) -> str:
     """Why an entry is never used, or ""."""
-    from .. import registry
-
     tunable = registry.tunables().get(f"{name[0]}.{name[1]}")
     if tunable is None:
         return "unknown kernel"
@@ -113,17 +110,12 @@ def _stale(name: tuple, entry: Any) -> str:
 
 def _state(name: tuple, entry: Any) -> str:
     """`current`, or why the entry is demoted or unused."""
-    from ..autotune import store
-
     version, here = store.minor(entry.provenance.get("triton")), store.minor(store.triton_version())
     is_demoted = version and here and version != here
     return _stale(name, entry) or (f"demoted: Triton {version}" if is_demoted else "current")
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from ..autotune import store, tables
-    from ..backends import LaunchConfig
-
     devices = []
     for path in _files(arguments):
         problems: list[str] = []
@@ -160,8 +152,6 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ..autotune import store
-
     stored, shipped, problems, outdated = health(_files(arguments))
     problems += outdated
     print(fold(f"{stored} lines of your own, {shipped} shipped entries, {len(problems)} problems ({store.root()})"))
@@ -172,9 +162,6 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
     """(lines in these files, shipped entries, problems of the files, problems of the shipped tables)."""
-    from ..autotune import store
-    from ..backends import VENDORS
-
     problems: list[str] = []
     outdated: list[str] = []
     stored = shipped = 0
@@ -193,8 +180,6 @@ def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from ..autotune import store, tables
-
     paths = _files(arguments)
     if len(paths) != 1:
         names = ", ".join(path.stem for path in paths)
@@ -226,9 +211,6 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from .. import registry
-    from ..autotune import store, tables
-
     with user_errors((ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
     try:
@@ -260,8 +242,6 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
     """(entries that can be used on `target`, why the others cannot)."""
-    from .. import registry
-
     importable, refused = {}, []
     for name, entry in sorted(entries.items(), key=lambda item: item[0]):
         if not (why_invalid := _stale(name, entry)):
@@ -278,8 +258,6 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
 
 def _changes(target: Any, entries: dict) -> list[str]:
     """One line for each entry that changes the configuration: before and after the import."""
-    from .. import registry
-
     lines = []
     for name, entry in entries.items():
         now = registry.choose(registry.get_tunable(f"{name[0]}.{name[1]}"), target, name[2])
@@ -290,8 +268,6 @@ def _changes(target: Any, entries: dict) -> list[str]:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    from ..autotune import store
-
     chosen = [what for what in _CLEARS if getattr(arguments, what)] or list(_CLEARS)
     kinds = [kind for what in chosen for kind in store.KINDS[what]]
     where = f"({', '.join(chosen)}) from {store.root()}"

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from ..autotune import models
 from ..text import StatusLine, first_line, fold, json_text
 from . import UsageError, needs
 
@@ -58,8 +59,6 @@ def run_check(arguments: argparse.Namespace) -> int:
 def _config(name: str) -> Any:
     """The configuration of this name. Raises `UsageError` that names a model type that works."""
     from transformers import CONFIG_MAPPING
-
-    from ..autotune import models
 
     if name in CONFIG_MAPPING:
         return CONFIG_MAPPING[name]()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from .. import compat, env
+from ..hub import LAYERS, REPOSITORY
 from . import UsageError
 
 
@@ -19,8 +21,6 @@ def run_shim(arguments: argparse.Namespace) -> int:
 
     For programs that import liger-kernel: `TrainingArguments(use_liger_kernel=True)`, TRL, Axolotl, LLaMA-Factory.
     """
-    from .. import compat, env
-
     if arguments.check:
         print(used := compat.use())
         return 0 if used == "in use" else 1
@@ -46,8 +46,6 @@ def run_hub(arguments: argparse.Namespace) -> int:
 
     `liger_hw.kernel_config()` writes that configuration for every layer of a model.
     """
-    from ..hub import LAYERS, REPOSITORY
-
     if not arguments.layers:
         print(REPOSITORY)
         return 0

@@ -8,7 +8,12 @@ import os
 import sys
 from typing import Any
 
+from .. import __version__, registry
+from ..autotune import compile as aot
+from ..autotune import store
 from ..autotune.compile import DEPTHS
+from ..autotune.workers import CompilePool
+from ..backends import VENDORS, backend, known_target
 from ..text import StatusLine, first_line, fold, json_text, printable, table
 from . import UsageError, needs, user_errors
 from .arguments import dtype_name, listed, positive, shape, torch_dtype
@@ -31,8 +36,6 @@ def run_explain(arguments: argparse.Namespace) -> int:
     to other ops, such as a loss's sums. The device need not be in this machine: name it (h200) or its architecture
     (sm90).
     """
-    from .. import registry
-
     with user_errors((ValueError, RuntimeError)):
         op = registry.get_op(arguments.op)
         target = registry.target_named(arguments.device)
@@ -78,7 +81,6 @@ def _in_words(launched: list[dict[str, Any]]) -> str:
 
 def _why_unknown(target: Any) -> str:
     """Why the launched kernels are not known, or ""."""
-    from .. import registry
     from ..runtime import triton_import as _triton
 
     if registry.interpreting():
@@ -92,8 +94,6 @@ def _why_unknown(target: Any) -> str:
 
 def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list[tuple[Any, list | None]]:
     """(explanation, launches) of the op's kernels, and of other ops' kernels that it launches."""
-    from .. import registry
-
     explanations = registry.explain(op.name, sizes, torch_dtype(dtype), target)
     launched = _launched(op, sizes, dtype, target)
     if launched is None:
@@ -107,8 +107,6 @@ def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list
 
 def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[tuple, list[dict[str, Any]]] | None:
     """(tunable, key) -> kernel and grid of each launch of a forward and backward; None if they are not known."""
-    from ..autotune import compile as aot
-
     if _why_unknown(target):
         return None
     launches: dict[tuple, list[dict[str, Any]]] = {}
@@ -149,10 +147,6 @@ def run_compile(arguments: argparse.Namespace) -> int:
     launches it; --json prints versions and every launch's certificate. Exit code 1 if a kernel does not compile or must
     not be launched on the target.
     """
-    from .. import registry
-    from ..autotune import compile as aot
-    from ..autotune.workers import CompilePool
-
     needs("triton")
     dtypes = [arguments.dtype] if arguments.dtype else None
     screen = StatusLine()
@@ -186,8 +180,6 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
 
 def _targets(names: list[str]) -> list[Any]:
-    from ..backends import VENDORS, backend, known_target
-
     known = [arch for vendor in VENDORS if vendor != "cpu" for arch in backend(vendor).known_archs()]
     targets = [known_target(name) for name in (known if names == ["all"] else names)]
     if wrong := [target.arch for target in targets if target.vendor == "cpu"]:
@@ -197,9 +189,6 @@ def _targets(names: list[str]) -> list[Any]:
 
 def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certificates: list[Any], case_of: dict) -> dict:
     """Versions, date and a record of each launch, from which the support pages are made."""
-    from .. import __version__
-    from ..autotune import store
-
     records = []
     for c in certificates:
         case = case_of[c.launch.same()]

@@ -9,6 +9,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from .. import env, registry
+from ..autotune import compile as aot
+from ..autotune import jobs, lock, models, store
+from ..autotune.workers import CompilePool
+from ..backends import VENDORS, backend, known_target
 from ..text import StatusLine, first_line, fold, json_text
 from . import UsageError, needs, user_errors
 from .arguments import A_MODEL, SEQS, add_model_sizes, dtype_name, listed, positive, tokens, torch_dtype
@@ -34,8 +39,6 @@ def run_lock(arguments: argparse.Namespace) -> int:
     Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is intact, and
     where it differs from this machine's choices.
     """
-    from .. import registry
-
     with user_errors((ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
     if arguments.check is not None:
@@ -65,9 +68,6 @@ def run_lock(arguments: argparse.Namespace) -> int:
 
 def pairs_of(arguments: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
     """(op, sizes) of the launches of --model at --batch and --seq, for --ops or every op."""
-    from .. import registry
-    from ..autotune import jobs, models
-
     with user_errors():
         ops = [registry.get_op(name).name for name in arguments.ops or registry.ops()]
         chosen = [models.find(name) for name in arguments.model]
@@ -76,9 +76,6 @@ def pairs_of(arguments: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]
 
 def pin(arguments: argparse.Namespace, target: Any, output: str | Path) -> tuple[dict, str]:
     """Write a lock file for the launches of --model; returns its table and digest."""
-    from .. import env, registry
-    from ..autotune import jobs, lock
-
     env.ignore("LIGER_HW_LOCK_FILE")  # pin this machine's choices, not an older lock file's
     names: dict[tuple[str, tuple], None] = {}
     pairs, screen = pairs_of(arguments), StatusLine()
@@ -98,17 +95,12 @@ def pin(arguments: argparse.Namespace, target: Any, output: str | Path) -> tuple
 
 def _made_for(header: dict[str, Any]) -> Any:
     """The Target of the device that a lock file was made for, or None."""
-    from ..backends import VENDORS, backend, known_target
-
     devices = [known_target(name) for vendor in VENDORS for name in backend(vendor).known_devices()]
     matches = [one for one in devices if one.name == header.get("device")]
     return next(iter(matches + [one for one in devices if one.arch == header.get("arch")]), None)
 
 
 def _check(arguments: argparse.Namespace, target: Any) -> int:
-    from .. import env, registry
-    from ..autotune import lock
-
     env.ignore("LIGER_HW_LOCK_FILE")  # compare with this machine's choices, not a lock file's
     try:
         header, table = lock.read(Path(arguments.check))
@@ -161,9 +153,6 @@ def run_prebuild(arguments: argparse.Namespace) -> int:
     Needs no GPU, but the image's version of Triton: another one compiles again. Prints the lines for a Dockerfile. Not
     in it: kernels of Inductor and other libraries, and those for options that a model sets besides its sizes.
     """
-    from ..autotune import store
-    from ..backends import backend, known_target
-
     needs("triton")
     with user_errors():
         target = known_target(arguments.device)
@@ -194,9 +183,6 @@ def run_prebuild(arguments: argparse.Namespace) -> int:
 
 def _compile(arguments: argparse.Namespace, target: Any, folder: Path) -> tuple[int, list[str]]:
     """(number of kernels in Triton's cache under `folder`, kernels that do not compile)."""
-    from ..autotune import compile as aot
-    from ..autotune.workers import CompilePool
-
     screen, launches, pairs = StatusLine(), {}, pairs_of(arguments)
     for number, (op, sizes) in enumerate(pairs):
         screen.progress(number, len(pairs), f"{op}: what it launches")

@@ -13,8 +13,9 @@ from collections import Counter
 from importlib import metadata
 from typing import Any
 
-from .. import __version__
-from ..backends import VENDORS, backend, backends
+from .. import __version__, compat, env, registry
+from ..autotune import store
+from ..backends import VENDORS, Target, backend, backends
 from ..text import StatusLine, first_line, json_text, labelled
 from .arguments import usable_device
 
@@ -71,9 +72,6 @@ def lacking(vendor: str) -> list[str]:
 def collect() -> dict[str, Any]:
     """The facts that `liger-hw info --json` prints."""
     import torch
-
-    from .. import env
-    from ..autotune import store
 
     devices = _devices()
     return {
@@ -151,9 +149,6 @@ def _devices() -> list[dict[str, Any]]:
 
 def _tuned(device: dict[str, Any]) -> dict[str, int]:
     """Layer and kind -> number of stored configurations for a device."""
-    from ..autotune import store
-    from ..backends import Target
-
     table = store.read(Target.from_json(device["target"]))
     return Counter(f"{one.kind} ({one.layer})" for entries in table.values() for one in store.answers(entries))
 
@@ -227,8 +222,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     run their references, and nothing is timed. Exit code 1 if anything is wrong.
     """
     device = usable_device(arguments.device)
-    from .. import compat, registry
-    from ..autotune import store
     from ..bench.report import git_commit
     from .cache import health
 
@@ -273,7 +266,6 @@ def _check_ops(device: Any) -> dict[str, str]:
     """op -> why it disagrees with its reference, or ""; in bf16 where kernels are launched, else in fp32."""
     import torch
 
-    from .. import registry
     from ..autotune.check import against_reference
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

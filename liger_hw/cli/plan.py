@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..backends import known_target
-from ..recompute.estimate import GPUS, LORA_SHARE, Estimate, trains_in_fp32
-from ..recompute.planner import ENGINES, model_named
+from ..recompute.estimate import GPUS, LORA_SHARE, Estimate, estimates, trains_in_fp32
+from ..recompute.levels import DEFAULT, in_words, level_of_each, parse_size
+from ..recompute.planner import ENGINES, Assumptions, Planner, Prediction, longest, model_named, usable
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
 from .arguments import A_MODEL, dtype_name, positive, share, tokens, torch_dtype
 
 if TYPE_CHECKING:
     from ..autotune.models import Model
-    from ..recompute.planner import Planner, Prediction
 
 MAX = 0
 """The value of `--seq max`."""
@@ -57,8 +58,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
     Predicted from the model's shape, without a device. Below the table are the assumptions and, with one --memory, how
     to launch the mix that fits. A patched model's `activations="fit"` and `"80GiB"` use the same planner.
     """
-    from ..recompute.levels import DEFAULT, level_of_each
-
     with user_errors():
         budgets, host = _budgets(arguments.memory), _host(arguments)
         planner = _planner(arguments, budgets, host)
@@ -93,17 +92,12 @@ def _host(arguments: argparse.Namespace) -> float:
 
 def _size(option: str, text: str) -> int:
     """Bytes of a size. Raises `ValueError`."""
-    from ..recompute.levels import parse_size
-
     if (size := parse_size(text)) is None:
         raise ValueError(f"{option} {text!r} is no size; write it as 80GiB or 80000MB")
     return size
 
 
-def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host: float) -> "Planner":
-    from dataclasses import replace
-
-    from ..recompute.planner import Assumptions, Planner, longest
+def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host: float) -> Planner:
 
     if arguments.engine and arguments.shards == arguments.gpus == 1:
         raise ValueError(f"--engine {arguments.engine} divides the state over several devices: --shards N or --gpus N")
@@ -137,7 +131,7 @@ def _planner(arguments: argparse.Namespace, budgets: list[tuple[str, int]], host
     return longest(planner_at, budgets[0][1], host)
 
 
-def _launch(planner: "Planner", prediction: "Prediction") -> str:
+def _launch(planner: Planner, prediction: Prediction) -> str:
     """How to launch a training at these levels."""
     runs = ((level, len(list(run))) for level, run in itertools.groupby(prediction.levels))
     levels = " + ".join(f'["{level}"] * {count}' for level, count in runs)
@@ -159,14 +153,12 @@ def _budgets(texts: list[str]) -> list[tuple[str, int]]:
     """(name, bytes) of each --memory, else of the accelerator here."""
     import torch
 
-    from ..recompute.planner import usable
-
     if not texts and torch.accelerator.is_available():
         return [("fit", usable(torch.device(torch.accelerator.current_accelerator().type, 0)))]
     return [(text, _size("--memory", text)) for text in texts]
 
 
-def _as_json(name: str, answer: "Prediction | str") -> dict[str, Any]:
+def _as_json(name: str, answer: Prediction | str) -> dict[str, Any]:
     if isinstance(answer, str):
         return {"setting": name, "error": answer}
     return {
@@ -179,9 +171,7 @@ def _as_json(name: str, answer: "Prediction | str") -> dict[str, Any]:
     }
 
 
-def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
-    from ..recompute.levels import in_words
-
+def _print(planner: Planner, rows: list[tuple[str, Any]]) -> None:
     model = planner.model
     print(f"{model.name}, {model.layers} layers, batch {planner.batch} x {planner.seq}")
     lines = [("activations=", "levels, first layer first", "peak GiB", "speed", "H200 s", "host GiB")]
@@ -241,9 +231,6 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     Tokens per second and GiB of one GPU, for Hugging Face, Liger and liger_hw, from the planner and from rates measured
     on one H200. Needs no GPU and no weights. `liger-hw plan` has the levels of the memory dial.
     """
-    from dataclasses import asdict, replace
-
-    from ..recompute.estimate import estimates
 
     if arguments.engine and arguments.gpus == 1:
         raise UsageError(f"--engine {arguments.engine} shards over several GPUs; add --gpus N")

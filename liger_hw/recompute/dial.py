@@ -1,7 +1,7 @@
 """Sets the levels of layers: a layer's forward then runs in its level's scope, or checkpointed.
 
-A `Dial` replaces the forward of each decoder layer of one model, `class_patch` that of the layers' class. With "fit" or
-a size the levels are planned in the first forward that trains, and again for a larger batch.
+A `Dial` replaces the forward of each decoder layer of one model, `class_patch` the forward of the layers' class. With
+"fit" or a size the levels are planned in the first forward that trains, and again for a larger batch.
 
 `put_default` sets the last layer to `cheap` for a patch with the fused loss that names no levels: a step's peak is in
 the loss, where logits come on top of all that was kept. Small inputs, whose steps are bound by Python, are left out.

@@ -1,8 +1,8 @@
 """Seconds and bytes of a training step with Hugging Face's code, with Liger and with liger_hw.
 
-Those of liger_hw are the planner's, at the share of the data sheet's rates that an H200 reaches. `ARMS` has the further
-costs of the others, fitted to six models on one H200. A test holds the estimate to 10% of each of them, of two models
-timed later, and of a whole model on several devices.
+For liger_hw the planner predicts them, at the share of the data sheet's rates that an H200 reaches. `ARMS` has the
+further costs of the others, fitted to six models on one H200. A test holds the estimate to 10% of each of them, of two
+models timed later, and of a whole model on several devices.
 """
 
 from __future__ import annotations

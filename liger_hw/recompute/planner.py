@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
+from ..autotune import models
 from .levels import CHECKPOINTED, LAST, LEVELS, in_words, level_of_each
 
 if TYPE_CHECKING:
     import torch
 
-    from ..autotune.models import Model
 
 GEMM_RATE, BANDWIDTH = 665e12, 4.25e12
 """An H200's bf16 FLOPs per second in the matrix products of a step, and bytes per second in a large copy."""
@@ -202,7 +202,7 @@ class Planner:
     Layers with experts must be alike and have no shared experts. Raises `ValueError` for what is not modelled.
     """
 
-    def __init__(self, model: "Model", batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
+    def __init__(self, model: models.Model, batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
         if model.layers > MOST_LAYERS:
             raise ValueError(f"{model.name}: {model.layers} layers; the planner takes at most {MOST_LAYERS}")
         if model.experts and not model.top_k:
@@ -616,10 +616,8 @@ def check_parameters(planner: Planner, counts: Sequence[int], layers: int) -> No
         )
 
 
-def model_named(name: str) -> "Model":
+def model_named(name: str) -> models.Model:
     """The Model of a name. Raises `ValueError` for one that the planner does not model."""
-    from ..autotune import models
-
     model = models.find(name)
     Planner(model, 1, 1)  # before a model of a billion layers is built to count its parameters
     if (source := models.on_meta(name)) is not None:
@@ -638,8 +636,6 @@ def of_module(
     parallelism.
     """
     import torch
-
-    from ..autotune import models
 
     if config is None:
         raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")

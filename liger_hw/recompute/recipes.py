@@ -405,7 +405,7 @@ def owns_outputs(*projections: torch.nn.Module) -> bool:
     Then the backward of a gated activation may write over these, its inputs, which halves its memory (`owned=True`).
 
     True for linear layers (plain, quantised or with adapters) without hooks or a replaced forward. False in foreign
-    saved-tensor hooks, which may keep the tensors, except for those of checkpointing.
+    saved-tensor hooks, which may keep the tensors, except in checkpointing's.
     """
     if torch.compiler.is_compiling():
         return False
