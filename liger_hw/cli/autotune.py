@@ -18,20 +18,16 @@ import math
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 from .. import env, registry
 from ..autotune import models, space, store
-from ..autotune.jobs import OUT_OF_BUDGET, at_keys, from_shapes, shapes
+from ..autotune.jobs import OUT_OF_BUDGET, Job, Result, at_keys, from_shapes, shapes
 from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
-from ..backends import VENDORS, backend, backends, known_target, target_of
+from ..backends import VENDORS, Target, backend, backends, known_target, target_of
 from ..text import StatusLine, fold, json_text, table, time_left
 from . import UsageError, needs, user_errors
 from .arguments import SEQS, add_model_sizes, dtype_name, listed, positive, seconds, shape
-
-if TYPE_CHECKING:
-    from ..autotune.jobs import Job, Result
-    from ..backends import Target
 
 
 def autotune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +37,7 @@ def autotune_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_sizes(what, "only these ops, or kernels such as rms_norm.fwd")
     sizes = "problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)"
     add("--shapes", type=listed(shape, "shapes such as 8192x4096"), default=[], metavar="AxB,..", help=sizes)
-    add("--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for")
+    add("--from-misses", action="store_true", help="keys without an entry in earlier runs on this kind of device")
     add("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     add = parser.add_argument_group("how").add_argument
     spent = "stop after about this long; less is tried where time is short (default: no limit)"
@@ -49,7 +45,7 @@ def autotune_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
     most = "most candidates of a kernel's first shape (default 96; 24 for all architectures of a vendor)"
     add("--candidates", type=positive, help=most)
-    add("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
+    add("--resume", action="store_true", help="continue an interrupted run, with its measurements")
     add("--dry-run", action="store_true", help="print what would be tuned, for any architecture without the device too")
     add("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
 
@@ -72,7 +68,7 @@ def run_autotune(arguments: argparse.Namespace) -> int:
 # -- what to tune ----------------------------------------------------------------------------------------------------
 
 
-def _device(name: str | None) -> tuple[str, list["Target"]]:
+def _device(name: str | None) -> tuple[str, list[Target]]:
     """(torch device to measure on, []), or ("", Targets of a device or vendor that is not in this machine).
 
     Raises `UsageError`.
@@ -108,7 +104,7 @@ def _device(name: str | None) -> tuple[str, list["Target"]]:
         raise UsageError(f"{error} {where}") from None
 
 
-def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:
+def _jobs(arguments: argparse.Namespace, target: Target) -> tuple[list[Job], list[str]]:
     """(jobs, what could not be planned)"""
     if (arguments.batch or arguments.seq) and not arguments.model:
         raise UsageError("--batch and --seq go with --model")
@@ -136,7 +132,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"],
     return chosen_jobs, problems
 
 
-def _dry_run(arguments: argparse.Namespace, device: str, absent: list["Target"]) -> int:
+def _dry_run(arguments: argparse.Namespace, device: str, absent: list[Target]) -> int:
     import torch
 
     documents = []
@@ -199,7 +195,7 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
 # -- for a device that is not here -----------------------------------------------------------------------------------
 
 
-def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"]) -> int:
+def _choose_without_device(arguments: argparse.Namespace, targets: list[Target]) -> int:
     """Choose a configuration for every job of every target, store it and print it."""
     from ..autotune.static import MARGINS, StaticTuner
 
@@ -217,8 +213,8 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
         for number, target in enumerate(targets):
             how, kind, margin = "compiled", "static", MARGINS["binary"]
             if backend(target.vendor).triton_target(target) is None:
-                how, kind, margin = "brought to TTIR (no compiler for it here)", "modelled", MARGINS["ttir"]
-            kept = f"kept as `{kind}` is what should beat the heuristic by {margin:.0%}"
+                how, kind, margin = "lowered to TTIR (no compiler for it here)", "modelled", MARGINS["ttir"]
+            kept = f"choices that should beat the heuristic by {margin:.0%} are kept as `{kind}`"
             jobs, problems = screen.plan(target, f"{how}; {kept}")
             tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=_unless_measured(target))
             results = screen.run(tuner, jobs, (deadline - time.monotonic()) / (len(targets) - number))
@@ -234,7 +230,7 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     if arguments.json:
         print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
     elif exports:
-        print(f"The choices lie in {store.root()}. On the machine with the GPU:", file=sys.stderr)
+        print(f"The choices are in {store.root()}. On the machine with the GPU:", file=sys.stderr)
         for name in exports:
             export = f"liger-hw cache export --device {name} -o {name}.json"
             print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
@@ -245,7 +241,7 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     return screen.conclude(counts, "the same command goes on, what was compiled is kept by Triton", failed > 0)
 
 
-def _unless_measured(target: "Target") -> Callable[[tuple, Any], bool]:
+def _unless_measured(target: Target) -> Callable[[tuple, Any], bool]:
     """A function that stores a choice unless its key has a measurement."""
     measured = {name for name, entries in store.read(target).items() if any(e.kind == "measured" for e in entries)}
     return lambda name, entry: name not in measured and store.add(target, [(name, entry)])
@@ -266,7 +262,7 @@ class _Progress:
         self.status, self.left_out, self.interrupted = StatusLine(), 0, False
         self.count = self.total = 0
 
-    def plan(self, target: "Target", how: str) -> tuple[list["Job"], list[str]]:
+    def plan(self, target: Target, how: str) -> tuple[list[Job], list[str]]:
         """Print and return (jobs of a target, what could not be planned)."""
         self.status.update(f"{target.arch}: what its kernels launch")
         jobs, problems = _jobs(self.arguments, target)
@@ -277,9 +273,9 @@ class _Progress:
             self.line(f"not planned: {problem}")
         return jobs, problems
 
-    def run(self, tuner: Any, jobs: list["Job"], budget: float | None) -> list["Result"]:
-        """The results of a tuner's run, or of the part that was done before it was interrupted."""
-        results: list["Result"] = []
+    def run(self, tuner: Any, jobs: list[Job], budget: float | None) -> list[Result]:
+        """The results of a tuner's run, as far as it went."""
+        results: list[Result] = []
         try:
             for result in tuner.run(jobs, budget):
                 results.append(result)
@@ -310,7 +306,7 @@ class _Progress:
         self.status.end()
         print(fold(text, "    "), file=self.stream, flush=True)
 
-    def update(self, job: "Job", text: str) -> None:
+    def update(self, job: Job, text: str) -> None:
         self.status.update(f"[{self.count + 1}/{self.total}] {_shown(job)}: {text}{self._eta()}")
 
     def _eta(self) -> str:
@@ -318,11 +314,11 @@ class _Progress:
         return time_left(self.elapsed(), self.count, self.total, most)
 
 
-def _shown(job: "Job") -> str:
+def _shown(job: Job) -> str:
     return f"{job.name} {'x'.join(map(str, job.sizes))}"
 
 
-def _outcome(result: "Result") -> str:
+def _outcome(result: Result) -> str:
     if result.error:
         return f"failed: {result.error.splitlines()[0]}"
     if not result.heuristic_us:

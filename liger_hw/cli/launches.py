@@ -60,9 +60,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
                 head = f"{head}: {_in_words(launched)}"
             print(fold("\n".join([head, *answers]), " " * 4))
         if explanations[0][1] is None:
-            why = (
-                _why_unknown(target) or "which of them this size launches is unknown: the launchers failed, see stderr"
-            )
+            why = _why_unknown(target) or "which of them are launched is unknown: the launchers failed, see stderr"
             print(fold(f"These are the op's own kernels; {why}."))
     return 0
 

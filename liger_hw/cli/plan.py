@@ -6,8 +6,9 @@ import argparse
 import itertools
 import math
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..autotune.models import Model
 from ..backends import known_target
 from ..recompute.estimate import GPUS, LORA_SHARE, Estimate, estimates, trains_in_fp32
 from ..recompute.levels import DEFAULT, in_words, level_of_each, parse_size
@@ -15,9 +16,6 @@ from ..recompute.planner import ENGINES, Assumptions, Planner, Prediction, longe
 from ..text import fold, json_text, table
 from . import UsageError, user_errors
 from .arguments import A_MODEL, dtype_name, positive, share, tokens, torch_dtype
-
-if TYPE_CHECKING:
-    from ..autotune.models import Model
 
 MAX = 0
 """The value of `--seq max`."""
@@ -272,7 +270,7 @@ def _table(rows: list[Estimate]) -> str:
     return table(lines)
 
 
-def _too_large(arguments: argparse.Namespace, model: "Model", arms: list[str]) -> str:
+def _too_large(arguments: argparse.Namespace, model: Model, arms: list[str]) -> str:
     room = GPUS[arguments.gpu][1]
     too_large = f"More than {arguments.gpu}'s {room} GiB: {', '.join(arms)}."
     plan = f"plan --model {arguments.model} --batch {arguments.batch} --seq {arguments.seq} --memory {room - 2}GiB"
@@ -285,7 +283,7 @@ def _too_large(arguments: argparse.Namespace, model: "Model", arms: list[str]) -
     return f"{too_large} `liger-hw {plan}` looks for levels that fit."
 
 
-def _unknown(arguments: argparse.Namespace, model: "Model") -> list[str]:
+def _unknown(arguments: argparse.Namespace, model: Model) -> list[str]:
     """What the estimate leaves out or assumes."""
     notes = ["the data loader, logging and checkpoints", "an attention other than transformers' default"]
     if arguments.gpu != MEASURED:

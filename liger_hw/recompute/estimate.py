@@ -8,13 +8,11 @@ models timed later, and of a whole model on several devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..autotune.models import Model
 from .levels import DEFAULT, level_of_each
 from .planner import BANDWIDTH, GEMM_RATE, Assumptions, Planner
-
-if TYPE_CHECKING:
-    from ..autotune.models import Model
 
 GEMM_SHARE = GEMM_RATE / 989e12
 """Share of an H200's data sheet that a step reaches: dense bf16 rate."""
@@ -76,7 +74,7 @@ class Estimate:
 
 
 def estimates(
-    model: "Model",
+    model: Model,
     batch: int,
     seq: int,
     tflops: float,
