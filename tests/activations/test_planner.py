@@ -533,7 +533,6 @@ def test_plan_command_of_the_longest(capsys):
 def test_plan_prints_how_to_launch_what_fits_one_memory(capsys):
     """Ranks that share the model's state alone do not share a sequence; several memories have several answers."""
     arguments = ["plan", "--model", "llama-3-8b", "--seq", "64k", "--memory", "77GiB"]
-    assert printed(capsys, *arguments).endswith("expandable_segments:True python train.py\n")
     *_, levels, _, launch = printed(capsys, *arguments, "--gpus", "8").splitlines()
     assert levels == 'In train.py:  liger_hw.patch(model, activations=["keep"] * 32)'
     assert launch.endswith("torchrun --nproc-per-node 8 train.py")

@@ -62,29 +62,6 @@ def test_an_option_a_peer_has_not_is_unsupported():
         peers.arm("aten", op)(inputs.args[0], inputs.args[1], 1e-6, 1.0)
 
 
-class Quack:
-    """quack's functions in plain torch, with its argument lists and its limits."""
-
-    @staticmethod
-    def apply_rotary_emb(x, cos, sin, interleaved=False):
-        assert x.dim() == 4 and cos.shape == (x.shape[1], x.shape[3] // 2) and cos.is_contiguous()
-        a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-        cos, sin = cos[:, None], sin[:, None]
-        one, two = a * cos - b * sin, b * cos + a * sin
-        return torch.stack((one, two), -1).flatten(-2) if interleaved else torch.cat((one, two), -1)
-
-    @staticmethod
-    def layernorm_fwd(x, weight, bias, eps, return_rstd, return_mean):
-        assert x.dim() == 2 and weight.dtype is torch.float32
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-        return y, rstd[:, 0], mean[:, 0]
-
-    @staticmethod
-    def layernorm_bwd(x, weight, dout, rstd, mean, has_bias=True):
-        args = (dout, x, x.shape[-1:], mean[:, None], rstd[:, None], weight, weight)
-        return torch.ops.aten.native_layer_norm_backward(*args, [True, True, has_bias])
-
-
 class Liger:
     """Liger's rotary functions in plain torch, with its argument lists: they read the first half of cos and sin."""
 
@@ -112,21 +89,6 @@ def test_liger_is_not_told_that_halves_are_equal(name, monkeypatch):
     assert inputs.kwargs["shared_halves"]
     found = peers.arm("liger", op)(*inputs.args, **inputs.kwargs)
     torch.testing.assert_close(found, op.function(*inputs.args, **inputs.kwargs))
-
-
-@pytest.mark.parametrize("name", ("rope", "interleaved_rope", "layer_norm"))
-def test_quack_is_called_as_it_takes_its_arguments(name, monkeypatch):
-    for module in ("quack", "quack.rotary", "quack.rmsnorm"):
-        monkeypatch.setitem(sys.modules, module, Quack)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    op, inputs = few(name)
-    exact = inputs.clone(torch.float64)
-    outputs = tensors_in(peers.arm("quack", op)(*inputs.args, **inputs.kwargs))
-    wanted = tensors_in(op.reference(*exact.args, **exact.kwargs, **exact.exact))
-    grads = torch.autograd.grad(outputs, inputs.leaves, [torch.ones_like(o) for o in outputs])
-    exact_grads = torch.autograd.grad(wanted, exact.leaves, [torch.ones_like(o) for o in wanted])
-    for one, other in zip((*outputs, *grads), (*wanted, *exact_grads), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
 def test_the_implementation_that_liger_chooses_is_noted(monkeypatch):

@@ -43,11 +43,6 @@ def test_many_shapes_are_forty_that_the_op_takes(name):
         assert 1 in rows and max(rows) == 131072 and any(width % 2 for width in columns) and (1, 512) in shapes
 
 
-def test_widths_of_norms_are_steps_of_128():
-    shapes = [case.sizes for case in sweep.cases_of("widths", ["layer_norm"])]
-    assert shapes == [(8192, 128 * step) for step in range(8, 129)] and not sweep.cases_of("widths", ["swiglu"])
-
-
 def test_a_size_may_name_its_dtype():
     (case,) = cases.cases(["jsd"], ["8x16@fp32"])
     assert case.dtype is torch.float32 and str(case) == "jsd 8x16 float32"

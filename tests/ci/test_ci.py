@@ -71,11 +71,6 @@ def test_tuning_can_be_left_out():
     assert any("bench.json" in command for command in commands)
 
 
-def test_another_triton_is_laid_over_the_environment():
-    commands = steps("aot.sh", TRITON="3.9.0")
-    assert "--target .venv/triton-3.9.0 triton==3.9.0" in commands[1]
-
-
 @pytest.mark.parametrize(
     "script, more, lanes",
     [("cpu.sh", {}, "cpu interpret"), ("cpu.sh", {"TRANSFORMERS": "4.57.6"}, "transformers4")]
@@ -97,17 +92,18 @@ def test_what_a_push_leaves_out_runs_every_week_and_before_a_release():
     assert {"schedule", "push"} <= workflows.WHEN["full"].keys()
 
 
-def test_the_engines_are_laid_over_the_environment_for_their_lane():
-    commands = steps("distributed.sh")
-    assert "--target .venv/distributed -r ci/distributed.txt" in commands[1]
-    assert commands[-1].endswith("bash ci/test.sh distributed")
-
-
-def test_a_trl_is_laid_over_the_environment_for_its_own_lane():
-    """In the environment's folder, where dill pickles its modules by name."""
-    commands = steps("cpu.sh", TRL="1.12.0")
-    assert commands[1].endswith("--target .venv/trl-1.12.0 -r ci/trl.txt trl==1.12.0")
-    assert commands[2].endswith("bash ci/test.sh trl") and len(commands) == 3
+@pytest.mark.parametrize(
+    "script, variables, overlay, lane",
+    [
+        ("aot.sh", {"TRITON": "3.9.0"}, ".venv/triton-3.9.0 triton==3.9.0", "aot"),
+        ("distributed.sh", {}, ".venv/distributed -r ci/distributed.txt", "distributed"),
+        ("cpu.sh", {"TRL": "1.12.0"}, ".venv/trl-1.12.0 -r ci/trl.txt trl==1.12.0", "trl"),
+    ],
+)
+def test_a_lane_with_other_packages_lays_them_over_the_environment(script, variables, overlay, lane):
+    """In the environment's folder, where dill pickles their modules by name."""
+    commands = steps(script, **variables)
+    assert f"--target {overlay}" in commands[1] and commands[-1].endswith(f"bash ci/test.sh {lane}")
 
 
 def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
