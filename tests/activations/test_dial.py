@@ -118,7 +118,7 @@ def test_a_class_whose_layers_do_not_know_their_place(ledger):
             patch.revert()
 
 
-def test_what_means_nothing_raises():
+def test_invalid_settings_raise():
     model = tiny()
     for wrong, message in (
         ("chep", "unknown level 'chep'; there are keep, cheap, mlp, full, tiled, offload"),
@@ -155,7 +155,7 @@ def test_what_means_nothing_raises():
     assert not any("forward" in vars(m) for m in model.modules()), "a refused call leaves nothing patched"
 
 
-def test_a_budget_that_nothing_fits_says_the_least():
+def test_an_error_names_the_least_memory():
     model = tiny()
     with liger_hw.activations("1MiB", model), pytest.raises(ValueError, match="needs 0.1 GiB even with .*batch"):
         step(model)
@@ -163,7 +163,7 @@ def test_a_budget_that_nothing_fits_says_the_least():
 
 @pytest.mark.parametrize("setting", ["fit", "10GiB"])
 def test_what_cannot_be_planned_is_refused_at_the_call(setting):
-    """Experts beside a shared one, and a model without a config: not in the first step, when the data is loaded."""
+    """Shared experts and a model without a config raise at the call, not in the first step."""
     torch.manual_seed(0)
     experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**TINY, **experts)).train()
@@ -212,7 +212,7 @@ def test_no_cost_in_evaluation(monkeypatch):
 
 @pytest.mark.parametrize("setting", ["cheap", "full", "tiled", "offload", ["keep", "full", "keep", "full"]])
 def test_caches(setting):
-    """In eval() a cache is filled, gradients or not; in training one is not, and tokens in one are not left out."""
+    """In eval() a cache is filled, with gradients too; in training it is not, and a cache with tokens is refused."""
     expected = step(tiny())
     model = tiny()
     with liger_hw.activations(setting, model):
@@ -229,7 +229,7 @@ def test_caches(setting):
 
 @pytest.mark.parametrize("setting", ["full", "tiled", ["keep", "keep", "full", "full"]])
 def test_recurrent_layers_have_no_tokens_in_a_cache(setting):
-    """transformers fills one in training too, and does not tell the tokens of a recurrent layer."""
+    """transformers fills the cache in training too, and does not count the tokens of a recurrent layer."""
     names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
     sizes = dict(zip(names, (2, 2, 8, 8)))
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
@@ -241,8 +241,8 @@ def test_recurrent_layers_have_no_tokens_in_a_cache(setting):
 
 
 @pytest.mark.parametrize("family", ["Bloom", "Falcon", "GPTNeoX"])
-def test_a_cache_under_another_name_or_by_its_place(family):
-    """As `layer_past`: computed again, a layer found its own tokens there."""
+def test_a_cache_under_another_name_or_as_a_positional_argument(family):
+    """Such as `layer_past`; recomputed with it, a layer would read its own tokens."""
     model = tiny(family)
     expected = step(model, use_cache=True)
     with liger_hw.activations("full", model):
@@ -251,7 +251,7 @@ def test_a_cache_under_another_name_or_by_its_place(family):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_with_gradient_checkpointing(reentrant, ledger):
-    """transformers checkpoints two layers, the dial runs all: what is checkpointed is left to that."""
+    """transformers checkpoints two layers, which the dial leaves alone."""
     model = tiny()
     liger_hw.transformers.apply_liger_kernel_to_mistral(model=model)
     expected = step(model, use_cache=False)
@@ -267,7 +267,7 @@ def test_with_gradient_checkpointing(reentrant, ledger):
 
 @pytest.mark.filterwarnings("error:Accessing the data pointer of FakeTensor")
 def test_fake_tensors(ledger):
-    """A step that is traced by make_fx, or whose sizes are tried out, computes the same again."""
+    """A step on fake tensors or traced by make_fx recomputes the same operators."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -309,7 +309,7 @@ def test_compiled_models_are_left_alone(on, caplog, ledger):
 
 
 class _PassedOn(torch.autograd.Function):
-    """What ZeRO-3's hooks do to every input and output of a module; or what makes another tensor of it."""
+    """Passes a tensor on, as ZeRO-3's hooks do with inputs and outputs of modules, or copies it."""
 
     @staticmethod
     def forward(ctx, t, copies):
@@ -334,7 +334,7 @@ def _hook(model, copies):
 
 
 def test_hooks_of_a_program_inside_a_layer_keep_it(ledger, caplog):
-    """They may write what torch does not count; hooks on the layer itself run around its forward."""
+    """They may make writes that torch does not count; hooks on the layer itself run around its forward."""
     recipes._logged.clear()
     for part, keeps in (("before", True), ("", False)):
         model = Decoder(count=2)
@@ -363,7 +363,7 @@ def test_a_level_that_saves_nothing_says_so_once(copies, caplog, ledger):
     assert len([m for m in messages if "level mlp saves no memory in Layer" in m]) == (copies is True), messages
 
 
-def test_cheap_spares_as_much_behind_the_hooks_of_zero3(ledger):
+def test_cheap_saves_as_much_with_the_hooks_of_zero3(ledger):
     kept = []
     for hooked in (False, True):
         model = Decoder(count=3)
@@ -377,7 +377,7 @@ def test_cheap_spares_as_much_behind_the_hooks_of_zero3(ledger):
     assert kept[0] == kept[1] > 0
 
 
-def test_frozen_layers_are_not_said_to_save_nothing(caplog):
+def test_no_warning_for_frozen_layers(caplog):
     model = Decoder(count=2).requires_grad_(False)
     recipes._logged.clear()
     with caplog.at_level("WARNING", "liger_hw"), liger_hw.activations("cheap", model):
@@ -386,7 +386,7 @@ def test_frozen_layers_are_not_said_to_save_nothing(caplog):
 
 
 def test_lora(ledger):
-    """PEFT's layers as they come: frozen projections with adapters, recomputed while nothing is dropped at random."""
+    """Frozen projections with adapters are recomputed unless they have active dropout."""
     peft = pytest.importorskip("peft")
 
     def run(setting, dropout):

@@ -100,7 +100,7 @@ def test_the_command_prints_three_arms_and_what_it_does_not_know(capsys):
 @pytest.mark.parametrize(
     "options", ("", "--layers 40", "--gpus 8", "--gpus 2 --engine zero3", "--gpus 2 --layers 60 --lora")
 )
-def test_what_does_not_fit_is_said_with_the_plan_of_the_same_step(options, capsys):
+def test_an_estimate_above_the_memory_names_the_plan_of_the_same_step(options, capsys):
     command = ["estimate", "qwen3-8b", "--gpu", "h100", "--batch", "4", "--seq", "8192", *options.split()]
     estimate = json.loads(printed(capsys, *command, "--json"))["estimates"][2]
     text = " ".join(printed(capsys, *command).split())
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_said_with_the_plan_of_the_same_step(options, capsy
     assert rows["default"]["peak_bytes"] == pytest.approx(estimate["peak"], rel=1e-3)
 
 
-def test_what_fits_names_no_plan_and_experts_have_one(capsys, tmp_path):
+def test_an_estimate_that_fits_names_no_plan(capsys, tmp_path):
     text = printed(capsys, "estimate", "qwen3-8b", "--gpu", "mi300x", "--batch", "1", "--seq", "4096")
     assert "More than" not in text and "none of its kernels has run there" in " ".join(text.split())
     experts = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}

@@ -59,7 +59,7 @@ def test_gradients_are_those_of_tiled(offloading, monkeypatch):
     assert offloading.pinned > 0
 
 
-def test_tiles_of_weights_that_are_no_plain_parameters(offloading, monkeypatch):
+def test_tiles_under_zero3(offloading, monkeypatch):
     """As ZeRO-3 has them: checkpoints of tiles within a layer's checkpoint, summed by autograd."""
     monkeypatch.setattr(tiled_mlp, "TILE_ROWS", 4)
     model = Decoder(count=3, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_pinned_memory_is_used_again(offloading):
         assert offloading.pinned == once
 
 
-def test_the_next_one_is_fetched_before_it_is_needed(memory):
+def test_the_next_tensor_is_copied_back_early(memory):
     values = [torch.randn(100, requires_grad=True) * 1 for _ in range(3)]
     with memory.hooks():
         graphs = [value.pow(2) for value in values]
@@ -101,7 +101,7 @@ def test_the_next_one_is_fetched_before_it_is_needed(memory):
     assert torch.equal(graphs[2].grad_fn._saved_self, values[2]) and len(started) == 5, "again, with retain_graph"
 
 
-def test_what_is_too_much_stays_on_the_device(memory, monkeypatch):
+def test_beyond_the_limit_tensors_stay_on_the_device(memory, monkeypatch):
     memory.limit = 512
     sentences = []
     monkeypatch.setattr(offload.recipes, "say_once", lambda message, level: sentences.append((level, message)))
@@ -127,8 +127,8 @@ def test_a_change_in_place_raises(memory):
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
-def test_changes_of_what_stays_and_of_what_nothing_needs(memory, limit):
-    """Where memory is short a change is noticed too; a forward without a backward leaves nothing behind."""
+def test_a_change_in_place_beyond_the_limit_or_without_a_backward(memory, limit):
+    """Beyond the limit a change raises too; a forward without a backward leaves nothing behind."""
     memory.limit = limit
     value = torch.randn(100, requires_grad=True) * 1
     with memory.hooks():

@@ -73,7 +73,7 @@ def of_another_class(mlp):
 
 
 @pytest.mark.parametrize("change", [hooked, with_another_forward, hooked_everywhere, of_another_class])
-def test_what_others_may_hold_is_not_written_over(change, in_place):
+def test_tensors_that_others_may_hold_are_not_written_over(change, in_place):
     model = Decoder(count=1)
     after = change(model.layers[0].mlp)
     found = gradients(model, contextlib.nullcontext())
@@ -143,7 +143,7 @@ def test_a_module_that_peft_trains_whole_may_keep_what_it_returns(in_place):
     assert not in_place
 
 
-def test_a_call_of_the_function_owns_nothing(in_place):
+def test_the_function_overwrites_only_if_owned(in_place):
     a, b = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
     before = [t.detach().clone() for t in (a, b)]
     liger_swiglu(a * 1.0, b * 1.0).sum().backward()

@@ -327,7 +327,7 @@ def test_what_each_stage_of_zero_divides():
 
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3", "gemma2"])
-def test_an_h200_agrees_on_shapes_that_nothing_was_tuned_on(model):
+def test_an_h200_agrees_on_shapes_without_fitted_constants(model):
     """Every level, mix and rival: memory and speed within 1%, seconds within 3%; Gemma-2's speed was fitted."""
     pytest.importorskip("transformers")
     found = json.loads((RESULTS / f"activations-{model}-h200.json").read_text())
@@ -607,7 +607,7 @@ def test_plan_command(capsys):
         assert "is not a share; write a number above 0, at most 1" in capsys.readouterr().err
 
 
-def test_of_equally_good_mixes_each_process_takes_the_one_with_least_host_memory():
+def test_among_equal_mixes_the_one_with_least_host_memory():
     """Ranks that chose different ones would gather parameters for different layers."""
     planner = Planner(replace(models.find("llama-3-8b"), layers=8), 1, 1_182_720)
     chosen = planner.best(137 * GIB, host=100 * GIB)

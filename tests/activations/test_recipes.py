@@ -1,4 +1,4 @@
-"""Recipes: what is dropped and computed again, that it is the same bits, and when it goes."""
+"""Recipes: tensors that are computed again, bit for bit, and when they are freed."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_is_read_of_an_output(between, autocast, ledger):
+def test_outputs_changed_or_viewed_before_they_are_saved(between, autocast, ledger):
     """Autocast's copy of it has a recipe under the same conditions, unless it is a copy of a part."""
     change, count = BETWEEN[between]
 
@@ -286,8 +286,8 @@ def test_an_output_can_be_pickled_and_copied():
         assert torch.equal(other, y) and "_liger_hw_recipe" not in vars(other.untyped_storage())
 
 
-def test_memory_of_an_output_that_is_gone_is_another_output(ledger):
-    """Each recipe goes with its output's memory: an allocator gives the same addresses again."""
+def test_a_recipe_does_not_outlive_its_outputs_memory(ledger):
+    """An allocator uses the same addresses again."""
     w, head = torch.ones(8), normal(3, 8, seed=1).requires_grad_()
     results = []
     for level in ("cheap", "keep"):
@@ -394,7 +394,7 @@ def test_double_backward_is_refused():
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_a_graph_that_is_dropped_takes_its_recipes_along():
+def test_a_dropped_graph_frees_its_recipes():
     x, w = normal(4, 8).requires_grad_(), torch.ones(8)
     with liger_hw.activations("cheap"):
         y = liger_rms_norm(x, w, 1e-6)
@@ -514,7 +514,7 @@ def test_rope_after_a_qk_norm(qk_norm, autocast, ledger):
 # -- what several read ------------------------------------------------------------------------------------------------
 
 
-def test_a_value_that_others_await_is_kept_for_them():
+def test_a_value_is_kept_until_all_consumers_ran():
     """Two gates read one projection: the first to run backward must leave it for the second."""
     weights = [normal(6, 8, seed=i).requires_grad_() for i in range(3)]
 
@@ -531,7 +531,7 @@ def test_a_value_that_others_await_is_kept_for_them():
     assert identical(run("mlp"), run("keep"))
 
 
-def test_what_has_no_recipe_costs_little():
+def test_tensors_without_a_recipe_cost_little():
     """Relative to `detach`, which is needed in any case."""
     t = (normal(4, 8).requires_grad_() * 2).view(32)
     with liger_hw.activations("cheap"), torch.no_grad():
@@ -543,7 +543,7 @@ def test_what_has_no_recipe_costs_little():
 # -- what makes it equal ---------------------------------------------------------------------------------------------
 
 
-def test_torch_compile_does_its_own(caplog):
+def test_torch_compile_decides_itself(caplog):
     model = Decoder(count=1)
     expected = gradients(model, contextlib.nullcontext())
     recipes._logged.clear()

@@ -1,4 +1,4 @@
-"""The benchmark where it is meant to run: kernels replayed from graphs."""
+"""Benchmarks on a GPU: kernels replayed from graphs."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ def test_a_case_names_its_best_peer():
     assert "absent  quack: x is not installed" in text
 
 
-def test_what_no_graph_could_hold_is_said():
+def test_calls_without_a_graph_are_marked():
     text = report.as_text([row("liger_hw"), row("liger", 2.0, method="events", note="syncs")])
     assert "events syncs" in text and "host time included" in text
 
 
-def test_cpu_figures_are_called_what_they_are():
+def test_cpu_times_are_marked():
     assert "wall clock on a CPU" in report.as_text([row("liger_hw", method="wall")])
     assert report.as_text([]) == "nothing was measured"
 

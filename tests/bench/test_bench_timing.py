@@ -130,7 +130,7 @@ def test_every_arm_finds_the_same_in_l2(meter, function, fits, monkeypatch):
     assert order == ["restore", *([] if fits else [2 * meter.l2]), "replay"] * 2
 
 
-def test_tiny_sets_make_one_sweep_whoever_overwrites_them(meter):
+def test_tiny_sets_make_one_sweep(meter):
     sets = [inputs(i) for i in range(32)]
     assert {meter.runner(ready(f, sets), floor_ms=1e-3).calls for f in (lambda x: 2 * x, Overwriting.apply)} == {32}
 

@@ -42,7 +42,7 @@ def test_tokens_are_in_the_vocabulary(model, tmp_path):
     assert tokens.min() >= 0 and tokens.max() < schedule.shape.vocab and len(tokens.unique()) > 120
 
 
-def test_experts_are_built_and_layers_are_said():
+def test_experts_are_built_and_layers_are_reported():
     schedule = toy(model="mixtral")
     experts = [p for n, p in training.build(schedule, CPU).named_parameters() if n.endswith("experts.down_proj")]
     if experts:  # transformers 4 has a module for each expert
@@ -72,7 +72,7 @@ def test_arms_see_the_same_data_and_start_from_the_same_weights():
 
 
 def test_float8_beside_other_libraries(monkeypatch):
-    """Linears are FP8's in their arm and nobody's afterwards; a package that is not there is said."""
+    """Linears run in FP8 in their arm alone; a missing package is reported as absent."""
     for package in ("torchao.float8", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, package, None)
     arms = ("liger_hw", "float8", "float8-tensorwise", "torchao", "te", "hf")
@@ -94,7 +94,7 @@ def test_adapters_alone_train():
     assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
 
 
-def test_an_arm_that_fails_is_said_and_the_others_go_on(monkeypatch):
+def test_a_failed_arm_is_reported_and_the_others_run(monkeypatch):
     real = training.build
 
     def fails_first(*_):
@@ -108,7 +108,7 @@ def test_an_arm_that_fails_is_said_and_the_others_go_on(monkeypatch):
     assert "tried to allocate 9 GiB" in end_to_end.as_text(results)
 
 
-def test_a_spent_budget_is_said():
+def test_a_spent_budget_is_reported():
     results = end_to_end.measure(toy(), CPU, Budget(0.0))
     assert results["runs"][0]["status"] == "skipped" and results["summary"] == [] and results["ended"]
 

@@ -45,7 +45,7 @@ def test_every_kernel_is_kept_and_compiled_once(certificates, tmp_path, capsys):
     assert "0 to compile" in capsys.readouterr().err and _result(tmp_path)["certificates"] == records
 
 
-def test_a_run_out_of_time_says_what_is_left_and_is_gone_on_with(certificates, tmp_path, capsys):
+def test_an_interrupted_run_reports_the_rest_and_continues(certificates, tmp_path, capsys):
     assert certificates.main([str(tmp_path), *FEW, "--seconds", "0.01"]) == 3
     found = _result(tmp_path)
     assert len(found["certificates"]) == 1 and sum(count for *_, count in found["left"]) == 3

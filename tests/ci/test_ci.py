@@ -120,7 +120,7 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "evidence.sh"])
 def test_words_are_refused_before_anything_is_installed(script):
-    """Who asks for `--help` gets no environment built."""
+    """`--help` builds no environment."""
     done = ran(script, "--help", DRY_RUN="1", PYTHON=sys.executable, STEPS="")
     assert done.returncode == 2 and "no words, only variables" in done.stderr and not done.stdout
 

@@ -53,7 +53,7 @@ def test_what_a_record_says(tmp_path):
         ({"failed": "ValueError: no"}, "**failed**: ValueError: no"),
     ],
 )
-def test_what_is_wrong_is_not_called_the_same(tmp_path, changes, words):
+def test_wrong_results_are_marked(tmp_path, changes, words):
     assert words in row(pages, tmp_path, record(**changes))[0]
 
 

@@ -35,7 +35,7 @@ print("FOUND" + json.dumps(runs))
 
 @pytest.mark.full  # it collects every test
 def test_a_mark_leaves_something_to_every_run():
-    """A value that is misspelt, or of an op that was renamed, would leave a test out for good."""
+    """A misspelt value, or the old name of an op, would leave out a test for good."""
     files = [str(path) for path in TESTS.rglob("test_*.py") if "@pytest.mark.daily(" in path.read_text()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-c", LEFT_OUT, "-p", "no:cacheprovider", *files]

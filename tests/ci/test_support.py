@@ -36,13 +36,13 @@ def test_kernels_are_counted_once():
     assert compiled(*twice)["ops"]["rms_norm"]["gfx942"] == counts
 
 
-def test_what_was_left_has_no_count():
+def test_kernels_that_were_not_reached_are_not_counted():
     """An op of which kernels were not reached on an architecture is not proven there."""
     found = compiled(certificate("gfx942"), certificate("sm80"), depth="full", left=[["rms_norm", "sm80", 7]])
     assert set(found["ops"]["rms_norm"]) == {"gfx942"}
 
 
-def test_what_other_ops_launch_of_an_op_is_not_the_op():
+def test_kernels_launched_by_other_ops_are_not_counted():
     some = certificate("gfx942"), {**certificate("gfx942"), "op": "softmax"}
     assert set(compiled(*some, depth="full", ops=["softmax"])["ops"]) == {"softmax"}
 
@@ -82,8 +82,8 @@ def test_compiled_runs_are_merged():
     assert set(merged(_kept(sm80=1), other)["ops"]) == {"dyt", "jsd"}
 
 
-def test_what_was_not_compiled_as_it_is(monkeypatch, tmp_path):
-    """Another source, a shallower depth, an architecture that is missing, an op that is new."""
+def test_stale_evidence_of_compilation(monkeypatch, tmp_path):
+    """Changed source, a shallower depth, a missing architecture, a new op."""
     kept = _kept("deep", source=support.source_of("dyt"), sm80=1, sm90=1)
     (tmp_path / "compiled-3.7.1.json").write_text(json.dumps(kept))
     monkeypatch.setattr(support, "EVIDENCE", tmp_path)
@@ -115,7 +115,7 @@ def test_what_is_unproven_is_listed():
     assert "DEPTH=full" in lines[-1], "quick is not all of it"
 
 
-def test_what_a_bench_left_is_kept(monkeypatch, tmp_path):
+def test_results_of_a_bench_are_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(support, "ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     row = {"op": "dyt", "arm": "liger_hw", "status": "ok", "error_out": 0.0}

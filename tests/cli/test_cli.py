@@ -152,7 +152,7 @@ def test_info_opens_with_what_matters(capsys):
         assert any(line.startswith(word) for line in out.splitlines()), word
 
 
-def test_what_is_missing_is_json_where_that_is_asked_for(capsys, monkeypatch):
+def test_missing_requirements_as_json(capsys, monkeypatch):
     for missing in (["torch sees no cuda device"], []):
         monkeypatch.setattr(machine, "lacking", lambda vendor, missing=missing: missing)
         assert main(["info", "--require", "cuda", "--json"]) == len(missing)
@@ -293,7 +293,7 @@ def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
         ),
     ],
 )
-def test_kernels_of_ops_that_were_not_asked_for_are_found(words, tmp_path):
+def test_kernels_of_other_ops_are_found(words, tmp_path):
     """In a fresh process, where their files are not imported yet: embedding sorts for the head's gradient."""
     environment = {"LIGER_HW_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(liger_hw.__file__).parents[1])}
     out = python("-m", "liger_hw", *words, "--device", "h200", env=environment, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, and outputs that cannot be written: one line, status 2, and nothing else happens."""
+"""Foreign or broken files and unwritable outputs give one line and status 2."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_check_calls_nothing_of_transformers_but_a_model(capsys, tmp_path, monke
         assert code == 0 and json.loads(out)["model"] == "MistralForCausalLM"
 
 
-def test_check_runs_no_code_of_the_configurations_own(tmp_path):
-    """Neither is it run, nor is the user asked whether it shall be."""
+def test_check_runs_no_code_of_a_configuration(tmp_path):
+    """It does not ask either whether to run it."""
     mark = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: pass\n")
     config = {"model_type": "own-type", "auto_map": {"AutoConfig": "own.Own"}}
@@ -114,7 +114,7 @@ def test_names_and_text_from_a_cache_are_escaped(hostile_cache, capsys, words):
 
 
 @pytest.mark.parametrize("key", [(-1, 2, 3), (4096, 2**62, 2), (7, 12, 2, 1, 1, 1), ()])
-def test_an_entry_for_a_key_that_cannot_be_is_left_out(clean_registry, capsys, tmp_path, key):
+def test_an_entry_for_an_impossible_key_is_left_out(clean_registry, capsys, tmp_path, key):
     """A heuristic raises 2 to the power of a part of a key, which may take all memory or no end."""
     fwd = tunable()
     table = {("rms_norm", "fwd", key): entry(fwd.safe(H200, KEY), fwd)}
@@ -128,7 +128,7 @@ def test_an_entry_for_a_key_that_cannot_be_is_left_out(clean_registry, capsys, t
 
 
 @pytest.mark.parametrize("words", [("-o", ""), ("--check", ""), ("-o", "results/")], ids=" ".join)
-def test_an_empty_name_is_not_taken_for_the_default(clean_registry, capsys, tmp_path, monkeypatch, words):
+def test_an_empty_file_name_is_refused(clean_registry, capsys, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     given = () if "--check" in words else ("--model", "mistral-7b", "--seq", "512", "--ops", "rms_norm")
     code, _, _ = said(capsys, "lock", "--device", "h200", *given, *words)
@@ -145,7 +145,7 @@ def test_an_empty_name_is_not_taken_for_the_default(clean_registry, capsys, tmp_
     ],
     ids=lambda words: words[0],
 )
-def test_an_empty_model_is_not_taken_for_the_folder_here(capsys, tmp_path, monkeypatch, words):
+def test_an_empty_model_is_refused(capsys, tmp_path, monkeypatch, words):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128, **sizes}))
     monkeypatch.chdir(tmp_path)

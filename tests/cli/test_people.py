@@ -71,7 +71,7 @@ def test_progress_says_how_much_is_left(capsys, monkeypatch):
     assert shown[-1].startswith("[5/20] rms_norm, ") and shown[-1].endswith(" left")
 
 
-def test_check_says_what_it_is_at(capsys, tmp_path, monkeypatch):
+def test_check_reports_its_progress(capsys, tmp_path, monkeypatch):
     """It takes seconds: transformers is imported, and every module of the model is built."""
     pytest.importorskip("transformers")
     from transformers import Qwen3Config
@@ -147,7 +147,7 @@ def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch, words
     assert err.startswith(f"liger-hw: {words[0]}: needs {package}: pip install 'liger_hw[")
 
 
-def test_what_an_import_misses_is_named_by_its_extra(capsys, monkeypatch):
+def test_a_failed_import_names_the_extra(capsys, monkeypatch):
     from liger_hw.cli import machine
 
     def fails(arguments):
@@ -161,7 +161,7 @@ def test_what_an_import_misses_is_named_by_its_extra(capsys, monkeypatch):
 # -- what commands say -----------------------------------------------------------------------------------------------
 
 
-def test_plan_says_what_shards_leave_out(capsys):
+def test_plan_names_what_it_does_not_count_with_shards(capsys):
     words = ("plan", "--model", "mistral-7b", "--batch", "1", "--seq", "512")
     shared = said(capsys, *words, "--shards", "8")[1]
     assert "fsdp2 divides the model's state; what it gathers and its buffers are counted." in shared
@@ -169,7 +169,7 @@ def test_plan_says_what_shards_leave_out(capsys):
     assert "Not in it" not in said(capsys, *words)[1]
 
 
-def test_plan_says_where_the_model_ends(capsys):
+def test_plan_names_the_models_longest_sequence(capsys):
     words = ("plan", "--model", "llama-3-8b", "--batch", "1", "--memory", "80GiB", "--seq")
     assert "at most 8192 tokens" in " ".join(said(capsys, *words, "65536")[1].split())
     assert "at most" not in said(capsys, *words, "8192")[1]
@@ -210,7 +210,7 @@ def test_check_offline_names_the_type_to_ask_for(capsys, monkeypatch):
         assert code == 2 and "cannot be reached" in err and err.endswith(f"liger-hw check {kind}\n")
 
 
-def test_doctor_finds_a_wrong_op_and_is_well_without(capsys, monkeypatch):
+def test_doctor_finds_a_wrong_op(capsys, monkeypatch):
     from liger_hw import registry
 
     few = {name: registry.get_op(name) for name in ("softmax", "relu_squared")}
@@ -270,7 +270,7 @@ def test_autotune_chooses_for_every_architecture_of_a_vendor(capsys, monkeypatch
         registry.reload()
 
 
-def test_autotune_does_not_begin_where_nothing_can_be_kept(capsys, clean_registry, monkeypatch, tmp_path):
+def test_autotune_refuses_an_unwritable_cache(capsys, clean_registry, monkeypatch, tmp_path):
     from liger_hw.autotune import store
 
     (tmp_path / "file").write_text("")

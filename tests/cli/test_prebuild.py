@@ -22,7 +22,7 @@ def binaries(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*.cubin")}
 
 
-def test_the_folder_holds_a_lock_file_and_the_kernels_that_another_process_looks_for(tmp_path, capsys, monkeypatch):
+def test_the_folder_has_the_lock_file_and_the_kernels_that_another_process_finds(tmp_path, capsys, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -45,7 +45,7 @@ def test_the_folder_holds_a_lock_file_and_the_kernels_that_another_process_looks
     assert "TRITON_CACHE_DIR" not in os.environ
 
 
-def test_what_was_tuned_here_goes_along(tmp_path, monkeypatch, capsys):
+def test_tuned_entries_are_copied(tmp_path, monkeypatch, capsys):
     pytest.importorskip("triton")
     tuned = tmp_path / "tuned.jsonl"
     tuned.write_text("")

@@ -129,7 +129,7 @@ def test_commands_parse(page):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
-def test_a_page_says_first_whom_it_is_for(page):
+def test_a_page_begins_with_its_readers(page):
     assert page.read_text().split("\n\n")[1].startswith("For ")
 
 
