@@ -39,7 +39,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The decoder layers: the largest `ModuleList` of layers that transformers can checkpoint, else of any modules.
 
     A list whose last layer has the model's last `layer_idx` precedes larger ones, such as a vision tower's. Raises
-    `ValueError` if there is none.
+    `ValueError` if the model has no `ModuleList`.
     """
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     with_layers = [m for m in lists if all(_is_layer(child) for child in m)] or lists
