@@ -1,7 +1,6 @@
 """Behind `liger_kernel.transformers.model.<family>`: forwards that programs bind to a class or a model.
 
     LlamaForCausalLM.forward = lce_forward  # of liger_kernel.transformers.model.llama
-    model.forward = types.MethodType(lce_forward, model)
 
 A family's `lce_forward` is the forward of its class in transformers with the fused loss of a patch
 (transformers/loss.py). It works for any model with an `lm_head` and the other attributes that the forward reads.

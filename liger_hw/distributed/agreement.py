@@ -2,11 +2,8 @@
 
     digest = liger_hw.distributed.sync()      # after init_process_group, before the first step
 
-Ranks with different caches would launch differently tuned kernels, which sum in another order and take other times.
-`sync` gives every rank the tables of rank 0, and compares everything else that decides a launch. A patched causal LM
-calls it before its first training step among several ranks (`at_first_step`).
-
-Ranks exchange JSON through the store of `init_process_group`, without a collective and without waiting for a GPU.
+`sync` gives every rank the tables of rank 0, and compares everything else that decides a launch. Ranks exchange JSON
+through the store of `init_process_group`, without a collective and without waiting for a GPU.
 """
 
 from __future__ import annotations

@@ -1,20 +1,7 @@
-"""liger_hw's functions on DTensors.
+"""liger_hw's functions on DTensors: the rule that a Function names (`runtime/sharding.py`), applied to a call.
 
-`Function.apply` (`runtime/operator.py`) calls `apply` here for a call with DTensors. The Function's rule
-(`runtime/sharding.py`) says which placements the tensors need. The op runs on the local parts, and its results are
-DTensors again:
-
-    norms, softmax        any dimension but the last may be sharded; a sharded last dimension is gathered. Weights are
-                          replicated, and where the rows are sharded their gradients are partial sums
-    gates                 any placement; the other tensors get the first one's
-    rope                  any placement but a sharded head width, which is gathered. Angles follow: each rank takes
-                          its own tokens' angles, so positions are global
-    cross entropy         rows may be sharded; over a sharded vocabulary it is liger_vocab_parallel_cross_entropy
-    head and loss         with the weight sharded by rows it is the tensor-parallel head, with the hidden states whole
-                          or sharded by rows; with a replicated weight the rows may be sharded
-
-Everything else raises `ShardingError`. A plain tensor beside DTensors is the whole tensor, the same on every rank, if
-it needs no gradient (angles, labels). One that needs a gradient is an error: its gradients might have to be summed.
+The rule says which placements the tensors need. The op runs on the local parts, and its results are DTensors again.
+docs/distributed.md has a table of the ops and their placements; everything else raises `ShardingError`.
 """
 
 from __future__ import annotations
@@ -88,7 +75,10 @@ class _Call:
         return tuple(p if type(p) is Shard and p.dim % x.dim() not in axes else Replicate() for p in x.placements)
 
     def local(self, x: Any, placements: Placements, grads: Placements | None = None) -> Any:
-        """This rank's part of x with these placements; grads: its gradient's placements, if different."""
+        """This rank's part of x with these placements; grads: its gradient's placements, if different.
+
+        A plain tensor is the whole one. If it needed a gradient, it would be unknown whether to sum that over ranks.
+        """
         if not isinstance(x, torch.Tensor):
             return x
         if not isinstance(x, DTensor):

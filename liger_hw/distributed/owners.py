@@ -3,9 +3,7 @@
 `find_access` says how a loss reads an output head's weight. Sharded data parallelism gathers it around the head's
 forward, so the loss replaces that forward, inside its hooks (`Access.caller`). Tensor parallelism never gathers it: the
 loss runs on this rank's slice of the vocabulary (`Access.group`), as it does in Megatron's output layer (`find_slice`).
-
-torch.distributed.tensor, FSDP and DeepSpeed are recognised by the names of their hooks and classes, without importing
-them.
+FSDP, DeepSpeed and DTensors are recognised by the names of hooks and classes, without importing them.
 """
 
 from __future__ import annotations
