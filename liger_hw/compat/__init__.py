@@ -61,10 +61,8 @@ MODULES = {
     "ops.utils": "compat.utils",
     "chunked_loss": "chunked_loss",
     **{f"chunked_loss.{name}_loss": "chunked_loss.preference compat.loss_bases" for name in ("cpo", "simpo", "orpo")},
-    **{
-        f"chunked_loss.{name}_loss": "chunked_loss.distillation compat.loss_bases"
-        for name in ("jsd", "cosine_similarity")
-    },
+    "chunked_loss.jsd_loss": "chunked_loss.distillation compat.loss_bases",
+    "chunked_loss.cosine_similarity_loss": "chunked_loss.distillation compat.loss_bases",
     "functional": "compat.functional",
     "megatron": "megatron",
     "utils": "compat.utils",
