@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import pytest
 
 from liger_hw import compat
@@ -150,7 +151,6 @@ def test_forwards_of_families():
     passes("""
 import importlib.util
 from liger_kernel.transformers.model import loss_utils, output_classes
-from liger_kernel.transformers.model.gemma3 import causal_forward, multimodal_forward
 from liger_kernel.transformers.model.llama import (
     LigerCausalLMOutputWithPast, LigerForCausalLMLoss, lce_forward, lce_maybe_trainable_lm_head)
 from liger_kernel.transformers.model.qwen2 import lce_forward as other, unpack_cross_entropy_result
@@ -188,8 +188,7 @@ for code, said in {
 
 def test_liger_hw_transformers_has_the_names_of_the_shim_s():
     """liger_hw.transformers has the same names, and the same advice for missing ones."""
-    done = python(
-        """
+    code = """
 import sys
 import liger_hw.transformers
 assert "torch" not in sys.modules
@@ -205,15 +204,7 @@ else:
     raise AssertionError
 assert not hasattr(liger_hw.transformers, "LigerNothing") and not hasattr(liger_hw.transformers, "nothing")
 """
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_utils():
-    passes("""
-from liger_kernel import utils
-assert utils.infer_device() == "cpu" and utils.infer_comm_backend() == "gloo"
-""")
+    harness.python("-c", code)
 
 
 def test_importing_the_helpers_asks_for_no_device():
@@ -224,8 +215,7 @@ def refuse(*args):
 torch.accelerator.is_available = torch.accelerator.current_accelerator = torch.cuda.is_available = refuse
 import liger_hw.compat.utils
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert not done.returncode, done.stderr
+    harness.python("-c", code)
     torch, utils = importlib.import_module("torch"), importlib.import_module("liger_hw.compat.utils")
     fwd, bwd = utils.amp_custom_fwd, utils.amp_custom_bwd
     assert fwd.keywords == bwd.keywords == {"device_type": utils.infer_device()}
@@ -490,6 +480,7 @@ from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
 from liger_kernel.transformers.tvd import LigerTVDLossFunction
 same = torch.testing.assert_close
 
+assert liger_kernel.utils.infer_device() == "cpu" and liger_kernel.utils.infer_comm_backend() == "gloo"
 assert liger_kernel.get_impl() is None
 liger_kernel.set_impl("triton")
 assert liger_kernel.get_backend() == "triton" in liger_kernel.available_impls("rms_norm")
