@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ..chunked_loss import LigerFusedLinearORPOLoss
+from ..distributed.owners import redirected
 from ..text import first_line
 from ..transformers.deferred import DeferredLogits
 from ..transformers.loss import OutputHead, head_path, viewed_with
-from .fsdp import redirected
 
 __all__ = ["LigerORPOTrainer"]  # noqa: F822, by __getattr__
 _METRICS = "logps/chosen logps/rejected logits/chosen logits/rejected nll_loss rewards/chosen rewards/rejected".split()
@@ -48,7 +48,7 @@ class _FusedORPO:
                 nll_target = torch.where(mask == 1, ids, pad)[:, 1:]
                 return fused(head.weight, hidden[:, :-1], labels[:, 1:], head.bias, nll_target=nll_target)
 
-        return redirected(model, inner, loss, ids, labels, mask)
+        return redirected(model, inner, "forward", loss, ids, labels, mask)
 
     def get_batch_loss_metrics(
         self: Any, model: Any, batch: dict[str, Any], train_eval: str = "train"

@@ -75,16 +75,30 @@ class Access:
             losses.append(loss(x, linear.weight, linear.bias))
             return losses[0]
 
-        before = linear.__dict__.get(self.slot)
-        setattr(linear, self.slot, instead)
-        try:
-            returned = self.caller(hidden)
-        finally:
-            delattr(linear, self.slot)
-            if before is not None:
-                setattr(linear, self.slot, before)
+        returned = redirected(self.caller, linear, self.slot, instead, hidden)
         # FSDP casts a module's result to its output dtype, which is meant for logits
         return losses[0] if returned.dtype != losses[0].dtype else returned
+
+
+def redirected(wrapper: Any, module: Any, slot: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`wrapper(*args, **kwargs)` with `method` in the place of the forward in attribute `slot` of `module`."""
+    original = module.__dict__.get(slot)
+
+    def restore() -> None:
+        if original is None:
+            module.__dict__.pop(slot, None)
+        else:
+            setattr(module, slot, original)
+
+    def forward(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        restore()  # the method may call the module itself
+        return method(*inner_args, **inner_kwargs)
+
+    setattr(module, slot, forward)
+    try:
+        return wrapper(*args, **kwargs)
+    finally:
+        restore()
 
 
 def head_loss(
