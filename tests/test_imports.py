@@ -1,4 +1,4 @@
-"""What importing the package costs a process: no Triton, no transformers, no GPU context, and it survives a fork."""
+"""Importing the package loads no Triton and no transformers, makes no GPU context, and survives a fork."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.meta_path.insert(0, Blocked())
 
 
 def _python(code: str, *blocked: str, **environment: str) -> str:
-    """Run code in a fresh interpreter where some packages are not installed; what it prints."""
+    """What code prints in a new interpreter in which some packages cannot be imported."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LIGER_HW_", "TRITON_"))}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     prefix = BLOCK.format(names=set(blocked)) if blocked else ""
@@ -83,7 +83,6 @@ def test_an_older_release_is_refused_by_its_version(package, version, use, messa
 
 
 def test_kernels_have_the_same_digests_without_triton(monkeypatch):
-    """Else a machine without Triton could not say whether a kernel has changed."""
     pytest.importorskip("triton")
     code = "import kernel_digests; print(kernel_digests.current(kernel_digests.registry.tunables().values()))"
     monkeypatch.syspath_prepend(str(ROOT / "ci"))

@@ -1,4 +1,4 @@
-"""What other tools see of the package: names, types, help texts, metadata, links."""
+"""The package as other tools see it: names, types, help texts, metadata, links."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _public():
 
 
 def test_docstrings_stand_alone():
-    """No public docstring sends its reader to a file's top, and a layer's forward says what it takes itself."""
+    """Public docstrings do not refer to a file's top, and a layer's forward has its own."""
     import torch
 
     for name, value in _public():

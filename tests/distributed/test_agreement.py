@@ -1,4 +1,4 @@
-"""Two gloo processes with different caches launch the same kernels after `sync`, or are told why not."""
+"""Two gloo processes with different caches launch the same kernels after `sync`, or raise."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ os._exit(0)
 
 
 def test_the_rank_with_the_store_does_not_end_before_all_have_read(clean_registry, tmp_path):
-    """Else the others would be told that the store is gone, and not what is wrong."""
+    """Otherwise the others would get an error about the store instead of the cause."""
     for output in ranks(tmp_path, "-", SLOW_READER):
         assert "rank 1: KeyError: 'a key'" in output
 
@@ -190,7 +190,7 @@ def two_ranks(monkeypatch):
 
 
 def test_the_first_step_that_can_compare_does(two_ranks, monkeypatch):
-    """Not one under graph capture, where nothing may be exchanged; nor does an error end the comparing."""
+    """Not one under graph capture. After an error the next step compares again."""
     asked, quiet, failing = [], True, True
 
     def sync(*args):
@@ -214,7 +214,7 @@ def test_the_first_step_that_can_compare_does(two_ranks, monkeypatch):
 
 
 def test_a_forward_without_gradients_is_no_training_step(monkeypatch):
-    """One rank may look at a model that is in training mode, before all of them train it."""
+    """One rank alone may run a model in training mode, before all ranks train it."""
     transformers = pytest.importorskip("transformers")
     from liger_hw.transformers.tiny import tiny_model
 
@@ -276,6 +276,6 @@ def test_without_a_process_group_it_is_the_digest(clean_registry):
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e300])
-def test_a_time_that_nobody_can_wait_is_refused(clean_registry, seconds):
+def test_invalid_seconds_are_refused(clean_registry, seconds):
     with pytest.raises(ValueError, match="liger_hw.distributed.sync: seconds must be above 0"):
         distributed.sync(device="cpu", seconds=seconds)

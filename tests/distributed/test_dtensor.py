@@ -1,4 +1,4 @@
-"""Public functions on DTensors: the numbers of plain tensors, the placements that the rules name, one error else."""
+"""Public functions on DTensors have the results of plain tensors and the placements of their rules, or raise."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def random(*size, seed=0):
 
 
 def same(function, mesh, given, placements, wanted=None, **options):
-    """`function` on DTensors gives what it gives on the whole tensors, with gradients; wanted: its placement.
+    """Check results and gradients of `function` on DTensors against those on whole tensors.
 
-    given: name -> tensor; placements: name -> its placement, no name for a plain tensor
+    given: name -> tensor; placements: name -> placement of a DTensor; wanted: the results' placement
     """
     leaves = {
         n: t.clone().requires_grad_() if t.is_floating_point() and n in placements else t for n, t in given.items()
@@ -139,7 +139,7 @@ def check_losses(mesh, device):
 
 
 def log_probs(**given):
-    """The results that were asked for, as a tuple."""
+    """The requested results, as a tuple."""
     found = F.liger_fused_linear_log_probs(**given)
     return tuple(t for t in found if t is not None) if isinstance(found, tuple) else (found,)
 
@@ -263,7 +263,7 @@ def mesh_of_one(one_rank):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_a_divergence_of_dtensors_is_refused(mesh_of_one, grad, needs_grad):
-    """Also where nothing needs a gradient, and the operator is called without its Function."""
+    """Also without gradients, where the operator is called without its Function."""
     rows = distribute_tensor(random(3, 4).log_softmax(-1), mesh_of_one, [Replicate()]).requires_grad_(needs_grad)
     for function in (F.liger_jsd, F.liger_kl_div, F.liger_tvd):
         with torch.set_grad_enabled(grad), pytest.raises(ShardingError, match="takes no DTensor"):

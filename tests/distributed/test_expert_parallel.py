@@ -1,9 +1,8 @@
 """A mixture of experts over two ranks has the losses and gradients of the whole model on one.
 
-Expert parallelism as transformers plans it: over ranks that share a batch (tensor parallel attention), over ranks that
-have their own (FSDP2), and with one rank whose experts nobody chooses; tensor parallelism, which gives each rank some
-columns of every expert; then FSDP2 over the experts' parameters alone.
-Before `DistributedConfig(ep_size=...)`, ranks could only share a batch, with attention whole on each.
+Expert parallelism of transformers over ranks that share a batch (tensor parallel attention), over ranks with batches of
+their own (FSDP2), and with a rank whose experts no token chooses; tensor parallelism, with some columns of every expert
+on each rank; FSDP2 over only the experts' parameters. Without `DistributedConfig(ep_size=...)`, ranks share a batch.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def first_two_experts(model):
 
 
 def whole(gradient):
-    """A parameter's gradient from all ranks; torch 2.11 gathers no strided shards of one dimension itself."""
+    """A parameter's gradient from all ranks; torch 2.11 cannot gather strided shards of one dimension."""
     if not hasattr(gradient, "full_tensor"):
         return gradient
     placement = gradient.placements[0]

@@ -103,7 +103,7 @@ WRAPPED = {"plain": {}, "unused": {"find_unused_parameters": True}, "static": {"
 
 
 def check_ddp(rank, device):
-    """DDP hands every output to a function of its own, in whose backward it may begin to average gradients."""
+    """DDP passes every output through its own function, in whose backward it may start to average gradients."""
     ids = tokens(rank, 6)
     for wrapped, name in itertools.product(WRAPPED, LOSSES):
         gradients = []

@@ -1,4 +1,4 @@
-"""The tensor-parallel head: what one process gives on the whole vocabulary, in fp64."""
+"""The tensor-parallel head has the results of one process on the whole vocabulary, in fp64."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_without_a_group_it_is_the_whole_head(lane, options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_ignored_rows_alone_have_a_gradient_of_zero(lane, dtype):
-    """A padded micro-batch: its mean is 0 / 0, as torch's, and it must not spoil gradients that accumulate."""
+    """As in a padded micro-batch: the mean is 0 / 0, as torch's, but accumulated gradients must stay finite."""
     if lane.name == "interpret" and dtype is torch.bfloat16:
         pytest.skip("the interpreter's bf16 is not right")
     x, weight, _, target, _ = inputs(lane.device, 8, dtype)
@@ -137,7 +137,7 @@ def test_it_compiles_to_one_graph(recwarn):
 
 @pytest.mark.cpu
 def test_every_rank_plans_the_same_chunks():
-    """They depend on nothing that differs between ranks: not on the width of a part."""
+    """They must not depend on the width of a rank's part."""
     plans = head_tp.plan_shared(8192, 4096, 2, wide=False, device=torch.device("cpu"))
     assert [stop - start for start, stop in plans.bounds] == [4096] * 2
     scattered = head_tp.plan_shared(6 * 700, 64, 4, wide=False, device=torch.device("cpu"), world=6)

@@ -1,4 +1,4 @@
-"""What long sequences need under DeepSpeed: tiled MLPs with ZeRO-3, and Ulysses as Trainer and accelerate have it.
+"""Long sequences under DeepSpeed: tiled MLPs with ZeRO-3, and Ulysses through Trainer and accelerate.
 
 torchrun --nproc-per-node 2 tests/distributed/test_long_sequences.py check_ulysses cpu      # one rank of it
 """
@@ -46,7 +46,7 @@ def zero(stage):
 
 
 def check_tiles_under_zero3(device):
-    """Weights that are gathered a module at a time: gradients of the untiled model, one sum over all tiles."""
+    """Gradients are the untiled model's, each one sum over all tiles."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
@@ -81,7 +81,7 @@ def check_tiles_under_zero3(device):
 
 
 def check_ulysses(device):
-    """Trainer with sp_size: the losses of one process that has whole sequences, kernels on, MLPs in tiles."""
+    """Trainer with sp_size, kernels and tiled MLPs has the losses of one process with whole sequences."""
     import tempfile
 
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig

@@ -1,4 +1,4 @@
-"""What is said about who owns a module's tensors: FSDP1, or the module itself."""
+"""Recognising parameters that FSDP1 has flattened, and PEFT's wrapper of a head under FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from liger_hw.distributed import owners
 
 
 class Norm(torch.nn.Module):
-    """A weight, and a tensor that is neither a parameter nor a buffer. inside: what was `forgotten` in a forward."""
+    """Has a weight and tensors that are neither parameters nor buffers. inside: results of `owners` in a forward."""
 
     def __init__(self):
         super().__init__()
@@ -97,6 +97,6 @@ def check_saved_whole(rank, device):
 
 @pytest.mark.cpu
 def test_a_head_that_peft_trains_whole_is_read_under_fsdp2():
-    """FSDP2 gives PEFT's wrapper of it a class of its own."""
+    """FSDP2 makes a subclass of PEFT's wrapper."""
     pytest.importorskip("peft")
     ranks.run(__file__, "check_saved_whole")

@@ -47,7 +47,7 @@ def train(model):
 
 @contextlib.contextmanager
 def computed_again():
-    """A list that gets the name of every operator that a recipe runs again."""
+    """A list of the names of operators that recipes run again."""
     names, compute = [], recipes.Recipe._compute
     recipes.Recipe._compute = lambda self: (names.append(self.name), compute(self))[1]
     try:
@@ -85,7 +85,7 @@ def check_levels(rank, device):
 
 
 def check_budgets_of_shards(rank, device):
-    """A plan counts FSDP2's shards: of a live model, whole or by layer, and of a patched class in its first step."""
+    """Plans count FSDP2's shards of a live model, whole or by layer, and of a patched class in its first step."""
     mesh, of_module, shards = dist.init_device_mesh("cpu", (2,)), dial.of_module, []
 
     def recording(*args):
@@ -115,7 +115,7 @@ def check_budgets_of_shards(rank, device):
 
 
 def check_default_level(rank, device):
-    """The last layer of a live model, patched before it is sharded or after, or of a class, at cheap."""
+    """The last layer is at cheap: of a model that is patched before or after it is sharded, and of a class."""
     replacing.LEAST_BYTES = 0  # this model is small
     mesh = dist.init_device_mesh("cpu", (2,))
 

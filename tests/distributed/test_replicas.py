@@ -1,4 +1,4 @@
-"""Tensor-parallel training keeps what the ranks share the same, bit for bit: 200 steps on GPUs, 12 on the CPU."""
+"""In tensor-parallel training, replicated parameters stay equal bit for bit: 200 steps on GPUs, 12 on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS_ON_GPU, STEPS_ON_CPU, EVERY = 200, 12, 4
 
 
 def check_bits(rank: int, device: torch.device) -> None:
-    """Norms, embeddings and losses of a torch TP Llama under AdamW, of both ranks, after every fourth step."""
+    """Norms, embeddings and losses of a Llama under torch's tensor parallelism and AdamW, every fourth step."""
     engines.DEVICE = device
     on_cpu = device.type == "cpu"
     engines.VOCAB, engines.TOKENS = (64, 12) if on_cpu else (4096, 256)

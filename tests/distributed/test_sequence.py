@@ -1,4 +1,4 @@
-"""Sequence shards: a patched model whose ranks hold parts of each sequence, against one rank with all of it."""
+"""A patched model whose ranks have parts of each sequence, against one rank with whole sequences."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ needs_torchtitan = pytest.mark.skipif(
 
 
 def attention(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks=None, **_):
-    """In the place of flex attention, which torchtitan compiles for GPUs."""
+    """Replaces flex attention, which torchtitan compiles for GPUs."""
     q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary split between two processes: what one process gives on the whole."""
+"""Losses over a vocabulary that is split over two processes have the results of one process."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_without_a_group_it_is_the_cross_entropy(lane, generator, smoothing):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_a_target_outside_the_vocabulary_is_masked(lane, generator, smoothing, set_env):
-    """Megatron gives such a row a weight of zero afterwards: the loss and its gradient have to be finite."""
+    """Megatron later gives such a row a weight of zero, so the loss and its gradient must be finite."""
     x = torch.randn(2, 3, 37, generator=generator).to(lane.device).requires_grad_()
     target = torch.tensor([[0, 37, -1], [5, -100, 1000]], device=lane.device)
     found = liger_vocab_parallel_cross_entropy(x, target, label_smoothing=smoothing)
@@ -137,7 +137,7 @@ def test_a_target_outside_the_vocabulary_is_masked(lane, generator, smoothing, s
 
 @pytest.mark.cpu
 def test_a_group_of_one_rank_exchanges_nothing():
-    """Of any type, as the stand-ins that programs have for a process group, or a device mesh."""
+    """Also of another type, such as programs' substitutes for a process group, or a device mesh."""
     x, target = torch.randn(2, 3, 7), torch.zeros(2, 3, dtype=torch.long)
     one, two = (SimpleNamespace(size=lambda ranks=ranks: ranks) for ranks in (1, 2))
     torch.testing.assert_close(
