@@ -41,22 +41,12 @@ CASES = [(op, options) for op in OPS for options in op.options]
 @pytest.mark.daily("interpret", cols=("7", "37"))
 @WIDTHS
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
-def test_every_remainder(lane, case, cols, seed):
+def test_every_remainder(lane, case, cols, dtype, seed):
     """Tiles of 16 columns: a row has whole tiles, a last one and edges, or nothing but edges."""
     op, options = case
     scope = op.name if op.name == "log_probs" else f"{op.name}.fwd"  # which has a kernel of its own in backward
     with registry.override(scope, LaunchConfig({"BLOCK_SIZE": 16}, 1)):
-        _check(op, options, cols, torch.float32, lane.device, seed)
-        if lane.name == "gpu":
-            _check(op, options, cols, torch.bfloat16, lane.device, seed)
-
-
-@pytest.mark.parametrize("cols", [37, 65])
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_half_precision_and_one_tile(lane, op, cols, seed):
-    """Eight elements in 16 bytes, and a row that one tile holds."""
-    for options in op.options:
-        _check(op, options, cols, torch.float16, lane.device, seed)
+        _check(op, options, cols, dtype, lane.device, seed)
 
 
 @pytest.mark.lanes("gpu")

@@ -338,9 +338,6 @@ class RowResults(NamedTuple):
     z_loss: torch.Tensor | None = None
     top: torch.Tensor | None = None
 
-    def rows_from(self, start: int) -> RowResults:
-        return RowResults(*(t if t is None else t[start:] for t in self)) if start else self
-
 
 def launch_rows(
     plan: registry.Plan,
@@ -363,11 +360,12 @@ def launch_rows(
     multiplied into dx; owned: the padding between rows of x may be accessed, for wide accesses at any n_cols; dx then
     has the stride of x
     """
-    n_cols = x.shape[1]
+    n_cols, per_row = x.shape[1], (target, row_grads, *results)
     if row_start:
-        target, row_grads = target[row_start:], None if row_grads is None else row_grads[row_start:]
+        per_row = tuple(t if t is None else t[row_start:] for t in per_row)
+    target, row_grads, *outputs = per_row
     args = (
-        *(x, target, weight, bias, stats, row_grads, *results.rows_from(row_start), dx),
+        *(x, target, weight, bias, stats, row_grads, *outputs, dx),
         *(x.stride(0), 0 if dx is None else dx.stride(0), n_cols, options.ignore_index),
     )
     flags = (

@@ -79,10 +79,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     elements a multiprocessor; column tiles of 4096 for rows too wide to hold.
 
     streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory
-    grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them,
-    rows of 2048 columns, and of 1024 in two blocks, are taken one at a time with three more in flight; so are rows of
-    4096 columns with two gradients, in two blocks or with masks, by one program a multiprocessor. With one gradient,
-    many rows of 4096 columns are taken two at a time.
+    grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks
     """
     block = key[0] if key[0] <= (WIDEST_TWO_GRADIENTS if grads > 1 else WIDEST_BLOCK) else 4096
     rows = rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
