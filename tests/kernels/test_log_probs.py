@@ -84,19 +84,6 @@ def test_scaled_cross_entropy_is_another_name(lane, generator):
     assert torch.equal(liger_fused_linear_scaled_cross_entropy(x, weight, target), nll)
 
 
-def test_rows_that_are_left_out(lane, generator):
-    """compact changes neither results nor gradients."""
-    x, weight, target = _head(lane, generator)
-    target[::2] = -100
-    results = []
-    for compact in (False, True):
-        found = liger_fused_linear_log_probs(x, weight, target, compact=compact, return_entropy=True, return_top1=True)
-        grads = torch.autograd.grad((found.log_probs * 2 + found.entropy).sum(), (x, weight))
-        results.append((*found[:3], *grads))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-    assert not results[1][3][::2].any() and not results[1][0][::2].any()
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 def test_batch_invariant_rows(lane, generator, monkeypatch, keeps):
     """A row's results are the same bits alone, among others, in another place and in a longer batch."""

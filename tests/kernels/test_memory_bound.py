@@ -29,10 +29,7 @@ def _hard_rows(device: str) -> torch.Tensor:
 def test_sparsemax_of_hard_rows(lane, tiles):
     """A row that holds a NaN or +inf, or nothing but -inf, is NaN and no other row is."""
     op, x = registry.get_op("sparsemax"), _hard_rows(lane.device)
-    if tiles:
-        with registry.override("sparsemax.fwd", COLUMN_TILES):
-            y = op.function(x)
-    else:
+    with registry.override("sparsemax.fwd", COLUMN_TILES) if tiles else contextlib.nullcontext():
         y = op.function(x)
     assert y.isnan().all(-1).tolist() == [False, True, True, True, False, False] and y.isnan().sum() == 3 * 50
     torch.testing.assert_close(y[[0, 4, 5]].sum(-1), torch.ones(3, device=x.device))
@@ -161,13 +158,10 @@ def test_rows_in_two_pieces(lane, name, n_cols, dtype, seed):
     rows, args = wide[:, :n_cols], make(op, (1, 5, n_cols)[-len(sizes) :], dtype, lane.device, seed).args
     args = (rows, *(rows if torch.is_tensor(a) and a.shape == rows.shape else a for a in args[1:]))
     with torch.no_grad():
-        apart, dense = (op.function(*(f(a) for a in args)) for f in (lambda a: a, _contiguous))
+        apart = op.function(*args)
+        dense = op.function(*(a.contiguous() if torch.is_tensor(a) else a for a in args))
     exact = {} if n_cols % 16 else {"rtol": 0, "atol": 0}  # dense rows that begin anywhere are summed in another order
     torch.testing.assert_close(apart, dense, **exact)
-
-
-def _contiguous(value):
-    return value.contiguous() if torch.is_tensor(value) else value
 
 
 @pytest.mark.cpu

@@ -434,7 +434,7 @@ OP = registry.register_file(
         {},
         {"temperature": 0.7, "return_entropy": True, "return_top1": True},
         {"return_entropy": True, "select": 3, "softcap": 5.0, "biased": True, "accum_dtype": torch.float32},
-        {"biased": True, "softcap": 5.0, "return_entropy": True, "compact": True, "ignored": 0.4},
+        {"softcap": 5.0, "return_entropy": True, "return_top1": True, "compact": True, "ignored": 0.4, "biased": True},
         {"frozen": True, "return_entropy": True, "batch_invariant": True},
     ),
 )
