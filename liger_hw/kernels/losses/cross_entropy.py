@@ -5,8 +5,7 @@ For a row with logits s, target y, class weights w (1 if absent), smoothing e an
 A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss, which has no class weight.
     none  the loss of every row      sum  their sum
     mean  the sum divided by the sum of w[y] (torch's rule), the z-loss by the number of rows that count; 0 / 0 is nan
-Rows whose target is ignore_index do not count: they have no loss and a gradient of exactly zero.
-Everything is computed in fp32.
+Rows whose target is ignore_index have no loss and a gradient of exactly zero. Everything is computed in fp32.
 
 The forward sweeps a row twice (softmax_rows.py): for lse, then for the gradient, which goes to a new buffer and is all
 that is saved. Backward multiplies it by the incoming gradient (loss_gradient.py). In fp16 backward also divides by the
@@ -165,8 +164,7 @@ cross_entropy_fwd = define(
 
 
 class CrossEntropyFunction(Function):
-    """Returns the loss, or (loss, z_loss, token_accuracy, predicted_tokens) where a return_* option is set: torch takes
-    longer for several outputs."""
+    """Returns the loss, or (loss, z_loss, token_accuracy, predicted_tokens) where a return_* option is set."""
 
     sharding = LossRule("cross_entropy")
 
@@ -218,8 +216,8 @@ def liger_cross_entropy(
     Returns the loss, [] or [n_rows] with reduction="none", in input's dtype (fp32 under autocast), or a
     `CrossEntropyOutput` when any return_* is set.
     Raises `TypeError` for an option of another type, `ValueError` for shapes, dtypes, devices or options that do not
-    fit, and `IndexError` for a target out of range on the CPU or with LIGER_HW_CHECK_TARGETS=1; otherwise that is an
-    assertion on the device.
+    fit, and `IndexError` for a target out of range (on a GPU only with LIGER_HW_CHECK_TARGETS=1; else it is an
+    assertion on the device).
     """
     op = "liger_cross_entropy"
     check_tensors(op, input=input)

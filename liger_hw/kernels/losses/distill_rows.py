@@ -97,8 +97,7 @@ def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl
     """A tile of a row in fp32, columns counted from the body's first (rows/row.py). MASKED: the row ends in it, and
     columns behind the end get the value `outside`.
 
-    The load's mask ends at n_stored, or after a whole vector where VECTOR > 1 (why: rows/row.py), so that loads stay
-    wide.
+    The load's mask ends at n_stored, or where VECTOR > 1 after a whole vector (rows/row.py): loads stay wide.
     """
     if MASKED:
         reached = cols < n_stored
@@ -126,15 +125,13 @@ def raised(x, m):
 
 @triton.jit
 def _moved(moment, weights, by):
-    """sum(w * (d + by)) from `moment` = sum(w * d) and `weights` = sum(w). An infinite `by` adds nothing where the
-    weights are 0."""
+    """sum(w * (d + by)) from `moment` = sum(w * d) and `weights` = sum(w); weights of 0 add 0 even for by = inf."""
     return moment + tl.where(weights == 0.0, 0.0, weights * by)
 
 
 @triton.jit
 def row_sum(d, m, top, scale):
-    """The sum of a row about its maximum `top`, from its lanes' sums d about their maxima m. nan if a lane is nan,
-    whatever the maximum of the lane."""
+    """The sum of a row about its maximum `top`, from its lanes' sums d about their maxima m. nan if a lane is nan."""
     e = tl.exp2((m - top) * scale)
     return tl.sum(tl.where((e == 0.0) & (d == d), 0.0, d * e))
 

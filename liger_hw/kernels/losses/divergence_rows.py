@@ -8,10 +8,9 @@ A divergence is the sum of f(x, y) over the columns. The derivative of f in x, o
     JSD      b e^y (y - m) + (1 - b) e^x (x - m), m = log(b e^y + (1 - b) e^x)              (1 - b) e^x (x - m)
     TVD      |x - y| / 2                         both probabilities                         sign(x - y) / 2, 0 at a tie
 
-A term is zero, never nan, where the probability that it is weighted with is zero.
+A term is zero, never nan, where the probability that it is weighted with is zero. Everything is computed in fp32.
 The forward reads x and y once and writes the gradient, divided as the loss is. Backward multiplies it by the incoming
 gradient (loss_gradient.py). With reduction="none" the result is the terms, and backward computes the derivative.
-Everything is computed in fp32.
 """
 
 from __future__ import annotations

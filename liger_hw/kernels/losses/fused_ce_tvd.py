@@ -1,8 +1,7 @@
 """Cross entropy of a student and its total variation distance from a teacher, per row, from both logits in one launch.
 
     ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
-Rows whose target is ignore_index have losses and gradient of exactly zero. Everything is computed in fp32, with the
-arithmetic of distill_rows.py.
+Rows whose target is ignore_index have losses and gradient of exactly zero. Computed in fp32, as in distill_rows.py.
 Saved for backward: the logits and five fp32 numbers a row, so that backward reads the logits once.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
@@ -69,8 +68,7 @@ def _ce_tvd_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a row, read twice. Saves for s and for t the largest logit (TOP) and log2(sum(e^(x - TOP))) (LOG2),
-    and the DOT of `loss_of_lanes`."""
+    """One program a row, read twice. TOP: the largest logit; LOG2: log2(sum(e^(x - TOP))); DOT: see `loss_of_lanes`."""
     LOG2E: tl.constexpr = 1.4426950408889634
     KIND: tl.constexpr = 4  # TVD
     row = tl.program_id(0).to(tl.int64)
@@ -247,8 +245,7 @@ def liger_fused_ce_tvd(
     """(ce, tvd) of every row: cross entropy of the student, total variation distance from the teacher.
 
     student_logits, teacher_logits: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten;
-    target: [n_rows] int64 or int32, in 0..n_cols-1 or ignore_index. Returns two fp32 tensors [n_rows].
-    The teacher gets no gradient.
+    target: [n_rows] int64 or int32, in 0..n_cols-1 or ignore_index. The teacher gets no gradient. The results are fp32.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
     check_pair(_NAME, student_logits=student_logits, teacher_logits=teacher_logits)

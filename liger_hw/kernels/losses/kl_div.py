@@ -4,8 +4,7 @@
     term = e^t (t - x)                      with log_target: t a log-probability
     none  every term [n_rows, n_cols]      sum  of all      mean  over all elements      batchmean  sum / n_rows
 Everything is computed in fp32, by the kernel of divergence_rows.py.
-Saved for backward: the gradient, -t (or -e^t) divided as the loss is, which the forward writes; with reduction="none"
-the target.
+Saved for backward: the gradient, which the forward writes; with reduction="none" the target.
 
 Source: Kullback and Leibler, "On information and sufficiency", 1951; eps as in liger-kernel's `liger_kl_div`.
 """

@@ -1,7 +1,6 @@
 """Log-probabilities of chosen tokens, a row of logits at a time, and the gradient of any loss made of them.
 
-For a row of logits x (a bias added in fp32, then the softcap), token y and temperature T, with s = softcap(x + bias) /
-T:
+For a row of logits x, token y and temperature T, with s = softcap(x + bias) / T, the bias added in fp32:
     lse = log(sum(exp(s)))     logp = s[y] - lse     entropy = lse - sum(softmax(s) * s)     logit_sum = sum(s * T)
     top = the first column of the largest x + bias
     d loss / dx[c] = (a * ([c = y] - p[c]) - b * p[c] * (log p[c] + entropy)) / T, through the softcap
@@ -231,8 +230,7 @@ def log_prob_options(op: str, ignore_index: int, temperature: float, softcap: fl
 
 
 class LogProbs(NamedTuple):
-    """Results [n_rows] in fp32; None where not computed. top: int64, the first column of the largest logit, -1 in
-    ignored rows."""
+    """Results [n_rows], fp32, None where not computed. top: int64, the first column of the largest logit or -1."""
 
     logp: torch.Tensor
     lse: torch.Tensor

@@ -2,8 +2,8 @@
 
 With s = softcap * tanh(logits / softcap) / temperature of a row, p = softmax(s), and target y:
     log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax logits == y)
-Rows whose target is ignore_index have results and a gradient of exactly zero. `fused_linear_log_probs` computes the
-same from hidden states.
+Rows whose target is ignore_index have results and a gradient of exactly zero. From hidden states:
+`fused_linear_log_probs`.
 
 Saved for backward: the logits, a log-sum-exp a row, and the entropy. The kernels are in log_prob_rows.py.
 """

@@ -173,8 +173,7 @@ def scale_gradient(
 def gradient_of(loss: Callable[..., torch.Tensor], logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
     """d(sum of loss(logits) * slope) / d(logits) by autograd, in fp32 or fp64.
 
-    Not for fake tensors, with which an operator's fake runs its reference: autograd has a thread for each GPU, and that
-    is not in the fake tensor mode.
+    Not for fake tensors, which an operator's fake gives its reference: autograd's thread of a GPU has no fake mode.
     """
     if hasattr(logits, "fake_mode"):
         return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -196,8 +196,7 @@ def scan_row(
     X_ptr: the row's body of n_body columns, in n_full whole tiles and a last one. BIAS and W begin at column 0.
 
     Every 16 bytes of a tile are a lane, whose statistics one thread keeps in registers. The lanes are combined once a
-    row. A lane records the tile in which its largest logit came first; for the column, the lanes that have the row's
-    largest logit are read again.
+    row. For argmax, a lane records the tile of its first largest logit, and lanes with the row's largest are reread.
     """
     BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 16 // BYTES if BLOCK_SIZE * BYTES >= 16 else BLOCK_SIZE

@@ -170,11 +170,9 @@ def liger_vocab_parallel_cross_entropy(
     int32, indices into the whole vocabulary, the same on every rank. tp_group: a ProcessGroup, or None if this rank has
     the whole vocabulary. label_smoothing_formula: `pytorch`, or `megatron`, which multiplies label_smoothing by
     V / (V - 1). label_smoothing_mode: smooth over the whole vocabulary (`global`) or each rank's part (`partition`).
-    Returns the loss of every token in fp32; all ranks get the same unless the mode is `partition`. Every rank must call
-    it.
+    Every rank must call it. Returns the loss of every token in fp32, on all ranks the same unless in mode `partition`.
     A target outside the vocabulary has score 0, as in Megatron: its loss is the log-sum-exp and its gradient (without
-    smoothing) the softmax, both finite, so that a mask can remove them. With LIGER_HW_CHECK_TARGETS=1 it raises
-    `IndexError`.
+    smoothing) the softmax, both finite, so that a mask can remove them. LIGER_HW_CHECK_TARGETS=1: `IndexError`.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     check_tensors(_NAME, vocab_parallel_logits=vocab_parallel_logits)

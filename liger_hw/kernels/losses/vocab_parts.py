@@ -7,9 +7,8 @@ column and the size of the vocabulary are tensors.
 A loss needs a few numbers a row from the other ranks: log-sum-exp, the target's score, and sums. `gather_rows` sends
 them in one collective, and every rank combines them in the same order, so that all have the same bits.
 
-A rank computes its numbers by `row_log_probs` with `OwnTargets.mine`; where another rank has the target, logp belongs
-to column 0 and is not used. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a coefficient of the
-target that is zero there.
+A rank computes its numbers by `row_log_probs` with `OwnTargets.mine`; where another rank has the target, logp is not
+used. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a target's coefficient that is zero there.
 """
 
 from __future__ import annotations

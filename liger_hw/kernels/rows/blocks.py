@@ -23,15 +23,13 @@ from ...runtime.triton_import import tl, triton
 from .row import align_down, holds_column, in_touched_vector, in_whole_vector, row_vector
 
 _NARROWEST_FIRST, WIDEST_FIRST = 1024, 8192
-"""Widths of a first block that has a second one: padding costs narrower rows little, and wider ones do not fit in a
-program."""
+"""Widths of a first block that has a second one: padding costs narrower rows little, wider ones do not fit."""
 
 # -- how rows are laid out, on the host ------------------------------------------------------------------------------
 
 
 def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
-    """(WHOLE_ROW, BLOCK_2): whether a block of `block` columns and a second one hold rows of `n_cols`, and the width of
-    the second."""
+    """(whether a block of `block` columns and a second one hold rows of `n_cols`, the width of the second)."""
     rest = n_cols - block
     if rest <= 0:
         return True, 0
@@ -48,8 +46,7 @@ def most_columns(columns: int) -> int:
 
 
 def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key` of the first block, with a last 1 for rows in two blocks, or a last 0 for rows in one block that begin
-    anywhere."""
+    """`row_key` of the first block, with a last 1 for two blocks, or a last 0 for one block and rows of odd width."""
     first = 1 << max(0, n_cols.bit_length() - 1)
     if row_blocks(n_cols, first)[1]:
         return (*row_key(n_rows, first, itemsize), 1)
@@ -100,8 +97,7 @@ def tile_rows(tile, ROWS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def first_columns(start, n_cols, BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr, pad=0, VECTOR: tl.constexpr = 1):
-    """(positions, which of them hold columns) of the first block. With a second block and no pad the mask is
-    constant."""
+    """(positions, which of them hold columns) of the first block; a constant mask with a second block and no pad."""
     positions = start + tl.arange(0, BLOCK_SIZE)
     if BLOCK_2 and VECTOR == 1:
         exist = tl.full([BLOCK_SIZE], 1, tl.int1)

@@ -36,8 +36,7 @@ def column_sum_tunable(
         return (next_power_of_2(columns(*sizes_and_itemsize[:-1])),)
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
-        """Column tiles so narrow that every multiprocessor has a program. A single column has one program, which takes
-        1024 rows at once."""
+        """Column tiles so narrow that every multiprocessor has a program; 1024 rows at once of a single column."""
         if key[0] == 1:
             return LaunchConfig({"BLOCK_M": 1024, "BLOCK_N": 1}, target.warps(1024, 8, 8))
         columns = max(16, min(128, next_power_of_2(key[0] // (2 * target.multiprocessors))))

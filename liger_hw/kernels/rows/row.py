@@ -68,8 +68,7 @@ def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: in
     unit: LINE for the elements in a cache line, if all tensors allow it
 
     1 where width and strides are multiples of 16 elements, which the compiler sees; where the pad does not fit `width`;
-    where a tensor does not begin at a 16-byte boundary; where rows of two tensors begin at different distances from a
-    boundary.
+    where a tensor does not begin at a 16-byte boundary; where rows of two tensors begin at different distances from it.
     """
     present = [t for t in tensors if t is not None]
     strides = [rows_of(t)[2] for t in present]
@@ -188,8 +187,7 @@ def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
 def tail_columns(positions, n_body, VECTOR: tl.constexpr):
     """The columns of a tile that holds the body's end, and behind it the two vectors that hold the edges.
 
-    In these two vectors, columns outside [-head, n_cols - head) belong to the row's neighbours: they may be loaded, but
-    not stored.
+    There, columns outside [-head, n_cols - head) belong to the row's neighbours: they may be loaded, but not stored.
     """
     if VECTOR > 1:
         edge = positions - n_body

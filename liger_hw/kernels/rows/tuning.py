@@ -18,8 +18,7 @@ of fp32 weight gradients spill on every vendor."""
 
 
 def row_sample(sizes: tuple[int, int], dtype: Any, args: tuple, moved: int = 5, **more: Any) -> Sample:
-    """The Sample of an op on rows: results sum over columns, parameter gradients over rows. moved: how often a tensor
-    like x is read or written."""
+    """The Sample of an op on rows: results sum over columns, parameter gradients over rows. moved: passes over x."""
     n_rows, n_cols = sizes
     grad_reduction = more.pop("grad_reduction", max(sizes))
     moved *= n_rows * n_cols * dtype.itemsize
@@ -165,8 +164,7 @@ def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
 
 
 def row_tunable(op: str, variant: str, *kernels: Any, **differs: Any) -> Tunable:
-    """A tunable whose kernels work on row tiles. differs: arguments of `Tunable` that replace the ones of `rms_norm`'s
-    forward."""
+    """A tunable whose kernels work on row tiles. differs: arguments of `Tunable` that replace these rules."""
     rules = {"key": row_key, "dims": DIMS, "dependent_launch": is_small_launch}
     rules |= {"heuristic": fwd_heuristic, "safe": safe, "space": fwd_space}
     return Tunable(op, variant, kernels=kernels, **(rules | differs))
