@@ -131,9 +131,10 @@ def test_attention_convolved_channels_last(lane, sizes, bias, seed, monkeypatch)
         sample = make(op, sizes, torch.float16, lane.device, seed, {"bias": bias})
         verify(op, sample, seed)
         scores, weight, shift = (None if t is None else t.detach() for t in sample.args)
-        y, p, last = multi_token_attention._fwd(scores, weight, shift, [1, 1], [1, 1], [1, 1], 1, False)
+        how = [1, 1], [1, 1], [1, 1], 1, False
+        y, p = multi_token_attention._fwd(scores, weight, shift, *how)
         assert y.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
-        dx, dw, _ = multi_token_attention._bwd(y, p, last, [1, 1], [1, 1], [1, 1], 1, False, [True] * 3)
+        dx, dw, _ = multi_token_attention._bwd(y, p, weight, [True] * 3, *how)
         assert dx.is_contiguous() and dw.is_contiguous()
 
 
