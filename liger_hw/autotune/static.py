@@ -87,7 +87,8 @@ class StaticTuner:
         if heuristic not in candidates.times:
             result.error = f"the heuristic cannot be judged: {candidates.dropped.get(heuristic, 'unknown')}"
             return result
-        for best in candidates.ranked()[:2] if among is None else ():
+        best_two = sorted(candidates.times, key=candidates.times.__getitem__)[:2]
+        for best in best_two if among is None else ():
             near = [config for config in space.neighbours(distinct, best) if config not in candidates.traced]
             candidates.add(near[: max(0, self.most - len(candidates.traced) + 1) // 2])
         times = candidates.times
@@ -174,9 +175,6 @@ class _Candidates:
                     self.times[config] = time_of(certificates)
             except ValueError as error:
                 self.dropped[config] = f"cannot be modelled: {error}"
-
-    def ranked(self) -> list[LaunchConfig]:
-        return sorted(self.times, key=self.times.__getitem__)
 
     def _unfit(self, config: LaunchConfig, certificates: list[Certificate]) -> str:
         for certificate in certificates:
