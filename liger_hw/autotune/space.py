@@ -48,8 +48,9 @@ def shortlist(
 ) -> list[LaunchConfig]:
     """At most `most` configurations to measure first, `start` before all others.
 
-    scores: relative times (1.0 is the best) of configurations at a neighbouring key. With scores, two thirds of the
-    list are the best of these and their neighbours follow. Without, half are neighbours of `start`. The rest is random.
+    scores: relative times (1.0 is the best) of configurations at a neighbouring key. With scores, up to two thirds of
+    the list are the best of these, then neighbours of the best. Without, half are neighbours of `start`. The rest is
+    random.
     """
     if len(space) <= most:
         return [start, *(c for c in space if c != start)]

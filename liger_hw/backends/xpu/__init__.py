@@ -96,11 +96,11 @@ class XpuBackend(Backend):
         return None
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
-        """Chooses the large register file for tiles that do not fit the small one, unless the configuration chooses.
+        """Chooses the large register mode for tiles that do not fit the small one, unless the configuration chooses.
 
-        oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register Mode": 128 registers of 64 bytes for
-        each of 8 threads of a vector engine, or 256 for each of 4. A sub-group of 32 then holds 64 or 128 values a
-        work-item; a row kernel keeps two to three fp32 tiles and its addresses.
+        A vector engine has 128 registers of 64 bytes for each of 8 threads, or 256 for each of 4: a work-item of a
+        sub-group of 32 holds 64 or 128 values (oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register
+        Mode"). A row kernel keeps two to three fp32 tiles and its addresses.
         """
         options = super().lower(config)
         tile = math.prod(config.blocks.values())
