@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from liger_hw import registry
+from liger_hw.autotune import store, tables
 from liger_hw.autotune.workers import WorkerDied, WorkerError
 from liger_hw.backends import LaunchConfig, Target, known_target
 from liger_hw.registry import Entry
@@ -18,8 +20,6 @@ def tunable(name: str = "rms_norm.fwd") -> registry.Tunable:
 
 
 def entry(config: LaunchConfig, made_for: registry.Tunable, **provenance) -> Entry:
-    from liger_hw.autotune import store
-
     full = {"kind": "measured", "triton": store.triton_version(), "date": "2026-11-20T00:00:00Z", **provenance}
     return Entry(config, full, made_for.version)
 
@@ -28,6 +28,16 @@ def other_config(of: registry.Tunable, target: Target, key: tuple) -> LaunchConf
     """A legal configuration that is not the heuristic."""
     heuristic = of.heuristic(target, key)
     return next(c for c in of.space(target, key) if c != heuristic and of.illegal(target, key, c) is None)
+
+
+def ship(monkeypatch, tmp_path: Path, stem: str, table, target: Target = H200) -> Path:
+    """Write a shipped table of this stem."""
+    folder = tmp_path / "shipped" / target.vendor
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}.json").write_text(tables.render(store.header(target), table.items()))
+    monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "shipped" / vendor)
+    registry.reload()
+    return folder / f"{stem}.json"
 
 
 class FakeMeasurer:

@@ -13,10 +13,10 @@ import torch
 
 from liger_hw import env, files, registry
 from liger_hw.autotune import compile as aot
-from liger_hw.autotune import lock, store, tables
+from liger_hw.autotune import lock, store
 from liger_hw.backends import known_target
 from liger_hw.cli import main
-from tests.autotune.fakes import H200, entry, other_config, tunable
+from tests.autotune.fakes import H200, entry, other_config, ship, tunable
 
 KEY = (4096, 13, 2)
 NAME = ("rms_norm", "fwd", KEY)
@@ -52,13 +52,8 @@ def put(layer: str, config, monkeypatch, tmp_path: Path) -> None:
     elif layer == "user":
         store.add(H200, [(NAME, made)])
     elif layer.startswith("shipped"):
-        stem = {"shipped-device": "sm90-nvidia-h200", "shipped-arch": "sm90", "shipped-family": "sm90-other-device"}[
-            layer
-        ]
-        folder = tmp_path / "shipped"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{stem}.json").write_text(tables.render(store.header(H200), [(NAME, made)]))
-        monkeypatch.setattr(store, "shipped_folder", lambda vendor: folder)
+        stems = {"shipped-device": "sm90-nvidia-h200", "shipped-arch": "sm90", "shipped-family": "sm90-other-device"}
+        ship(monkeypatch, tmp_path, stems[layer], {NAME: made})
     elif layer == "explicit":
         monkeypatch.setenv("LIGER_HW_CONFIG_RMS_NORM__FWD", config.to_text())
     registry.reload()

@@ -17,7 +17,7 @@ from liger_hw import files, registry
 from liger_hw.autotune import store, tables
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.registry import Entry
-from tests.autotune.fakes import H200, entry, other_config, tunable
+from tests.autotune.fakes import H200, entry, other_config, ship, tunable
 
 KEY = (4096, 13, 2)
 NAME = ("rms_norm", "fwd", KEY)
@@ -129,15 +129,6 @@ def test_another_triton_minor_is_demoted_below_shipped(clean_registry, monkeypat
     shipped = fwd.safe(H200, KEY)
     ship(monkeypatch, tmp_path, "sm90", {NAME: entry(shipped, fwd)})
     assert (taken().layer, taken().config) == ("shipped-arch", shipped)
-
-
-def ship(monkeypatch, tmp_path: Path, stem: str, table, target=H200) -> Path:
-    folder = tmp_path / "shipped" / target.vendor
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(tables.render(store.header(target), table.items()))
-    monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "shipped" / vendor)
-    registry.reload()
-    return folder / f"{stem}.json"
 
 
 def test_shipped_layers_in_order(clean_registry, monkeypatch, tmp_path):
