@@ -126,22 +126,12 @@ def test_offsets_past_int32(lane, op, seed):
     rows = _rows(sample, count)
     for t in checked_inputs(sample):
         t.requires_grad_(rows in t.shape[:2])
-    result = run(op.function, sample, seed)
-
-    def last(t: torch.Tensor) -> torch.Tensor:
-        axis = next((axis for axis, n in enumerate(t.shape[:2]) if n == rows), None)
-        return t if axis is None else t.narrow(axis, rows - 3, 3).clone()
-
-    few = changed(sample, last)
-    incoming = [None if g is None else last(g) for g in result.incoming]
-    gradients = [None if g is None else last(g) for g in result.gradients]
-    outputs = [last(o) for o in result.outputs]
+    few, last = _of_last_three(sample, run(op.function, sample, seed), rows)
+    del sample
     if options is None:
-        gradients = [None if g is None else g * (rows / 3) for g in gradients]
-        outputs = run(op.function, few, grads=incoming).outputs
-    found = Result(outputs, incoming, checked_inputs(few), gradients)
-    del sample, result
-    check(op, few, found)
+        gradients = [None if g is None else g * (rows / 3) for g in last.gradients]
+        last = Result(run(op.function, few, grads=last.incoming).outputs, last.incoming, last.inputs, gradients)
+    check(op, few, last)
 
 
 @pytest.mark.memory(64)
@@ -153,18 +143,22 @@ def test_positions_past_a_million(lane, name, seed):
     sample = make(op, (1, tokens, 17, 1, 128), torch.bfloat16, lane.device, seed)
     for t in checked_inputs(sample):
         t.requires_grad_(tokens in t.shape)  # weights have gradients of all tokens
-    result = run(op.function, sample, seed)
+    few, last = _of_last_three(sample, run(op.function, sample, seed), tokens)
+    del sample
+    check(op, few, last)
 
-    def last(t: torch.Tensor) -> torch.Tensor:
-        return t.narrow(t.shape.index(tokens), tokens - 3, 3).clone() if tokens in t.shape else t
+
+def _of_last_three(sample: registry.Sample, result: Result, rows: int) -> tuple[registry.Sample, Result]:
+    """The sample and the result of the last three of its rows."""
+
+    def last(t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None or rows not in t.shape:
+            return t
+        return t.narrow(t.shape.index(rows), rows - 3, 3).clone()
 
     few = changed(sample, last)
-    incoming, gradients = (
-        [None if g is None else last(g) for g in grads] for grads in (result.incoming, result.gradients)
-    )
-    found = Result([last(o) for o in result.outputs], incoming, checked_inputs(few), gradients)
-    del sample, result
-    check(op, few, found)
+    outputs, incoming, gradients = (list(map(last, ts)) for ts in (result.outputs, result.incoming, result.gradients))
+    return few, Result(outputs, incoming, checked_inputs(few), gradients)
 
 
 def _rows_apart(op, options, device) -> bool:
