@@ -194,6 +194,8 @@ def _qk_norm_rope_bwd_kernel(
 
     Program i of q and program i of k share row i of DW; a program without a partner also writes zeros for the other.
     """
+    BLOCK_HALF: tl.constexpr = HEAD.block_half  # Triton 3.4 takes no fields in a list of sizes
+    BLOCK_PASS: tl.constexpr = HEAD.block_pass
     ALIGN: tl.constexpr = HEAD.align
     is_k = tl.program_id(0) >= n_q_programs
     first = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
@@ -208,9 +210,9 @@ def _qk_norm_rope_bwd_kernel(
     n_tiles = tl.cdiv(n_tokens, BLOCK_T) * n_head_tiles
     WIDTH: tl.constexpr = 2 * HEAD.half + HEAD.pass_through
     w1, w2, w3 = _load_weight(W_ptr, offset, HEAD, BLOCK_T)
-    total1 = tl.zeros([BLOCK_T, HEAD.block_half], dtype=tl.float32)
-    total2 = tl.zeros([BLOCK_T, HEAD.block_half], dtype=tl.float32)
-    total3 = tl.zeros([BLOCK_T, HEAD.block_pass], dtype=tl.float32)
+    total1 = tl.zeros([BLOCK_T, BLOCK_HALF], dtype=tl.float32)
+    total2 = tl.zeros([BLOCK_T, BLOCK_HALF], dtype=tl.float32)
+    total3 = tl.zeros([BLOCK_T, BLOCK_PASS], dtype=tl.float32)
     for tile in tl.range(first, n_tiles, programs, num_stages=STAGES):
         tokens = (tile // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
         heads = (tile % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -74,7 +74,8 @@ def of_tokens(x, HEADS_FIRST: tl.constexpr):
     """A vector over the tokens of a tile, as a tile of three dimensions."""
     if HEADS_FIRST:
         return x[None, :, None]
-    return x[:, None, None]
+    else:
+        return x[:, None, None]
 
 
 @triton.jit
@@ -82,7 +83,8 @@ def of_heads(x, HEADS_FIRST: tl.constexpr):
     """A vector over the heads of a tile, as a tile of three dimensions."""
     if HEADS_FIRST:
         return x[:, None, None]
-    return x[None, :, None]
+    else:
+        return x[None, :, None]
 
 
 @triton.jit
@@ -90,7 +92,8 @@ def per_head(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
     """A tile of one head, repeated for N_HEADS."""
     if HEADS_FIRST:
         return tl.broadcast_to(x, [N_HEADS, x.shape[1], x.shape[2]])
-    return tl.broadcast_to(x, [x.shape[0], N_HEADS, x.shape[2]])
+    else:
+        return tl.broadcast_to(x, [x.shape[0], N_HEADS, x.shape[2]])
 
 
 @triton.jit
