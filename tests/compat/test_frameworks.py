@@ -1,7 +1,7 @@
 """Frameworks that call Liger run their own code on the shim: the real packages, each in its own process, on the CPU.
 
-Skipped if a package is not installed: FRAMEWORKS=1 TRL=1.16.0 bash ci/cpu.sh, and TRL=0.24.0 for ms-swift and verl.
-LLaMA-Factory's own training command is in test_framework_commands.py.
+Each trains a tiny model one step before and after its call, which must give the same loss and gradients. Skipped where
+a package is not installed: FRAMEWORKS=1 TRL=1.16.0 bash ci/cpu.sh, and TRL=0.24.0 for LLaMA-Factory, ms-swift, verl.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def load(model_type, **more):
     LigerPlugin().pre_model_load(cfg)
 
 
-for family in ("llama", "qwen3", "mistral", "gemma2", "granite", "qwen3_5", "deepseek_v3", "smollm3"):
+results["llama"] = compare(transformers.LlamaForCausalLM, lambda model: load("llama"))
+results["qwen3"] = compare(transformers.Qwen3ForCausalLM, lambda model: load("qwen3"))
+for family in ("mistral", "gemma2", "granite", "qwen3_5", "deepseek_v3", "smollm3"):
     load(family)
 import liger_kernel.ops  # from here on another implementation is refused, by a look into IMPL_REGISTRY
 try:
@@ -79,8 +81,36 @@ except ValueError as error:
     results["impl"] = str(error)
 """
 
+LLAMAFACTORY = """
+from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel
+
+arguments = types.SimpleNamespace(enable_liger_kernel=True)
+
+
+def load(family, **options):
+    apply_liger_kernel(types.SimpleNamespace(model_type=family), arguments, is_trainable=True, **options)
+
+
+results["llama"] = compare(transformers.LlamaForCausalLM, lambda model: load("llama", require_logits=False))
+results["qwen3"] = compare(transformers.Qwen3ForCausalLM, lambda model: load("qwen3", require_logits=True))
+for family in ("mistral", "gemma2", "gemma3_text", "glm4", "granite", "mixtral", "olmo2", "phi3", "qwen2", "qwen3_moe"):
+    load(family, require_logits=False)
+"""
+
 SWIFT = """
 import swift.rlhf_trainers.gkd_trainer as gkd
+from swift.trainers.arguments import TrainArgumentsMixin
+from transformers.integrations.liger import apply_liger_kernel
+
+
+def load(model):  # its arguments' patch of the loss function, then what Trainer does under `use_liger_kernel`
+    TrainArgumentsMixin._init_liger(types.SimpleNamespace(
+        use_liger_kernel=True, _patch_liger_kernel=TrainArgumentsMixin._patch_liger_kernel))
+    apply_liger_kernel(model, None)
+
+
+results["llama"] = compare(transformers.LlamaForCausalLM, load)
+results["qwen3"] = compare(transformers.Qwen3ForCausalLM, load)
 
 # the GKD trainer's loss, made and called as it does; and a subclass, as its pull request 10114 has one
 arguments = types.SimpleNamespace(use_liger_kernel=True, sft_alpha=0)
@@ -161,6 +191,7 @@ results["qwen3"] = compare(transformers.Qwen3ForCausalLM, _patch_liger_kernel)
 
 FRAMEWORKS = {
     "axolotl": (AXOLOTL, "axolotl", "1.0"),
+    "llamafactory": (LLAMAFACTORY, "llamafactory", ""),
     "ms-swift": (SWIFT, "swift", ""),
     "verl": (VERL, "verl", ""),
     "nemo-automodel": (NEMO, "nemo_automodel", None),
@@ -192,14 +223,25 @@ def _is_the_same(one: dict, *, fused_loss: bool) -> None:
 
 
 def test_axolotl(tmp_path):
-    """Its plugin's `register` and `pre_model_load`; test_framework_commands.py trains with them."""
+    """Its plugin's `register` and `pre_model_load`, with the options that a configuration sets."""
     results = _run("axolotl", tmp_path)
+    _is_the_same(results["llama"], fused_loss=True)
+    assert LAYERS <= set(results["llama"]["ours"])
+    assert results["qwen3"]["loss"][1] == pytest.approx(results["qwen3"]["loss"][0], rel=1e-5)
     assert "liger_kernel_impl: 'cutedsl' cannot take effect" in results["impl"]
 
 
+def test_llamafactory(tmp_path):
+    results = _run("llamafactory", tmp_path)
+    _is_the_same(results["llama"], fused_loss=True)
+    assert LAYERS <= set(results["llama"]["ours"]) and results["qwen3"]["apart"] < 1e-3
+
+
 def test_ms_swift(tmp_path):
-    """The loss of its GKD trainer, and a subclass of it; test_framework_commands.py trains with it."""
+    """Its arguments, the loss of its GKD trainer, and a subclass of that."""
     results = _run("ms-swift", tmp_path)
+    _is_the_same(results["llama"], fused_loss=True)
+    assert LAYERS <= set(results["llama"]["ours"]) and results["qwen3"]["apart"] < 1e-3
     assert results["jsd"][1] == pytest.approx(results["jsd"][0], rel=1e-5)
     assert results["subclass"] == pytest.approx(2 * results["jsd"][0], rel=1e-5)
 
