@@ -346,13 +346,10 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             agreement.at_first_step(self, patched_parts)
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
         shifted_alone = labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None
-        if labels is None and not shifted_alone:
-            return original(self, *args, **kwargs)
-        head_is_at = path_of_head(self)
-        if not head_is_at:
-            return original(self, *args, **kwargs)
-        module = _at(self, head_is_at)
-        if type(module) is OutputHead:  # the caller is the patched forward of a subclass or of an outer model
+        head_is_at = "" if labels is None and not shifted_alone else path_of_head(self)
+        module = _at(self, head_is_at) if head_is_at else None
+        # an OutputHead: the caller is the patched forward of a subclass or of an outer model
+        if module is None or type(module) is OutputHead:
             return original(self, *args, **kwargs)
         if shifted_alone:
             labels = kwargs["labels"] = kwargs["shift_labels"]
