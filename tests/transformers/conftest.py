@@ -62,18 +62,14 @@ def batch():
 def calls(monkeypatch):
     """Counts calls of the two losses: {"fused": n, "plain": n}."""
     counts = {"fused": 0, "plain": 0}
+    for key, name in (("fused", "liger_fused_linear_cross_entropy"), ("plain", "liger_cross_entropy")):
+        original = getattr(functional, name)
 
-    def counting(name, key):
-        function = getattr(functional, name)
-
-        def counted(*args, **kwargs):
+        def counted(*args, key=key, function=original, **kwargs):
             counts[key] += 1
             return function(*args, **kwargs)
 
         monkeypatch.setattr(functional, name, counted)
-
-    counting("liger_fused_linear_cross_entropy", "fused")
-    counting("liger_cross_entropy", "plain")
     return counts
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import liger_hw
+import liger_hw.transformers as patches
 from liger_hw.autotune import compile_ahead
 from liger_hw.transformers.tiny import tiny_config
-
-transformers = pytest.importorskip("transformers")
-import liger_hw.transformers as patches  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 

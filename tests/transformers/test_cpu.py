@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
+import transformers
 
 import liger_hw
 from liger_hw.kernels.rotary.rope import RopeFunction
 from liger_hw.transformers import replacing
-from liger_hw.transformers.tiny import tiny_config
+from liger_hw.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -33,10 +32,7 @@ def own_code(set_env):
 
 
 def _model():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(tiny_config(Qwen3Config)).train()
+    return tiny_model(transformers.Qwen3ForCausalLM)
 
 
 def _called(model) -> list[str]:

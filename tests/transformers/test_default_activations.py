@@ -7,18 +7,19 @@ import types
 
 import pytest
 import torch
+import transformers
 from small_models import SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-pytestmark = pytest.mark.cpu
-transformers = pytest.importorskip("transformers")
+import liger_hw
+from liger_hw.recompute import dial, recipes
+from liger_hw.transformers import replacing
+from liger_hw.transformers.report import patched_parts
+from liger_hw.transformers.tiny import tiny_config
 
-import liger_hw  # noqa: E402
-from liger_hw.recompute import dial, recipes  # noqa: E402
-from liger_hw.transformers import replacing  # noqa: E402
-from liger_hw.transformers.report import patched_parts  # noqa: E402
-from liger_hw.transformers.tiny import tiny_config  # noqa: E402
+pytestmark = pytest.mark.cpu
+
 
 IDS = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(1))
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "olmo2": "Olmo2", "qwen3": "Qwen3", "granite": "Granite"}

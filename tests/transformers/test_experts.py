@@ -11,16 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-transformers = pytest.importorskip("transformers")
+import liger_hw
+import liger_hw.transformers
+from liger_hw.kernels.moe import fused_moe
+from liger_hw.transformers import experts, probing
+from liger_hw.transformers.tiny import tiny_config, tiny_model
+
 interface = pytest.importorskip("transformers.integrations.moe", reason="transformers 4 has no batched experts")
 
-import liger_hw  # noqa: E402
-import liger_hw.transformers  # noqa: E402
-from liger_hw.kernels.moe import fused_moe  # noqa: E402
-from liger_hw.transformers import experts, probing  # noqa: E402
-from liger_hw.transformers.tiny import tiny_config, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 

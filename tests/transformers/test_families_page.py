@@ -7,10 +7,10 @@ import json
 import families
 import models_page
 import pytest
+import transformers
 
 from liger_hw.cli import UsageError
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import liger_hw
 from liger_hw.transformers import hybrids
 from liger_hw.transformers.tiny import tiny_model
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
 
 

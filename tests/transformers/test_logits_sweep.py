@@ -14,11 +14,10 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils.checkpoint import checkpoint
 
-transformers = pytest.importorskip("transformers")
-
-import liger_hw  # noqa: E402
+import liger_hw
 
 pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
 VOCAB, BATCH, SEQ = 13, 2, 7

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.autograd.graph import get_gradient_edge
 
-transformers = pytest.importorskip("transformers")
-
-import liger_hw  # noqa: E402
+import liger_hw
 
 pytestmark = pytest.mark.cpu
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from liger_hw.transformers import packing_leaks  # noqa: E402
-from liger_hw.transformers.packing import FORMS, LEAKING, packing_note  # noqa: E402
-from liger_hw.transformers.tiny import tiny_model  # noqa: E402
+from liger_hw.transformers import packing_leaks
+from liger_hw.transformers.packing import FORMS, LEAKING, packing_note
+from liger_hw.transformers.tiny import tiny_model
 
 pytestmark = [pytest.mark.lanes("cpu")]
 

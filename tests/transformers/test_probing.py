@@ -96,10 +96,6 @@ def _without_epsilon(self, x):
     return F.rms_norm(x, self.weight.shape, self.weight)
 
 
-def _other_on_cuda(self, x):
-    return x if x.device.type == "cuda" else _llama(self, x)
-
-
 def _other_when_long(self, x):
     return x if x.shape[-2] > 9999 else _llama(self, x)
 
@@ -174,7 +170,6 @@ NOT_NORMS = {
         lambda self, x: F.rms_norm(x.clamp(-1000, 1000), self.weight.shape, self.weight, 1e-5),
         "of [2, 3, 24] of about 10000",
     ),
-    "another device": (_other_on_cuda, OPEN),
     "another length": (_other_when_long, OPEN),
     "autocast by length": (_in_context(_autocast_when_long), OPEN),
     "a function of its own that turns autocast off": (_in_context(_without_autocast), OPEN),
@@ -301,7 +296,7 @@ class SomeMLP(nn.Module):
             self.gate_proj = nn.Linear(8, 16)
         self.down_proj = nn.Linear(16, 8)
         self.act_fn = act
-        self.gate_scale, self.out_scale, self.limit, self.far, self.residual_dropout = 1.0, 1.0, 0.7, 30.0, 0.0
+        self.gate_scale, self.out_scale, self.limit, self.residual_dropout = 1.0, 1.0, 0.7, 0.0
 
 
 def mlp(body, act=None, **options):
@@ -374,14 +369,6 @@ NOT_MLPS = {
     "clamped": (
         lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)).clamp(max=s.limit) * s.up_proj(x))),
         "not silu",
-    ),
-    "a limit that few numbers meet": (
-        lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x).clamp(max=s.far)) * s.up_proj(x))),
-        "of about 10000",
-    ),
-    "a limit in the code": (
-        lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)) * s.up_proj(x).clamp(-500, 500))),
-        "of about 10000",
     ),
     "a limit in the activation": (lambda: mlp(_gated, _Clipped()), "of about 10000"),
     "pairs": (lambda: mlp(_pairs, fused=True), "in pairs"),

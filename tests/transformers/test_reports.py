@@ -6,8 +6,6 @@ import pytest
 import torch
 from harness import python
 
-pytest.importorskip("transformers")
-
 import liger_hw
 from liger_hw.transformers import apply_liger_kernel_to_llama
 from liger_hw.transformers.tiny import tiny_config

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import families as verify
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
-import families as verify  # noqa: E402
-
-import liger_hw  # noqa: E402
-from liger_hw.transformers.tiny import tiny_model  # noqa: E402
+import liger_hw
+from liger_hw.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.cpu
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-import liger_hw  # noqa: E402
-from liger_hw.transformers.models import specs  # noqa: E402
-from liger_hw.transformers.tiny import tiny_model  # noqa: E402
+import liger_hw
+from liger_hw.transformers.models import specs
+from liger_hw.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.cpu
 
