@@ -16,8 +16,6 @@ from liger_hw.transformers import apply
 from liger_hw.transformers.models import specs
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 APPLY = liger_hw.transformers.MODEL_TYPE_TO_APPLY_LIGER_FN
 
 

@@ -17,8 +17,6 @@ import liger_hw.transformers as patches
 from liger_hw.autotune import compile_ahead
 from liger_hw.transformers.tiny import tiny_config
 
-pytestmark = pytest.mark.cpu
-
 PACKAGE = str(Path(liger_hw.__file__).parent)
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM"}
 

@@ -11,8 +11,6 @@ from liger_hw.kernels.rotary.rope import RopeFunction
 from liger_hw.transformers import replacing
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 
 def test_a_rotary_function_may_be_called_with_its_axis_first():
     """By keyword, in any order: the first value need not be a tensor."""

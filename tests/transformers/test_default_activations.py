@@ -18,9 +18,6 @@ from liger_hw.transformers import replacing
 from liger_hw.transformers.report import patched_parts
 from liger_hw.transformers.tiny import tiny_config
 
-pytestmark = pytest.mark.cpu
-
-
 IDS = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(1))
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "olmo2": "Olmo2", "qwen3": "Qwen3", "granite": "Granite"}
 KEEP = {"activations": "keep"}

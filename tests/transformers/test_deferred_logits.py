@@ -10,8 +10,6 @@ import transformers
 import liger_hw
 from liger_hw.transformers.loss import OutputHead
 
-pytestmark = pytest.mark.cpu
-
 HIDDEN, VOCAB = 8, 13
 ROW = torch.linspace(-1.0, 2.0, VOCAB)
 OFF = torch.zeros(1, VOCAB).masked_fill(torch.arange(VOCAB) == 12, float("-inf"))

@@ -21,7 +21,7 @@ from families import causal_lms, forwards
 import liger_hw
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = [pytest.mark.cpu, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 RTOL, GRAD_RTOL, GRAD_ATOL = 1e-5, 2e-3, 2e-5
 """Of losses; of gradients, relative to the largest entry of each, and added to that entry for those that are zero."""

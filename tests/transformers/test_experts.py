@@ -23,8 +23,6 @@ from liger_hw.transformers.tiny import tiny_config, tiny_model
 interface = pytest.importorskip("transformers.integrations.moe", reason="transformers 4 has no batched experts")
 
 
-pytestmark = pytest.mark.cpu
-
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 13, 16, 24, 4, 2
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER}

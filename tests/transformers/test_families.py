@@ -14,8 +14,6 @@ import pytest
 import liger_hw.transformers
 from liger_hw.transformers.models import specs
 
-pytestmark = pytest.mark.cpu
-
 SPECS = specs()
 # Families whose own classes hold no norm or MLP: those of their text and vision models are patched on a live model.
 COMPOSITES = {"llava", "paligemma", "internvl", "smolvlm"}

@@ -11,8 +11,6 @@ import transformers
 
 from liger_hw.cli import UsageError
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="this transformers has no Gemma 4")
 def test_rows_and_page(tmp_path, capsys):

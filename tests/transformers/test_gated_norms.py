@@ -11,8 +11,6 @@ from torch import nn
 import liger_hw
 from liger_hw.transformers import probing
 
-pytestmark = pytest.mark.cpu
-
 FAMILIES = {  # module, class, arguments after the width, what is found
     "qwen3_next": ("Qwen3NextRMSNormGated", {}, "silu after the norm, llama"),
     "qwen3_5": ("Qwen3_5RMSNormGated", {}, "silu after the norm, llama"),

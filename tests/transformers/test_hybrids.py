@@ -16,8 +16,6 @@ import liger_hw
 from liger_hw.transformers import hybrids
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 
 def _lfm2():
     return tiny_model(transformers.Lfm2ForCausalLM)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_hw
 
-pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 VOCAB, BATCH, SEQ = 13, 2, 7
 IDS = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) % VOCAB
 

@@ -16,7 +16,6 @@ from liger_hw.transformers import probing
 from liger_hw.transformers.tiny import VOCAB, tiny_model
 
 pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 has no Qwen3.5, and others' older mixers")
-pytestmark = pytest.mark.cpu
 
 CLASSES = {
     "qwen3_next": "Qwen3NextForCausalLM",

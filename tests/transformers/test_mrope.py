@@ -12,8 +12,6 @@ import liger_hw.transformers
 from liger_hw.kernels.rotary.qwen2vl_mrope import Qwen2VLMRopeFunction
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 FAMILIES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
 
 

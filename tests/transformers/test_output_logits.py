@@ -18,8 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 
 import liger_hw
 
-pytestmark = pytest.mark.cpu
-
 
 def saved(outputs):
     buffer = io.BytesIO()

@@ -9,8 +9,6 @@ from liger_hw.transformers import packing_leaks
 from liger_hw.transformers.packing import FORMS, LEAKING, packing_note
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = [pytest.mark.lanes("cpu")]
-
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_llama_keeps_documents_apart(implementation):

@@ -8,8 +8,6 @@ import torch
 from liger_hw.kernels.heads import fused_linear_cross_entropy as fused
 from liger_hw.transformers import loss as loss_module
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def seen(monkeypatch):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():

@@ -18,8 +18,6 @@ import liger_hw
 from liger_hw.transformers import PatchReport
 from liger_hw.transformers.report import config_source
 
-pytestmark = pytest.mark.cpu
-
 KEYWORDS = {
     "rope": True,
     "cross_entropy": False,

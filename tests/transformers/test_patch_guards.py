@@ -15,8 +15,6 @@ from torch import nn
 import liger_hw
 from liger_hw.transformers.report import Patch
 
-pytestmark = pytest.mark.cpu
-
 
 class SomeMLP(nn.Module):
     def __init__(self, act):

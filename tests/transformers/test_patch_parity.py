@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.cpu
-
 SCOPES = ("classes", "instance")
 
 

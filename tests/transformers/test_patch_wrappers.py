@@ -14,8 +14,6 @@ import liger_hw
 from liger_hw.transformers import loss as loss_module
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 
 def with_lora(model, **options):
     peft = pytest.importorskip("peft")

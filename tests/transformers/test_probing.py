@@ -15,8 +15,6 @@ from liger_hw.transformers import probing
 from liger_hw.transformers.probing import Match, Refused, rotary
 from liger_hw.transformers.source import EVERYTHING, reads
 
-pytestmark = pytest.mark.cpu
-
 WIDTH = 24
 OPEN = "may take another branch"
 

@@ -24,8 +24,6 @@ from liger_hw.transformers import replacing
 from liger_hw.transformers.report import PATCHED
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture(autouse=True)
 def small_inputs_count(monkeypatch):

@@ -10,8 +10,6 @@ import liger_hw
 from liger_hw.transformers import apply_liger_kernel_to_llama
 from liger_hw.transformers.tiny import tiny_config
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def model():

@@ -12,8 +12,6 @@ from small_models import forwards
 import liger_hw
 import liger_hw.transformers
 
-pytestmark = pytest.mark.cpu
-
 
 def own(model):
     """Modules that hold a forward of their own."""

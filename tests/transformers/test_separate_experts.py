@@ -12,8 +12,6 @@ from torch import nn
 import liger_hw
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 11, 16, 24, 5, 2
 LEFT_ALONE = "left alone: its experts are modules in a list, as transformers 4 has them"
 

@@ -13,8 +13,6 @@ import liger_hw
 from liger_hw.transformers.models import specs
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
-
 NAMED = sorted({model for spec in specs().values() for model in spec.models if "For" in model})
 SEQ2SEQ = [
     f"{name}For{task}"

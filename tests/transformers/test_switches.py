@@ -12,8 +12,6 @@ from families import counted
 import liger_hw
 from liger_hw.transformers.tiny import tiny_config, tiny_model
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture(params=["model", "class"])
 def scope(request):
