@@ -6,10 +6,9 @@ import importlib
 
 import pytest
 import torch
-from families import step
+from families import counted, step
 
 import liger_hw.transformers
-from liger_hw.kernels.rotary.qwen2vl_mrope import Qwen2VLMRopeFunction
 from liger_hw.transformers.tiny import tiny_model
 
 FAMILIES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
@@ -21,15 +20,6 @@ def family(request):
     if not hasattr(modeling, "apply_multimodal_rotary_pos_emb"):
         pytest.skip("this transformers merges the three axes beforehand")
     return request.param, modeling, getattr(modeling, f"{FAMILIES[request.param]}ForConditionalGeneration")
-
-
-@pytest.fixture
-def mrope_calls(monkeypatch):
-    """The arguments of every call of the kernel, also of a replacement that an earlier test left in place."""
-    calls = []
-    real = Qwen2VLMRopeFunction.apply
-    monkeypatch.setattr(Qwen2VLMRopeFunction, "apply", lambda *args: calls.append(args) or real(*args))
-    return calls
 
 
 def _loss(model):
@@ -52,15 +42,15 @@ def _rotary_rows(report):
 
 
 @pytest.mark.parametrize("scope", ["classes", "instance"])
-def test_a_step_of_text_and_patches(family, scope, mrope_calls):
+def test_a_step_of_text_and_patches(family, scope):
     name, modeling, cls = family
     apply = getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")
     model = tiny_model(cls)
     expected, expected_gradients = step(model, _loss(model), 0)
-    with apply(model=model) if scope == "instance" else apply() as report:
+    with counted() as calls, apply(model=model) if scope == "instance" else apply() as report:
         assert _rotary_rows(report) == {("vision_rope", ""), ("qwen2vl_mrope", "")}
         loss, gradients = step(model, _loss(model), 0)
-    assert len(mrope_calls) == 4
+    assert calls["qwen2vl_mrope"] == 4
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == expected_gradients.keys()
     for parameter, gradient in expected_gradients.items():

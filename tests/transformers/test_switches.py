@@ -18,13 +18,6 @@ def scope(request):
     return request.param
 
 
-@pytest.fixture
-def kernel_calls():
-    """Calls of each op."""
-    with counted() as calls:
-        yield calls
-
-
 # -- switches of every model -----------------------------------------------------------------------------------------
 
 
@@ -102,9 +95,9 @@ SWITCHES = [value for name, value in list(globals().items()) if name.startswith(
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.__name__)
-def test_a_switch_after_the_patch_is_obeyed(switch, scope, llama, batch, kernel_calls):
+def test_a_switch_after_the_patch_is_obeyed(switch, scope, llama, batch):
     model, expected = llama.model(), llama.model()
-    with liger_hw.patch(model if scope == "model" else type(model)):
+    with counted() as kernel_calls, liger_hw.patch(model if scope == "model" else type(model)):
         model(**batch)
         before = set(kernel_calls)
         kernel_calls.clear()
