@@ -128,7 +128,6 @@ def test_a_switch_after_the_patch_is_obeyed(switch, scope, llama, batch):
 
 # -- which implementation runs the experts ----------------------------------------------------------------------------
 
-needs_a_choice = pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="transformers 4 has no such choice")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
 
@@ -140,10 +139,10 @@ def implementations(monkeypatch):
     def counting(name, function):
         return lambda *args, **kwargs: names.append(name) or function(*args, **kwargs)
 
-    functions = pytest.importorskip("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
-    table = {name: counting(name, functions[name]) for name in ("grouped_mm", "batched_mm")}
-    for name, function in table.items():
-        monkeypatch.setitem(functions._global_mapping, name, function)
+    moe = pytest.importorskip("transformers.integrations.moe", reason="transformers 4 has no such choice")
+    functions = moe.ALL_EXPERTS_FUNCTIONS
+    for name in ("grouped_mm", "batched_mm"):
+        monkeypatch.setitem(functions._global_mapping, name, counting(name, functions[name]))
     return names
 
 
@@ -167,7 +166,6 @@ def mixtral(scope, **options):
     return model, liger_hw.patch(model)
 
 
-@needs_a_choice
 @pytest.mark.daily(name=("grouped_mm", "batched_mm"), how="method")
 @pytest.mark.daily(name="eager", how=("config", "dictionary"), scope="model")
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "eager"])
@@ -188,7 +186,6 @@ def test_an_implementation_that_is_named_after_the_patch_runs(name, how, scope, 
     assert ran(model, moe_calls, implementations) == name
 
 
-@needs_a_choice
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "eager", None])
 def test_an_implementation_that_a_model_is_made_with_runs(name, moe_calls, implementations):
     with liger_hw.patch(transformers.MixtralForCausalLM):
@@ -196,7 +193,6 @@ def test_an_implementation_that_a_model_is_made_with_runs(name, moe_calls, imple
         assert ran(model, moe_calls, implementations) == (name or "liger_hw")
 
 
-@needs_a_choice
 def test_what_generate_does_for_a_moment_gives_the_kernel_back(scope, moe_calls, implementations):
     model, report = mixtral(scope)
     with report:
@@ -207,7 +203,6 @@ def test_what_generate_does_for_a_moment_gives_the_kernel_back(scope, moe_calls,
         assert ran(model, moe_calls, implementations) == "liger_hw"
 
 
-@needs_a_choice
 def test_revert_gives_back_what_was_chosen(scope, moe_calls, implementations):
     model, report = mixtral(scope)
     report.revert()
@@ -217,7 +212,6 @@ def test_revert_gives_back_what_was_chosen(scope, moe_calls, implementations):
     assert ran(tiny_model(transformers.MixtralForCausalLM), moe_calls, implementations) == "grouped_mm"
 
 
-@needs_a_choice
 def test_a_model_that_shares_the_configuration_is_not_patched(moe_calls, implementations):
     config = tiny_config(transformers.MixtralConfig)
     one, other = (transformers.MixtralForCausalLM(config) for _ in range(2))
@@ -226,7 +220,6 @@ def test_a_model_that_shares_the_configuration_is_not_patched(moe_calls, impleme
         assert ran(other, moe_calls, implementations) == "grouped_mm"
 
 
-@needs_a_choice
 def test_models_made_before_a_class_patch_keep_their_implementation(moe_calls, implementations):
     """Their configurations name one, and do not say whether a program or a default has chosen it."""
     model = tiny_model(transformers.MixtralForCausalLM)
