@@ -241,8 +241,6 @@ class Backend:
     convolves_channels_last: torch convolves 16-bit tensors faster with their channels last; True only if measured
     gemm_alignment: bytes. A GEMM is slow if the rows of an operand are not a multiple of this, so that a linear head
     splits an odd vocabulary into two products (`kernels/heads/linear_head.py`)
-    gemm_even_steps_above: a GEMM of more than this many steps of 256 rows is faster with an even number of steps, so
-    that a linear head cuts its chunks in this way; None: any number of steps is as fast
     """
 
     vendor: str
@@ -257,7 +255,6 @@ class Backend:
     fast_log2 = False
     convolves_channels_last = False
     gemm_alignment = 1
-    gemm_even_steps_above: int | None = None
 
     # -- devices -----------------------------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
     check_in_range("chunked_loss", second, vocab, spec.ignore_index)
     rows, groups, order = _prepared(x, weight, bias, target, second, extras, spec, plain)
     flat, n_groups, width = x.reshape(-1, hidden), groups.n_groups, groups.width
-    chunks = plan_groups(len(flat), width, hidden, vocab, x.dtype.itemsize, any(needs), x.device)
+    chunks = plan_groups(len(flat), width, hidden, vocab, x.dtype.itemsize, any(needs))
     grads = HeadGradients(flat, weight, needs, chunks, rows.target, plain)
     if not any(needs):
         rows.read_all(sweep(chunks, flat, weight, order=order))

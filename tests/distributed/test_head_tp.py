@@ -138,9 +138,9 @@ def test_it_compiles_to_one_graph(recwarn):
 @pytest.mark.cpu
 def test_every_rank_plans_the_same_chunks():
     """They must not depend on the width of a rank's part."""
-    plans = head_tp.plan_shared(8192, 4096, 2, wide=False, device=torch.device("cpu"))
+    plans = head_tp.plan_shared(8192, 4096, 2, wide=False)
     assert [stop - start for start, stop in plans.bounds] == [4096] * 2
-    scattered = head_tp.plan_shared(6 * 700, 64, 4, wide=False, device=torch.device("cpu"), world=6)
+    scattered = head_tp.plan_shared(6 * 700, 64, 4, wide=False, world=6)
     assert scattered.bounds[-1][1] == 4200 and all(start % 6 == 0 for start, _ in scattered.bounds)
 
 

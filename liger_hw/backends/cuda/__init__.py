@@ -45,7 +45,6 @@ class CudaBackend(Backend):
     fast_launch = True
     convolves_channels_last = True
     gemm_alignment = 16  # cuBLAS: 16-byte loads only
-    gemm_even_steps_above = 6  # cuBLAS: tall products in multiples of 512 rows
     fast_log2 = True  # one instruction, less exact near 1; tl.log2 is a polynomial
 
     def driver(self, index: int) -> str:

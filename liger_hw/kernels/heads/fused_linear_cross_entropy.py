@@ -97,7 +97,6 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
         wide=call.wide,
         with_targets=True,
         scale=call.chunk_mem_const,
-        device=x.device,
     )
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device)

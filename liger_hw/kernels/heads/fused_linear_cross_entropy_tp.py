@@ -236,7 +236,7 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
     scattered = call.sequence_parallel and part.world > 1
     whole, n_rows = _all_rows(x, part, call.sequence_parallel), len(target if order is None else order)
     options, world = call.options, part.world if scattered else 1
-    chunks = plan_shared(n_rows, x.shape[1], x.dtype.itemsize, wide=call.wide, device=x.device, world=world)
+    chunks = plan_shared(n_rows, x.shape[1], x.dtype.itemsize, wide=call.wide, world=world)
     if scattered:
         order = _order(chunks, part.world, x.device)
     if order is not None:

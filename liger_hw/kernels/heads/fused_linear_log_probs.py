@@ -118,7 +118,7 @@ def _fwd(x, weight, target, bias, ids, call: LogProbsCall, plain=False):
     target, bias, out = _prepared(x, weight, target, bias, call, plain)
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     selected = absent(out.lse) if ids is None else out.lse.new_empty(n_rows, ids.shape[0])
-    chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, gradients=False, device=x.device)
+    chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, gradients=False)
     if tile := call.tile(plain):
         chunks = Chunks([(start, min(start + tile, n_rows)) for start in range(0, n_rows, tile)])
     for start, logits, _ in sweep(chunks, x, weight, tile=tile):
@@ -137,7 +137,7 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
     dentropy = dense(dentropy)
     one_entry_a_row = dentropy is None and dselected is None
     sizes = n_rows, hidden, vocab, x.dtype.itemsize
-    chunks = plan_chunks(*sizes, wide=call.wide, with_targets=one_entry_a_row, device=x.device)
+    chunks = plan_chunks(*sizes, wide=call.wide, with_targets=one_entry_a_row)
     entries = target if here is None else torch.where(here, target, -1)
     grads = HeadGradients(x, weight, call.needs, chunks, entries, plain)
     saved = LogProbs(lse, lse, entropy)

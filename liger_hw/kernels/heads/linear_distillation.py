@@ -86,12 +86,11 @@ def linear_distillation_operator(
             scale=scale,
             heads=1 if teacher_weight is None else 2,
             prefer_large=prefer_large and gradients and not call.wide,
-            device=x.device,
         )
         if teacher_weight is not None:
             second = teacher, teacher_weight
             if fp32_logits and call.needs.dweight and teacher.dtype == weight.dtype:
-                chunks = borrow_gradient_memory(chunks, hidden, vocab, x.device)
+                chunks = borrow_gradient_memory(chunks, hidden, vocab)
         elif teacher.stride(-1) != 1:
             teacher = teacher.contiguous()
         labels = dense(labels)

@@ -2,48 +2,45 @@
 
     x [n_rows, hidden], weight [vocab, hidden], dlogits [chunk, vocab]: dx = dlogits @ weight, dweight += dlogits^T @ x
 
-Every fused linear loss and every chunked loss is a loop over `sweep`. One chunk's logits exist at a time, in a buffer
-that all chunks share. A chunk costs three GEMMs, each into its final place, without temporaries or concatenation. The
-loss says what happens between them:
+Every fused linear loss and every chunked loss loops over `sweep`. All chunks share one buffer of logits. A chunk costs
+three GEMMs, each into its final place. The loss does its part between them:
 
-    chunks = plan_chunks(n_rows, hidden, vocab, x.itemsize, with_targets=True, device=x.device)
+    chunks = plan_chunks(n_rows, hidden, vocab, x.itemsize, with_targets=True)
     grads = HeadGradients(x, weight, needs, chunks, target)
     for start, logits, _ in sweep(chunks, x, weight, grads):
         row_kernel(logits, target, losses, row_start=start)   # turns logits into their own gradient, in place
     dx, dweight, dbias = grads.results(bias)
 
-What the body leaves in `logits` is the gradient that goes into `grads`; without gradients only the first GEMM runs.
-Tensors of one value a row (target, losses) are passed whole: a row kernel adds `row_start` to its row. The row kernel
+The body overwrites `logits` with their gradient, which is added to `grads`. Without gradients only the first GEMM runs.
+Tensors with one value a row (target, losses) are passed whole: a row kernel adds `row_start` to its row. The row kernel
 adds the bias, in fp32; the bias's gradient is the column sum of dlogits.
 
-A loss with a teacher gives `second=(x2, weight2)` and gets that head's logits too, in a buffer of their own. `order`
-sweeps the rows in another order, or some of them only: row i of the sweep is row order[i] of x.
-
-Logits are rounded to x's dtype, as a linear layer's are. `sweep_in_fp32` is for a loss on two heads that wants them in
-fp32.
+A loss with a teacher passes `second=(x2, weight2)` and gets that head's logits in a second buffer. `order` sweeps some
+of the rows, or all in another order: row i of the sweep is row order[i] of x. Logits are rounded to x's dtype, as a
+linear layer's are; `sweep_in_fp32` computes fp32 logits of two heads.
 
 Memory. With LIGER_HW_LOSS_MEMORY_MIB set, a chunk has as many rows as fit beside the gradients. Unset, it has as many
 as fit 1 GiB together with the weight's gradient, or a third of that gradient's size where this is more. A chunk has at
-least MIN_ROWS rows, twice as many where every chunk reads and writes an fp32 weight gradient. It has at most MAX_ROWS
-rows, or more where its logits are still no larger than the gradient of x. Divergences (`prefer_large`) may have
-MAX_ROWS_DIVERGENCE rows, and with one head as much memory as the weight's gradient.
+least MIN_ROWS rows, or twice as many with an fp32 weight gradient, which every chunk reads and writes. It has at most
+MAX_ROWS rows, or more where its logits are still no larger than the gradient of x. Divergences (`prefer_large`) may
+have MAX_ROWS_DIVERGENCE rows, and with one head as much memory as the weight's gradient.
 
-Ignored rows (prompts, padding) can be left out of the products, whose size must be known on the host. The labels are
-known long before the logits: `CountedRows(labels)`, called first in a step, counts them on the device and starts to
-copy the count, which has arrived by the time the loss needs it. Patched models do so by themselves; your own training
-loop passes `liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while
-a graph is captured nothing is counted, and every row is computed.
+Ignored rows (prompts, padding) can be left out of the products, but the host must know how many remain. Call
+`CountedRows(labels)` first in a step: it counts them on the device and starts to copy the count, which arrives before
+the loss needs it. Patched models do so by themselves; your own training loop passes
+`liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while a graph is
+captured nothing is counted, and every row is computed.
 
-Precision. A 16-bit weight gradient is rounded once a chunk. The promise is an error within 1.5 times the error of one
-GEMM over all rows, hence at most MAX_CHUNKS chunks for a loss without targets. For a loss with targets a running sum
-alone breaks the promise: with more than MAX_PLAIN_CHUNKS chunks it accumulates the targets' entries separately
-(`head_targets.py`), and it has at most MAX_CHUNKS_WITH_TARGETS chunks (benchmarks/rounding.py). Where memory asks for
-more chunks, they become larger instead, or the gradient is accumulated in an fp32 buffer if that takes less memory.
+Precision. A 16-bit weight gradient is rounded once a chunk. Its error must stay within 1.5 times the error of one GEMM
+over all rows, so a loss without targets has at most MAX_CHUNKS chunks. A loss with targets has at most
+MAX_CHUNKS_WITH_TARGETS; with more than MAX_PLAIN_CHUNKS it accumulates the targets' entries separately
+(`head_targets.py`, benchmarks/rounding.py). Where memory asks for more chunks, they become larger instead, or the
+gradient is accumulated in an fp32 buffer if that takes less memory.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import accumulate
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
@@ -66,13 +63,13 @@ MAX_PLAIN_CHUNKS = 2
 MAX_CHUNKS = 4
 MAX_CHUNKS_WITH_TARGETS = 8
 MIN_SPLIT_VOCAB = 1024
-"""Smaller vocabularies are not split by `gemm_columns`: many rows would have their target in the rest (see `dx_of`)."""
+"""`gemm_columns` does not split smaller vocabularies: many rows would have their target in the rest (see `dx_of`)."""
 MIN_PART = 256
-"""Rows of fp32 logits that are computed at a time, at least: a GEMM of fewer rows is bound by reading the weight."""
+"""Fewest rows of fp32 logits in one GEMM: one of fewer rows is bound by reading the weight."""
 _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
 MAX_SHARE = 31 / 32
-"""Ignored rows are left out only if at most this share remains, since gathering and scattering rows takes time."""
+"""Ignored rows are left out only if at most this share of the rows remains: gathering rows takes time."""
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -87,9 +84,8 @@ def checked_head(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x [rows, hidden], weight [vocab, hidden] and bias [vocab] or None, cast to autocast's dtype where it is on.
 
-    Under torch.no_grad they are detached, so that a Function's forward computes no gradients.
-
-    names: what the caller calls them; rows: names of the leading dimensions of x ("batch, length")
+    Under torch.no_grad they are detached, so that a Function's forward computes no gradients. names: the public names
+    of x, weight and bias; rows: names of the leading dimensions of x ("batch, length").
     Raises `TypeError` for an argument that is not a tensor, `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors(op, optional=names[2:], **dict(zip(names, (x, weight, bias))))
@@ -113,7 +109,7 @@ def checked_head(
 
 
 def _misfit(x: torch.Tensor, weight: torch.Tensor, dims: int, names: tuple[str, ...]) -> str:
-    """What the shapes look like, and what to do; "" where that is not clear."""
+    """The likely mistake and its remedy; "" where that is not clear."""
     if x.dim() == 2 and weight.dim() == max(3, dims) and x.shape[1] == weight.shape[-1]:
         return f": {names[0]} and {names[1]} are swapped"
     if x.dim() == 3 and dims == 2 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]:
@@ -134,11 +130,10 @@ def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor)
 
 
 class CountedRows:
-    """The number of rows of `labels` (any shape) that are not ignore_index, on its way to the host.
+    """The number of `labels` (any shape) that are not ignore_index, counted on the device and copied to the host.
 
-    labels: a tensor, or a tuple of tensors where it is not known yet which one the loss will take: their largest count.
-    The loss may ignore more rows than these labels do (labels shifted by one, say), but not fewer: a larger count in
-    the loss raises on the device.
+    labels: a tensor, or a tuple of tensors one of which the loss will take: the largest count is used. The loss may
+    ignore more rows than these labels do (shifted labels, for example). If it ignores fewer, the device raises.
     """
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
@@ -156,10 +151,8 @@ class CountedRows:
         self._arrived.record()
 
     def most(self) -> int | None:
-        """The count, after waiting for its copy; None if nothing was counted, in torch.compile or in a graph capture.
-
-        It waits for what was queued on the device before the copy, not for what was queued after it.
-        """
+        """The count, after waiting for its copy and the work queued before it; None in torch.compile, in a graph
+        capture, or if nothing was counted."""
         if self._count is None or is_quiet():
             return None
         if self._arrived is not None:
@@ -169,7 +162,7 @@ class CountedRows:
 
 
 def among_all(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int, left_out: int = 0) -> Any:
-    """Results [k, ...] of the rows `order` (None: all) among n_rows rows; the others have `left_out`."""
+    """Results [k, ...] of the rows `order` (None: all) as [n_rows, ...]; the other rows are `left_out`."""
     if rows is None or order is None:
         return rows
     return rows.new_full((n_rows, *rows.shape[1:]), left_out).index_copy_(0, order, rows)
@@ -178,11 +171,10 @@ def among_all(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int
 def remaining_rows(
     op: str, target: torch.Tensor, ignore_index: int, compact: bool | CountedRows
 ) -> torch.Tensor | None:
-    """Indices of the rows that count, in their order, or None for all rows.
+    """Sorted indices of the rows that are not ignored, or None for all rows.
 
-    compact: True counts now, which waits for the device; a `CountedRows` from earlier in the step does not. All
-    rows are taken where too few are ignored, while a graph is captured, inside torch.compile, and for a count of
-    another ignore_index.
+    compact: True counts now, which waits for the device; a `CountedRows` from earlier in the step does not. All rows
+    are taken where too few are ignored, in a graph capture or torch.compile, and for a count of another ignore_index.
     """
     if not isinstance(compact, (bool, CountedRows)):
         check(False, op, f"compact must be a bool or a CountedRows, got {type(compact).__name__}")
@@ -204,12 +196,8 @@ def remaining_rows(
 
 
 class Chunks(NamedTuple):
-    """How a head's rows are divided.
-
-    bounds: (start, stop) of each chunk
-    wide: the weight gradient is accumulated in an fp32 buffer
-    borrowed: both heads' fp32 logits of the first chunk lie in the memory of the weight's gradient
-    """
+    """The chunks of a head's rows. bounds: (start, stop) of each; wide: the weight gradient is accumulated in an fp32
+    buffer; borrowed: both heads' fp32 logits of the first chunk lie in the memory of the weight's gradient."""
 
     bounds: Sequence[tuple[int, int]]
     wide: bool = False
@@ -217,7 +205,6 @@ class Chunks(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """Rows of all chunks."""
         return self.bounds[-1][1] if self.bounds else 0
 
     @property
@@ -238,7 +225,6 @@ def plan_chunks(
     scale: int = 1,
     heads: int = 1,
     prefer_large: bool = False,
-    device: torch.device | None = None,
 ) -> Chunks:
     """Chunks of any rows; the rules are at the top of this file.
 
@@ -247,7 +233,6 @@ def plan_chunks(
     scale: multiplies the memory budget
     heads: how many heads' logits exist at a time
     prefer_large: larger chunks where no budget is set, for divergences
-    device: whose GEMM library decides the chunks' row counts; None for no preference
     """
     row_bytes = vocab * itemsize * heads
     gradient = vocab * hidden * (4 if wide else itemsize) if gradients else 0
@@ -269,56 +254,52 @@ def plan_chunks(
         rows = ((scale * budget << 20) - gradient - sums - dx) // row_bytes
     rounds = gradients and itemsize == 2 and not wide
     most = (MAX_CHUNKS_WITH_TARGETS if with_targets else MAX_CHUNKS) if rounds else n_rows
-    return _at_most(most, n_rows, max(smallest, rows), row_bytes, vocab * hidden, wide, device)
+    return _at_most(most, n_rows, max(smallest, rows), row_bytes, vocab * hidden, wide, STEP)
 
 
-def plan_groups(
-    n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool, device: torch.device | None = None
-) -> Chunks:
-    """Chunks of whole groups of `group` rows each, or of any rows where one group is too large.
+def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool) -> Chunks:
+    """Chunks of whole groups of `group` rows, or of any rows where one group is too large.
 
-    A chunk's logits take DEFAULT_MIB at most, or what LIGER_HW_LOSS_MEMORY_MIB leaves beside the gradients. The rules
-    for precision are the same as in `plan_chunks` with targets.
+    A chunk's logits take at most DEFAULT_MIB, or what LIGER_HW_LOSS_MEMORY_MIB leaves beside the gradients. Precision
+    is handled as in `plan_chunks` with targets.
     """
     row_bytes = vocab * itemsize
     limit = max(MIN_ROWS, (DEFAULT_MIB << 20) // row_bytes)
     if env.LIGER_HW_LOSS_MEMORY_MIB is not None:
-        options = {"gradients": gradients, "with_targets": True, "device": device}
-        limit = max(1, plan_chunks(n_rows, hidden, vocab, itemsize, **options).rows)
+        chunks = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, with_targets=True)
+        limit = max(1, chunks.rows)
     most = MAX_CHUNKS_WITH_TARGETS if gradients and itemsize == 2 else n_rows
-    if group > limit or group <= 1:
-        return _at_most(most, n_rows, limit, row_bytes, vocab * hidden, False, device)
-    return _at_most(most, n_rows, limit, row_bytes, vocab * hidden, False, None, group)
+    step = group if 1 < group <= limit else STEP
+    return _at_most(most, n_rows, limit, row_bytes, vocab * hidden, False, step)
 
 
-def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: torch.device, world: int = 1) -> Chunks:
-    """Chunks of any rows for a head whose vocabulary is shared out between ranks.
+def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, world: int = 1) -> Chunks:
+    """Chunks of any rows for a head whose vocabulary is split between ranks.
 
-    All ranks must choose the same chunks, though none knows the other ranks' column counts. So a chunk has `hidden`
-    rows, which makes its logits as large as the rank's weight gradient for any number of columns, or MIN_ROWS if more.
-    Smaller chunks are slower by 3% to 5%: smaller products, and more calls of the host.
-    LIGER_HW_LOSS_MEMORY_MIB is not read. The rules for precision are the same as in `plan_chunks` with targets.
+    All ranks must choose the same chunks without knowing the other ranks' column counts. So a chunk has `hidden` rows
+    or MIN_ROWS if more, and its logits are as large as the rank's weight gradient for any number of columns.
+    LIGER_HW_LOSS_MEMORY_MIB is not read. Precision is handled as in `plan_chunks` with targets.
 
-    world: ranks; the number of rows of every chunk is a multiple of it
+    world: number of ranks; the number of rows of every chunk is a multiple of it
     """
     most = MAX_CHUNKS_WITH_TARGETS if itemsize == 2 and not wide else n_rows
     rows = max(2 * MIN_ROWS if wide else MIN_ROWS, hidden // STEP * STEP)
-    chunks = _at_most(most, n_rows, rows, itemsize, hidden, wide, device)
-    bounds = divide(n_rows // world, max(1, chunks.rows // world), device)
+    chunks = _at_most(most, n_rows, rows, itemsize, hidden, wide, STEP)
+    bounds = divide(n_rows // world, max(1, chunks.rows // world), STEP)
     return Chunks(tuple((start * world, stop * world) for start, stop in bounds), chunks.wide)
 
 
-def borrow_gradient_memory(chunks: Chunks, hidden: int, vocab: int, device: torch.device | None = None) -> Chunks:
-    """Chunks for two heads that take no more memory than `chunks`, with a first chunk twice as tall.
+def borrow_gradient_memory(chunks: Chunks, hidden: int, vocab: int) -> Chunks:
+    """Chunks for two heads that take no more memory than `chunks`, with a first chunk of up to twice as many rows.
 
-    The logits of that chunk lie where the weight's gradient, of the same dtype, is written after it (`sweep_in_fp32`).
+    The logits of that chunk lie in the memory of the weight's gradient, which is written after it (`sweep_in_fp32`).
     """
     n_rows = chunks.n_rows
     first = min(n_rows, 2 * chunks.rows, vocab * hidden // padded(vocab))
     first = first if first == n_rows else first // STEP * STEP
     if not n_rows or chunks.wide or first < chunks.rows:
         return chunks
-    rest = divide(n_rows - first, chunks.rows, device) if first < n_rows else ()
+    rest = divide(n_rows - first, chunks.rows, STEP) if first < n_rows else ()
     bounds = ((0, first), *((first + start, first + stop) for start, stop in rest))
     return Chunks(bounds, wide=False, borrowed=True)
 
@@ -328,69 +309,32 @@ def padded(columns: int) -> int:
     return cdiv(columns, 16) * 16
 
 
-def divide(n_rows: int, rows: int, device: torch.device | None = None, step: int = 0) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of chunks of at most `rows` rows, multiples of `step` (0: STEP) but for the last.
-
-    Tall chunks have an even number of steps where the device's GEMM library wants it; other chunks are of equal size.
-    """
-    return _divided(n_rows, rows, min(step or STEP, rows), _even_above(device))
-
-
-@lru_cache(maxsize=1024)  # every training step asks for the same
-def _divided(n_rows: int, rows: int, step: int, even_above: int | None) -> tuple[tuple[int, int], ...]:
-    n_steps, tall = cdiv(n_rows, step), _even_if_tall(rows // step, even_above, -1)
-    count = cdiv(n_steps, tall)
-    if not _is_tall(tall, even_above) or count < 2:
-        steps = [n_steps // count + (i < n_steps % count) for i in range(count)]
-    else:  # chunks of `tall` steps, then two that share the rest
-        left = n_steps - (count - 2) * tall
-        half = _even_if_tall(cdiv(left, 2), even_above, 1)
-        steps = [tall] * (count - 2) + [half, left - half]
-    stops = [step * n for n in accumulate(steps)]
+def divide(n_rows: int, rows: int, step: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of chunks of about equal size, at most `rows`; all but the last are a multiple of `step` rows."""
+    step = min(step, rows)
+    n_steps = cdiv(n_rows, step)
+    count = cdiv(n_steps, rows // step)
+    stops = [step * n for n in accumulate(n_steps // count + (i < n_steps % count) for i in range(count))]
     return tuple((start, min(stop, n_rows)) for start, stop in zip((0, *stops), stops))
 
 
-def _even_above(device: torch.device | None) -> int | None:
-    """Steps above which a device's GEMM library wants an even number of them; None where it does not mind."""
-    return None if device is None else backend_of(device).gemm_even_steps_above
-
-
-def _is_tall(steps: int, even_above: int | None) -> bool:
-    """Whether the number of steps in a chunk should be even."""
-    return even_above is not None and steps > even_above
-
-
-def _even_if_tall(steps: int, even_above: int | None, change: int) -> int:
-    return steps + change * (steps % 2) if _is_tall(steps, even_above) else steps
-
-
-def _at_most(
-    most: int,
-    n_rows: int,
-    rows: int,
-    row_bytes: int,
-    weight: int,
-    wide: bool,
-    device: torch.device | None,
-    step: int = 0,
-) -> Chunks:
-    """Chunks of `rows` rows; if those are more than `most`, larger chunks or a wide gradient of `weight` elements,
-    whichever takes less memory."""
-    if len(divide(n_rows, rows, device, step)) > most:
-        unit = step or STEP
-        fewer = unit * _even_if_tall(cdiv(cdiv(n_rows, unit), most), _even_above(device), 1)
+def _at_most(most: int, n_rows: int, rows: int, row_bytes: int, weight: int, wide: bool, step: int) -> Chunks:
+    """Chunks of `rows` rows. If there are more than `most`: larger chunks, or a wide gradient of `weight` elements if
+    that takes less memory."""
+    if len(divide(n_rows, rows, step)) > most:
+        fewer = step * cdiv(cdiv(n_rows, step), most)
         if (fewer - rows) * row_bytes > 4 * weight:
             rows, wide = max(rows, 2 * MIN_ROWS), True
         else:
             rows = fewer
-    return Chunks(divide(n_rows, rows, device, step), wide)
+    return Chunks(divide(n_rows, rows, step), wide)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
 class Needs(NamedTuple):
-    """Which gradients of a head are needed: of its input, weight and bias."""
+    """Which gradients of a head are needed."""
 
     dinput: bool = False
     dweight: bool = False
@@ -398,15 +342,14 @@ class Needs(NamedTuple):
 
 
 class HeadGradients:
-    """The gradients of one head, filled chunk by chunk by `sweep`; attributes that are not needed stay None.
+    """The gradients of one head, which `sweep` fills chunk by chunk. Those that are not needed stay None.
 
     dx [n_rows, hidden], zero in rows that no chunk covers; dweight [vocab, hidden], fp32 where the chunks are `wide`;
     dbias [vocab], accumulated in fp32 (fp64 for fp64).
 
-    needs: which of x, weight and bias have a gradient
     targets: [rows of the sweep], in its order: the column of each row that is accumulated separately
     (`head_targets.py`). The sum is right for any column; a column outside the vocabulary is skipped.
-    plain: accumulate the targets' entries with torch operations, without Triton kernels
+    plain: the targets' entries are accumulated by torch, without Triton kernels
     """
 
     def __init__(
@@ -434,7 +377,8 @@ class HeadGradients:
     def add(
         self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int
     ) -> None:
-        """Add a chunk's share, from dlogits and x of the chunk: rows `start`... of the sweep, `rows` of the input."""
+        """Add the share of a chunk with these dlogits and x. start: its first row in the sweep; rows: its rows of the
+        input."""
         if self.dx is not None:
             self.add_dx(dlogits, weight, rows, start)
         if self.dbias is not None:
@@ -454,14 +398,13 @@ class HeadGradients:
             self.dx.index_copy_(0, rows, part)
 
     def finish(self, x: torch.Tensor, order: torch.Tensor | None, buffer: torch.Tensor) -> None:
-        """Call after the last chunk; `buffer`, the logits', serves as scratch memory."""
+        """Call after the last chunk. buffer: the logits' memory, which may be overwritten."""
         if self._entries is not None:
             scratch = buffer.view(-1).view(torch.float32) if buffer.shape[1] % 16 == 0 else None
             self._entries.restore(self.dweight, x, order, scratch)
 
     def results(self, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dx, dweight, dbias) in the dtypes of x, weight and bias, as an operator returns them: empty where
-        not needed."""
+        """(dx, dweight, dbias) in the dtypes of x, weight and bias, as an operator returns them. Empty: not needed."""
         return (
             absent(self._like) if self.dx is None else self.dx,
             absent(self._like) if self.dweight is None else self.dweight.to(self.dtype),
@@ -472,7 +415,7 @@ class HeadGradients:
 def scale_gradients(
     grads: Sequence[torch.Tensor], needs: Sequence[bool], grad_output: torch.Tensor, stats: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """The backward of a fused loss: `scale_gradient` of each gradient that the forward saved, or None."""
+    """The backward of a fused loss: `scale_gradient` of each saved gradient, None where not needed."""
     kept = graph_is_kept()
     nan = float("nan")  # inf times terms of both signs sums to nan, but inf times their saved sum would be inf
     grad_output = torch.nan_to_num(grad_output, nan=nan, posinf=nan, neginf=nan)
@@ -495,14 +438,12 @@ def sweep(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """Yields (start, logits, second logits or None) of one chunk after the other; see the top of this file.
 
-    tile: rows of every product, at least as many as a chunk has, filled up with zeros (`tile_logits`); 0: as many
-    as the chunk
-
     logits [stop - start, vocab] are x[start:stop] @ weight^T, rounded to x's dtype, in a buffer whose rows are padded
-    (row kernels take `owned=True`). When the body is done with a chunk, what it left there goes into `grads`.
+    (row kernels take `owned=True`). After the body their gradient, which it left there, is added to `grads`.
 
-    scan: is called with (first row, logits) of each half of a chunk, before the body. What it sends to other ranks
-    travels during the other half's product, or while the body works on the first half.
+    scan: is called with (first row, logits) of each half of a chunk, before the body. It can send data to other ranks
+    that travels during the second half's product, or while the body works on the first half.
+    tile: rows of every product (`tile_logits`), at least as many as a chunk has; 0: as many as the chunk
     """
     x, weight = x.detach(), weight.detach()
     buffer = logits_buffer(max(chunks.rows, tile), weight.shape[0], x)
@@ -536,12 +477,12 @@ def sweep_in_fp32(
     second: tuple[torch.Tensor, torch.Tensor],
     grads: HeadGradients,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`sweep` for two heads whose logits are fp32: yields (start, logits, second logits, dlogits) of parts of chunks.
+    """`sweep` for two heads with fp32 logits: yields (start, logits, second logits, dlogits) of parts of chunks.
 
-    The body writes the gradient of a part's logits into dlogits, of x's dtype; a whole chunk's goes into `grads`.
-    In 16 bits a chunk's dlogits take half the memory that `sweep` needs for the chunk, and the fp32 logits of a quarter
-    of its rows take the other half. So a part is a quarter of a chunk, or MIN_PART rows. Where the chunks are
-    `borrowed`, both logits of the first chunk lie in the memory of the weight's gradient, which takes larger parts.
+    The body writes the gradient of a part's logits into dlogits, of x's dtype. After the last part of a chunk it is
+    added to `grads`. The memory is the same as `sweep` takes for 16-bit heads: half is for the chunk's dlogits, half
+    for the fp32 logits of a part, which is a quarter of the chunk or MIN_PART rows. The first of `borrowed` chunks has
+    larger parts, in the memory of the weight's gradient.
     """
     x, weight, x2, weight2 = (t.detach() for t in (x, weight, *second))
     vocab, itemsize = weight.shape[0], x.dtype.itemsize
@@ -555,7 +496,7 @@ def sweep_in_fp32(
     for start, stop in chunks.bounds:
         logits, logits2 = lent if borrows and not start else fp32_part
         dlogits = buffer[: stop - start]
-        for first, last in divide(stop - start, len(logits), x.device):
+        for first, last in divide(stop - start, len(logits), STEP):
             some, n = slice(start + first, start + last), last - first
             logits_of(x[some], weight, logits[:n])
             logits_of(x2[some], weight2, logits2[:n])
@@ -571,8 +512,8 @@ def _halves(rows: int) -> list[slice]:
 
 
 def logits_memory(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Uninitialised memory of the dtype and device of `like`; zeros on a CPU, where torch's bf16 products with AMX also
-    read up to 31 numbers behind a row, so that a NaN there would make the row's results NaN."""
+    """Uninitialised memory of the dtype and device of `like`. On a CPU it is zeros: torch's bf16 products with AMX read
+    up to 31 numbers behind a row, where a NaN would make the row's results NaN."""
     return like.new_zeros(shape) if like.device.type == "cpu" else like.new_empty(shape)
 
 
@@ -591,7 +532,7 @@ def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
 
 
 def _fp32_logits_in(memory: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two fp32 buffers of logits [rows, vocab] in the bytes of `memory`, with as many rows as fit."""
+    """Two fp32 buffers of logits [rows, vocab] in `memory`, with as many rows as fit."""
     stride, flat = padded(vocab), memory.view(-1)
     flat = flat[: flat.numel() // 2 * 2].view(torch.float32)
     rows = flat.numel() // (2 * stride)
@@ -604,7 +545,7 @@ def _fp32_logits_in(memory: torch.Tensor, vocab: int) -> tuple[torch.Tensor, tor
 def gemm_columns(vocab: int, itemsize: int, alignment: int) -> list[slice]:
     """Columns of a vocabulary that are multiplied at a time: all, or the unaligned rest and then the aligned part.
 
-    alignment: bytes, of which the GEMM library's fast kernels want a multiple (`Backend.gemm_alignment`)
+    alignment: bytes; the GEMM library's fast kernels need rows of a multiple of it (`Backend.gemm_alignment`)
     """
     aligned = vocab - vocab % max(1, alignment // itemsize)
     if aligned == vocab or vocab < MIN_SPLIT_VOCAB:
@@ -621,19 +562,19 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> No
     for columns in _columns_of(logits):
         if logits.dtype == x.dtype:
             torch.mm(x, weight[columns].t(), out=logits[:, columns])
-        else:  # transposed, because `add_product` may convert its first factor, a slice at a time
+        else:  # transposed, because `add_product` may convert its first factor slice by slice
             add_product(logits[:, columns].t(), weight[columns], x.t(), True)
 
 
 TILE = 1024
-"""Rows of a product in batch-invariant mode: enough to keep a large device busy, few enough for short batches."""
+"""Rows of a product in batch-invariant mode."""
 
 
 def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
-    """The first rows of logits [tile, vocab] = x @ weight^T, x [at most tile, hidden], by a product of tile rows.
+    """The first rows of logits [tile, vocab] = x @ weight^T, with x [at most tile, hidden] filled up with zero rows.
 
-    A GEMM library chooses its kernel, and with it the order of a row's sums, from the sizes and the alignment of a
-    product. Here both are always the same, so a row's logits do not depend on the rows beside it.
+    A GEMM library chooses its kernel, and with it the order of a row's sums, from the sizes and alignment of a product.
+    Both are always the same here, so a row's logits do not depend on the other rows.
     """
     rows = x.new_zeros((logits.shape[0], x.shape[1]))
     rows[: x.shape[0]] = x
@@ -643,7 +584,7 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
 def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: bool) -> None:
     """dx = dlogits @ weight if first, else dx += dlogits @ weight.
 
-    The unaligned rest comes first. Its product is rounded once more than the other; it is small, except in rows whose
+    The unaligned rest of the columns comes first, since its product is rounded twice. It is small, except in rows whose
     target is in the rest.
     """
     for columns in _columns_of(dlogits):
@@ -658,11 +599,11 @@ def dweight_of(dlogits: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, fi
 
 
 _fp32_result: dict[str, bool] = {}
-"""Device type -> whether torch multiplies 16-bit matrices into an fp32 one there (torch.mm's out_dtype)."""
+"""Device type -> whether torch.mm supports out_dtype there: 16-bit factors with an fp32 product."""
 
 
 def _is_unsupported(error: RuntimeError) -> bool:
-    """Whether torch refused before anything ran, on a device without such a GEMM."""
+    """Whether torch refused the call because the device has no such GEMM."""
     messages = "out_dtype", "output type float is not supported"  # the latter with ROCm before torch 2.10
     return isinstance(error, NotImplementedError) or any(words in str(error) for words in messages)
 
