@@ -1,5 +1,4 @@
-"""What the chunked losses share outside the kernels: argument checks, modules that store their options, and the same
-losses as functions."""
+"""Code that the chunked losses share: argument checks, modules with options, and the same losses as functions."""
 
 from __future__ import annotations
 
@@ -9,43 +8,24 @@ from typing import Any
 
 import torch
 
-from ..kernels.heads.linear_head import checked_head
 from ..kernels.losses.options_module import OptionsModule
-from ..runtime.operator import check, warn_ignored
+from ..runtime.operator import warn_ignored
 
 HEAD = ("_input", "lin_weight", "bias")
-REFERENCE = ("ref_input", "ref_weight", "ref_bias")
 SEQUENCES = "batch, length"
 
 
-def checked_reference(
-    op: str, x: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, policy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The reference model's head over the same tokens as the policy's hidden states; nothing of it gets a gradient."""
-    if x is None or weight is None:
-        missing = " and ".join(n for n, t in (("ref_input", x), ("ref_weight", weight)) if t is None)
-        check(False, op, f"use_ref_model=True needs {missing}; give them, or use_ref_model=False")
-    with torch.no_grad():
-        x, weight, bias = checked_head(op, x, weight, bias, REFERENCE, SEQUENCES)
-    if x.shape[:-1] != policy.shape[:-1]:
-        expected, got = tuple(policy.shape[:-1]), tuple(x.shape[:-1])
-        check(False, op, f"ref_input must have the batch and length of _input, {expected}, got {got}")
-    if x.device != policy.device:
-        check(False, op, f"ref_input is on {x.device} but _input is on {policy.device}; move them to one device")
-    return x, weight, bias
-
-
 def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`number` as a tensor without gradient. A Python number is filled in by a kernel: a copy from the host would wait
-    for the device, and fail while a graph is captured."""
+    """`number` as a tensor without gradient. A Python number is filled in on the device: a copy from the host would
+    wait for the device, and fail in a graph capture."""
     if isinstance(number, torch.Tensor):
         return number.detach().to(device, dtype)
     return torch.full((), number, dtype=dtype, device=device)
 
 
 class LossFunction:
-    """A ready loss under the name of Liger's autograd Function. `apply` computes its formula. A subclass with a loss
-    function of its own, which Liger would call, raises here, because nothing would call it."""
+    """A loss under the name of Liger's autograd Function, of which `apply` is there. A subclass with another loss
+    function, which Liger would call, raises `TypeError`: nothing here would call it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -59,11 +39,7 @@ class LossFunction:
 
 
 class LossModule(OptionsModule):
-    """A chunked loss as a module.
-
-    compiled and chunk_size are Liger's and change nothing: kernels are always compiled, and the chunks follow from the
-    memory budget.
-    """
+    """A chunked loss as a module. Liger's options compiled and chunk_size change nothing."""
 
     without_effect = ("compiled", "chunk_size")
 
@@ -75,10 +51,9 @@ class LossModule(OptionsModule):
 
 
 def function_of(module: type[LossModule], required: str, optional: str, **defaults: Any) -> Any:
-    """A module's loss under the name of Liger's autograd Function, whose `apply` takes Liger's arguments in this order.
+    """A module's loss as Liger's autograd Function, whose `apply` takes Liger's arguments in this order.
 
-    optional: arguments with a default: the module's, or None where they are no options of it
-    defaults: those in which Liger's function differs from its module
+    optional: arguments with a default, the module's or None; defaults: those that differ from the module's
     """
     name = module.__name__.removesuffix("Loss") + "Function"
     options = {field.name: field.default for field in fields(module)} | defaults

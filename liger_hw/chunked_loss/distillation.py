@@ -5,8 +5,8 @@
 soft: the mean, over tokens that are not ignored, of a distance between the student's and the teacher's logits; hard:
 the mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where all
 tokens are ignored. The distance is JSD_beta(teacher || student) of the softmaxes at a temperature (beta 0 is KL(teacher
-|| student), 1 its reverse), or beta * (1 - cosine), which does not depend on the temperature. Operator and autograd are
-in `kernels/heads/linear_distillation.py`.
+|| student), 1 the reverse), or beta * (1 - cosine), without a temperature. Operator and autograd are in
+`kernels/heads/linear_distillation.py`.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649
 """
@@ -33,7 +33,7 @@ from ..runtime.operator import check, check_flags, check_floats, check_ignore_in
 from .checks import LossModule, function_of
 
 OPERATOR = linear_distillation_operator("chunked_distillation", FWD, scale=2)
-"""Takes the launch configurations of fused_linear_kl_div, whose logits also have the dtype of their head."""
+"""With the launch configurations of fused_linear_kl_div, whose logits also have the dtype of their head."""
 
 
 @dataclass(eq=False, repr=False)
@@ -62,7 +62,7 @@ class DistillationLoss(LossModule):
         self.soft_loss()
 
     def soft_loss(self) -> tuple[int, float, float]:
-        """(kind of distance, its beta, factor of the soft loss); raises for a beta that makes no sense."""
+        """(kind of distance, its beta, factor of the soft loss); raises for an invalid beta."""
         raise NotImplementedError
 
     def forward(
@@ -75,8 +75,8 @@ class DistillationLoss(LossModule):
         student_bias: torch.Tensor | None = None,
         teacher_bias: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs: [..., hidden], of the teacher's own hidden size; weights: [vocab, hidden]; true_labels: one for each
-        row; biases: [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
+        """Inputs: [..., hidden]; weights: [vocab, hidden]; hidden sizes may differ; true_labels: one a row; biases:
+        [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
         self.check()
         name, rows = self.name, (student_input, teacher_input, true_labels)
         if all(isinstance(t, torch.Tensor) for t in rows) and student_input.dim() > 2:
@@ -106,10 +106,7 @@ _FUNCTION = (
 
 
 class LigerFusedLinearJSDLoss(DistillationLoss):
-    """JSD distillation between two linear heads.
-
-    beta: in [0, 1]; temperature divides the logits of the soft loss. The rest is `DistillationLoss`.
-    """
+    """JSD distillation between two linear heads. beta: in [0, 1]; temperature divides the logits of the soft loss."""
 
     name = "liger_fused_linear_jsd_distillation"
 
@@ -118,7 +115,7 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
-    """Cosine distillation between two linear heads. beta: scales the soft loss. The rest is `DistillationLoss`."""
+    """Cosine distillation between two linear heads. beta: scales the soft loss."""
 
     name = "liger_fused_linear_cosine"
 

@@ -65,39 +65,19 @@ DPO_LOSSES = {
     "discopop": _discopop,
 }
 PAIR_LOSSES.update({f"dpo_{kind}": loss for kind, loss in DPO_LOSSES.items()})
-_NAME = "liger_fused_linear_dpo"
-
-
-def dpo_pairs(loss_type: str, use_ref_model: bool, *numbers: float, **named: float) -> Pairs:
-    """`checked_pairs` for a loss type. Raises `ValueError` for numbers with which it cannot be computed."""
-    check_flags(_NAME, use_ref_model=use_ref_model)
-    pairs = checked_pairs(_NAME, f"dpo_{loss_type}", *numbers, **named)
-    smoothing = pairs.label_smoothing
-    if not isinstance(loss_type, str) or loss_type not in DPO_LOSSES:
-        check(False, _NAME, f"Unsupported loss_type {loss_type!r}: it must be one of {', '.join(DPO_LOSSES)}")
-    if loss_type == "exo_pair":
-        expected = "label_smoothing must be > 0 for loss_type='exo_pair', and below 1 (its paper takes 1e-3)"
-        check(0.0 < smoothing < 1.0, _NAME, f"{expected}, got {smoothing}")
-    if loss_type == "robust":
-        expected = "label_smoothing must lie in [0.0, 0.5) for loss_type='robust'"
-        check(0.0 <= smoothing < 0.5, _NAME, f"{expected}, got {smoothing}")
-    if loss_type in ("ipo", "sppo_hard"):
-        check(pairs.beta != 0.0, _NAME, f"beta must not be 0 for loss_type={loss_type!r}: the loss divides by it")
-    if loss_type == "discopop":
-        check(pairs.extra > 0.0, _NAME, f"discopop_tau must be positive, got {pairs.extra}")
-    return pairs
 
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearDPOLoss(PairLoss):
     """DPO and its relatives on a linear head.
 
-    beta: how far the policy may move
     loss_type: sigmoid, hinge, ipo, robust, exo_pair, bco_pair, sppo_hard, nca_pair, apo_zero, apo_down or discopop
     (docs/losses.md has the formulas); label_smoothing: for robust and exo_pair; discopop_tau: for discopop
     alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss
     average_log_prob: a sequence's log-probability is the mean of its tokens' instead of their sum
     """
+
+    name = "liger_fused_linear_dpo"
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -112,7 +92,24 @@ class LigerFusedLinearDPOLoss(PairLoss):
     discopop_tau: float = 0.05
 
     def pairs(self) -> Pairs:
-        return dpo_pairs(**self.options())
+        options, name = self.options(), self.name
+        check_flags(name, use_ref_model=options.pop("use_ref_model"))
+        loss_type = options.pop("loss_type")
+        pairs = checked_pairs(name, f"dpo_{loss_type}", **options)
+        smoothing = pairs.label_smoothing
+        if not isinstance(loss_type, str) or loss_type not in DPO_LOSSES:
+            check(False, name, f"Unsupported loss_type {loss_type!r}: it must be one of {', '.join(DPO_LOSSES)}")
+        if loss_type == "exo_pair":
+            expected = "label_smoothing must be > 0 for loss_type='exo_pair', and below 1 (its paper takes 1e-3)"
+            check(0.0 < smoothing < 1.0, name, f"{expected}, got {smoothing}")
+        if loss_type == "robust":
+            expected = "label_smoothing must lie in [0.0, 0.5) for loss_type='robust'"
+            check(0.0 <= smoothing < 0.5, name, f"{expected}, got {smoothing}")
+        if loss_type in ("ipo", "sppo_hard"):
+            check(pairs.beta != 0.0, name, f"beta must not be 0 for loss_type={loss_type!r}: the loss divides by it")
+        if loss_type == "discopop":
+            check(pairs.extra > 0.0, name, f"discopop_tau must be positive, got {pairs.extra}")
+        return pairs
 
     def forward(
         self,
@@ -124,14 +121,9 @@ class LigerFusedLinearDPOLoss(PairLoss):
         ref_weight: torch.Tensor | None = None,
         ref_bias: torch.Tensor | None = None,
     ) -> Output:
-        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab];
-        ref_input, ref_weight, ref_bias: the reference model's.
-
-        Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
-        nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
-        """
+        """As `PairLoss.forward`; ref_input, ref_weight, ref_bias: the reference model's head."""
         pairs, ref = self.pairs(), (ref_input, ref_weight, ref_bias) if self.use_ref_model else None
-        return preference_loss(_NAME, pairs, _input, lin_weight, target, bias, self.ignore_index, ref)
+        return preference_loss(self.name, pairs, _input, lin_weight, target, bias, self.ignore_index, ref)
 
 
 LigerFusedLinearDPOFunction = function_of(

@@ -1,7 +1,7 @@
-"""GRPO and its relatives on a linear head; the loss of token log-probabilities here is also `triton_grpo_loss`'s.
+"""GRPO and its relatives on a linear head. `triton_grpo_loss` takes the loss of token log-probabilities from here.
 
-With A the advantage, w = exp(log pi - log pi_old) of a token (or, with sequence-level importance sampling, exp of its
-mean over the sequence), and a token's loss
+With A the advantage and w = exp(log pi - log pi_old) of a token (with sequence-level importance sampling: exp of its
+mean over the sequence), a token's loss is
 
     grpo, bnpo, dr_grpo, dapo, luspo   -min(min(w, delta) A, clip(w, 1 - eps_low, 1 + eps_high) A)
     cispo                              -stop(min(w, eps_high)) A log pi
@@ -27,19 +27,17 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_indices
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference, function_of, on_device
-from .log_prob_loss import LOSSES, SEQUENCE, TOKEN, Seen, Spec, run_loss, token_logps
+from .checks import HEAD, SEQUENCES, LossModule, function_of, on_device
+from .log_prob_loss import LOSSES, SEQUENCE, TOKEN, Seen, Spec, reference_logps, run_loss
 from .preference import Output
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LEVELS = ("token", "sequence")
 
 
 def k3_loss_fn(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -49,14 +47,14 @@ def k3_loss_fn(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def clip_coef_fn(coef: torch.Tensor, epsilon_low: float, epsilon_high: float, loss_type: str):
-    """(clipped ratio, where it was below the range, where above); losses that do not clip have None for the ratio."""
+    """(clipped ratio, where it was below the range, where above); the ratio is None for losses that do not clip."""
     if loss_type == "cispo":
         return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
+    if loss_type in ("sapo", "vespo"):
+        never = torch.zeros_like(coef, dtype=torch.bool)
+        return None, never, never
     low, high = 1 - epsilon_low, 1 + epsilon_high
-    if loss_type in CLIPPED:
-        return coef.clamp(low, high), coef < low, coef > high
-    never = torch.zeros_like(coef, dtype=torch.bool)
-    return None, never, never
+    return coef.clamp(low, high), coef < low, coef > high
 
 
 def sapo_loss_fn(importance_ratio: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
@@ -77,10 +75,10 @@ def get_gamma_weights(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> torch.Tensor:
-    """VESPO's phi(W) [batch, 1] (or [batch, length] for advantages of that shape), a constant to autograd.
+    """VESPO's phi(W) [batch, 1], or [batch, length] for advantages of that shape, without gradient.
 
-    advantages [batch] or [batch, length]; log_ratio_per_token, mask [batch, length]; importance_sampling_ratio [batch,
-    1] or [batch, length]. Log-ratios are kept within -20..20 and log W within log(1e-8)..20.
+    advantages: [batch] or [batch, length]; log_ratio_per_token, mask: [batch, length]; importance_sampling_ratio:
+    [batch, 1] or [batch, length]. Log-ratios are clamped to -20..20 and log W to log(1e-8)..20.
     """
     lowest = math.log(1e-8)
     log_w = (log_ratio_per_token.clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
@@ -100,17 +98,17 @@ def _either(condition: torch.Tensor, one: float, other: float, like: torch.Tenso
 
 
 class Policy(NamedTuple):
-    """The GRPO family's description. kind: the loss type.
+    """The GRPO family. kind: the loss type; delta: inf for none.
 
-    grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share: factor of each token's loss, zero for
-    masked tokens; log pi_old, log pi_ref, vllm_is_ratio: None if absent.
+    Seen.grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share, the factor of each token's loss,
+    zero for masked tokens; log pi_old, log pi_ref and vllm_is_ratio, None if absent.
     """
 
     kind: str
     beta: float
     epsilon_low: float
     epsilon_high: float
-    delta: float  # inf: none
+    delta: float
     by_sequence: float
     use_bias_correction_kl: float
     sapo_temperature_pos: float
@@ -122,32 +120,24 @@ class Policy(NamedTuple):
 
     sums_logits = False
 
-    def _weights(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """log w [groups, tokens], or [groups, 1] by sequence."""
-        if not self.by_sequence:
-            return log_ratio
-        return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
-
-    def _sapo_temperature(self, advantages: torch.Tensor) -> torch.Tensor:
-        return _either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, advantages)
-
-    def _vespo_weights(self, advantages, log_ratio, mask, vllm) -> torch.Tensor:
-        rates = self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg
-        return get_gamma_weights(advantages, log_ratio, mask, vllm, *rates)
-
     def terms(self, logp: torch.Tensor, advantages, share, old, ref, vllm) -> tuple[torch.Tensor, ...]:
         """(loss [groups, tokens], KL [groups, tokens], whether w was clipped [groups, tokens or 1])"""
         mask = share != 0
         log_ratio = logp - (logp.detach() if old is None else old)
-        ratio = torch.exp(self._weights(log_ratio, mask))
+        log_w = log_ratio
+        if self.by_sequence:
+            log_w = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+        ratio = torch.exp(log_w)
         clipped, low, high = clip_coef_fn(ratio, self.epsilon_low, self.epsilon_high, self.kind)
         was_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
         if self.kind == "cispo":
             losses = -clipped * advantages * logp
         elif self.kind == "sapo":
-            losses = -sapo_loss_fn(ratio, self._sapo_temperature(advantages)) * advantages
+            temperature = _either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, advantages)
+            losses = -sapo_loss_fn(ratio, temperature) * advantages
         elif self.kind == "vespo":
-            losses = -self._vespo_weights(advantages, log_ratio, mask, vllm) * advantages * logp
+            rates = self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg
+            losses = -get_gamma_weights(advantages, log_ratio, mask, vllm, *rates) * advantages * logp
         else:
             bounded = ratio if math.isinf(self.delta) else ratio.clamp(max=self.delta)
             losses = -torch.minimum(bounded * advantages, clipped * advantages)
@@ -169,8 +159,7 @@ class Policy(NamedTuple):
         return self.summary(*self.terms(seen.logp, *seen.grouped), seen.grouped[1])
 
     def summary(self, losses: torch.Tensor, kl: torch.Tensor, clipped: torch.Tensor, share: torch.Tensor) -> tuple:
-        """From `terms`: the loss, the mean KL (only with beta), the share of tokens (of sequences, by sequence)
-        clipped."""
+        """From `terms`: the loss, the mean KL (only with beta), and the share of tokens or sequences clipped."""
         mask, loss = share != 0, masked_sum(losses, share)
         clipped = clipped.to(kl.dtype)
         by_sequence = self.by_sequence and clipped.shape[1] == 1
@@ -192,7 +181,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def token_shares(
     op: str, mask: torch.Tensor, kind: str, max_completion_length: int | None, num_items, dtype
 ) -> torch.Tensor:
-    """Factor of each token's loss [batch, length]: 1 / the loss type's denominator, zero where the mask is."""
+    """The factor of each token's loss [batch, length]: 1 / the loss type's denominator, zero for masked tokens."""
     counted = mask.to(dtype)
     batch = mask.shape[0]
     if kind in ("grpo", "sapo"):
@@ -222,7 +211,7 @@ def make_policy(
 ) -> Policy:
     """The Policy of public options; numbers: the other fields of Policy.
 
-    Raises `TypeError` for a number of another type, `ValueError` for an invalid one or an unknown loss type.
+    Raises `TypeError` for an option of another type, `ValueError` for an invalid one.
     """
     numbers["delta"] = math.inf if delta is None else delta
     check_floats(op, temperature=temperature, **numbers)
@@ -230,7 +219,7 @@ def make_policy(
     check(0.0 < temperature < math.inf, op, f"temperature must be positive and finite, got {temperature}")
     check(loss_type in LOSS_TYPES, op, f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
     level = importance_sampling_level
-    check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")
+    check(level in ("token", "sequence"), op, f"importance_sampling_level must be token or sequence, got {level!r}")
     if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         expected = f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}"
         check(False, op, f"{expected}; use importance_sampling_level='token'")
@@ -248,11 +237,8 @@ def make_policy(
 
 
 def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_ratio, kind) -> tuple:
-    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, without
-    gradients.
-
-    x_like: a tensor of the call's device and dtype. Entries of tokens may be anything where the mask is 0.
-    """
+    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, detached and
+    filled where the mask is 0. x_like: a tensor of the call's device and dtype."""
     wide = torch.promote_types(x_like.dtype, torch.float32)
     shape = tuple(mask.shape)
     mask = mask != 0
@@ -294,9 +280,8 @@ _IGNORED = -100
 class LigerFusedLinearGRPOLoss(LossModule):
     """GRPO and its relatives on a linear head.
 
-    loss_type, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_*, vespo_*: see the
-    formulas above; max_completion_length: dr_grpo's denominator; importance_sampling_level: token or sequence;
-    temperature: divides the logits.
+    The formulas at the top of this file explain most options. max_completion_length: dr_grpo's denominator;
+    importance_sampling_level: token or sequence; temperature: divides the logits.
     """
 
     beta: float = 0.04
@@ -318,15 +303,16 @@ class LigerFusedLinearGRPOLoss(LossModule):
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
 
-    def policy(self, **differs: Any) -> Policy:
-        """The Policy of the options; raises if they are invalid."""
-        options = self.options() | differs
+    def policy(self, level: str) -> Policy:
+        """The Policy of the options, with this importance_sampling_level; raises if they are invalid."""
+        options = self.options() | {"importance_sampling_level": level}
         check_flags(_NAME, use_ref_model=options.pop("use_ref_model"))
         return make_policy(_NAME, **options)
 
     def check(self) -> None:
-        """As in Liger, the combination of loss type and sequence-level sampling is checked at the call."""
-        self.policy(**{"importance_sampling_level": "token"} if self.importance_sampling_level == "sequence" else {})
+        """As in Liger, whether the loss type allows sequence-level sampling is checked at the call."""
+        level = self.importance_sampling_level
+        self.policy("token" if level == "sequence" else level)
 
     def forward(
         self,
@@ -346,14 +332,14 @@ class LigerFusedLinearGRPOLoss(LossModule):
     ) -> Output:
         """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; selected_token_ids, attention_mask,
         ref_per_token_logps, old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; bias:
-        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head instead of its log-probabilities (with
-        both, the log-probabilities are used, with a warning);
+        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head, not used beside ref_per_token_logps;
         vllm_is_ratio: [batch], [batch, 1] or [batch, length]; num_items_in_batch: dapo's, cispo's and vespo's
         denominator.
 
         Returns (loss, (KL with beta, share of clipped tokens)), all fp32.
         """
-        policy, temperature, use_ref_model = self.policy(), float(self.temperature), self.use_ref_model
+        policy, use_ref_model = self.policy(self.importance_sampling_level), self.use_ref_model
+        temperature = float(self.temperature)
         x, weight, bias = checked_head(_NAME, _input, lin_weight, bias, HEAD, SEQUENCES)
         check_indices(_NAME, "selected_token_ids", selected_token_ids, x)
         ids = selected_token_ids
@@ -365,8 +351,8 @@ class LigerFusedLinearGRPOLoss(LossModule):
             if ref_input is None:
                 expected = "use_ref_model=True with beta needs ref_per_token_logps, or ref_input and ref_weight"
                 check(False, _NAME, f"{expected}; give them, or use_ref_model=False or beta=0.0")
-            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
-            ref_per_token_logps = token_logps(*ref, target, _IGNORED, temperature)
+            ref = ref_input, ref_weight, ref_bias
+            ref_per_token_logps = reference_logps(_NAME, *ref, x, target, _IGNORED, temperature)
         elif use_ref_model and ref_per_token_logps is not None and ref_input is not None:
             warnings.warn(f"{_NAME}: Using ref_per_token_logps; ref_input is given too and not read", stacklevel=2)
         if not use_ref_model:

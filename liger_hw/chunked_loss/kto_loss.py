@@ -17,14 +17,13 @@ import torch
 
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference, function_of, on_device
-from .log_prob_loss import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
+from .checks import HEAD, SEQUENCES, LossModule, function_of, on_device
+from .log_prob_loss import LOSSES, SEQUENCE, Seen, Spec, reference_logps, run_loss
 from .preference import Output
 
 
 class Labelled(NamedTuple):
-    """The description of KTO. grouped: sign [batch], 1 good, -1 bad; number of tokens; log pi_ref or None; kl or
-    None."""
+    """KTO. Seen.grouped: sign [batch], 1 good, -1 bad; number of tokens; log pi_ref or None; kl or None."""
 
     kind: str
     beta: float
@@ -39,14 +38,11 @@ class Labelled(NamedTuple):
         ratio = logps if ref is None else logps - ref
         return (logps / counts, ratio / counts) if self.average else (logps, ratio)
 
-    def _under(self, seen: Seen) -> torch.Tensor:
-        """The argument of the sigmoid in each answer's loss."""
+    def loss(self, seen: Seen) -> torch.Tensor:
         sign, _, _, kl = seen.grouped
         _, ratio = self._logps(seen)
-        return -self.beta * sign * (ratio if kl is None else ratio - kl)
-
-    def loss(self, seen: Seen) -> torch.Tensor:
-        return torch.sigmoid(self._under(seen)).sum() / seen.n_groups
+        ahead = sign * (ratio if kl is None else ratio - kl)
+        return torch.sigmoid(-self.beta * ahead).sum() / seen.n_groups
 
     def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         """The loss; then sums over the good and over the bad answers of log pi, the logits and the reward beta * c."""
@@ -62,10 +58,8 @@ _NAME = "liger_fused_linear_kto"
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearKTOLoss(LossModule):
-    """KTO on a linear head.
-
-    average_log_prob: a sequence's log-probability is the mean of its tokens' instead of their sum.
-    """
+    """KTO on a linear head. average_log_prob: a sequence's log-probability is the mean of its tokens' instead of their
+    sum."""
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -92,7 +86,7 @@ class LigerFusedLinearKTOLoss(LossModule):
         kl: torch.Tensor | float | None = None,
     ) -> Output:
         """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; target: [batch, length]; bias: [vocab];
-        preference_labels: [batch] bool; ref_input, ref_weight, ref_bias: the reference model's; kl: a number or
+        preference_labels: [batch] bool; ref_input, ref_weight, ref_bias: the reference model's head; kl: a number, or
         [batch].
 
         Returns (loss, sums over the good and the bad answers (chosen_logps, rejected_logps, chosen_logits,
@@ -112,8 +106,7 @@ class LigerFusedLinearKTOLoss(LossModule):
         counts = (target != ignore_index).sum(-1).to(wide)
         ref_sums = None
         if self.use_ref_model:
-            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
-            ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
+            ref_sums = reference_logps(_NAME, ref_input, ref_weight, ref_bias, x, target, ignore_index).sum(-1)
         if kl is not None:
             if not isinstance(kl, torch.Tensor):  # a tensor may have a number for each sequence
                 check_floats(_NAME, kl=kl)

@@ -4,19 +4,16 @@ A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities that the hea
 
     d loss / d logits[t] = c[t] * ([token = target[t]] - softmax(logits[t])),   c[t] = d loss / d logp[t]
 
-and c[t] depends on the tokens of t's *group* only. A group is the pair of sequences of a preference loss, one sequence
-(KTO, sequence-level importance sampling), or the token alone (GRPO). A chunk of whole groups needs its logits only
-once. One GEMM gives the logits, a row kernel reads their log-probabilities, a few torch operations on [groups, tokens]
-tensors give c, a second row kernel turns the logits into their gradient in place, and two GEMMs use it: three GEMMs a
-token, as for the loss on all logits.
+and c[t] depends only on the tokens of t's *group*: the pair of sequences of a preference loss, one sequence (KTO,
+sequence-level importance sampling), or the token alone (GRPO). A chunk of whole groups needs its logits once: one GEMM
+computes them, a row kernel reads their log-probabilities, a few torch operations on [groups, tokens] tensors compute c,
+a second row kernel overwrites the logits with their gradient, and two GEMMs use it.
 
 A group that is too large for the memory budget is divided into chunks of tokens. A first sweep computes every
-log-probability, from which c follows, and a second sweep computes the logits again: four GEMMs a token, and no more
-memory than another batch of that many tokens.
+log-probability, from which c follows, and a second sweep computes the logits again: a fourth GEMM.
 
-The forward computes the gradients (of the tensors that require one); backward multiplies them by the incoming gradient.
-Nothing waits for the device. The row kernels are in `kernels/losses/log_prob_rows.py`, the sweep in
-`kernels/heads/linear_head.py`.
+The forward computes the gradients; backward multiplies them by the incoming gradient. Nothing waits for the device. The
+row kernels are in `kernels/losses/log_prob_rows.py`, the sweep in `kernels/heads/linear_head.py`.
 """
 
 from __future__ import annotations
@@ -28,25 +25,25 @@ import torch
 
 from ..kernels.heads.fused_linear_log_probs import LogProbsCall, linear_log_probs_fwd
 from ..kernels.heads.head_reference import fake_gradients
-from ..kernels.heads.linear_head import HeadGradients, Needs, plan_groups, scale_gradients, sweep
+from ..kernels.heads.linear_head import HeadGradients, Needs, checked_head, plan_groups, scale_gradients, sweep
 from ..kernels.losses.cross_entropy_rows import absent, check_in_range
 from ..kernels.losses.log_prob_rows import LogProbOptions, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
 from ..runtime.derivative import differentiate
-from ..runtime.operator import Function, define, first_order
+from ..runtime.operator import Function, check, define, first_order
+from .checks import SEQUENCES
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
 """A group is a token, a sequence, or a pair: sequence i of the batch's first half and sequence i of its second half."""
 
 
 class Seen(NamedTuple):
-    """The input of a loss, for some groups or for all, in the order of the groups.
+    """The input of a loss for some groups, in their order.
 
-    logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs); zero where the target is ignored. second are
-        for the second target, None without one.
-    logit_sum: the sum of each token's logits, for metrics
-    grouped: the call's further tensors [groups, ...]
-    shared: further tensors that do not belong to a group
+    logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs): log-probabilities of the first target and of
+        the second (None without one), zero where it is ignored
+    logit_sum: [groups, tokens of a group], the sum of each token's logits, for metrics
+    grouped, shared: the call's other tensors, [groups, ...] and of any shape
     n_groups, vocab: of the whole call
     """
 
@@ -60,10 +57,9 @@ class Seen(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """One call of a loss in numbers, in the order of the operator's schema.
+    """The operator's numbers, in the order of its schema.
 
-    name, kind, numbers: `LOSSES[name](kind, *numbers)` is the loss
-    group: TOKEN, SEQUENCE or PAIR
+    name, kind, numbers: `LOSSES[name](kind, *numbers)` is the loss; group: TOKEN, SEQUENCE or PAIR
     n_grouped: how many of the extra tensors are grouped; the others are shared
     scale: factor of the slopes (`run_loss`)
     """
@@ -91,13 +87,8 @@ results(seen): (loss, *metrics) of all groups
 sums_logits: whether results needs logit_sum"""
 
 
-def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """The rows of a batch [chosen..., rejected...] pair by pair."""
-    return torch.arange(batch * length, device=device).view(2, batch // 2, length).transpose(0, 1).reshape(-1)
-
-
 class _Rows:
-    """The two row steps on the head's input x, and their results [n_rows] in the order of the sweep."""
+    """The two row steps, and their results [n_rows] in the order of the sweep."""
 
     def __init__(self, x, target, second, bias, spec: Spec, plain: bool) -> None:
         self.bias, self.spec = bias, spec
@@ -115,12 +106,12 @@ class _Rows:
         self._options, self._plain = LogProbOptions(ignored, spec.temperature), plain
 
     def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
-        """`read` of every chunk. Keeps no reference to the logits: another sweep may use their memory."""
+        """`read` of every chunk."""
         for start, logits, _ in swept:
             self.read(logits, start)
 
     def read(self, logits: torch.Tensor, start: int) -> None:
-        """Log-probabilities of the rows `start`.. whose logits these are."""
+        """Compute the log-probabilities of the rows `start`.. from their logits."""
         rows = slice(start, start + logits.shape[0])
         how = {"bias": self.bias, "row_start": start, "plain": self._plain}
         row_log_probs(logits, self.target, self.out, self._options, **how)
@@ -135,18 +126,18 @@ class _Rows:
             self.out.logp[rows].masked_fill_(~self.first_counts[rows], 0.0)
 
     def write(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
-        """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef belongs to the second target."""
+        """Overwrite the logits with their gradient. second_coef: the second target's share of `coef`."""
         rows = slice(start, start + logits.shape[0])
         how = {"bias": self.bias, "row_start": start, "plain": self._plain}
         row_log_prob_gradients(logits, self.target, self.out, self.coef, self._options, **how)
-        if second_coef is not None:  # coef is for both targets; a second target that is another token gets its part
+        if second_coef is not None:  # where the second target is another token, divide coef between the two
             first = self.target[rows].masked_fill(~self.other[rows], 0).long()
             coef = self.coef[rows]
             self._put(logits, rows, first, coef - second_coef - coef * self.out.logp[rows].exp())
             self._put(logits, rows, self.second[rows], second_coef - coef * self.second_logp[rows].exp())
 
     def _put(self, logits: torch.Tensor, rows: slice, columns: torch.Tensor, slopes: torch.Tensor) -> None:
-        """Write the slope of one column of each row whose second target is another token."""
+        """Write one column's slope in each row whose second target is another token."""
         at = columns[:, None]
         slopes = (slopes / self.spec.temperature).to(logits.dtype)[:, None]
         logits.scatter_(1, at, torch.where(self.other[rows, None], slopes, logits.gather(1, at)))
@@ -199,9 +190,11 @@ def _prepared(x, weight, bias, target, second, extras, spec: Spec, plain: bool =
     """(the rows, their groups, the order of the sweep or None)"""
     batch, length = target.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
-    order = pair_order(batch, length, x.device) if spec.group == PAIR and batch > 2 else None
+    order = None
     target, second = target.reshape(-1).contiguous(), None if second is None else second.reshape(-1).contiguous()
-    if order is not None:
+    if spec.group == PAIR and batch > 2:  # from [chosen..., rejected...] to pair by pair
+        rows = torch.arange(n_rows, device=x.device).view(2, batch // 2, length)
+        order = rows.transpose(0, 1).reshape(-1)
         target, second = target[order], None if second is None else second[order]
     n_groups = n_rows if spec.group == TOKEN else batch // spec.group
     groups = _Groups(n_groups, width, weight.shape[0], extras, spec.n_grouped)
@@ -251,7 +244,7 @@ chunked_loss = define(
 
 
 class ChunkedLossFunction(Function):
-    """Autograd for every loss of this folder except distillation: saves the finished gradients."""
+    """Autograd for every loss of this folder except distillation; saves the gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, *extras):
@@ -286,25 +279,34 @@ def run_loss(
     second: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared."""
-    # 1 / shares times a probability underflows in fp16: the slopes of a mean are multiplied by a power of two near
-    # `shares`, and the incoming gradient divided by it
+    # The slopes of a mean, probability / shares, underflow in fp16. So they are multiplied by a power of two near
+    # `shares`, by which backward divides the incoming gradient.
     shares = target.numel() if spec.group == TOKEN else target.shape[0]
     scale = float(next_power_of_2(shares)) if x.dtype is torch.float16 else 1.0
     return ChunkedLossFunction.apply(x, weight, bias, target, second, spec._replace(scale=scale), *extras)
 
 
-# -- the reference model ---------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def token_logps(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+def reference_logps(
+    op: str,
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    policy: torch.Tensor,
     target: torch.Tensor,
     ignore_index: int,
-    temperature: float,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Log-probabilities [batch, length] of the targets under a head, without gradients: one GEMM, a chunk of logits."""
+    """Log-probabilities [batch, length] of the targets under the reference model, without gradients; raises unless
+    its x has the batch and length of `policy`, the input of the policy's head."""
+    if x is None or weight is None:
+        missing = " and ".join(n for n, t in (("ref_input", x), ("ref_weight", weight)) if t is None)
+        check(False, op, f"use_ref_model=True needs {missing}; give them, or use_ref_model=False")
+    x, weight, bias = checked_head(op, x, weight, bias, ("ref_input", "ref_weight", "ref_bias"), SEQUENCES)
+    if x.shape[:-1] != policy.shape[:-1]:
+        expected, got = tuple(policy.shape[:-1]), tuple(x.shape[:-1])
+        check(False, op, f"ref_input must have the batch and length of _input, {expected}, got {got}")
+    if x.device != policy.device:
+        check(False, op, f"ref_input is on {x.device} but _input is on {policy.device}; move them to one device")
     call = LogProbsCall(LogProbOptions(ignore_index, temperature))
     return linear_log_probs_fwd(x.flatten(0, -2), weight, target.flatten(), bias, None, call)[0].view(target.shape)

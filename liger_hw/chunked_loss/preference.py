@@ -7,10 +7,9 @@ one. With c = l_chosen - l_ref_chosen and r = l_rejected - l_ref_rejected,
     loss = mean over pairs of pair_loss(c, r) + alpha * nll
     nll = mean over the chosen sequences' tokens of -log p(token)
 
-Only pair_loss differs. The gradient of a token depends on the log-probabilities of its pair only, so a group (see
-log_prob_loss.py) is a pair.
+Only pair_loss differs:
 
-    CPO    -log sigmoid(beta (c - r)); label_smoothing is the share of pairs assumed to be labelled the wrong way round
+    CPO    -log sigmoid(beta (c - r)); label_smoothing is the share of pairs whose labels are assumed to be swapped
     SimPO  -log sigmoid(beta (c - r) - gamma), l a mean: the chosen answer must be ahead by a margin; smoothed as CPO
     ORPO   -beta log sigmoid(log(odds(c) / odds(r))), l a mean, odds(l) = exp(l) / (1 - exp(l)); alpha is 1
 
@@ -29,19 +28,18 @@ import torch.nn.functional as F
 
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference, function_of
-from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
+from .checks import HEAD, SEQUENCES, LossModule, function_of
+from .log_prob_loss import LOSSES, PAIR, Seen, Spec, reference_logps, run_loss
 
 PAIR_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], torch.Tensor]] = {}
 """Kind -> pair_loss(c, r, numbers) [pairs]. Each file adds its losses."""
-PAIR_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, ...]]] = {}
-"""Kind -> the metrics that only this kind reports."""
-AVERAGED = {"dpo_ipo"}
-"""Kinds whose c and r are means over tokens even if the reported log-probabilities are sums."""
 
 
 class Pairs(NamedTuple):
-    """A loss over pairs. Seen.grouped: counts of tokens [pairs, 2], l_ref [pairs, 2] or None; shared: nll's count."""
+    """A loss over pairs. Seen.grouped: counts of tokens [pairs, 2], l_ref [pairs, 2] or None; shared: nll's count.
+
+    extra: discopop's tau, SimPO's gamma
+    """
 
     kind: str
     beta: float
@@ -50,18 +48,17 @@ class Pairs(NamedTuple):
     has_nll: float = 0.0
     label_smoothing: float = 0.0
     extra: float = 0.0
-    """discopop's tau, SimPO's gamma."""
 
     sums_logits = True
 
     def _margins(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(log-probabilities [pairs, 2] as they are reported, c, r)"""
+        """(log-probabilities [pairs, 2] as reported, c, r); ipo's c and r are always means over tokens."""
         counts, ref = seen.grouped
         reported = _halves(seen.logp).sum(-1)
         ratio = reported if ref is None else reported - ref
         if self.average:
             reported, ratio = reported / counts, ratio / counts
-        elif self.kind in AVERAGED:
+        elif self.kind == "dpo_ipo":
             ratio = ratio / counts
         return reported, ratio[:, 0], ratio[:, 1]
 
@@ -80,9 +77,12 @@ class Pairs(NamedTuple):
         reported, chosen, rejected = self._margins(seen)
         means = _halves(seen.logit_sum).mean((0, 2)) / seen.vocab
         rewards = self.beta * chosen, self.beta * rejected
-        if self.kind in AVERAGED and not self.average:
+        if self.kind == "dpo_ipo" and not self.average:
             rewards = tuple(r * n for r, n in zip(rewards, seen.grouped[0].unbind(1)))
-        more = PAIR_METRICS[self.kind](chosen, rejected, self) if self.kind in PAIR_METRICS else ()
+        more = ()
+        if self.kind == "orpo":
+            log_odds = _log_odds_ratio(chosen, rejected)
+            more = F.logsigmoid(log_odds).mean(), log_odds.mean()
         logps = (t.clone() for t in reported.unbind(1))
         return self.loss(seen), *logps, *(t.clone() for t in means), self._nll(seen), *rewards, *more
 
@@ -101,9 +101,9 @@ def checked_pairs(
     average_log_prob: bool = False,
     **extra: float,
 ) -> Pairs:
-    """The description of a loss. extra: at most one further number, by its public name.
+    """The Pairs of public options; extra: at most one further number, by its public name.
 
-    Raises `TypeError` or `ValueError` for an invalid option. Modules call this when constructed.
+    Raises `TypeError` or `ValueError` for an invalid option.
     """
     check_ignore_index(name, ignore_index)
     check_floats(name, beta=beta, alpha=alpha, label_smoothing=label_smoothing, **extra)
@@ -132,8 +132,8 @@ def preference_loss(
     ref: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None,
     nll_target: torch.Tensor | None = None,
 ) -> Output:
-    """(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards,
-    rejected_rewards, *more)), after checking the arguments; ref: (input, weight, bias) of the reference head."""
+    """(loss, metrics) as `PairLoss.forward` has them, after checking the arguments; ref: (input, weight, bias) of
+    the reference model."""
     x, weight, bias = checked_head(name, x, weight, bias, HEAD, SEQUENCES)
     check_indices(name, "target", target, x)
     if nll_target is not None:
@@ -143,13 +143,12 @@ def preference_loss(
         check(False, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")
     counted = target != ignore_index
     half = batch // 2
-    # token counts are floats: 0 / 0 is then nan, as in torch's mean of no elements
+    # token counts are floats, because 0 / 0 must be nan, as torch's mean of no elements is
     wide = torch.promote_types(x.dtype, torch.float32)
     counts = counted.sum(-1).view(2, half).t().to(wide)
     ref_sums = None
     if ref is not None:
-        ref = checked_reference(name, *ref, x)
-        ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1).view(2, half).t()
+        ref_sums = reference_logps(name, *ref, x, target, ignore_index).sum(-1).view(2, half).t()
     labels = target if nll_target is None else nll_target
     nll_tokens = (labels[:half] != ignore_index).sum().to(wide)
     kind, *numbers = pairs
@@ -165,7 +164,7 @@ class PairLoss(LossModule):
     name: ClassVar[str]
 
     def pairs(self) -> Pairs:
-        """The description of the loss; raises for options that make no sense."""
+        """The Pairs of the options; raises if they are invalid."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -195,7 +194,6 @@ PAIR_LOSSES["cpo"] = _smoothed_margin
 
 
 def _smoothed_pairs(name: str, *numbers: float, **named: float) -> Pairs:
-    """`checked_pairs` whose label_smoothing is from 0 to 1."""
     pairs = checked_pairs(name, "cpo", *numbers, **named)
     if not 0.0 <= pairs.label_smoothing <= 1.0:
         check(False, name, f"label_smoothing must be between 0 and 1, got {pairs.label_smoothing}")
@@ -204,11 +202,8 @@ def _smoothed_pairs(name: str, *numbers: float, **named: float) -> Pairs:
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearCPOLoss(PairLoss):
-    """CPO on a linear head.
-
-    alpha: weight of the negative log-likelihood, added with compute_nll_loss. average_log_prob: l is the mean
-    of a sequence's token log-probabilities instead of their sum.
-    """
+    """CPO on a linear head. alpha: weight of the nll, added with compute_nll_loss; average_log_prob: l is the mean of a
+    sequence's token log-probabilities instead of their sum."""
 
     name = "liger_fused_linear_cpo"
 
@@ -234,10 +229,7 @@ LigerFusedLinearCPOFunction = function_of(
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearSimPOLoss(PairLoss):
-    """SimPO on a linear head.
-
-    gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss.
-    """
+    """SimPO on a linear head. gamma: the margin; alpha: weight of the nll, added with compute_nll_loss."""
 
     name = "liger_fused_linear_simpo"
 
@@ -266,7 +258,7 @@ LigerFusedLinearSimPOFunction = function_of(
 
 
 def _log_odds_ratio(chosen, rejected):
-    """log(odds(c) / odds(r)). Uses expm1 for 1 - exp(l), since l is near 0 where the model is certain."""
+    """log(odds(c) / odds(r)), with expm1 for 1 - exp(l), since l is near 0 where the model is certain."""
     chosen_odds, rejected_odds = (logp - torch.log(-torch.expm1(logp)) for logp in (chosen, rejected))
     return chosen_odds - rejected_odds
 
@@ -275,21 +267,12 @@ def _orpo(chosen, rejected, numbers):
     return -numbers.beta * F.logsigmoid(_log_odds_ratio(chosen, rejected))
 
 
-def _odds_metrics(chosen, rejected, numbers):
-    log_odds = _log_odds_ratio(chosen, rejected)
-    return F.logsigmoid(log_odds).mean(), log_odds.mean()
-
-
 PAIR_LOSSES["orpo"] = _orpo
-PAIR_METRICS["orpo"] = _odds_metrics
 
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearORPOLoss(PairLoss):
-    """ORPO on a linear head.
-
-    beta: weight of -log sigmoid(log odds ratio).
-    """
+    """ORPO on a linear head. beta: weight of -log sigmoid(log odds ratio)."""
 
     name = "liger_fused_linear_orpo"
 
@@ -310,12 +293,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
         bias: torch.Tensor | None = None,
         nll_target: torch.Tensor | None = None,
     ) -> Output:
-        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab];
-        nll_target: targets of the nll if not `target`, for example to include the prompt.
-
-        Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
-        nll_loss, chosen_rewards [pairs], rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32.
-        """
+        """As `PairLoss.forward`, with metrics (..., log_odds_ratio, log_odds_chosen). nll_target: targets of the nll if
+        not `target`, for example with the prompt."""
         head = _input, lin_weight, target, bias
         return preference_loss(self.name, self.pairs(), *head, self.ignore_index, nll_target=nll_target)
 
