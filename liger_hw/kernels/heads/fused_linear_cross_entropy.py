@@ -1,15 +1,15 @@
-"""Cross entropy of a linear head, loss(input @ weight^T + bias, target), without the logits of all rows at once.
+"""Cross entropy of a linear head, loss(input @ weight^T + bias, target), without the logits of all rows.
 
 The loss of a row is defined in cross_entropy.py, whose row kernel runs here on chunks of rows (`linear_head.py`).
-use_token_scaling multiplies a row's loss by exp(s[y] - lse), its probability of the target, taken as a constant.
+use_token_scaling multiplies a row's loss by its probability of the target, taken as a constant.
 
-Logits are rounded to the dtype of input and weight (autocast's under autocast) as a linear layer's are, before the
-bias, which is added in fp32. Losses, statistics and the result are fp32.
+Logits are rounded to the dtype of input and weight (autocast's under autocast) as a linear layer's are. The bias is
+added in fp32; losses, statistics and the result are fp32.
 
-Saved for backward: the gradients of input, weight and bias that will be needed, which the forward computes chunk by
-chunk, in place on the chunk's logits. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With
-reduction="none" each row's incoming gradient is needed first: the forward saves its inputs, and backward computes the
-logits again. See linear_head.py for the chunks' size and the precision of the weight's gradient.
+Saved for backward: the gradients of input, weight and bias, which the forward computes chunk by chunk, in place of the
+chunk's logits. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With reduction="none", where
+each row has another incoming gradient, the forward saves its inputs, and backward computes the logits again. See
+linear_head.py for the chunks' size and the precision of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ _NAME = "liger_fused_linear_cross_entropy"
 
 
 class HeadCall(NamedTuple):
-    """The operators' arguments after the tensors, in the order of their schema.
-
-    wide: the weight's gradient is accumulated in fp32
-    """
+    """The operators' numbers, in the order of their schema. wide: the weight's gradient is accumulated in fp32."""
 
     options: Options
     wide: bool
@@ -85,7 +82,7 @@ class HeadCall(NamedTuple):
 
 @torch.no_grad()
 def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=None):
-    """row_grads: incoming gradients, for the backward of reduction="none"; if set, returns only gradients."""
+    """row_grads: each row's incoming gradient, in the backward of reduction="none", which returns only gradients."""
     of_all, row_grads = target, dense(row_grads)
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
@@ -123,7 +120,6 @@ def _bwd(grad_output, *arguments):
 
 
 def _reference_grads(x, weight, target, bias, ce_weight, call: HeadCall, row_grads=None):
-    """The gradients as autograd computes them: the logits' gradient is rounded to their dtype before the products."""
     if not any(call.needs):
         return reference_gradients(None, x, weight, bias, call.needs)
     dlogits = reference_gradient(reference_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
@@ -168,10 +164,10 @@ fused_linear_cross_entropy_bwd = define(
 
 
 def run_forward(ctx, operator, tensors: tuple[torch.Tensor | None, ...], call: Any) -> tuple[torch.Tensor, ...]:
-    """A Function's forward: (loss, z_loss, token_accuracy, predicted_tokens), absent unless the options ask for it.
+    """A Function's forward: (loss, z_loss, token_accuracy, predicted_tokens), those not asked for absent.
 
-    Saves the finished gradients, or for reduction="none" the tensors (input, weight, target, bias, ...).
-    operator: returns these four, then what its backward needs of the rows, the three gradients, and stats
+    Saves the gradients, or for reduction="none" the tensors (input, weight, target, bias, ...).
+    operator: returns these four, the tensors of rows that its backward takes, the three gradients, and stats
     """
     dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
     ctx.needs = Needs(dinput, dweight, dbias)
@@ -236,10 +232,9 @@ def liger_fused_linear_cross_entropy(
     input: [n_rows, hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU),
     or any under autocast. target: [n_rows] int64 or int32; ce_weight: [vocab] class weights. accum_dtype=torch.float32
     sums the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the budget LIGER_HW_LOSS_MEMORY_MIB.
-    use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient.
-    compact leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or
-    True to count now, which waits for the device. The results are the same, unless ignored rows hold nan or inf.
-    The other arguments are explained at `liger_cross_entropy`.
+    use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient. compact
+    leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or True to
+    count now, which waits for the device. The other arguments are explained at `liger_cross_entropy`.
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
     """

@@ -2,18 +2,16 @@
 
 Each rank holds its part of the head's weight, in the order of the ranks; parts may be unequal (losses/vocab_parts.py).
 The loss of a row is defined in cross_entropy.py, with the log-sum-exp, the target's logit and the sum of the logits
-taken over all ranks. It is the same number, bit for bit, on every rank.
+taken over all ranks. It is the same, bit for bit, on every rank.
 
 A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. The ranks communicate during them:
     logits    are computed in two halves of the chunk's rows. The log-sum-exp of the first half is exchanged during the
-              second product, the second half's while the gradient of the first half is written
-    dx        is summed over the ranks while dweight is computed. Under sequence parallelism each rank holds some rows
-              of the input; all are gathered first, and dx is summed by a reduce-scatter
-What the gradients do not need, such as the target's score, is exchanged once, after the last chunk.
-The forward computes the gradients, as in fused_linear_cross_entropy.py. With reduction="none" backward computes them,
-from the log-sum-exp that the forward saved.
-
-dx is summed over the ranks in the dtype of the input.
+              second product, that of the second half while the gradient of the first half is written
+    dx        is summed over the ranks, in the input's dtype, while dweight is computed. Under sequence parallelism each
+              rank holds some rows of the input; all are gathered first, and dx is summed by a reduce-scatter
+Numbers that only the loss needs, such as the target's score, are exchanged once, after the last chunk. The forward
+computes the gradients, as in fused_linear_cross_entropy.py. With reduction="none" backward computes them, from the
+log-sum-exp that the forward saved.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
@@ -70,11 +68,8 @@ _NAME = "liger_fused_linear_cross_entropy_tp"
 
 
 class _Call(NamedTuple):
-    """The operators' arguments after the tensors, in the order of their schema.
-
-    group: the process group's name, or "" for a whole vocabulary
-    wide: the weight's gradient is accumulated in fp32
-    """
+    """The operators' numbers, in the order of their schema. group: the process group's name, or "" for a whole
+    vocabulary; wide: the weight's gradient is accumulated in fp32."""
 
     group: str
     options: Options
@@ -84,7 +79,6 @@ class _Call(NamedTuple):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group of this name."""
         return dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
 
 
@@ -92,10 +86,10 @@ class _Call(NamedTuple):
 
 
 class SharedGradients(HeadGradients):
-    """The gradients of one rank. dweight is this rank's alone; dx is summed over the ranks while dweight is computed.
+    """One rank's dweight, and dx summed over the ranks while dweight is computed.
 
-    scattered: x [n_rows, hidden] is gathered, the sweep takes equally many rows of every rank at a time, and dx has
-    this rank's rows; else dx has all rows.
+    scattered: x [n_rows, hidden] was gathered, every chunk has equally many rows of every rank, and dx has this rank's
+    rows; else dx has all rows.
     """
 
     def __init__(
@@ -133,11 +127,11 @@ class SharedGradients(HeadGradients):
 
 
 class _Rows:
-    """The row steps of one call on one rank. All tensors of rows are [n_rows], in the order of the sweep.
+    """The row steps of one call on one rank. Tensors of rows are [n_rows], in the order of the sweep.
 
     incoming: [] or [n_rows], the incoming gradient of each row's loss
-    lse: the log-sum-exp that a forward saved, which need not be exchanged again
-    sent: the rows whose log-sum-exp was sent and not yet received
+    lse: the log-sum-exp that the forward saved; None: it is exchanged
+    sent: the exchanges of log-sum-exps that were begun and not yet received
     """
 
     def __init__(
@@ -155,7 +149,7 @@ class _Rows:
         self._smoothing_term = (-self._per_class * incoming).expand(n_rows).contiguous() if smoothing else None
 
     def send(self, start: int, logits: torch.Tensor) -> None:
-        """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
+        """Read the logits of the rows `start`.., and send their log-sum-exp to the other ranks."""
         rows = slice(start, start + logits.shape[0])
         call = partial(row_log_probs, logits, self.local.mine, self._results, self._row_options)
         with_fallback(partial(call, bias=self._bias, row_start=start, plain=self._plain))()
@@ -167,16 +161,13 @@ class _Rows:
         self.sent.append((rows, GatheredRows(self._results.lse[None, rows], self.part)))
 
     def receive(self) -> slice:
-        """Wait for the oldest exchange, store its log-sum-exp, and return its rows."""
+        """Wait for the oldest exchange, store the log-sum-exp of all ranks, and return its rows."""
         rows, gathered = self.sent.pop(0)
         self.lse[rows] = reduce(torch.logaddexp, gathered.wait()[0])
         return rows
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(loss, its part that is z-loss, the column of the largest logit or None) of every row.
-
-        Called when all rows were received; does the one exchange that the gradients do not need.
-        """
+        """(loss, its z-loss part, the column of the largest logit or None) of every row, once all rows are received."""
         local, results, options = self.local, self._results, self.options
         numbers = [torch.where(local.here, results.lse + results.logp, 0.0)]
         numbers += [] if results.logit_sum is None else [results.logit_sum]
@@ -195,7 +186,7 @@ class _Rows:
         return loss, z.masked_fill(~local.counted, 0.0), top
 
     def gradient(self, start: int, logits: torch.Tensor) -> None:
-        """Turn the logits of the rows from `start` on into their gradient, in place."""
+        """Overwrite the logits of the rows `start`.. with their gradient."""
         softmax_coef = self._softmax_coef
         if scale := self.options.lse_square_scale:
             softmax_coef = softmax_coef * (1.0 + 2.0 * scale * self.lse)
@@ -209,7 +200,7 @@ class _Rows:
 
 
 def _all_rows(x: torch.Tensor, part: VocabPart, sequence_parallel: bool) -> torch.Tensor:
-    """The rows of all ranks [n_rows, hidden], in the order of the ranks, where each has some of them."""
+    """The rows of all ranks [n_rows, hidden], in the order of the ranks: gathered if sequence_parallel."""
     x = x.detach()
     if not sequence_parallel or part.world == 1:
         return x
@@ -219,18 +210,17 @@ def _all_rows(x: torch.Tensor, part: VocabPart, sequence_parallel: bool) -> torc
 
 
 def _order(chunks: Chunks, world: int, device: torch.device) -> torch.Tensor:
-    """The order of rows in which each chunk of a sweep has equally many rows of every rank."""
+    """The order of rows with which every chunk has equally many rows of each rank."""
     rows = torch.arange(chunks.n_rows, device=device).view(world, -1)
     return torch.cat([rows[:, start // world : stop // world].reshape(-1) for start, stop in chunks.bounds])
 
 
 @torch.no_grad()
 def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row_grads=None):
-    """(the rows, the order they are in or None, gradients, weight of a row in the reduction).
+    """(the rows, their order or None, gradients, weight of a row in the reduction).
 
-    lse, row_grads: [n_rows], in the backward of reduction="none": the forward's log-sum-exp and each row's incoming
-    gradient
-    plain: the row steps run in torch, without kernels
+    lse, row_grads: [n_rows], only in the backward of reduction="none": the forward's log-sum-exp, and each row's
+    incoming gradient; plain: the row steps run in torch, without kernels
     """
     part = vocab_part(weight.shape[0], call.process_group, x.device)
     scattered = call.sequence_parallel and part.world > 1
@@ -337,8 +327,6 @@ fused_linear_cross_entropy_tp_bwd = define(
 
 
 class FusedLinearCrossEntropyTPFunction(Function):
-    """Autograd for one rank, as for the whole head; for reduction="none" the log-sum-exp of each row is saved too."""
-
     @staticmethod
     def forward(ctx, x, weight, target, bias, order, call):
         return run_forward(ctx, fused_linear_cross_entropy_tp_fwd, (x, weight, target, bias, order), call)
@@ -371,13 +359,13 @@ def liger_fused_linear_cross_entropy_tp(
 
     input: [n_rows, hidden], the same on every rank; with sequence_parallel this rank's rows, equally many on every
     rank. weight: [vocab, hidden] and bias: [vocab], this rank's part, of any width; one dtype, fp32, fp16 or bf16 (fp64
-    on the CPU), or any under autocast. target: [n_rows] int64 or int32, of all rows, the same on every rank, in the
-    order of the ranks with sequence_parallel; indices of the whole vocabulary. tp_group: a ProcessGroup, or None for a
-    whole vocabulary. compact: as there; not used with sequence_parallel. The other arguments are explained at
+    on the CPU), or any under autocast. target: [n_rows] int64 or int32, indices of the whole vocabulary for all rows
+    (with sequence_parallel in the order of the ranks), the same on every rank. tp_group: a ProcessGroup, or None for a
+    whole vocabulary. compact is not used with sequence_parallel. The other arguments are explained at
     `liger_fused_linear_cross_entropy`.
     Returns the loss of all rows in fp32, the same on every rank, [] or [n_rows] with reduction="none", or a
-    `CrossEntropyOutput` when any return_* is set. The gradient of the input is for the whole vocabulary, summed
-    over the ranks. Every rank must call it and run backward.
+    `CrossEntropyOutput` when any return_* is set. The input's gradient is summed over the ranks. Every rank must call
+    the function and run backward.
     Raises as `liger_cross_entropy` does, and `TypeError` for a tp_group that is not a process group.
     """
     numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap

@@ -2,13 +2,12 @@
 
     x = log_softmax(student_input @ student_weight^T / temperature), y likewise of the teacher: the loss is jsd.py's
 
-The loss is the mean over rows that are not ignored, or zero. Logits, the divergence and the loss are fp32. Unlike in
-other heads the logits are not rounded to 16 bits: the gradient is a difference of two distributions, and where they are
-close, rounding the logits would change it much. The logits' gradient is rounded to the student's dtype, as in any head.
+The loss is the mean over rows that are not ignored, or zero. Logits, divergence and loss are fp32. Other heads round
+the logits to 16 bits; here that would change the gradient much, which is a difference of two distributions that may be
+close. The logits' gradient is rounded to the student's dtype, as in any head.
 
 Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
-has none. See linear_head.py for the chunks, `sweep_in_fp32` of linear_head.py for the memory of their logits,
-distill_rows.py for the rows.
+gets none. See `sweep_in_fp32` of linear_head.py for the chunks, distill_rows.py for the rows.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649
 """
@@ -41,17 +40,14 @@ def fused_linear_jsd_reference(
     accum_dtype=None,
     **named,
 ):
-    """The specification in plain torch: two linear layers and the divergence, in fp32 (fp64 for fp64).
-
-    The gradient of the student's logits is rounded to their head's dtype before it is multiplied.
-    """
+    """The specification in plain torch: two linear layers and the divergence, in fp32 (fp64 for fp64)."""
     options = _options("fused_linear_jsd_reference", *settings, **named)
     heads = student_input, student_weight, teacher_input, teacher_weight
     return linear_distillation_reference(*heads, shift_labels, options, 1)
 
 
 def _fp32_columns_key(*sizes: int) -> registry.Key:
-    """`columns_key` of the logits, which are fp32 for heads of any dtype."""
+    """`columns_key` of fp32 logits."""
     return columns_key(*sizes[:-1], torch.float32.itemsize)
 
 
@@ -77,7 +73,7 @@ def liger_fused_linear_jsd(
 
     Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32,
     fp16 or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index
-    do not count. jsd_beta: 0 is KL(teacher || student), 1 its reverse. accum_dtype=torch.float32 sums the weight's
+    do not count. jsd_beta: 0 is KL(teacher || student), 1 the reverse. accum_dtype=torch.float32 sums the weight's
     gradient in an fp32 buffer. Returns the loss [] in fp32. The teacher gets no gradient.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
@@ -111,7 +107,6 @@ class LigerFusedLinearJSD(OptionsModule):
         teacher_weight: torch.Tensor,
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher. Returns the loss [] in fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
         return liger_fused_linear_jsd(*heads, shift_labels, **self.options())
 
@@ -123,9 +118,9 @@ WORKLOADS = {"llama3_8b": (4096, 4096, 128256), "mistral_7b": (8192, 4096, 32768
 def sample_distillation(
     sizes, dtype, device, generator, *, given_target=False, labelled=False, frozen=False, **options: Any
 ) -> Sample:
-    """A `Sample` of a student's head and a teacher's, or target probabilities in place of the teacher.
+    """A `Sample` of a student's head and a teacher's, or with given_target probabilities in place of the teacher.
 
-    labelled: with labels, of which some are -100; frozen: the student's weight has no gradient
+    labelled: with labels, some of them -100; frozen: the student's weight has no gradient
     """
     n_rows, hidden, vocab = sizes
     labels = (sample_labels(n_rows, min(3, vocab), device, generator),) if labelled else ()

@@ -1,12 +1,12 @@
-"""KL divergence of given target probabilities from a student's linear head, without the logits of all rows at once.
+"""KL divergence of given target probabilities from a student's linear head, without the logits of all rows.
 
     x = log_softmax(student_input @ student_weight^T / temperature), t = target: sum of t (log max(t, eps) - x)
     sum  over all rows that count     batchmean  divided by their number     mean  divided by that times vocab
 
-The loss is zero where no row counts. Under autocast input and weight are cast to its dtype, the target is not. Logits
-are rounded to the input's dtype as a linear layer's are, everything after is fp32, and so is the loss.
+The loss is zero where no row counts. Autocast casts input and weight, not the target. Logits are rounded to the input's
+dtype as a linear layer's are; everything after, and the loss, is fp32.
 
-Saved for backward: the gradients of input and weight, computed chunk by chunk in the forward. The target has none. See
+Saved for backward: the gradients of input and weight, computed chunk by chunk in the forward. The target gets none. See
 linear_head.py for the chunks, distill_rows.py for the rows.
 
 Source: Kullback and Leibler, "On information and sufficiency", 1951
@@ -81,7 +81,7 @@ def _options(
     temperature: float = 1.0,
     eps: float = 1e-10,
 ) -> tuple[Distillation, int]:
-    """(the operator's numbers, the divisor of the loss beside the number of rows, or 0 for a sum)"""
+    """(options, per_row) of a `DistillationCall`."""
     check_reduction(op, reduction, _REDUCTIONS)
     check_floats(op, eps=eps)
     if not eps >= 0.0:

@@ -1,22 +1,20 @@
-"""Log-probabilities of tokens under a linear head, with entropy and accuracy, without the logits of all rows at once.
+"""Log-probabilities of tokens under a linear head, with entropy and accuracy, without the logits of all rows.
 
 With z = input @ weight^T + bias of a row, s = softcap * tanh(z / softcap) / temperature, p = softmax(s), and target y:
     log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax z == y)
     selected[k] = log p[selected_token_ids[k]], for all rows
 Rows whose target is ignore_index have results and a gradient of exactly zero.
 
-Logits are rounded to the dtype of input and weight (autocast's under autocast) as a linear layer's are, before the
-bias, which is added in fp32; everything after is fp32, and so are the results. Every result but is_top1 is
-differentiable.
+Logits are rounded to the dtype of input and weight (autocast's under autocast) as a linear layer's are. The bias is
+added in fp32; everything after it is fp32, and so are the results. All but is_top1 are differentiable.
 
-Saved for backward: the inputs, one log-sum-exp a row (and the results, small), and some of the logits, since each row's
-incoming gradients are not known in the forward. `kept_logits.py` says which; backward computes the others again. With a
-weight without gradient, selected_token_ids, accum_dtype, torch.compile or a second backward (retain_graph), backward
-computes all of them again, chunk by chunk (`linear_head.py`).
+Saved for backward: the inputs, the log-sum-exp and the results of each row, and some logits (`kept_logits.py`), since
+the forward does not know the incoming gradients. Backward computes the other logits again, or all of them with a frozen
+weight, selected_token_ids, accum_dtype, torch.compile or a second backward (retain_graph).
 
-batch_invariant: every product of the forward has the same sizes and alignment, whatever the batch (`TILE` rows, filled
-up with zeros), and a row's statistics are read by one program from its whole row. So its results do not depend on the
-other rows, bit for bit, provided that in products of equal sizes the GEMM library computes equal rows alike.
+batch_invariant: every product of the forward has the same sizes and alignment for any batch (`TILE` rows, filled up
+with zeros), and one program computes all statistics of a row. So a row's results do not depend on the other rows, bit
+for bit, provided that in products of equal sizes the GEMM library computes equal rows alike.
 """
 
 from __future__ import annotations
@@ -89,10 +87,7 @@ _NAME = "liger_fused_linear_log_probs"
 
 
 class LogProbsCall(NamedTuple):
-    """The operators' numbers, in the order of their schema.
-
-    wide: the weight's gradient is accumulated in fp32
-    """
+    """The operators' numbers, in the order of their schema. wide: the weight's gradient is accumulated in fp32."""
 
     options: LogProbOptions
     entropy: bool = False
@@ -102,12 +97,12 @@ class LogProbsCall(NamedTuple):
     needs: Needs = Needs()
 
     def tile(self, plain: bool) -> int:
-        """Rows of every product of the forward in batch-invariant mode, else 0."""
+        """Rows of every product of the forward in batch-invariant mode, or 0."""
         return (1 if plain else TILE) if self.batch_invariant else 0
 
 
 def _prepared(x, weight, target, bias, call: LogProbsCall, plain: bool):
-    """(target, bias, room for the results), after the targets were checked."""
+    """(target, bias, buffers for the results); checks the targets."""
     target, bias = target.contiguous(), dense(bias)
     assert_targets(_NAME, target, weight.shape[0], call.options.ignore_index, plain)
     return target, bias, log_prob_buffers(x.shape[0], x, entropy=call.entropy, top=call.top)
@@ -159,7 +154,7 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
 
 
 def _row_coefficients(lse, dlogp, dselected, here):
-    """(gradient of each row's log-probability, factor of its softmax, or None where it is the same number)
+    """(gradient of each row's log-probability, factor of its softmax or None where it is the same number).
 
     here: whether this rank has the row's target; None where it has the whole vocabulary
     """
@@ -170,9 +165,8 @@ def _row_coefficients(lse, dlogp, dselected, here):
 
 
 def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, dentropy, entropy, lse, options):
-    """The gradient of the logits in the selected columns, [n, k] fp32: the row kernel's, plus the one from `selected`.
-    An id that occurs twice has the sum of both in both places, so that either may be stored.
-    """
+    """The gradient of the logits in the selected columns, [n, k] fp32: the row kernel's plus that of `selected`. An id
+    that occurs twice has the sum of both in both places, so either may be stored."""
     same = (ids[:, None] == ids[None, :]).to(dselected.dtype)
     step = max(1, (1 << 24) // max(1, dselected.numel()))
     parts = [(dselected[:, None, :] * same[k : k + step]).sum(-1) for k in range(0, max(1, len(ids)), step)]
@@ -258,23 +252,18 @@ linear_log_probs_keep = define(
 
 
 def _is_watched() -> bool:
-    """Whether torch.compile traces, or a dispatch mode sees the operators.
-
-    Selective checkpointing, a dispatch mode, may keep an operator's results but not the memory that it wrote.
-    """
+    """Whether torch.compile traces, or a dispatch mode sees the operators. One of these, selective checkpointing, may
+    keep an operator's results but not the memory that it wrote."""
     return torch.compiler.is_compiling() or n_dispatch_modes() > 0
 
 
 def _are_batched(grads: list[torch.Tensor | None]) -> bool:
-    """Whether vmap or is_grads_batched batches them, which torch cannot do for operators that write their inputs."""
+    """Whether vmap or is_grads_batched batches them, which torch cannot do where an operator writes its inputs."""
     return innermost_transform() is not None or any(is_batched(g) for g in grads if g is not None)
 
 
 class Ran(NamedTuple):
-    """What a forward leaves for `backward_rows`.
-
-    results: (logp, entropy, top, lse, selected); plan: which logits are kept, or None; memory: the kept logits
-    """
+    """results: (logp, entropy, top, lse, selected); plan: which logits are kept, or None; memory: the kept logits"""
 
     results: tuple[torch.Tensor, ...]
     plan: KeepPlan | None
@@ -282,7 +271,7 @@ class Ran(NamedTuple):
 
 
 def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
-    """The forward of rows [n_rows, hidden], with logits kept for the weight's gradient if `plan_kept` says so."""
+    """The forward of rows [n_rows, hidden], which keeps logits if the weight needs a gradient and they fit."""
     plan = None
     if call.needs.dweight and ids is None and not call.wide and not _is_watched():
         plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
@@ -296,9 +285,9 @@ def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
 def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweight, dbias), None where not needed.
 
-    saved: (x, weight, target, bias, ids, lse, entropy, selected, *`Ran.memory`); for a part of the vocabulary lse and
-    entropy are over the whole
-    grads: (dlogp, dentropy, dselected, here), None where absent; here: whether this rank has the row's target
+    saved: (x, weight, target, bias, ids, lse, entropy, selected, *`Ran.memory`); lse and entropy are over the whole
+    vocabulary even if weight is a part of it
+    grads: (dlogp, dentropy, dselected, here), each or None; here: whether this rank has the row's target
     """
     x, weight, target, bias, ids, lse, entropy, selected, *memory = saved
     dlogp, dentropy, dselected, here = grads
@@ -317,10 +306,8 @@ def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tu
 
 
 class FusedLinearLogProbsFunction(Function):
-    """Autograd for rows [n_rows, hidden]: saves the inputs and small results; returns (logp, entropy, top, selected).
-
-    top: int64 [n_rows], the first column of the largest logit
-    """
+    """Rows [n_rows, hidden] -> (logp, entropy, top, selected); top: int64 [n_rows], the first column of the largest
+    logit."""
 
     sharding = LossRule("linear_log_probs")
 
@@ -368,19 +355,18 @@ def liger_fused_linear_log_probs(
     """Log-probability of each target under softmax(softcap(input @ weight^T + bias) / temperature), or more.
 
     input: [..., hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU), or
-    any under autocast. target: [...] int64 or int32, the token that each row predicts; with shift_labels=True the
-    tokens of the sequences themselves, [..., length]: a row predicts the next one, the last row of a sequence nothing.
-    In a packed sequence the first token of each part must be ignore_index then.
-    temperature: a positive number; softcap: a positive number, after which logits are softcap * tanh(logits / softcap).
-    return_entropy: the entropy of each row in nats, differentiable; return_top1: whether the target is the largest
-    logit, the first of equal ones; selected_token_ids: [k] int64, on the device, in 0..vocab-1, repeats allowed: their
-    log-probabilities too, differentiable.
+    any under autocast. target: [...] int64 or int32, the token that each row predicts. With shift_labels=True it is the
+    sequences' tokens [..., length]: a row predicts the next token, the last row of a sequence nothing. The first token
+    of each part of a packed sequence must then be ignore_index.
+    temperature: a positive number; softcap: a positive number, with which logits become softcap * tanh(logits /
+    softcap). return_entropy: also each row's entropy in nats, differentiable; return_top1: also whether the target is
+    the largest logit, the first of equal ones; selected_token_ids: [k] int64 in 0..vocab-1, on the device, repeats
+    allowed: also their log-probabilities, differentiable.
     accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer. compact leaves ignored rows out of the
     products: a `CountedRows` of the labels made early in the step, or True to count now, which waits for the device.
-    batch_invariant: a row's results, not its gradients, are the same bits whatever rows are beside it, on one device
-    and version of its GEMM library.
-    Returns the log-probabilities, fp32 of the target's shape, or a `LogProbsOutput` where more was asked for. Rows at
-    ignore_index have zeros.
+    batch_invariant: a row's results (not its gradients) have the same bits beside any other rows, on one device and
+    version of its GEMM library.
+    Returns the log-probabilities, fp32 of the target's shape, or a `LogProbsOutput`. Rows at ignore_index have zeros.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
     flags = {"return_entropy": return_entropy, "return_top1": return_top1}

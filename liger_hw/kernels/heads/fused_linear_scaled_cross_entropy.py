@@ -1,11 +1,11 @@
-"""Liger's name for the negated log-probabilities of a linear head: `liger_fused_linear_log_probs`, of rows.
+"""Negated log-probabilities of a linear head, nll = -log softmax(input @ weight^T / temperature)[y].
 
-nll = -log p[y] of p = softmax(input @ weight^T / temperature)
+Liger's name for `liger_fused_linear_log_probs`, of rows.
 
 `liger_fused_linear_scaled_cross_entropy_tp` is the same over a vocabulary split between the ranks of a process group.
 Each rank holds the hidden states of all rows and its part of the head's weight, in the order of the ranks; parts may be
 unequal (losses/vocab_parts.py). The forward exchanges the parts' widths and two numbers a row (three with entropy);
-backward sums the hidden states' gradient. Logits are kept as in the head of a whole vocabulary (kept_logits.py).
+backward sums the hidden states' gradient. Logits are kept as with a whole vocabulary (kept_logits.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def liger_fused_linear_scaled_cross_entropy(
     selected_token_ids: torch.Tensor | None = None,
     accum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Per-token NLL of softmax(input @ weight^T / temperature), and on request entropy and chosen log-probabilities.
+    """Per-token NLL of softmax(input @ weight^T / temperature), and on request entropy and selected tokens' log p.
 
     input: [n_rows, hidden]; weight: [vocab, hidden]; target: [n_rows]. The arguments are explained at
     `liger_fused_linear_log_probs`. Returns nll [n_rows] in fp32, or a tuple (nll, entropy [n_rows] if return_entropy,
@@ -103,9 +103,8 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 
     input: [n_rows, hidden], the same on every rank; weight: [vocab, hidden], this rank's part; target: [n_rows],
     indices of the whole vocabulary; tp_group: a ProcessGroup, or None if this rank has it whole.
-    tiles_per_reduce: accepted for compatibility. Returns nll [n_rows] in fp32, or (nll, entropy), the same on every
-    rank. The gradient of the input is for the whole vocabulary, summed over the ranks; every rank must run
-    backward.
+    tiles_per_reduce is ignored. Returns nll [n_rows] in fp32, or (nll, entropy), the same on every rank. The input's
+    gradient is summed over the ranks; every rank must run backward.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; a target out of range gives nan.
     """
     input, weight, _ = checked_head(_NAME_TP, input, weight)

@@ -37,9 +37,7 @@ def reference_gradients(
     bias: torch.Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`HeadGradients.results` in plain torch. dlogits: the gradient of all logits, rounded here to x's dtype; None if
-    no gradient is needed.
-    """
+    """`HeadGradients.results` in plain torch. dlogits: all logits' gradient, which is rounded to x's dtype, or None."""
     dx, dweight, dbias = needs
     rounded = dlogits if dlogits is None else dlogits.to(x.dtype)
     return (
@@ -52,7 +50,7 @@ def reference_gradients(
 def fake_gradients(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
-    """Empty tensors of the shapes and dtypes of `HeadGradients.results`, for an operator's fake."""
+    """Uninitialised `HeadGradients.results`, for an operator's fake."""
     likes = x, weight, weight[:, 0] if bias is None else bias
     return tuple(like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, needs))
 
@@ -68,7 +66,7 @@ def random_head(sizes, dtype, device, generator) -> tuple[torch.Tensor, torch.Te
 def sample_head(
     sizes, dtype, device, generator, *, passes: tuple[int, int], ignored=0.1, biased=False, frozen=False, **options: Any
 ) -> Sample:
-    """A `Sample` (x, weight, target, bias or None) for a loss with targets, of which a share `ignored` is -100.
+    """A `Sample` (x, weight, target, bias or None) for a loss with targets; a share `ignored` of them is -100.
 
     passes: reads and writes of x and of the weight; frozen: the weight has no gradient
     """

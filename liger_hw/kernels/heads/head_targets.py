@@ -1,20 +1,19 @@
 """The targets' entries of a head's weight gradient, accumulated separately from its 16-bit running sum.
 
 A 16-bit weight gradient that is summed over chunks (`linear_head.py`) is rounded once a chunk. That costs most where a
-row of dlogits has one large entry, as cross entropies and log-probability losses have at the target: p - 1 is nearly
-exact, so one GEMM over all rows would round it once, but each chunk rounds the sum again. Therefore in every chunk
+row of dlogits has one large entry, as cross entropies and log-probability losses have at the target. One GEMM over all
+rows would round this entry, p - 1, once; with chunks each rounds the sum again. Therefore in every chunk
 
 - a rare target's entry is moved out of dlogits into an fp32 vector [n_rows]. After the last chunk entry * x is added to
   the target's row of the gradient, summed in fp32 in the order of the rows and rounded once (the embedding's kernels);
-- the row of a frequent target (FREQUENT times or more among the targets) is accumulated in fp32 by a product of its
-  own, and replaces the running sum at the end. Its entries must stay in dlogits: in a trained head the sum of p * x
-  over all rows nearly cancels the sum of the target's entries, and either alone, rounded, has an error as large as
-  itself over their difference.
+- the row of a frequent target (FREQUENT times or more among the targets) is accumulated in fp32 by a separate product,
+  and replaces the running sum at the end. Its entries stay in dlogits: in a trained head the sum of p * x over all rows
+  nearly cancels the sum of the target's entries, so neither may be rounded alone.
 
 If a configuration fails, only that launch is repeated: a head that communicates between ranks must not run again.
-Nothing waits for the device, and no order of summation depends on timing. The sums of frequent targets take
-`most_frequent` x hidden fp32 numbers, and a chunk's copy of their columns takes as much as `most_frequent` more columns
-of logits; `plan_chunks` counts both. benchmarks/rounding.py has the errors against one GEMM's.
+Nothing waits for the device, and no order of summation depends on timing. The frequent targets take `most_frequent` x
+hidden fp32 numbers, and for a chunk as much as `most_frequent` more columns of logits; `plan_chunks` counts both.
+benchmarks/rounding.py has the errors against one GEMM's.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def _head_target_kernel(D_ptr, Y_ptr, Taken_ptr, D_row_stride, row_start, n_rows
 
 
 def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> Key:
-    """Only the bytes of an element: the work is one entry a row for every head."""
+    """Only the bytes of an element, since every head moves one entry a row."""
     return (itemsize,)
 
 
@@ -71,14 +70,14 @@ TAKE = Tunable(
 
 
 def most_frequent(n_rows: int, vocab: int) -> int:
-    """How many columns can be FREQUENT times among the targets."""
+    """The largest possible number of frequent targets."""
     return min(n_rows // FREQUENT, vocab)
 
 
 class TargetEntries:
     """The targets' share of a weight gradient [vocab, hidden]: `extract` from every chunk, then `restore`.
 
-    targets: [n_rows], in the order of the sweep; those outside the vocabulary have no entry
+    targets: [n_rows], in the order of the sweep; one outside the vocabulary has no entry
     plain: in torch, without kernels
     """
 
@@ -97,9 +96,9 @@ class TargetEntries:
             self.rare = self.rare.masked_fill(is_frequent[targets.clamp(0, vocab - 1).long()], -1)
 
     def extract(self, dlogits: torch.Tensor, x: torch.Tensor, start: int, add_product: Callable[..., None]) -> None:
-        """Take the targets' entries out of dlogits of x, which are the rows `start`.. of the sweep.
+        """Move the targets' entries out of dlogits, the gradients of x's logits, rows `start`.. of the sweep.
 
-        add_product(out, a, b, first): accumulates a @ b; the caller does it with the rest of dlogits
+        add_product(out, a, b, first): out = a @ b if first, else out += a @ b
         """
         n_rows, vocab = dlogits.shape
         if self.plain:
@@ -117,7 +116,7 @@ class TargetEntries:
     def restore(
         self, dweight: torch.Tensor, x: torch.Tensor, order: torch.Tensor | None, scratch: torch.Tensor | None
     ) -> None:
-        """Complete the gradient. x [n, hidden]: all rows; order: those that the sweep took, None for all; scratch: fp32
+        """Complete the gradient. x: all rows [n, hidden]; order: the rows that the sweep took, None: all; scratch: fp32
         memory that may be overwritten."""
         if self.frequent is not None:
             n = self.sums.numel()
@@ -141,7 +140,6 @@ class TargetEntries:
 
 
 def _take(dlogits: torch.Tensor, targets: torch.Tensor, entries: torch.Tensor, start: int) -> None:
-    """Move the entries of dlogits, the rows `start`.. of the sweep, at their targets into `entries`."""
     n_rows, vocab = dlogits.shape
     plan = TAKE.plan(dlogits.device, _key(0, 0, 0, dlogits.itemsize))
     grid = (cdiv(n_rows, plan.config.blocks["BLOCK_SIZE"]),)
@@ -149,9 +147,8 @@ def _take(dlogits: torch.Tensor, targets: torch.Tensor, entries: torch.Tensor, s
 
 
 def _frequent(ordered: torch.Tensor, vocab: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([slots] columns that occur FREQUENT times in the sorted targets, [slots] the slot that holds each one's sum).
-    Unused slots repeat the column and sum of the first one (column 0 if all are unused).
-    """
+    """([slots] columns that occur FREQUENT times in the sorted targets, [slots] the slot of each one's sum). Unused
+    slots repeat the first one (column 0 if all are unused)."""
     n = ordered.shape[0] - FREQUENT + 1
     first = ordered[:n]
     begins = (first == ordered[FREQUENT - 1 :]) & (first >= 0) & (first < vocab)

@@ -1,20 +1,18 @@
 """Logits of a linear head that are kept from a forward to its backward, most of them in the weight gradient's memory.
 
-For losses whose gradient of a row is known only in backward (fused_linear_log_probs). A row's logits are
-either kept or computed again, which is a fourth GEMM beside the head's three. They are kept in two places:
+For losses whose gradient of a row is known only in backward (fused_linear_log_probs). A row's logits are either kept
+or computed again, which is a fourth GEMM beside the head's three. They are kept in two places:
 
-- The slab, the first `hidden` rows. The weight's gradient [vocab, hidden] does not exist before backward, and the
-  logits of `hidden` rows are of its size. They wait in its memory, cut into slices of the vocabulary. Each slice [slab,
-  width] is contiguous; slice i lies where the gradient of slice i + 1 will be, and the last one in a buffer of its own,
-  the tail. Backward turns every slice into its gradient and sums dx. Then it writes dweight of slice 0, whose memory is
-  free; dweight of slice 1 over the logits of slice 0, which are no longer needed; and so on.
-- The rest, the rows after the slab: as many of them as memory allows are kept in a buffer of their own.
+- The slab, the first `hidden` rows. Their logits are as large as the weight's gradient [vocab, hidden], which does not
+  exist before backward, and wait in its memory, cut into contiguous slices [slab, width] of the vocabulary. Slice i
+  lies where the gradient of slice i + 1 will be, the last slice in another buffer, the tail. Backward turns every slice
+  into its gradient and sums dx. Then it writes dweight of slice 0 into memory that is free, dweight of slice 1 over the
+  logits of slice 0, and so on.
+- The rest, the rows after the slab: as many of them as memory allows are kept in another buffer. If all are, the rest
+  is one chunk. Else backward goes through slices of the vocabulary, and computes the missing logits of each again in
+  the tail's memory. So the weight's gradient is always rounded twice.
 
-If all are, the rest is one chunk. Else backward goes through slices of the vocabulary, and computes the missing logits
-of each again in the tail's memory. So the weight's gradient is always rounded twice.
-
-With up to half as many rows as the hidden size there is no slab: all logits are in a buffer of their own, which is
-smaller.
+With at most half as many rows as the hidden size there is no slab: a buffer for all logits is smaller.
 
 dx is summed over slices in fp32; the slab's sum lies where the gradient of slice 0 will be, if it fits there.
 
@@ -39,6 +37,7 @@ from .linear_head import (
     dweight_of,
     dx_of,
     logits_buffer,
+    logits_in,
     logits_memory,
     logits_of,
     padded,
@@ -46,25 +45,23 @@ from .linear_head import (
 )
 
 MAX_SLICES = 12
-"""Slices of a slab of `hidden` rows at most; a shorter slab has fewer."""
+"""Of a slab of `hidden` rows; a shorter slab has fewer."""
 SLICE_STEP = 128
-"""The width of a slice is a multiple of this many columns."""
+"""Columns. The width of a slice is a multiple of it."""
 MIN_SLICE_WIDTH = 2048
 SPARE = 9 / 8
 MAX_SLABS = 5
-"""With more rows than this many slabs, too few logits would be kept, and chunks are better."""
+"""With more rows than this many slabs too few logits would be kept, and chunks are faster."""
 _FORWARD_ROWS = 4096
-"""Chunk size for rows whose logits are not kept."""
+"""Rows whose logits are computed at a time and not kept."""
 _IGNORED, _OUTSIDE = -1, -2
 
 
 class KeepPlan(NamedTuple):
     """Which logits of a head are kept. Without a slab all rows are in the rest, and all are kept.
 
-    slab: rows that wait in the weight gradient's memory
-    width: columns of a slice (the last may have more)
-    tail: elements of the tail
-    rest: rows after the slab whose logits are kept
+    slab: rows of the slab; width: columns of a slice (the last may have more)
+    tail: elements of the tail; rest: rows after the slab whose logits are kept
     """
 
     slab: int
@@ -73,7 +70,7 @@ class KeepPlan(NamedTuple):
     rest: int
 
     def allocate(self, x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> KeptLogits:
-        """Uninitialised memory for this plan; the rest has a multiple of `tile` rows."""
+        """The memory for this plan; with `tile` the rest has a multiple of it rows."""
         shape = weight.shape if self.slab else (0,)
         waiting = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         rest = logits_memory(x, cdiv(self.rest, tile) * tile if tile else self.rest, padded(weight.shape[0]))
@@ -81,8 +78,8 @@ class KeepPlan(NamedTuple):
 
 
 class KeptLogits(NamedTuple):
-    """waiting: [vocab, hidden], the slab's slices except the last, empty without a slab; tail: [elements], the last
-    slice; rest: [kept rows, padded vocab]; slab, width: as in `KeepPlan`."""
+    """waiting: [vocab, hidden], the slab's slices but the last, empty without a slab; tail: [elements], the last slice;
+    rest: [kept rows, padded vocab]; slab, width: as in `KeepPlan`."""
 
     waiting: torch.Tensor
     tail: torch.Tensor
@@ -92,7 +89,7 @@ class KeptLogits(NamedTuple):
 
 
 def plan_kept(n_rows: int, hidden: int, vocab: int, itemsize: int) -> KeepPlan | None:
-    """Which logits of a head are kept; None where chunks are better (`plan_chunks`)."""
+    """Which logits of a head are kept; None where chunks (`plan_chunks`) are faster or take less memory."""
     row, weight = padded(vocab) * itemsize, vocab * hidden * itemsize
     budget = env.LIGER_HW_LOSS_MEMORY_MIB
     room = int(SPARE * weight) if budget is None else (budget << 20) - weight - n_rows * hidden * itemsize
@@ -123,7 +120,7 @@ Slices = list[tuple[int, int]]
 
 
 def _slab_slices(vocab: int, width: int) -> Slices:
-    """Column slices; the last may be up to twice as wide, so that each can hold the gradient written over it."""
+    """Slices of `width` columns; the last may be up to twice as wide."""
     starts = range(0, vocab // width * width, width)
     return [(start, start + width) for start in starts[:-1]] + [(starts[-1], vocab)]
 
@@ -134,26 +131,20 @@ def _rest_slices(vocab: int, most: int) -> Slices:
     return [(start, min(start + width, vocab)) for start in range(0, vocab, width)]
 
 
-def _logits_at(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns] with padded rows at the beginning of memory."""
-    stride = padded(columns)
-    return memory.view(-1)[: rows * stride].view(rows, stride)[:, :columns]
-
-
 def _slab_logits(kept: KeptLogits) -> tuple[Slices, list[torch.Tensor]]:
-    """The slab's slices, and the logits [slab, width] of each."""
+    """The slab's slices and the logits [slab, width] of each."""
     vocab, hidden = kept.waiting.shape
     *whole, last = slices = _slab_slices(vocab, kept.width)
     memory = kept.waiting.view(-1)
-    logits = [_logits_at(memory[stop * hidden :], kept.slab, stop - start) for start, stop in whole]
-    return slices, [*logits, _logits_at(kept.tail, kept.slab, last[1] - last[0])]
+    logits = [logits_in(memory[stop * hidden :], kept.slab, stop - start) for start, stop in whole]
+    return slices, [*logits, logits_in(kept.tail, kept.slab, last[1] - last[0])]
 
 
 def _targets_by_slice(target: torch.Tensor, ignore_index: int, slices: Slices) -> tuple[torch.Tensor, torch.Tensor]:
     """([slices, n_rows] the targets as columns of each slice, [slices, n_rows] whether they are in it).
 
-    A row whose target is in another slice has column 0, for callers to give coefficient 0. An ignored target is
-    _IGNORED, one outside the vocabulary _OUTSIDE.
+    A target in another slice is column 0, which callers give the coefficient 0. An ignored target is _IGNORED, one
+    outside the vocabulary _OUTSIDE.
     """
     y, width, vocab = target.long(), slices[0][1], slices[-1][1]
     number = torch.arange(len(slices), device=y.device)[:, None]
@@ -170,13 +161,11 @@ def _targets_by_slice(target: torch.Tensor, ignore_index: int, slices: Slices) -
 def keeping_forward(
     x, weight, target, out: LogProbs, kept: KeptLogits, options: LogProbOptions, tile=0, bias=None, plain=False
 ) -> None:
-    """Fills `out` with the results of all rows, and `kept`.
+    """Fills `kept`, and `out` with the results of all rows.
 
     The logits of the slab, and those that are not kept, are computed first, in the rest's memory, or in a buffer where
-    it is too small. The slab's logits are then copied into their slices.
-
-    tile: rows of every product (`linear_head.tile_logits`), 0: as many as fit
-    options, bias, plain: as in `row_log_probs`
+    it is too small. The slab's logits are then copied into their slices. tile: rows of every product (`tile_logits`);
+    0: as many as fit. The other arguments are as in `row_log_probs`.
     """
     n_rows, vocab = x.shape[0], weight.shape[0]
     x, weight, slab = x.detach(), weight.detach(), kept.slab
@@ -195,14 +184,14 @@ def keeping_forward(
         rows = tile or min(max(kept.rest.shape[0], TILE), _FORWARD_ROWS, max(last - first for first, last in passing))
         fits = kept.rest.shape[0] >= rows
         memory = kept.rest[:rows, :vocab] if fits else logits_buffer(rows, vocab, x)
-        slices = zip(*_slab_logits(kept)) if slab else ()
-        slices = list(slices)
+        slices = list(zip(*_slab_logits(kept))) if slab else []
         for first, last in passing:
             for start in range(first, last, rows):
                 stop = min(start + rows, last)
                 logits = fill(memory, start, stop)
-                for columns, waiting in slices if start < slab else ():
-                    waiting[start:stop] = logits[:, slice(*columns)]
+                if start < slab:
+                    for columns, waiting in slices:
+                        waiting[start:stop] = logits[:, slice(*columns)]
     step = tile or max(whole - slab, 1)
     for start in range(slab, whole, step):
         fill(kept.rest[start - slab :, :vocab], start, min(start + step, whole))
@@ -225,10 +214,10 @@ def keeping_backward(
     softmax_coef: torch.Tensor | None = None,
     plain: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """(dx or None, dweight, dbias or None, in fp32) from the incoming gradients of log-probabilities and entropies.
+    """(dx or None, dweight, fp32 dbias or None) from the incoming gradients of log-probabilities and entropies.
 
-    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. softmax_coef: [n_rows], the
-    factor of the softmax where it is not dlogp; options, plain: as in `row_log_prob_gradients`.
+    Overwrites `kept`, which the forward filled; with a slab dweight is `kept.waiting`. softmax_coef: [n_rows], the
+    factor of the softmax if not dlogp; options, plain: as in `row_log_prob_gradients`.
     """
     (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
     x, weight = x.detach(), weight.detach()
@@ -285,7 +274,7 @@ def keeping_backward(
     for i, (first, last) in enumerate(slices):
         part = slice(first, last)
         how = {"bias": bias_of(part), "plain": plain, **coefs}
-        dlogits = _logits_at(kept.tail, n_rows - slab, last - first)
+        dlogits = logits_in(kept.tail, n_rows - slab, last - first)
         new = dlogits[n_kept:]
         logits_of(x[slab + n_kept :], weight[part], new)
         row = targets[i], results, dlogp_here[i], sliced
@@ -299,7 +288,7 @@ def keeping_backward(
 
 
 def _dx_sum(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Where dx of `rows` is summed over slices: in place, or for 16-bit dx in fp32, in `free` memory if it fits."""
+    """Where dx of `rows` is summed over slices: in place, or in fp32 for a 16-bit dx, in `free` memory if it fits."""
     into = dx if dx is None else dx[rows]
     if into is None or into.dtype.itemsize > 2:
         return into
@@ -309,13 +298,12 @@ def _dx_sum(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = No
 
 
 def _round_into(dx: torch.Tensor | None, rows: slice, total: torch.Tensor | None) -> None:
-    """Copy the sum of `_dx_sum` into dx, unless it was computed in place."""
+    """Copy the sum of `_dx_sum` into dx unless it was computed in place."""
     if total is not None and total.dtype != dx.dtype:
         dx[rows] = total
 
 
 def _gradients(*args: Any, **options: Any) -> None:
-    """`row_log_prob_gradients`, repeated alone where a configuration fails: it overwrites logits, so that repeating the
-    whole backward would read gradients as logits.
-    """
+    """`row_log_prob_gradients`, repeated alone where a configuration fails: it overwrites logits, and a repeated
+    backward would read gradients as logits."""
     with_fallback(partial(row_log_prob_gradients, *args, **options))()

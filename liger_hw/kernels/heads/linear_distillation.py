@@ -1,12 +1,12 @@
 """A student's linear head distilled from a teacher's head, or from given probabilities, chunk by chunk.
 
-    soft: the sum over counted rows of a distance of distill_rows.py between the student's and the teacher's logits
-    hard: the sum over the same rows of the cross entropy with the labels, where it is asked for
-    loss = soft_weight * soft + hard_weight * hard, both divided by the counted rows for a mean
+    soft: the sum over the rows that count of a distance (distill_rows.py) between student's and teacher's logits
+    hard: the sum over the same rows of the cross entropy with the labels, optional
+    loss = soft_weight * soft + hard_weight * hard, both divided by the number of rows that count for a mean
 
-What fused_linear_jsd, fused_linear_kl_div and the distillation losses of chunked_loss/ share: the operator over the
-linear-head core, autograd, and the checks. The forward computes the gradients of the student's input, weight and bias
-that will be needed; backward multiplies them by the incoming gradient, as in cross_entropy.py. The teacher has none.
+Shared by fused_linear_jsd, fused_linear_kl_div and the distillation losses of chunked_loss/. The forward computes the
+needed gradients of the student's input, weight and bias; backward multiplies them by the incoming gradient, as in
+cross_entropy.py. The teacher gets none.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from .linear_head import (
 class DistillationCall(NamedTuple):
     """The operators' numbers, in the order of their schema.
 
-    with_hard: whether the hard loss is asked for
-    per_row: sums over rows are divided by the rows that count times this; 0 leaves them sums
-    wide: the weight's gradient is accumulated in fp32
+    with_hard: compute the hard loss; wide: the weight's gradient is accumulated in fp32
+    per_row: sums over rows are divided by the number of rows that count times this; 0: they stay sums
     """
 
     options: Distillation
@@ -49,14 +48,14 @@ class DistillationCall(NamedTuple):
     needs: Needs = Needs()
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether backward divides by the mean's denominator, not the forward: fp16 gradients would underflow."""
+        """Whether backward, not the forward, divides by the mean's denominator: fp16 gradients would underflow."""
         return dtype is torch.float16 and self.per_row != 0 and any(self.needs)
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
     """The specification in plain torch, of a soft loss alone.
 
-    teacher: hidden states, and logits are not rounded; or, without teacher_weight, probabilities
+    teacher: hidden states, with logits that are not rounded; without teacher_weight: probabilities
     """
     if teacher_weight is None:
         logits = reference_logits(x, weight), teacher.detach()
@@ -71,7 +70,7 @@ def linear_distillation_operator(
 ) -> Any:
     """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, the share if backward divides).
 
-    scale, prefer_large: see `plan_chunks`; prefer_large has no effect with an fp32 weight gradient
+    scale, prefer_large: see `plan_chunks`; prefer_large is ignored with an fp32 weight gradient
     fp32_logits: logits are not rounded to the heads' dtype; for two heads without biases
     """
 
@@ -182,7 +181,7 @@ class LinearDistillationFunction(Function):
 def linear_distillation(
     op: str, operator, x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int, accum_dtype
 ) -> torch.Tensor:
-    """Check the arguments of a public function with only a soft loss, and run it."""
+    """Check the arguments of a public function with a soft loss alone, and run it."""
     if teacher_weight is None:
         check_tensors(op, student_input=x, student_weight=weight, target=teacher)
     x, weight, _ = checked_head(op, x, weight, names=STUDENT)
@@ -208,7 +207,7 @@ TEACHER = "teacher_input", "teacher_weight", "teacher_bias"
 def checked_teacher(
     op: str, teacher, teacher_weight, teacher_bias, x: torch.Tensor, weight: torch.Tensor, rows: str = "n_rows"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The teacher's head, without gradients; raises unless it fits the student's x and weight, which were checked."""
+    """The teacher's head, without gradients; raises unless it fits the student's x and weight."""
     with torch.no_grad():
         head = checked_head(op, teacher, teacher_weight, teacher_bias, TEACHER, rows)
     got, expected = (head[0].shape[0], head[1].shape[0]), (x.shape[0], weight.shape[0])

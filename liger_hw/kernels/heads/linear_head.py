@@ -25,17 +25,15 @@ least MIN_ROWS rows, or twice as many with an fp32 weight gradient, which every 
 MAX_ROWS rows, or more where its logits are still no larger than the gradient of x. Divergences (`prefer_large`) may
 have MAX_ROWS_DIVERGENCE rows, and with one head as much memory as the weight's gradient.
 
-Ignored rows (prompts, padding) can be left out of the products, but the host must know how many remain. Call
-`CountedRows(labels)` first in a step: it counts them on the device and starts to copy the count, which arrives before
-the loss needs it. Patched models do so by themselves; your own training loop passes
-`liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)`. Inside torch.compile and while a graph is
-captured nothing is counted, and every row is computed.
+Ignored rows (prompts, padding) can be left out of the products, but the host must know how many remain. A
+`CountedRows(labels)` made first in a step counts them on the device and copies the count before the loss needs it.
+Patched models make one; your own training loop passes it as `compact`. Inside torch.compile and while a graph is
+captured every row is computed.
 
-Precision. A 16-bit weight gradient is rounded once a chunk. Its error must stay within 1.5 times the error of one GEMM
-over all rows, so a loss without targets has at most MAX_CHUNKS chunks. A loss with targets has at most
-MAX_CHUNKS_WITH_TARGETS; with more than MAX_PLAIN_CHUNKS it accumulates the targets' entries separately
-(`head_targets.py`, benchmarks/rounding.py). Where memory asks for more chunks, they become larger instead, or the
-gradient is accumulated in an fp32 buffer if that takes less memory.
+Precision. A 16-bit weight gradient is rounded once a chunk. To keep its error within 1.5 times that of one GEMM over
+all rows, a loss without targets has at most MAX_CHUNKS chunks, one with targets at most MAX_CHUNKS_WITH_TARGETS. With
+more than MAX_PLAIN_CHUNKS the latter accumulates the targets' entries separately (`head_targets.py`). Where memory asks
+for more chunks, they become larger, or the gradient is accumulated in an fp32 buffer if that takes less memory.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ MAX_ROWS = 4096
 MAX_ROWS_DIVERGENCE = 8192
 DEFAULT_MIB = 1024
 STEP = 256
-"""Rows. Chunks are multiples of it."""
+"""Rows. Chunks have a multiple of it."""
 MAX_PLAIN_CHUNKS = 2
 MAX_CHUNKS = 4
 MAX_CHUNKS_WITH_TARGETS = 8
@@ -228,11 +226,9 @@ def plan_chunks(
 ) -> Chunks:
     """Chunks of any rows; the rules are at the top of this file.
 
-    itemsize: bytes of an element of x and weight
-    with_targets: whether `HeadGradients` is given the rows' targets
-    scale: multiplies the memory budget
-    heads: how many heads' logits exist at a time
-    prefer_large: larger chunks where no budget is set, for divergences
+    itemsize: bytes of an element of x and weight; heads: how many heads' logits exist at a time
+    with_targets: whether `HeadGradients` is given the rows' targets; scale: multiplies the memory budget
+    prefer_large: larger chunks if no budget is set, for divergences
     """
     row_bytes = vocab * itemsize * heads
     gradient = vocab * hidden * (4 if wide else itemsize) if gradients else 0
@@ -274,13 +270,11 @@ def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int,
 
 
 def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, world: int = 1) -> Chunks:
-    """Chunks of any rows for a head whose vocabulary is split between ranks.
+    """Chunks of any rows for a head whose vocabulary is split between `world` ranks, each a multiple of `world` rows.
 
     All ranks must choose the same chunks without knowing the other ranks' column counts. So a chunk has `hidden` rows
     or MIN_ROWS if more, and its logits are as large as the rank's weight gradient for any number of columns.
     LIGER_HW_LOSS_MEMORY_MIB is not read. Precision is handled as in `plan_chunks` with targets.
-
-    world: number of ranks; the number of rows of every chunk is a multiple of it
     """
     most = MAX_CHUNKS_WITH_TARGETS if itemsize == 2 and not wide else n_rows
     rows = max(2 * MIN_ROWS if wide else MIN_ROWS, hidden // STEP * STEP)

@@ -3,15 +3,13 @@
     c[m, n] = sum over k of a[m, k] * w[k, n]        a int8 [M, K], w in {-1, 0, 1, 2}, c int32 [M, N]
 
 Packing, four weights a byte: with K = 4 P, byte p of a column holds w[p], w[P + p], w[2 P + p] and w[3 P + p], each
-plus one, from its low bits to its high ones. A K that is no multiple of four is filled up with zero bits (which unpack
-to -1).
+plus one, from the low bits to the high ones. A K that is no multiple of four is filled up with zero bits, which unpack
+to -1.
 
-The weights are unpacked to int8 and multiplied by the vendor's integer GEMM where torch has one, not by a Triton
-kernel. At training sizes the GEMM dominates; for a few rows the int8 copy of the weights does (4 bytes written and read
-for each packed byte). It has no gradient and nothing to tune, so it is not in the registry.
+The weights are unpacked to int8 and multiplied by the vendor's integer GEMM where torch has one. There is no Triton
+kernel and no gradient, so nothing is in the registry.
 
-Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is taken from transformers' BitNet
-integration
+Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is that of transformers' BitNet integration
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from ...runtime.operator import cdiv, check
 
 _PER_BYTE = 4
 _EXACT = 1 << 15
-"""Terms that fp32 sums exactly: 2^15 products of at most 2^8."""
+"""Products of at most 2^8 that fp32 sums exactly."""
 
 
 def pack_weights(intweights: torch.Tensor, bits: int = 2) -> torch.Tensor:
@@ -70,7 +68,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _by_vendor(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The vendor's GEMM, on operands padded with zeros: it needs more than 16 rows, and multiples of 8 elsewhere."""
+    """The vendor's GEMM on operands padded with zeros: it needs more than 16 rows, and multiples of 8 elsewhere."""
     rows, columns = a.shape[0], weights.shape[1]
     k = 8 * cdiv(a.shape[1], 8)
     a = torch.nn.functional.pad(a, (0, k - a.shape[1], 0, max(0, 32 - rows)))
