@@ -5,8 +5,7 @@
 
 Names and arguments are as in `liger_kernel.megatron` of Liger Kernel 0.8.5. `linear_cross_entropy`, the output layer
 and the loss in one, is an addition: a GPTModel in training never computes its logits. Only
-`apply_liger_kernel_to_megatron` imports Megatron-core; the modules below need just a config with the attributes that
-they read.
+`apply_liger_kernel_to_megatron` imports Megatron-core.
 """
 
 from __future__ import annotations
@@ -31,20 +30,21 @@ from .transformers.marks import is_ours, mark
 from .transformers.report import ALREADY, PATCH_LOCK, PATCHED, Patch, PatchReport, PatchRow
 
 log = logging.getLogger("liger_hw")
-_warn = functools.lru_cache(maxsize=64)(
-    functools.partial(log.warning, "liger_hw: Megatron's linear cross-entropy is not used for this output layer: %s")
-)
+
+
+@functools.lru_cache(maxsize=64)  # once a reason
+def _warn(reason: str) -> None:
+    log.warning("liger_hw: Megatron's linear cross-entropy is not used for this output layer: %s", reason)
 
 
 class LigerMegatronRMSNorm(torch.nn.Module):
-    """RMSNorm as Megatron-core builds its norms. forward(x [..., hidden_size]) -> [..., hidden_size].
+    """RMSNorm with the constructor of Megatron-core's norms. forward(x [..., hidden_size]) -> [..., hidden_size].
 
-    config: a TransformerConfig; its `normalization` must be "RMSNorm". With its `sequence_parallel` the weight is
-    tagged so that Megatron sums its gradient over the tensor-parallel ranks. zero_centered_gamma, or the config's
-    `layernorm_zero_centered_gamma`: the weight begins at 0, and 1 + weight scales. The normalised value is scaled in
-    fp32 and rounded once, as torch's and Transformer Engine's RMSNorm do. persist_layer_norm and normalization are
-    accepted for the protocol.
-    Raises `ValueError` for another normalization.
+    config: a TransformerConfig, or an object with the attributes that are read here. If its `sequence_parallel` is
+    set, the weight is tagged, and Megatron sums its gradient over the tensor-parallel ranks. zero_centered_gamma, or
+    the config's `layernorm_zero_centered_gamma`: the weight begins at 0, and the scale is 1 + weight. The scale is
+    applied in fp32, before the one rounding, as in torch's and Transformer Engine's RMSNorm. persist_layer_norm and
+    normalization are ignored. Raises `ValueError` if the config's `normalization` is not "RMSNorm".
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class LigerMegatronRMSNorm(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The scale becomes 1."""
         torch.nn.init.constant_(self.weight, 1.0 - self._offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,17 +78,17 @@ class LigerMegatronRMSNorm(torch.nn.Module):
 
 
 class LigerMegatronSwiGLU(torch.nn.Module):
-    """`megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl` as a module, with its arguments.
+    """`megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl` as a module, with the same arguments.
 
     forward(input [..., 2 * n_cols], bias, fp8_input_store, cpu_offload_input) -> [..., n_cols], the gate first.
-    fallback_impl: is called for calls with a bias, an fp8 store or offloading, with one warning a module and reason;
-    without it they raise `NotImplementedError`. in_place: accepted for compatibility.
+    fallback_impl takes calls with a bias, an fp8 store or offloading, with one warning for each reason; without it they
+    raise `NotImplementedError`. in_place is ignored.
     """
 
     def __init__(self, fallback_impl: Callable[..., torch.Tensor] | None = None, in_place: bool = False) -> None:
         super().__init__()
         self.fallback_impl = fallback_impl
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def forward(
         self,
@@ -106,14 +105,14 @@ class LigerMegatronSwiGLU(torch.nn.Module):
                 "fallback_impl, or call apply_liger_kernel_to_megatron(swiglu=True), which leaves such calls alone"
             )
         reason = "a bias" if bias is not None else "an fp8 store" if fp8_input_store else "offloading"
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             log.warning("LigerMegatronSwiGLU is falling back to fallback_impl for calls with %s", reason)
         return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
 
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """`LigerVocabParallelCrossEntropy` with Megatron's defaults: its smoothing formula, over a rank's part.
+    """`LigerVocabParallelCrossEntropy` with Megatron's defaults: Megatron's smoothing formula, over a rank's part.
 
     forward(vocab_parallel_logits [seq, batch, part], target [seq, batch], tp_group=None) -> [seq, batch] fp32
     """
@@ -145,7 +144,7 @@ _LINEAR = (
     ("megatron.core.transformer.linear_cross_entropy", "linear_cross_entropy"),
     ("megatron.core.models.common.language_module.language_module", "linear_cross_entropy"),
 )
-"""Where releases of megatron-core have the functions: the definition first, then copies that modules imported."""
+"""(module, name) of a function's definition, then of the copies that other modules imported, in any release."""
 
 
 def apply_liger_kernel_to_megatron(
@@ -155,10 +154,10 @@ def apply_liger_kernel_to_megatron(
 
     rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm;
     Transformer Engine's and Apex's stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
-    fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel computes
-    no logits when it has labels, and where the release has a linear cross entropy, that is replaced as well.
-    Returns a report, whose `revert()` undoes everything. Raises `ImportError` where megatron-core, or something that is
-    to be replaced in it, is missing.
+    fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel with labels computes no
+    logits; the release's own linear cross entropy, if it has one, is replaced too.
+    Returns a report, whose `revert()` undoes everything. Raises `ImportError` where megatron-core, or a place to be
+    patched, is missing.
     """
     report = PatchReport("megatron", "megatron-core")
     with PATCH_LOCK:
@@ -167,7 +166,8 @@ def apply_liger_kernel_to_megatron(
             provider = backends.LocalSpecProvider
             _replace(report, "rms_norm", "rms_norm", provider, "layer_norm", _layer_norm(provider.layer_norm))
             block = _module("megatron.core.transformer.transformer_block")
-            if is_ours(block.LayerNormImpl) or block.LayerNormImpl is _torch_norm():
+            torch_norm = getattr(_module_or_none("megatron.core.transformer.torch_norm"), "WrappedTorchNorm", None)
+            if is_ours(block.LayerNormImpl) or block.LayerNormImpl is torch_norm:
                 _replace(report, "rms_norm", "rms_norm", block, "LayerNormImpl", _norm_of(block.LayerNormImpl))
         if cross_entropy:
             _replace_copies(report, _FUSED, liger_fused_vocab_parallel_cross_entropy)
@@ -190,11 +190,8 @@ def _patch_heads(report: PatchReport) -> None:
     name = "compute_language_model_loss"
     _replace(report, part, kernel, language, name, _loss_of_deferred(getattr(language, name)))
     _replace(report, part, kernel, gpt, "_postprocess", _deferring(gpt._postprocess))
-    try:
-        importlib.import_module(_LINEAR[0][0])
-    except ImportError:
-        return  # a release before it had one
-    _replace_copies(report, _LINEAR, linear_cross_entropy, part, kernel)
+    if _module_or_none(_LINEAR[0][0]) is not None:
+        _replace_copies(report, _LINEAR, linear_cross_entropy, part, kernel)
 
 
 def _module(name: str) -> Any:
@@ -204,16 +201,14 @@ def _module(name: str) -> Any:
         raise ImportError(f"apply_liger_kernel_to_megatron requires megatron-core with {name}: {error}") from error
 
 
-def _torch_norm() -> Any:
-    """Megatron's wrapper of torch's norms; None in a release that has no such class."""
+def _module_or_none(name: str) -> Any:
     try:
-        return getattr(importlib.import_module("megatron.core.transformer.torch_norm"), "WrappedTorchNorm", None)
+        return importlib.import_module(name)
     except ImportError:
         return None
 
 
 def _held(module: Any, name: str) -> Any:
-    """The attribute of a module of Megatron. Raises `ImportError` where it is missing."""
     if not hasattr(module, name):
         raise ImportError(
             f"apply_liger_kernel_to_megatron requires {module.__name__}.{name}, which this megatron-core does not "
@@ -245,10 +240,7 @@ def _replace_copies(
     original = _held(owner, defined_as)
     _replace(report, part, kernel, owner, defined_as, replacement)
     for module_name, name in copies:
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError:
-            continue
+        module = _module_or_none(module_name)
         current = getattr(module, name, None)
         if current is not None and (current is original or is_ours(current)):
             _replace(report, part, kernel, module, name, replacement)
@@ -274,7 +266,7 @@ def _norm_of(original: Any) -> type:
 
 
 def _tensor_parallel_group(group: Any) -> Any:
-    """The group of a call; if it names none, the model's, as in Megatron's own losses."""
+    """`group`, or the model's if it is None, as in Megatron's losses."""
     if group is not None:
         return group
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -286,7 +278,7 @@ def _tensor_parallel_group(group: Any) -> Any:
 def liger_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
 ) -> Any:
-    """Replaces Megatron's loss, with its arguments."""
+    """Replaces Megatron's loss."""
     loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
     return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
@@ -298,7 +290,7 @@ def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target:
 
 def _swiglu(original: Any) -> Any:
     class SwiGLUFunction:
-        """Has the `apply` that Megatron calls on its own autograd function."""
+        """Stands in for Megatron's autograd function, of which only `apply` is called."""
 
         @staticmethod
         def apply(input: torch.Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> torch.Tensor:
@@ -311,9 +303,9 @@ def _swiglu(original: Any) -> Any:
 
 # -- the output layer and the loss in one ----------------------------------------------------------------------------
 #
-# Megatron calls the output layer and hands its logits to `compute_language_model_loss`. While a model with labels is in
-# its `_postprocess`, `_deferring` makes the output layer return a `DeferredLogits`, so that the layer's hooks run as
-# usual; `_loss_of_deferred` uses the hidden states and the weight. If other code reads the logits, they are computed.
+# Megatron calls the output layer and passes its logits to `compute_language_model_loss`. During the `_postprocess` of a
+# model with labels, `_deferring` makes the output layer return a `DeferredLogits`, so its hooks run as usual;
+# `_loss_of_deferred` uses the hidden states and the weight. If other code reads the logits, they are computed.
 # `find_slice` decides which layers can defer; others compute their logits.
 
 
@@ -326,7 +318,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     sequence_parallel: bool = False,
 ) -> torch.Tensor:
-    """The function of this name in `megatron.core.fusions.fused_linear_cross_entropy`, with its arguments.
+    """Replaces the function of this name in `megatron.core.fusions.fused_linear_cross_entropy`.
 
     hidden: [..., hidden]; weight: [part, hidden], this rank's rows; labels: any shape, of all tokens. Returns the loss
     in fp32, [] or one number a token with reduction="none". The gradient of `hidden` is summed over the ranks.
@@ -366,7 +358,7 @@ class _Head:
 
 
 def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`GPTModel._postprocess`, with an output layer that defers its logits if there are labels."""
+    """`GPTModel._postprocess`, whose output layer defers its logits if there are labels."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -384,7 +376,7 @@ def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _deferred(layer: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, calling the layer returns deferred logits."""
+    """Inside the block, a call of the layer returns deferred logits."""
     if "forward" in layer.__dict__:
         _warn("its forward was replaced (another patch)")
         yield
@@ -412,7 +404,7 @@ def _deferred(layer: torch.nn.Module) -> Iterator[None]:
 
 
 def _loss_of_deferred(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`LanguageModule.compute_language_model_loss`, which takes deferred logits as well."""
+    """`LanguageModule.compute_language_model_loss`, which also takes deferred logits."""
 
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: torch.Tensor, logits: Any, *args: Any, **kwargs: Any) -> Any:

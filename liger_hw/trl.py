@@ -6,9 +6,9 @@
     with liger_hw.trl.install():     # or for a while
         trainer.train()
 
-SFT, DPO, KTO, GRPO and RLOO of TRL 1.15 and 1.16 compute log-probabilities and the statistics below in one autograd
-function of hidden states and the head's weight, which does not store logits. `install` replaces that function. With z =
-hidden @ weight^T + bias of a row, y its label:
+SFT, DPO, KTO, GRPO and RLOO of TRL 1.15 and 1.16 compute the results below from hidden states and the head's weight in
+one autograd function, which does not store logits. `install` replaces it. With z = hidden @ weight^T + bias of a row
+and its label y:
 
     s = z * logit_scale, softcap * tanh(s / softcap) where there is one, divided by temperature; p = softmax(s)
     log_probs = log p[y]      entropy = -sum p log p      log_sum_sq_probs = log sum p^2
@@ -32,7 +32,7 @@ from .transformers.functional import liger_fused_linear_log_probs
 _NAME = "_ChunkedLogProbFunction"
 _ARGUMENTS = "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs".split()
 _LOGITS = 1 << 25
-"""Logits that `_mean_logits` computes at once where there is a softcap."""
+"""Logits that `_mean_logits` computes at once with a softcap."""
 
 
 def log_probs(
@@ -48,13 +48,13 @@ def log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], fp32 and bool; None if not in `outputs`.
 
-    hidden: [N, hidden]; weight: [vocab, hidden]; bias: [vocab] or None; targets: [N] int64. The products are in the
-    dtype of hidden, or of autocast. chunk_size is TRL's and is not used.
-    Raises `ValueError` for a logit_scale that is not positive, and what `liger_fused_linear_log_probs` raises.
+    hidden: [N, hidden]; weight: [vocab, hidden]; bias: [vocab] or None; targets: [N] int64. Products are in the dtype
+    of hidden, or of autocast. chunk_size is ignored.
+    Raises `ValueError` for a logit_scale that is not positive, and as `liger_fused_linear_log_probs` does.
     """
     if not logit_scale > 0:
         raise ValueError(f"liger_hw.trl: logit_scale must be positive, got {logit_scale!r}")
-    if hasattr(weight, "ds_id"):  # ZeRO-3 takes a gathered weight away after the call, before backward
+    if hasattr(weight, "ds_id"):  # ZeRO-3 frees a gathered weight after the call, before backward
         weight, bias = weight.clone(), bias if bias is None else bias.clone()
     if not torch.is_autocast_enabled(hidden.device.type):
         weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
@@ -76,7 +76,7 @@ def log_probs(
 def _mean_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
 ) -> torch.Tensor:
-    """Each row's mean logit, [N] fp32. Without a softcap it is the row times the mean row of the weight."""
+    """Each row's mean logit, [N] fp32; without a softcap by a product with the mean row of the weight."""
     if not softcap:
         mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
         return mean if bias is None else mean + bias.mean(dtype=torch.float32)
@@ -86,21 +86,21 @@ def _mean_logits(
 
 
 class _Function:
-    """Replaces TRL's autograd function, of which TRL only calls `apply`."""
+    """Stands in for TRL's autograd function, of which only `apply` is called."""
 
     apply = staticmethod(log_probs)
 
 
 class Installed(contextlib.ExitStack):
-    """A context manager. Its end, or `uninstall()`, restores the previous function, unless ours is already removed."""
+    """A context manager; its end or `uninstall()` restores the previous function, unless ours is already removed."""
 
     uninstall = contextlib.ExitStack.close
 
 
 def install() -> Installed:
-    """Put `log_probs` in the place of TRL's own function, for every trainer of this process, made before or after.
+    """Replace TRL's function by `log_probs`, for every trainer of this process, made before or after.
 
-    Raises `ImportError` without TRL, or with a TRL whose head takes other arguments: it is for TRL 1.15 and 1.16.
+    Raises `ImportError` without TRL, or if its head takes other arguments than that of TRL 1.15 and 1.16.
     """
     utils, installed = _trl_utils(), Installed()
     before = getattr(utils, _NAME)
@@ -115,7 +115,7 @@ def install() -> Installed:
 
 
 def uninstall() -> None:
-    """Put TRL's own function back, whatever was installed."""
+    """Restore TRL's function, however often `install` was called."""
     setattr(_trl_utils(), _NAME, _function_of_trl())
 
 
@@ -126,7 +126,7 @@ def _function_of_trl() -> Any:
 
 
 def _trl_utils() -> types.ModuleType:
-    """`trl.trainer.utils`, when the head in it takes the arguments of `log_probs`."""
+    """`trl.trainer.utils`, if the head in it takes the arguments of `log_probs`."""
     import trl
 
     try:

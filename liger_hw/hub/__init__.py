@@ -3,9 +3,9 @@
     config = liger_hw.kernel_config()
     model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=config)
 
-`REPOSITORY` is the folder that `kernels.LocalLayerRepository` takes; `liger-hw hub` prints it. `LAYERS` lists, for each
-name that transformers registers, the layers that may replace it. As in a patch, running the class or function shows
-which of them computes the same (transformers/probing/).
+`REPOSITORY` is the folder that `kernels.LocalLayerRepository` takes; `liger-hw hub` prints it. `LAYERS` lists the
+layers that may replace each name that transformers registers. As in a patch, the class or function is run to find which
+of them computes the same (transformers/probing/).
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ LAYERS = {
 """Name that a class or function registers with `kernels` -> the layers that may replace it, the usual one first."""
 
 _UNREGISTERED = {"liger_hw_norm": "RMSNorm", "liger_hw_swiglu": "SwiGLUMLP", "liger_hw_geglu": "GeGLUMLP"}
-"""Name under which `kernel_mapping` registers a class that transformers does not -> the entry of `LAYERS`.
-
-They are not transformers' names, so that its own mapping never applies to a class that it has not registered.
-"""
+"""Name under which `kernel_mapping` registers a class that transformers does not -> the entry of `LAYERS`. They are not
+transformers' names: its own mapping must not apply to a class that it has not registered."""
 
 DEVICES = ("cuda", "rocm", "xpu", "cpu")
 _NORM = {"weight", "variance_epsilon"}
@@ -62,14 +60,12 @@ _COMPUTES = (
 
 
 def kernel_config(model: nn.Module | None = None) -> KernelConfig:
-    """transformers' `KernelConfig` with which a model's layers run on liger_hw's kernels, training or not.
+    """transformers' `KernelConfig` with which a model's layers run on liger_hw's kernels.
 
-    Pass it as `kernel_config` to `from_pretrained(..., use_kernels=True)`, or a live model to this function and the
-    result to `model.set_use_kernels(True, config)`. Without a model, layers are chosen when transformers applies the
-    configuration to one. `config.kernel_mapping` shows the choice.
-    It differs from a plain `KernelConfig` of transformers 5.24 in two things. Its mapping is for training and for
-    inference; a plain one is only for the mode of the model, which `from_pretrained` leaves in inference. It serves
-    every device that the model is moved to later, and the CPU.
+    Pass it as `kernel_config` to `from_pretrained(..., use_kernels=True)`, or pass a live model to this function and
+    the result to `model.set_use_kernels(True, config)`. Without a model, layers are chosen when transformers applies
+    the configuration to one. `config.kernel_mapping` shows the choice. Unlike a plain `KernelConfig` it is for training
+    and inference, not only for the model's mode when it is applied, and for every device the model is moved to later.
     Raises `ImportError` when transformers or kernels is missing or too old, `TypeError` for anything but a loaded
     model, and `ValueError` for a model without any layer that liger_hw has.
     """
@@ -82,7 +78,7 @@ def kernel_config(model: nn.Module | None = None) -> KernelConfig:
 def kernel_mapping(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The mapping for `kernels.use_kernel_mapping` with which `kernels.kernelize(model, mode=...)` uses our layers.
 
-    Registers gated MLPs and RMSNorms that transformers does not register, under liger_hw's names.
+    It also registers gated MLPs and RMSNorms that transformers does not register, under liger_hw's names.
     Raises `ImportError` without the kernels package, and `ValueError` for a model without any layer that liger_hw has.
     """
     return _for_every_device(_chosen_layers(model))
@@ -117,7 +113,7 @@ def _for_every_device(layers: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _chosen_layers(model: nn.Module) -> dict[str, str]:
-    """Name registered with kernels -> our layer that computes the same, for the classes and functions of a model."""
+    """Registered name -> our layer that computes the same, for the classes and functions of a model."""
     if isinstance(model, type) or not hasattr(model, "modules"):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
         raise TypeError(f"kernel_config: model must be a loaded model or None, got {kind}; load it first")
@@ -126,7 +122,7 @@ def _chosen_layers(model: nn.Module) -> dict[str, str]:
     layers = get_local_kernel(REPOSITORY).layers
     answers: dict[str, set[str | None]] = {}
     one_of_each = {type(module): module for module in model.modules()}
-    for module in model.modules():  # including functions that kernels has made modules
+    for module in model.modules():  # functions that kernels has wrapped as modules
         one_of_each |= {type(f): f for f in getattr(module, "_kernel_funcs", {}).values()}
     for module in one_of_each.values():
         name = getattr(type(module), "kernel_layer_name", None)
@@ -143,20 +139,22 @@ def _chosen_layers(model: nn.Module) -> dict[str, str]:
         if layer is None:
             log.info("liger_hw: %s keeps its forward: no layer for %s computes the same", type(module).__name__, name)
         answers.setdefault(name, set()).add(layer)
-    for name in [name for name, chosen in answers.items() if len(chosen) > 1]:
-        log.warning("liger_hw: %s keeps its forwards: its classes compute different things", name)
-    chosen = {name: next(iter(layer)) for name, layer in answers.items() if len(layer) == 1}
-    chosen = {name: layer for name, layer in chosen.items() if layer is not None}
+    chosen = {}
+    for name, (layer, *others) in answers.items():
+        if others:
+            log.warning("liger_hw: %s keeps its forwards: its classes compute different things", name)
+        elif layer is not None:
+            chosen[name] = layer
     if not chosen:
         raise ValueError(
-            f"kernel_config: {type(model).__name__} has no layer that liger_hw's kernels stand for; "
+            f"kernel_config: {type(model).__name__} has no layer that liger_hw's kernels can replace; "
             "liger_hw.patch(model) reports what it finds and why it leaves a part alone"
         )
     return chosen
 
 
 def _unregistered_match(module: nn.Module, layers: Any) -> tuple[str, str] | None:
-    """(name, layer) for a class that looks like an RMSNorm or a gated MLP, when a layer computes the same."""
+    """(name, layer) for a class that looks like an RMSNorm or a gated MLP, if a layer computes the same."""
     is_mlp, is_norm = "down_proj" in module._modules, "RMSNorm" in type(module).__name__
     for name, entry in _UNREGISTERED.items():
         if (is_norm if entry == "RMSNorm" else is_mlp) and (layer := layer_of(module, entry, layers)):
@@ -165,7 +163,7 @@ def _unregistered_match(module: nn.Module, layers: Any) -> tuple[str, str] | Non
 
 
 def layer_of(module: nn.Module, name: str, layers: Any) -> str | None:
-    """The layer for a name of transformers that computes the same as a module (or a function made one), or None."""
+    """The layer of a name in `LAYERS` that computes the same as a module (or a wrapped function), or None."""
     from ..transformers.probing import Match, recognise, rotary
 
     if name == "Experts":  # it examines each module itself
@@ -183,5 +181,5 @@ def layer_of(module: nn.Module, name: str, layers: Any) -> str | None:
 
 
 def _count(cls: type) -> int:
-    """How many arguments a forward takes: kernels asks for as many."""
+    """How many arguments a forward takes; kernels requires the same number."""
     return len(inspect.signature(cls.forward).parameters)

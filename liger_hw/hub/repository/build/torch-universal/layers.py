@@ -1,9 +1,8 @@
-"""Layers that stand for those of transformers, under its names for them.
+"""Layers that replace those of transformers, under the names that transformers registers.
 
 `kernels.kernelize` binds the `forward` of one of these classes to a module of transformers. So a layer has no state and
-no constructor, `self` is the module of transformers, and `type(self).forward` is the forward of that module's class. A
-layer calls that forward where the kernel would not compute the same: for an unsupported dtype, width, activation or
-form of the module.
+no constructor, `self` is that module, and `type(self).forward` is the forward of the module's class. A layer calls that
+forward where the kernel would not compute the same: for an unsupported dtype, width, activation or form of the module.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _GELU = {"GELUTanh": "tanh", "GELUActivation": "none"}
 
 
 def _share_a_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether all tensors have the dtype of x, and kernels support it."""
+    """Whether all tensors have one dtype, which kernels support."""
     return x.dtype in _DTYPES and all(other is None or other.dtype == x.dtype for other in others)
 
 
 def _activation(module: nn.Module) -> str:
-    """The class of the activation of a gated MLP, or nothing for a module of another form."""
+    """The name of a gated MLP's activation class, "" for a module of another form."""
     has_both = hasattr(module, "gate_up_proj") or (hasattr(module, "gate_proj") and hasattr(module, "up_proj"))
     if not has_both or not hasattr(module, "down_proj"):
         return ""
@@ -47,7 +46,7 @@ def _gate_and_up(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 class _Layer(nn.Module):
-    """Says to `kernels` that a layer may train, eager or compiled."""
+    """Flags for `kernels`: the layer may train, eager or compiled."""
 
     has_backward = True
     can_torch_compile = True
@@ -138,7 +137,7 @@ class GeGLUMLP(_Layer):
 
 
 class Experts(_Layer):
-    """Experts with batched parameters of transformers 5, by `fused_moe` where it computes what the module does."""
+    """Experts of transformers 5 with batched parameters, by `fused_moe` where it computes the same."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
