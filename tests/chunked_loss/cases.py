@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 class Inputs:
-    """Random tensors of one call: drawn on the CPU in fp32, then moved and rounded."""
+    """Random tensors of one call, drawn on the CPU in fp32, then moved and rounded."""
 
     def __init__(self, batch, length, vocab, dtype, device, generator):
         self.batch, self.length, self.vocab = batch, length, vocab
@@ -38,7 +38,7 @@ class Inputs:
         return values.to(self.device, dtype or self.dtype)
 
     def head(self, *shape):
-        """(x, weight, bias), all of which want a gradient."""
+        """(x, weight, bias), which require grad."""
         tensors = (
             self.random(*shape, HIDDEN),
             self.random(self.vocab, HIDDEN, scale=HIDDEN**-0.5),
@@ -61,8 +61,7 @@ class Inputs:
         return ids.masked_fill(drop, -100).to(self.device)
 
     def clear_of_thresholds(self, *shape):
-        """Log-ratios whose exponentials are not near 1, 1 +- 0.05, 1.1, 1 +- 0.2 or 1.5, where clipping sets in or
-        ends."""
+        """Log-ratios whose exponentials are not near 1, 1 +- 0.05, 1.1, 1 +- 0.2 or 1.5, where clipping begins."""
         steps = torch.tensor([-0.5, -0.14, -0.025, 0.025, 0.14, 0.3, 0.6], dtype=self.wide)
         return steps[torch.randint(len(steps), shape, generator=self.generator)].to(self.device)
 
@@ -94,7 +93,7 @@ def _pairs(name, options, sizes, dtype, device, generator):
     bias = None if bare else bias
     ref = inputs.fixed_head(inputs.batch, inputs.length) if with_ref else None
     extra = {"nll_target": inputs.tokens(inputs.batch, inputs.length)} if with_nll else {}
-    if with_nll:  # as TRL has it: the same targets where both count
+    if with_nll:  # as in TRL: the same targets where both count
         target[0, :1] = extra["nll_target"][0, :1]
     kinds = {"dpo": "DPO", "orpo": "ORPO", "cpo": "CPO", "simpo": "SimPO"}
     module = getattr(chunked_loss, f"LigerFusedLinear{kinds[name]}Loss")
@@ -276,5 +275,5 @@ KERNEL_CASES = [
     "distillation-kind=cosine-beta=0.7",
     "distillation-kind=jsd-beta=0.2-temperature=0.5-weight_hard_loss=0.9",
 ]
-"""Cases that differ in what the row kernels are asked."""
+"""Cases that differ for the row kernels."""
 assert set(KERNEL_CASES) <= set(CASES)

@@ -1,4 +1,4 @@
-"""triton_grpo_loss: the GRPO family on logits that exist already."""
+"""triton_grpo_loss: the GRPO family on given logits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_each_token(lane, generator):
 
 @pytest.mark.lanes("cpu", "gpu")
 def test_where_the_gradient_goes(lane, generator):
-    """inplace=True writes it over the logits, once: not while the graph is kept. inplace=False leaves them alone."""
+    """inplace=True writes it over the logits, but not with retain_graph; inplace=False leaves them unchanged."""
     made = _Made(lane, generator)
     for inplace, kept, overwritten in ((False, False, False), (True, True, False), (True, False, True)):
         logits = made.logits * 1.0
@@ -102,7 +102,7 @@ def test_where_the_gradient_goes(lane, generator):
 
 
 @pytest.mark.lanes("cpu", "gpu")
-def test_who_saved_the_overwritten_logits_is_told(lane, generator):
+def test_another_use_of_overwritten_logits_raises(lane, generator):
     made = _Made(lane, generator)
     logits = made.logits * 1.0
     other = logits.square().sum()

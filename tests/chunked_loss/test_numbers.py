@@ -14,8 +14,8 @@ SIZES = (4, 6, VOCAB)
 
 
 def _verified(name, sizes, dtype, lane, generator, seed):
-    """The loss's incoming gradient is random in fp32. In 16 bits it is 2: the formula rounds slopes times that, we
-    round the slopes, and of numbers this small two draws of rounding errors differ by more than their largest."""
+    """The loss's incoming gradient is random in fp32. In 16 bits it is 2, because the formula rounds slopes times that
+    gradient and we round the slopes: other factors would give other rounding errors."""
     op, sample = CASES[name](sizes, dtype, lane.device, generator)
     loss = torch.zeros((), device=lane.device, requires_grad=True)
     given = output_grads([loss], seed) if dtype is torch.float32 else [torch.full_like(loss, 2.0)]
@@ -76,7 +76,7 @@ def test_chunks_summed_in_fp32(lane, rows, generator, seed, monkeypatch):
 @pytest.mark.lanes("cpu")
 @pytest.mark.parametrize("name", CASES)
 def test_fp64(lane, name, generator):
-    """On the CPU fp64 goes through unrounded: the gradients are those of the formula to 13 digits."""
+    """On the CPU fp64 is not rounded to fp32 anywhere."""
     op, sample = CASES[name](SIZES, torch.float64, lane.device, generator)
     inputs = [t for t in tensors(sample.args) if t.requires_grad]
     found, expected = op.function(*sample.args, **sample.kwargs), op.reference(*sample.args, **sample.kwargs)
@@ -94,7 +94,7 @@ EMPTY = {"no sequences": (0, 3, VOCAB), "no tokens": (2, 0, VOCAB), "all ignored
 @pytest.mark.parametrize("mib", [None, 64])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_nothing_counts(lane, name, mib, empty, generator, set_env):
-    """As in the formulas means over nothing are nan and sums zero; gradients are zero, or nan where the loss is."""
+    """As in the formulas, means over nothing are nan and sums zero; gradients are zero, or nan where the loss is."""
     if mib is not None:
         set_env("LIGER_HW_LOSS_MEMORY_MIB", mib)
     op, sample = CASES[name](EMPTY[empty], torch.float32, lane.device, generator)

@@ -1,4 +1,4 @@
-"""The chunked losses where only a GPU shows it: no wait for the device, graphs, memory."""
+"""Promises of the chunked losses that only a GPU shows: no wait for the device, graphs, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option of every chunked loss is tried: most against the formulas (`cases`), the others here."""
+"""Every option of every chunked loss is tested: most against the formulas (`cases`), the others here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 from cases import CASES, ONE_OF_EACH, VOCAB
-from harness import tensors
+from harness import changed, tensors
 
 import liger_hw.chunked_loss as chunked_loss
 
@@ -30,70 +30,55 @@ def test_every_option_is_tried(family):
     assert "use_ref_model" not in known or {True, None} <= {bool(o.get("ref")) or None for o in cases._OPTIONS[family]}
 
 
-class _Call:
-    """A call of a module of each family on the same hidden states, with labels and settings of one's own."""
-
-    def __init__(self, lane, generator):
-        def random(*shape):
-            return torch.randn(shape, generator=generator).to(lane.device)
-
-        self.x, self.weight = random(4, 5, 16).requires_grad_(), random(VOCAB, 16).requires_grad_()
-        self.teacher, self.old = (random(4, 5, 16), random(VOCAB, 16)), random(4, 5) - 4
-        self.labels = torch.randint(3, VOCAB, (4, 5), generator=generator).to(lane.device)
-        self.labels[:, 3] = -100
-        self.labels[1, 2] = -100
-
-    def __call__(self, family, labels, **settings):
-        x, w, name = self.x, self.weight, family
-        if name in ("dpo", "kto"):
-            settings = {"use_ref_model": False, **settings}
-        loss = _module(name)(**settings)
-        good = torch.arange(4, device=x.device) % 2 == 0
-        if name == "kto":
-            out = loss(x, w, labels, None, good)
-        elif name == "grpo":
-            ones = torch.ones_like(labels)
-            out = loss(x, w, labels.clamp_min(0), ones, self.old[:, 0], None, self.old, self.old)
-        elif name == "distillation":
-            teacher, teacher_weight = self.teacher
-            out = loss(x.flatten(0, 1), w, teacher.flatten(0, 1), teacher_weight, labels.flatten())
-        else:
-            out = loss(w, x, labels)
-        seen = tensors(out)
-        return [t.detach() for t in seen], torch.autograd.grad(seen[0], (x, w))
+def _run(name, lane, seed, change=torch.clone, **settings):
+    """Results and gradients of a case, with changed tensors and settings of its module."""
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(seed)
+    op, sample = case._replace(options={**case.options, **settings})(
+        (4, 5, VOCAB), torch.float32, lane.device, generator
+    )
+    sample = changed(sample, change)
+    seen = tensors(op.function(*sample.args, **sample.kwargs))
+    inputs = [t for t in tensors(sample.args) if t.requires_grad]
+    return [t.detach() for t in seen], torch.autograd.grad(seen[0], inputs)
 
 
 def _same(one, other):
-    assert len(one[0]) == len(other[0])
-    torch.testing.assert_close((*one[0], *one[1]), (*other[0], *other[1]), rtol=0, atol=0)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert all(gradient.norm() > 0 for gradient in one[1])
 
 
 # The kernels' own ignore_index is tests/kernels/test_losses_options.py's.
 @pytest.mark.daily("interpret", ignored="2")
 @pytest.mark.parametrize("ignored", [2, 1 << 40, -1])
-@pytest.mark.parametrize("family", [name for name in MODULES if name != "grpo"])
-def test_another_ignore_index(lane, family, ignored, generator):
+@pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if not name.startswith("grpo")])
+def test_another_ignore_index(lane, name, ignored, seed):
     """A class of the vocabulary, or a number outside of it, instead of -100: the same bits."""
-    call = _Call(lane, generator)
-    moved = call.labels.masked_fill(call.labels == -100, ignored)
-    _same(call(family, call.labels), call(family, moved, ignore_index=ignored))
+
+    def without_class_2(t):
+        return t.masked_fill(t == 2, 3) if t.dtype is torch.int64 else t.clone()
+
+    def moved(t):
+        return without_class_2(t).masked_fill(t == -100, ignored) if t.dtype is torch.int64 else t.clone()
+
+    _same(_run(name, lane, seed, without_class_2), _run(name, lane, seed, moved, ignore_index=ignored))
 
 
 # No argument of this kind reaches a kernel.
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("settings", [{"compiled": False}, {"chunk_size": 3}])
-@pytest.mark.parametrize("family", MODULES)
-def test_what_changes_nothing(lane, family, settings, generator):
-    call = _Call(lane, generator)
-    _same(call(family, call.labels), call(family, call.labels, **settings))
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_what_changes_nothing(lane, name, settings, seed):
+    _same(_run(name, lane, seed), _run(name, lane, seed, **settings))
 
 
 def test_soft_and_hard_losses_are_returned_when_asked_for(lane, generator):
-    call = _Call(lane, generator)
-    (loss,), gradients = call("distillation", call.labels)
-    (again, soft, hard), others = call("distillation", call.labels, return_soft_hard_loss=True)
-    _same(([loss], gradients), ([again], others))
+    op, sample = CASES["distillation-kind=jsd"]((4, 5, VOCAB), torch.float32, lane.device, generator)
+    x, weight, bias, teacher, labels = sample.args
+    call = x, weight, *teacher[:2], labels, bias, teacher[2]
+    loss = chunked_loss.LigerFusedLinearJSDLoss()(*call)
+    again, soft, hard = chunked_loss.LigerFusedLinearJSDLoss(return_soft_hard_loss=True)(*call)
+    _same(([loss], torch.autograd.grad(loss, (x, weight))), ([again], torch.autograd.grad(again, (x, weight))))
     torch.testing.assert_close(0.5 * soft + 0.5 * hard, loss)
 
 

@@ -100,9 +100,9 @@ def check_gpt_model(rank, device):
         random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # for dropout, of which there is none
     else:
         random.model_parallel_cuda_manual_seed(0)
-    # its fused loss rounds the gradient to bf16, so that of the unfused one is what both are held to
+    # Megatron's fused loss rounds the gradient to bf16, so both are compared with the unfused one
     _, losses, grads = build(device, False)
-    ran, ours = [], None
+    ran = []
     with apply(rms_norm=True, cross_entropy=True, swiglu=True) as report:
         assert {row.kernel for row in report.patched} == {
             "rms_norm",
@@ -127,7 +127,7 @@ def check_gpt_model(rank, device):
 
 
 def check_linear_cross_entropy(device, world):
-    """The output layer and the loss in one, also where the embedding shares the weight; else Megatron's own path."""
+    """The output layer and the loss in one, also with a weight shared with the embedding; else Megatron's own path."""
     operator = "fused_linear_cross_entropy_tp_fwd" if world > 1 else "fused_linear_cross_entropy_fwd"
     seen = []
     for shared, sequence_parallel, hook in (
@@ -180,13 +180,26 @@ def test_modules_without_megatron(lane):
     torch.testing.assert_close(LigerMegatronCrossEntropy()(x, target), expected)
 
 
+def _install(monkeypatch, contents: dict[str, dict]) -> dict[str, ModuleType]:
+    """Modules of a megatron-core that has nothing else."""
+    modules = {}
+    for name, held in contents.items():
+        module = modules[name] = ModuleType(f"megatron.core.{name}")
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return modules
+
+
+def _theirs(*args, **kwargs):
+    return "Megatron's"
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_without_a_group_a_loss_takes_the_models(fused, monkeypatch):
-    """Releases of Megatron-core call their losses without one; None alone would stand for a whole vocabulary."""
-    state = ModuleType("megatron.core.parallel_state")
-    state.get_tensor_model_parallel_group = lambda check_initialized=True: "the model's group"
-    monkeypatch.setitem(sys.modules, state.__name__, state)
+    """Releases of Megatron-core call their losses without a group, and None would mean a whole vocabulary."""
+    held = {"get_tensor_model_parallel_group": lambda check_initialized=True: "the model's group"}
+    state = _install(monkeypatch, {"parallel_state": held})["parallel_state"]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(LigerMegatronCrossEntropy, "forward", lambda self, logits, target, tp_group=None: tp_group)
     losses = liger_vocab_parallel_cross_entropy, liger_fused_vocab_parallel_cross_entropy
@@ -200,25 +213,20 @@ def test_without_a_group_a_loss_takes_the_models(fused, monkeypatch):
 
 @pytest.fixture
 def losses_of_megatron(monkeypatch):
-    """The modules that hold Megatron's two losses, of a release that has nothing else."""
-    owners = {}
-    for name, held in (
-        ("fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"),
-        ("tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
-        ("parallel_state", None),
-    ):
-        module = ModuleType(f"megatron.core.{name}")
-        if held:
-            setattr(module, held, lambda *args, **kwargs: "Megatron's")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        owners[name.partition(".")[0]] = module
-    return owners
+    """Modules of a release that has only Megatron's two losses."""
+    contents = {
+        "fusions.fused_cross_entropy": {"fused_vocab_parallel_cross_entropy": _theirs},
+        "tensor_parallel.cross_entropy": {"vocab_parallel_cross_entropy": _theirs},
+        "parallel_state": {},
+    }
+    fused, unfused, _ = _install(monkeypatch, contents).values()
+    return fused, unfused
 
 
 @pytest.mark.cpu
 def test_the_losses_of_a_release_that_has_only_these(losses_of_megatron):
-    """Under the names of Liger's, which programs ask for; without parallel groups there is one rank."""
-    fused, unfused = losses_of_megatron["fusions"], losses_of_megatron["tensor_parallel"]
+    """The replacements have Liger's names; without parallel groups there is one rank."""
+    fused, unfused = losses_of_megatron
     x, target = torch.randn(3, 2, 8), torch.randint(8, (3, 2))
     expected = torch.nn.functional.cross_entropy(x.flatten(0, 1), target.flatten(), reduction="none").view(3, 2)
     with apply(rms_norm=False, cross_entropy=True):
@@ -230,9 +238,9 @@ def test_the_losses_of_a_release_that_has_only_these(losses_of_megatron):
 
 
 @pytest.mark.cpu
-def test_a_release_without_a_function_is_said(losses_of_megatron):
-    """In words that programs written for Liger match."""
-    del losses_of_megatron["tensor_parallel"].vocab_parallel_cross_entropy
+def test_a_release_without_a_function_raises(losses_of_megatron):
+    """With words that programs written for Liger match."""
+    del losses_of_megatron[1].vocab_parallel_cross_entropy
     with pytest.raises(ImportError, match="symbol path may have changed"):
         apply(rms_norm=False, cross_entropy=True)
     with pytest.raises(ImportError, match="requires megatron-core"):
@@ -242,7 +250,7 @@ def test_a_release_without_a_function_is_said(losses_of_megatron):
 @pytest.mark.cpu
 @pytest.mark.parametrize("held", [lambda: None, dict], ids=["function", "class"])
 def test_a_place_is_replaced_once(held):
-    """A function or a class, as Megatron has both; a second call finds the first one's."""
+    """A function or a class; a second call finds the first replacement."""
     place = ModuleType("place")
     place.name = held
     for replacement in (_norm_of(held), _layer_norm(held)):
@@ -255,7 +263,7 @@ def test_a_place_is_replaced_once(held):
 
 
 class ColumnParallelLinear(torch.nn.Module):
-    """What the adapter reads of Megatron-core's layer, on one rank."""
+    """The attributes of Megatron-core's layer that are read, on one rank."""
 
     __module__ = "megatron.core.tensor_parallel.layers"
 
@@ -274,7 +282,7 @@ class ColumnParallelLinear(torch.nn.Module):
 
 @pytest.fixture
 def gpt_model(monkeypatch):
-    """A class with the places of GPTModel that are replaced, in a release with a linear cross entropy of its own."""
+    """A GPTModel with the methods that are replaced, in a release with a linear cross entropy."""
 
     class LanguageModule(torch.nn.Module):
         def compute_language_model_loss(self, labels, logits):
@@ -294,15 +302,12 @@ def gpt_model(monkeypatch):
             logits = self.read(logits)
             return logits if labels is None else self.compute_language_model_loss(labels, logits)
 
-    places = {
+    contents = {
         "models.common.language_module.language_module": {"LanguageModule": LanguageModule},
         "models.gpt.gpt_model": {"GPTModel": GPTModel},
-        "fusions.fused_linear_cross_entropy": {"linear_cross_entropy": lambda *args, **kwargs: "Megatron's"},
+        "fusions.fused_linear_cross_entropy": {"linear_cross_entropy": _theirs},
     }
-    for name, held in places.items():
-        module = ModuleType(f"megatron.core.{name}")
-        vars(module).update(held)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    _install(monkeypatch, contents)
     return GPTModel
 
 
@@ -317,7 +322,7 @@ def gpt_model(monkeypatch):
         (lambda logits: logits, {"config": SimpleNamespace(defer_embedding_wgrad_compute=True)}, 0),
     ],
 )
-def test_logits_that_somebody_reads_are_computed(gpt_model, read, changed, fused):
+def test_logits_that_are_read_are_computed(gpt_model, read, changed, fused):
     model, hidden = gpt_model(read, **changed), torch.randn(5, 2, 8, requires_grad=True)
     labels = torch.randint(12, (2, 5))
 
@@ -363,10 +368,10 @@ def test_a_loss_of_ones_own_on_the_output_layer():
 
 @pytest.fixture
 def megatron(monkeypatch):
-    """Modules with the names of megatron-core's that norms and SwiGLU are replaced in."""
+    """The modules of megatron-core in which norms and SwiGLU are replaced."""
 
     class Norm:
-        """Its name is not Megatron's: which class it is counts, not what it is called."""
+        """Torch's norm is recognised as an object, not by its name."""
 
         def __init__(self, config, hidden_size, eps=1e-5):
             self.config = config
@@ -375,30 +380,21 @@ def megatron(monkeypatch):
         def layer_norm(self, rms_norm=False, for_qk=False):
             return Norm
 
-    modules = {
-        "megatron": {},
-        "megatron.core": {},
-        "megatron.core.models.backends": {"LocalSpecProvider": Provider},
-        "megatron.core.transformer.torch_norm": {"WrappedTorchNorm": Norm},
-        "megatron.core.transformer.transformer_block": {"LayerNormImpl": Norm},
-        "megatron.core.fusions.fused_bias_swiglu": {"SwiGLUFunction": type("SwiGLUFunction", (), {})},
+    contents = {
+        "models.backends": {"LocalSpecProvider": Provider},
+        "transformer.torch_norm": {"WrappedTorchNorm": Norm},
+        "transformer.transformer_block": {"LayerNormImpl": Norm},
+        "fusions.fused_bias_swiglu": {"SwiGLUFunction": type("SwiGLUFunction", (), {})},
     }
-    for name, contents in modules.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(
-        norm=Norm,
-        block=sys.modules["megatron.core.transformer.transformer_block"],
-        fused=sys.modules["megatron.core.fusions.fused_bias_swiglu"],
-    )
+    _, _, block, fused = _install(monkeypatch, contents).values()
+    return SimpleNamespace(norm=Norm, block=block, fused=fused)
 
 
 @pytest.mark.cpu
-def test_what_is_replaced_says_what_it_stands_for(megatron):
-    """As functools.wraps does, so that inspect and other patches find the original; and the norm of torch is known."""
+def test_replacements_name_the_original(megatron):
+    """As functools.wraps does, for inspect and other patches."""
     original = megatron.fused.SwiGLUFunction
-    for _ in range(2):  # the second time changes nothing
+    for _ in range(2):  # the second call changes nothing
         report = apply(swiglu=True)
         assert megatron.block.LayerNormImpl.__wrapped__ is megatron.norm
         assert megatron.fused.SwiGLUFunction.__wrapped__ is original
@@ -423,16 +419,15 @@ def test_a_norm_that_is_not_torch_s_stays(megatron, monkeypatch):
 
 
 @pytest.mark.cpu
-def test_a_fallback_is_said_once_a_reason(caplog):
-    """A part that runs without our kernel says so, but not at every step."""
+def test_a_fallback_is_logged_once_a_reason(caplog):
     called = []
     swiglu = LigerMegatronSwiGLU(lambda x, *options: called.append(options) or x)
     x, bias = torch.zeros(2, 8), torch.zeros(8)
     for options in ((bias,), (None, True), (None, False, True), (bias, True)) * 2:
         assert swiglu(x, *options) is x
     assert called == [(bias, False, False), (None, True, False), (None, False, True), (bias, True, False)] * 2
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.rpartition(" with ")[2] for line in said] == ["a bias", "an fp8 store", "offloading"], said
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition(" with ")[2] for line in lines] == ["a bias", "an fp8 store", "offloading"], lines
     swiglu(x)
     assert len(called) == 8
 

@@ -1,4 +1,4 @@
-"""patch() where the kernels package is installed: transformers' rotary functions are modules there."""
+"""patch() with the kernels package installed, in which transformers' rotary functions are modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
 
 
 def _module_of(func):
-    """What `kernels.use_kernel_forward_from_hub` makes of a function."""
+    """A function as `kernels.use_kernel_forward_from_hub` wraps it."""
 
     class Func(nn.Module):
         kernel_layer_name = "rotary_pos_emb"

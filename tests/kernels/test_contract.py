@@ -1,4 +1,4 @@
-"""What every op promises beside its numbers: any strides, empty batches, inputs left alone, repeatable gradients."""
+"""Promises of every op beside its numbers: any strides, empty batches, inputs left alone, repeatable gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _transposed(t):
 LAYOUTS = {"padded": padded, "every_other": _every_other, "transposed": _transposed, "misaligned": misaligned}
 
 
-# Rows apart keep their stride, what is transposed is copied; the others take one of these two ways.
+# Padded rows keep their stride, transposed ones are copied; the other layouts take one of these two paths.
 @pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, layout=("padded", "transposed", "misaligned"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_inputs(lane, op, layout, seed):
@@ -53,7 +53,7 @@ def test_strided_inputs(lane, op, layout, seed):
 OF_GRADIENTS = {
     **LAYOUTS,
     "expanded": lambda g: g[:1].expand(g.shape),
-    "of a sum": lambda g: g.new_ones(()).expand(g.shape),  # as `out.sum().backward()` gives it
+    "of a sum": lambda g: g.new_ones(()).expand(g.shape),  # as in `out.sum().backward()`
 }
 
 
@@ -74,7 +74,7 @@ def test_empty_batch(lane, case, seed):
 
 @pytest.mark.cpu
 def test_inside_a_checkpoint(op, seed):
-    """torch's checkpoint gives what an op saved once, and computes the op again for it."""
+    """torch's checkpoint computes an op again, and hands out its saved tensors only once."""
     sample = make(op, few_sizes(op), torch.float32, "cpu", seed)
     inputs = checked_inputs(sample)
     results = []
@@ -126,10 +126,10 @@ def test_nothing_is_overwritten(lane, dtype, case, seed):
             assert a is None or _same_bits(a.detach(), b), f"{name} {i} was overwritten"
 
 
-# The interpreter runs one program after another: there it shows only that the default dtype is not asked for.
+# The interpreter runs one program after another: there this shows only that the default dtype is not read.
 @pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY, options="default", dtype="float32")
 def test_two_runs_agree(lane, dtype, case, seed):
-    """Bit for bit: no atomics, no order that depends on timing, no number in torch's default dtype."""
+    """The same bits: no atomics, no order that depends on timing, no number in torch's default dtype."""
     op, options = case
     samples = [make(op, few_sizes(op), dtype, lane.device, seed, options) for _ in range(2)]
     runs = [run(op.function, samples[0], seed)]
@@ -143,10 +143,10 @@ def test_two_runs_agree(lane, dtype, case, seed):
         assert _same_bits(a, b)
 
 
-# Whether a gradient is written is a flag of the kernels on its own, whatever the options.
+# Whether a gradient is written is a separate flag of the kernels.
 @pytest.mark.daily("interpret", op=(*ONE_OF_A_FAMILY, "fused_moe"), options="default")
 def test_each_gradient_alone(lane, case, seed):
-    """An input that alone requires grad gets the same gradient as among the others."""
+    """An input gets the same gradient whether or not others require grad."""
     op, options = case
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
     full = run(op.function, sample, seed)
@@ -188,7 +188,7 @@ def test_without_gradients(lane, case, seed):
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps one call of every liger_hw operator for each set of arguments that are there."""
+    """Keeps one call of every liger_hw operator for each set of arguments that are not None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Written(TorchDispatchMode):
-    """Asserts of every liger_hw operator, as it returns, that it wrote all of its outputs."""
+    """Asserts that every liger_hw operator wrote all of its outputs."""
 
     called = 0
 
@@ -212,14 +212,14 @@ class _Written(TorchDispatchMode):
         if func.namespace == "liger_hw":
             self.called += 1
             for i, output in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
-                assert output is None or not output.isnan().any(), f"{func} left some of output {i} as it was"
+                assert output is None or not output.isnan().any(), f"{func} left part of output {i} unwritten"
         return outputs
 
 
 @pytest.mark.daily("interpret", options="default")
 def test_every_output_of_an_operator_is_written(lane, case, seed):
-    """What only a backward reads too, and of rows that do not count: opcheck and torch.compile compare those bits.
-    Memory that nobody wrote is nan here."""
+    """Also those that only backward reads, and ignored rows: opcheck and torch.compile compare their bits. Unwritten
+    memory is nan here."""
     op, options = case
     with _Written() as written:
         run(op.function, make(op, few_sizes(op), torch.float32, lane.device, seed, options), seed)
@@ -229,7 +229,7 @@ def test_every_output_of_an_operator_is_written(lane, case, seed):
 _NO_SCHEMA = tuple(name for name in DEFAULT_TEST_UTILS if name != "test_schema")
 
 
-# An op's other option sets are arguments of the same operators, which one declaration registers for every op.
+# An op's other option sets are arguments of the same operators.
 @pytest.mark.daily(op=ONE_OF_A_FAMILY, options="default")
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.unpoisoned
@@ -242,13 +242,13 @@ def test_operators(lane, case, seed):
     for (func, _), args in recorder.calls.items():
         outputs = tensors(func(*args))
         has_float8 = any(t.is_floating_point() and t.itemsize == 1 for t in (*outputs, *tensors(args)))
-        # torch's schema check multiplies tensors, which it cannot in FP8; that none is overwritten is tested above
+        # torch's schema check multiplies tensors, which fails in FP8; overwriting is tested above
         torch.library.opcheck(func, args, test_utils=_NO_SCHEMA if has_float8 else DEFAULT_TEST_UTILS)
 
 
 @pytest.mark.cpu
 def test_fakes_run_no_autograd(op, seed, monkeypatch):
-    """On a GPU backward runs in a thread of its own, in which torch's mode of fake tensors is not there."""
+    """On a GPU backward runs in another thread, where torch's mode of fake tensors is not active."""
     with _Recorder() as recorder:
         run(op.function, make(op, few_sizes(op), torch.float32, "cpu", seed), seed)
     monkeypatch.setattr(torch.autograd, "grad", None)
@@ -260,7 +260,7 @@ def test_fakes_run_no_autograd(op, seed, monkeypatch):
 
 
 def test_forward_mode_is_refused(lane, op, seed):
-    """A tangent is never dropped in silence, whether or not the inputs require grad."""
+    """A tangent is never dropped silently, whether or not the inputs require grad."""
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     places = [i for i, a in enumerate(sample.args) if isinstance(a, torch.Tensor) and a.requires_grad]
 
@@ -278,15 +278,6 @@ def test_forward_mode_is_refused(lane, op, seed):
             duals = [torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) for t in inputs]
             with pytest.raises((NotImplementedError, RuntimeError), match="forward"):
                 function(*duals)
-
-
-# -- bad input -------------------------------------------------------------------------------------------------------
-
-
-def test_unknown_keywords_are_refused(lane, op, seed):
-    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
-    with pytest.raises(TypeError, match="no_such_argument"):
-        op.function(*sample.args, **sample.kwargs, no_such_argument=1)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Logits kept for backward: what fused_linear_log_probs gives from kept rows, of the slab and after it."""
+"""fused_linear_log_probs with logits kept for backward, of the slab and of the rest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {  # sizes, kept rows of the rest
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Slices of 16 columns; `rest` kept rows after the slab, if there is anything to plan."""
+    """Slices of 16 columns; `rest` kept rows after the slab."""
     for name, value in {"SLICE_STEP": 16, "MIN_SLICE_WIDTH": 16, "STEP": 1}.items():
         monkeypatch.setattr(kept_logits, name, value)
     for module in (kept_logits, fused_linear_log_probs):
@@ -66,7 +66,7 @@ BIASED = ("the rest kept in part", "no slab")
     "name, options", [(name, kind) for name in CASES for kind in OPTIONS if kind != "bias" or name in BIASED]
 )
 def test_of_every_kind(lane, narrow, name, options, seed):
-    """Results and gradients against fp64, the dtypes of the lane."""
+    """Results and gradients against fp64."""
     sizes, rest = CASES[name]
     seen = narrow(rest)
     for dtype in lane.dtypes:
@@ -91,7 +91,7 @@ def _exact(x, weight, target, slopes, **options):
 @pytest.mark.parametrize("rest", [0, 4, 7])
 @pytest.mark.parametrize("which", ["x", "weight", "entropy"])
 def test_of_part_of_the_gradients(lane, narrow, generator, rest, which):
-    """One input's gradient alone; entropy's without that of the losses."""
+    """One input's gradient alone; entropy's gradient without that of the log-probabilities."""
     seen = narrow(rest)
     x, weight, target = _tensors(lane, generator)
     slopes = torch.randn(16, generator=generator).to(lane.device)
@@ -110,8 +110,8 @@ def test_of_part_of_the_gradients(lane, narrow, generator, rest, which):
 
 
 @pytest.mark.parametrize("rest", [0, 4, 7])
-def test_a_second_backward_finds_everything(lane, narrow, generator, rest):
-    """retain_graph leaves the kept logits as they are: three backwards agree, the last one in place."""
+def test_several_backwards_agree(lane, narrow, generator, rest):
+    """retain_graph leaves the kept logits unchanged; the last of three backwards overwrites them."""
     narrow(rest)
     x, weight, target = _tensors(lane, generator)
     slopes = torch.randn(16, generator=generator).to(lane.device)
@@ -125,7 +125,7 @@ def test_a_second_backward_finds_everything(lane, narrow, generator, rest):
 
 @pytest.mark.parametrize("rest", [0, 7])
 def test_two_heads_of_one_weight(lane, narrow, generator, rest):
-    """Both forwards come first, so that both keep logits; the gradients add up."""
+    """Both forwards come first and keep logits; the gradients add up."""
     narrow(rest)
     x, weight, target = _tensors(lane, generator)
     slopes = torch.randn(2, 16, generator=generator).to(lane.device)
@@ -140,8 +140,8 @@ def test_two_heads_of_one_weight(lane, narrow, generator, rest):
 
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("rest", [0, 4, 7])
-def test_words_that_cannot_be(lane, narrow, generator, rest):
-    """Weights of -inf logits for whole slices: no nan, and nothing for those words."""
+def test_tokens_of_probability_zero(lane, narrow, generator, rest):
+    """Logits of -inf in whole slices: no nan, and a zero gradient for these tokens."""
     narrow(rest)
     x, weight, target = _tensors(lane, generator)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_memory(n_rows, hidden, vocab):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("mib, rest", [(2304, 4096), (1600, 1536), (1024, None)])
-def test_a_budget_says_how_much(set_env, mib, rest):
+def test_a_budget_decides_how_many_rows_are_kept(set_env, mib, rest):
     """All rows of the rest, some of them, and no memory even for the weight's gradient and a tail."""
     set_env("LIGER_HW_LOSS_MEMORY_MIB", mib)
     kept = plan_kept(8192, 4096, 128256, 2)
@@ -191,7 +191,7 @@ def test_a_budget_says_how_much(set_env, mib, rest):
 
 @pytest.mark.lanes("interpret", "gpu")
 def test_selective_checkpointing_may_keep_the_operator_s_results(lane, narrow, generator):
-    """The operator's results are kept and its memory is made again, empty: nothing may be kept in it then."""
+    """Then the memory for kept logits is allocated again but not filled: no logits may be kept."""
     from torch.utils import checkpoint
 
     narrow(7)
@@ -215,7 +215,7 @@ def test_selective_checkpointing_may_keep_the_operator_s_results(lane, narrow, g
 
 @pytest.mark.lanes("interpret", "gpu")
 def test_a_backward_that_failed_is_not_run_again(lane, narrow, generator, monkeypatch):
-    """It may have turned logits into gradients already: a second one raises and gives no wrong result."""
+    """It may have overwritten logits already: a second one raises."""
     narrow(7)
     x, weight, target = _tensors(lane, generator)
     logp = liger_fused_linear_log_probs(x, weight, target).sum()
@@ -245,7 +245,7 @@ def test_batched_gradients(lane, narrow, generator):
 
 @pytest.mark.parametrize("rest", [0, 4, 7])
 def test_of_two_parts_of_a_vocabulary(lane, narrow, generator, rest, monkeypatch):
-    """As two ranks have them: the gradient of a part, of rows whose target is in either."""
+    """As on two ranks: gradients of each part, with targets in either."""
     seen = narrow(rest)
     monkeypatch.setattr(fused_linear_log_probs, "graph_is_kept", lambda: False)  # no autograd engine is under way
     x, weight, target = _tensors(lane, generator)

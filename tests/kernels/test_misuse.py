@@ -1,4 +1,4 @@
-"""Mistakes that people make with the losses: the message says what the arguments look like and what to do."""
+"""Common mistakes: the error names the argument and says what to do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.cpu
 X, WEIGHT, TARGET = torch.randn(6, 4), torch.randn(10, 4), torch.zeros(6, dtype=torch.int64)
 
 
-def test_logits_of_a_batch_are_told_to_flatten():
+def test_batched_logits_must_be_flattened():
     logits, labels = torch.randn(2, 3, 10), torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"got \(2, 3, 10\); flatten .*: input.flatten\(0, -2\), target.flatten\(\)"):
         liger_cross_entropy(logits, labels)
@@ -63,8 +63,8 @@ def test_a_nested_tensor_is_named_wherever_it_stands(name, layout):
 
 @pytest.mark.parametrize("name", sorted(registry.ops()))
 def test_a_flag_or_text_in_the_place_of_a_number_or_a_flag_is_named(name):
-    """`unsqueeze_dim=True` is no axis, and an epsilon of True is an argument that came to another's place. Text, as a
-    configuration file may give it ("0.1", "no"), is neither converted nor taken for True."""
+    """`unsqueeze_dim=True` is no axis. Text, as from a configuration file ("0.1", "no"), is neither converted nor taken
+    for True."""
     op = registry.get_op(name)
     sample = make(op, few_sizes(op), torch.float32, "cpu", 0)
     bound = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
@@ -94,7 +94,7 @@ def test_swapped_input_and_weight_are_recognised():
         LigerFusedLinearDPOLoss(use_ref_model=False)(pairs, WEIGHT, ids)
 
 
-def test_an_argument_that_changes_nothing_is_said_once(monkeypatch):
+def test_an_argument_without_effect_warns_once(monkeypatch):
     monkeypatch.setattr(checks, "_warned", set())
     with pytest.warns(UserWarning, match="LigerFusedLinearDPOLoss: chunk_size is accepted and changes nothing"):
         LigerFusedLinearDPOLoss(chunk_size=4)
@@ -120,7 +120,7 @@ def test_modulated_rms_norm_refuses_a_scalar():
 
 
 @pytest.mark.parametrize("several", [torch.ones(6), torch.ones(6).numpy()], ids=["tensor", "array"])
-def test_several_numbers_where_one_is_wanted_are_named(several):
+def test_several_numbers_for_one_are_refused(several):
     """A temperature for each row, smoothing for each class."""
     with pytest.raises(TypeError, match=r"^liger_fused_linear_log_probs: temperature must be one number, .* \(6,\)"):
         liger_fused_linear_log_probs(X, WEIGHT, TARGET, temperature=several)
@@ -162,7 +162,6 @@ def test_attention_residuals_name_a_block_that_does_not_fit():
 
 @pytest.mark.parametrize("bad", [{"hc": 2.7}, {"hc": 17}, {"hc": 0}, {"tmax": 1.9}, {"c": "4"}])
 def test_hyper_connections_refuse_sizes_when_they_are_made(bad):
-    """2.7 streams were two, and 17 an error at the first step."""
     with pytest.raises((TypeError, ValueError), match=f"^LigerMHC: {next(iter(bad))} must be"):
         LigerMHC(torch.nn.Identity(), **{"hc": 2, "c": 4, **bad})
 

@@ -1,4 +1,4 @@
-"""int8 times packed 2-bit weights: the packing bit by bit, exact products at odd sizes."""
+"""int8 times packed 2-bit weights: the packing, and exact products at odd sizes."""
 
 from __future__ import annotations
 
