@@ -30,8 +30,8 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from ..chunked_loss.checks import checked_reference, on_device
-from ..chunked_loss.log_prob_loss import token_logps
+from ..chunked_loss.checks import on_device
+from ..chunked_loss.log_prob_loss import reference_logps
 from ..kernels.heads.fused_linear_log_probs import liger_fused_linear_log_probs
 from ..kernels.heads.head_reference import reference_logits
 from ..kernels.losses.cross_entropy_rows import absent
@@ -146,8 +146,7 @@ def _of_sequences(logps: torch.Tensor, labels: torch.Tensor, ignore_index: int, 
 
 
 def _reference_logps(cls: Any, ref: tuple, x: torch.Tensor, labels: torch.Tensor, ignore_index: int, temperature=1.0):
-    with torch.no_grad():
-        return token_logps(*checked_reference(cls.__name__, *ref, x), labels, ignore_index, float(temperature))
+    return reference_logps(cls.__name__, *ref, x, labels, ignore_index, float(temperature))
 
 
 class _Base(torch.autograd.Function):
