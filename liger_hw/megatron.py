@@ -266,7 +266,7 @@ def _norm_of(original: Any) -> type:
 
 
 def _tensor_parallel_group(group: Any) -> Any:
-    """`group`, or the model's if it is None, as in Megatron's losses."""
+    """`group`, or the model's in place of None, as in Megatron's losses."""
     if group is not None:
         return group
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -100,7 +100,7 @@ class Installed(contextlib.ExitStack):
 def install() -> Installed:
     """Replace TRL's function by `log_probs`, for every trainer of this process, made before or after.
 
-    Raises `ImportError` without TRL, or if its head takes other arguments than that of TRL 1.15 and 1.16.
+    Raises `ImportError` without TRL, or if its head takes other arguments than in TRL 1.15 and 1.16.
     """
     utils, installed = _trl_utils(), Installed()
     before = getattr(utils, _NAME)

@@ -47,7 +47,7 @@ def k3_loss_fn(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def clip_coef_fn(coef: torch.Tensor, epsilon_low: float, epsilon_high: float, loss_type: str):
-    """(clipped ratio, where it was below the range, where above); the ratio is None for losses that do not clip."""
+    """(clipped ratio, where it was below the range, where above); losses that do not clip have no ratio (None)."""
     if loss_type == "cispo":
         return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
     if loss_type in ("sapo", "vespo"):

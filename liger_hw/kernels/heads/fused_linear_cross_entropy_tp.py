@@ -6,7 +6,7 @@ taken over all ranks. It is the same, bit for bit, on every rank.
 
 A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. The ranks communicate during them:
     logits    are computed in two halves of the chunk's rows. The log-sum-exp of the first half is exchanged during the
-              second product, that of the second half while the gradient of the first half is written
+              second product, the second half's while the gradient of the first half is written
     dx        is summed over the ranks, in the input's dtype, while dweight is computed. Under sequence parallelism each
               rank holds some rows of the input; all are gathered first, and dx is summed by a reduce-scatter
 Numbers that only the loss needs, such as the target's score, are exchanged once, after the last chunk. The forward

@@ -165,8 +165,8 @@ def _row_coefficients(lse, dlogp, dselected, here):
 
 
 def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, dentropy, entropy, lse, options):
-    """The gradient of the logits in the selected columns, [n, k] fp32: the row kernel's plus that of `selected`. An id
-    that occurs twice has the sum of both in both places, so either may be stored."""
+    """The gradient of the logits in the selected columns, [n, k] fp32: the row kernel's and the one from `selected`. An
+    id that occurs twice has the sum of both in both places, so either may be stored."""
     same = (ids[:, None] == ids[None, :]).to(dselected.dtype)
     step = max(1, (1 << 24) // max(1, dselected.numel()))
     parts = [(dselected[:, None, :] * same[k : k + step]).sum(-1) for k in range(0, max(1, len(ids)), step)]

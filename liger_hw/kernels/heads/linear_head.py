@@ -30,8 +30,8 @@ Ignored rows (prompts, padding) can be left out of the products, but the host mu
 Patched models make one; your own training loop passes it as `compact`. Inside torch.compile and while a graph is
 captured every row is computed.
 
-Precision. A 16-bit weight gradient is rounded once a chunk. To keep its error within 1.5 times that of one GEMM over
-all rows, a loss without targets has at most MAX_CHUNKS chunks, one with targets at most MAX_CHUNKS_WITH_TARGETS. With
+Precision. A 16-bit weight gradient is rounded once a chunk. To keep its error within 1.5 times one GEMM's over all
+rows, a loss without targets has at most MAX_CHUNKS chunks, one with targets at most MAX_CHUNKS_WITH_TARGETS. With
 more than MAX_PLAIN_CHUNKS the latter accumulates the targets' entries separately (`head_targets.py`). Where memory asks
 for more chunks, they become larger, or the gradient is accumulated in an fp32 buffer if that takes less memory.
 """

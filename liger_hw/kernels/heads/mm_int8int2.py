@@ -9,7 +9,7 @@ to -1.
 The weights are unpacked to int8 and multiplied by the vendor's integer GEMM where torch has one. There is no Triton
 kernel and no gradient, so nothing is in the registry.
 
-Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is that of transformers' BitNet integration
+Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is as in transformers
 """
 
 from __future__ import annotations
