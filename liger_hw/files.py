@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from pathlib import Path
 from typing import Iterator
 
@@ -15,7 +16,7 @@ try:
 except ImportError:  # not on Windows: there writers do not wait for each other
     fcntl = None
 
-
+LOCK_SECONDS = 60.0  # a process that was stopped while it wrote must not stop others
 _LIMIT = 32 << 20
 
 
@@ -30,11 +31,22 @@ def read_text(path: str | os.PathLike) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file that other writers wait for; the system releases it when the process ends in any way."""
+    """Hold a lock file that other writers wait for; the system releases it when the process ends in any way.
+
+    On a file system without locks nothing is locked. Raises `OSError` if another process holds it for LOCK_SECONDS.
+    """
     with open(path, "ab") as file:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OSError(errno.ETIMEDOUT, "another process holds the lock", str(path)) from None
+                time.sleep(0.01)
+            except OSError:
+                break
         yield
 
 

@@ -94,3 +94,13 @@ def test_a_lock_that_the_forking_thread_holds_can_be_released_in_the_child():
                 os._exit(1)
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_lock_that_another_process_keeps_is_an_error(tmp_path, monkeypatch):
+    """A process that was stopped while it wrote the user cache does not stop others: they go on without writing."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    with open(tmp_path / ".lock", "ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another process holds the lock"), files.locked(tmp_path / ".lock"):
+            pass

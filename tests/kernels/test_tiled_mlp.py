@@ -75,6 +75,34 @@ def test_weight_gradients_are_sums_in_fp32(bias, hooks):
     assert all(t.dtype is torch.bfloat16 for t in many)
 
 
+def test_a_backward_after_an_interrupted_one():
+    """A backward that an error ends between tiles leaves nothing to the next one of the same graph."""
+    plain, tiled = pair("swiglu")
+    for parameter in tiled.parameters():
+        parameter.register_hook(lambda gradient: gradient)
+    tiled.num_shards, calls = 4, []
+
+    def interrupt(gradient):
+        calls.append(gradient)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    tiled.down_proj.register_forward_hook(
+        lambda module, args, y: y.requires_grad and y.register_hook(interrupt) and None
+    )
+    x = some_x(37).requires_grad_()
+    y = tiled(x)
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward(retain_graph=True)
+    tiled.zero_grad()
+    x.grad = None
+    y.sum().backward()
+    assert len(calls) > 4
+    torch.testing.assert_close(
+        (x.grad, *(p.grad for p in tiled.parameters())), run(plain, x)[1:], rtol=1e-12, atol=1e-12
+    )
+
+
 def test_autocast_and_its_cache():
     """Under autocast the products are bf16's, gradients fp32; a later forward with gradients is not cut off."""
     plain, tiled = pair("swiglu", torch.float32)

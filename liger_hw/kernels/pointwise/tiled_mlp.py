@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from ...private import graph_task
 from ...recompute.recipes import run_tileable_by
 from ...runtime.operator import check, check_tensors, first_order
 from ..heads.linear_head import add_product
@@ -231,9 +232,16 @@ class _Sum:
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.total = weight, None
         self.uses = self.left = 0
+        self.backward = -1  # autograd's number of the backward that `total` and `left` belong to
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
 
+    def _begin(self) -> None:
+        """Discard the sum of an earlier backward, if it was interrupted between tiles."""
+        if self.uses and self.backward != graph_task():
+            self.backward, self.total, self.left = graph_task(), None, self.uses
+
     def add(self, gradient: torch.Tensor) -> None:
+        self._begin()
         if self.total is None:
             self.total = gradient.to(self.dtype, copy=True)
         else:
@@ -241,6 +249,7 @@ class _Sum:
 
     def add_product(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add dy^T @ x: dy [rows, out], x [rows, in]."""
+        self._begin()
         first = self.total is None
         if first:
             self.total = dy.new_empty((dy.shape[1], x.shape[1]), dtype=self.dtype)
