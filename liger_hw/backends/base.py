@@ -16,16 +16,16 @@ from typing import Any, Mapping
 
 KIB, MIB = 1024, 1024 * 1024
 HINTS = ("none", "stream", "keep")
-MOST_ELEMENTS, MOST_A_THREAD = 65536, 1024
-"""Elements of a tile (the product of a configuration's two largest blocks) that a program and a thread may have. With
-1024 elements a thread ptxas takes half a minute, and its time grows faster than the elements."""
+MAX_TILE_ELEMENTS, MAX_THREAD_ELEMENTS = 65536, 1024
+"""Limits for the tile of a program, whose size is the product of the configuration's two largest blocks, and for the
+elements of a thread. ptxas takes half a minute for 1024 elements a thread; its time grows faster than this number."""
 
 
 @dataclass(frozen=True)
 class Target:
     """Facts of one device for the launch rules. Sizes are in bytes.
 
-    multiprocessors: SMs, CUs or Xe-cores; registers: 32-bit registers of one of them
+    multiprocessors: number of SMs, CUs or Xe-cores; registers: 32-bit registers of a multiprocessor
     bandwidth: the data sheet's GB/s of device memory, 0 if unknown; float8: as in `Arch`
     cooperative: whether the driver starts all programs of a cooperative launch together or refuses the launch
     """
@@ -51,9 +51,9 @@ class Target:
         return self.max_threads // self.warp_size
 
     def warps(self, elements: int, per_thread: int, most: int = 32) -> int:
-        """The power of two of warps that gives a thread about `per_thread` of `elements`, within the device's limits.
+        """The number of warps, a power of two, with which each thread gets about `per_thread` of `elements`.
 
-        most: in warps of 32 threads
+        most: the largest number, counted in warps of 32 threads; the device's limit also holds
         """
         needed = max(1, elements // (per_thread * self.warp_size))
         warps = 1 << (needed.bit_length() - 1)
@@ -109,7 +109,7 @@ class LaunchConfig:
     blocks: the kernel's tile sizes by constexpr name, for example `{"BLOCK_SIZE": 4096, "ROWS": 1}`
     num_warps, num_stages: as in Triton
     ctas_per_mp: programs per multiprocessor of a persistent grid; 0 for one program per tile
-    hint: how streamed tensors are cached: `stream` (will not be read again), `keep` (will be), or `none`
+    hint: cache hint of loads: `stream` (the data is not read again), `keep` (the data is read again) or `none`
     vendor: options of one vendor (waves_per_eu, grf_mode, maxnreg, ...), refused on any other
     """
 
@@ -186,8 +186,8 @@ class Resources:
 
     registers: 32-bit vector registers of a thread; spills: registers kept in memory; scratch: bytes of that memory
     shared: bytes of shared memory a block; threads: threads of a block
-    occupancy: resident threads of a multiprocessor over the most that it takes
-    loads, stores: bits of a thread's access to global memory -> number of these instructions
+    occupancy: resident threads of a multiprocessor divided by their maximum
+    loads, stores: width of a thread's access to global memory in bits -> number of instructions
     instructions: kind (`INSTRUCTIONS`) -> number of instructions; looped: those inside a loop
     """
 
@@ -233,14 +233,14 @@ class Backend:
     device_type: the type of torch's devices for this vendor
     torch_version: the attribute of `torch.version` that a build of torch for this vendor has
     compiler: Triton's name of its compiler for this vendor
-    devices: known devices. The key is part of torch's name of the device; the first of an architecture stands for it
+    devices: known devices by a part of torch's device name. The first one of an architecture represents it
     options: launch options beyond num_warps and num_stages
     cooperative: `Target.cooperative` of its devices
     fast_launch: compiled kernels may be launched without Triton's argument binder; True only if tested on hardware
     fast_log2: `libdevice.fast_log2f` exists and is shorter than `tl.log2`
     convolves_channels_last: torch convolves 16-bit tensors faster with their channels last; True only if measured
-    gemm_alignment: bytes. A GEMM is slow if the rows of an operand are not a multiple of this, so that a linear head
-    splits an odd vocabulary into two products (`kernels/heads/linear_head.py`)
+    gemm_alignment: a GEMM is slow if the row size of an operand is not a multiple of this many bytes. A linear head
+    splits an unaligned vocabulary into two products (`kernels/heads/linear_head.py`)
     """
 
     vendor: str
@@ -282,8 +282,8 @@ class Backend:
         """The Target for torch's device properties."""
         raise NotImplementedError
 
-    def target(self, arch_name: str, arch: Arch, device: Device | None, /, **read: Any) -> Target:
-        """The Target of a device: its rows of `archs` and `devices`, replaced by what was `read` from torch."""
+    def target(self, arch_name: str, arch: Arch, device: Device | None, /, **reported: Any) -> Target:
+        """The Target of a device from its rows of `archs` and `devices`; torch's `reported` values replace theirs."""
         facts = {
             "vendor": self.vendor,
             "arch": arch_name,
@@ -299,18 +299,18 @@ class Backend:
         }
         if device is not None:
             facts |= {name: getattr(device, name) for name in ("name", "multiprocessors", "l2", "bandwidth")}
-        return Target(**{**facts, **read})
+        return Target(**{**facts, **reported})
 
     def known_target(self, name: str) -> Target | None:
-        """The Target of a known device (`h200`, `RTX 4090`), or of the first device of an architecture (`sm90`), which
-        need not be in this machine; None for another name."""
+        """The Target of a known device (`h200`, `RTX 4090`) or of the first device of an architecture (`sm90`). The
+        device need not be in this machine. None for another name."""
         device = self._known(name)
         return None if device is None else self.target(device.arch, self.archs[device.arch], device)
 
     def _known(self, name: str) -> Device | None:
-        spelled = _words(name).replace(" ", "")
-        named = (d for word, d in self.devices.items() if spelled in (_words(word).replace(" ", ""), d.arch))
-        return next(named, None)
+        """The row of `devices` for a name of `known_devices` or `known_archs` in any spelling, or None."""
+        name = _words(name).replace(" ", "")
+        return next((d for key, d in self.devices.items() if name in (_words(key).replace(" ", ""), d.arch)), None)
 
     def known_archs(self) -> tuple[str, ...]:
         """Names of architectures for `known_target`."""
@@ -350,10 +350,10 @@ class Backend:
             if value < 1 or value & (value - 1):
                 return f"{name}={value!r} is not a power of two"
         tile = math.prod(sorted(config.blocks.values())[-2:])
-        if tile > min(MOST_ELEMENTS, MOST_A_THREAD * threads):
+        if tile > min(MAX_TILE_ELEMENTS, MAX_THREAD_ELEMENTS * threads):
             return (
-                f"a tile of {tile} elements for {threads} threads; a program holds at most {MOST_ELEMENTS}, a thread "
-                f"{MOST_A_THREAD}: the compiler would take minutes to hours and all of it would spill"
+                f"a tile of {tile} elements for {threads} threads; the limits are {MAX_TILE_ELEMENTS} a program and "
+                f"{MAX_THREAD_ELEMENTS} a thread: larger tiles compile for minutes to hours, and their registers spill"
             )
         for name in config.vendor:
             if name not in self.options:
@@ -365,7 +365,7 @@ class Backend:
         return None
 
     def illegal_resources(self, target: Target, resources: Resources) -> str | None:
-        """Why a compiled kernel cannot be launched on `target`, or None: not one block of it fits a multiprocessor."""
+        """Why one block of a compiled kernel does not fit a multiprocessor of `target`, or None if it fits."""
         if resources.shared > target.shared_memory:
             return f"{resources.shared} bytes of shared memory; {target.arch} has {target.shared_memory} a block"
         needed = resources.registers * resources.threads
@@ -379,18 +379,18 @@ class Backend:
     # -- libraries ---------------------------------------------------------------------------------------------------
 
     def multiplies_from_shared(self, target: Target) -> bool:
-        """Whether matrix units read both operands from shared memory, so that registers can be for sums alone."""
+        """Whether matrix units read both operands from shared memory, which frees registers for accumulators."""
         return False
 
     def has_grouped_gemm(self, target: Target) -> bool:
-        """Whether torch's grouped product of bf16 is one kernel on `target`, not a loop that waits for the device."""
+        """Whether torch's grouped GEMM of bf16 is one kernel on `target`, not a loop that synchronises the device."""
         return False
 
     # -- lowering and compiling --------------------------------------------------------------------------------------
 
     def load_hint(self, hint: str) -> tuple[str, str]:
-        """(cache_modifier, eviction_policy) of a load with this hint, at least one of them "": they exclude each other
-        in PTX (PTX ISA, "Data Movement and Conversion Instructions: ld")."""
+        """(cache_modifier, eviction_policy) of a load with this hint. At least one is "", since PTX does not allow both
+        (PTX ISA, "Data Movement and Conversion Instructions: ld")."""
         return "", ""
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """AMD GPUs: CDNA (wavefronts of 64) and RDNA (wavefronts of 32).
 
 Limits: AMD CDNA 3 / CDNA 4 and RDNA 3 / RDNA 4 instruction set architecture documents (LDS size, wavefront size, VGPRs)
-and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950). Devices: public prints and
-vendor figures (tests/backends/recorded.py), the MI325X from AMD's data sheet.
+and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950). Devices: torch's device
+properties from public logs, and vendor figures (tests/backends/recorded.py); the MI325X from AMD's data sheet.
 torch reaches AMD through its "cuda" device type; the backend is recognised by `torch.version.hip`.
 
 A multiprocessor is what HIP counts as one: a compute unit on CDNA, a work-group processor (two compute units, four
 SIMDs) on RDNA in its default WGP mode (HIP documentation, "Hardware implementation"; ROCm/hip issues 2687 and 3767),
-so 48 on an RX 7900 XTX of 96 compute units. Registers are counted for the same: 512 VGPRs x 64 lanes x 4 SIMDs on CDNA
+so 48 on an RX 7900 XTX of 96 compute units. Registers of a multiprocessor: 512 VGPRs x 64 lanes x 4 SIMDs on CDNA
 2 to 4 (accumulation registers included), 1536 x 32 x 4 on gfx1100, gfx1151 and gfx1201 (LLVM AMDGPU user guide,
 "Processors"; RDNA 3 ISA, "VGPRs"). They are not read from the device: ROCm releases report different numbers for the
 same gfx90a.
@@ -22,7 +22,7 @@ from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
 _REGISTERS = {64: 512 * 64 * 4, 32: 1536 * 32 * 4}
 _LATENCY = {64: 800.0, 32: 600.0}
-"""Nanoseconds until memory answers, by wavefront. Assumed: chiplets answer later."""
+"""Nanoseconds of an access to device memory, by wavefront size. Assumed, with more for CDNA's chiplets."""
 
 
 def _arch(family: str, wavefront: int, lds: int = 64 * KIB, clock: float = 2.1, float8: str = "") -> Arch:
@@ -47,7 +47,7 @@ class RocmBackend(Backend):
         "gfx1151": _arch("rdna3.5", 32, clock=2.9),
         "gfx1201": _arch("rdna4", 32, clock=2.97),
     }
-    devices = {  # one torch device each: half an MI250X; L2 or last-level cache as ROCm reports it, of one die
+    devices = {  # each is one torch device, so half of an MI250X; the L2 is one die's, as ROCm reports it
         "MI250X": Device("AMD Instinct MI250X", "gfx90a", 110, 8 * MIB, 1638),
         "MI300X": Device("AMD Instinct MI300X", "gfx942", 304, 4 * MIB, 5300),
         "MI325X": Device("AMD Instinct MI325X", "gfx942", 304, 4 * MIB, 6000),
@@ -107,8 +107,8 @@ class RocmBackend(Backend):
         return GPUTarget("hip", target.arch, target.warp_size)
 
     def pace(self, target: Target) -> Pace:
-        """CDNA: four 16-wide SIMDs take four cycles for a wavefront of 64 each, one a cycle for the compute unit (ROCm
-        Compute Profiler, "Pipeline descriptions"). RDNA: the four SIMDs of a work-group processor issue one each."""
+        """CDNA: a compute unit issues one wavefront of 64 a cycle: each of its four 16-wide SIMDs takes four cycles
+        (ROCm Compute Profiler, "Pipeline descriptions"). RDNA: a work-group processor issues one on each of 4 SIMDs."""
         arch = self.archs.get(target.arch, self.archs["gfx942"])
         issue = 1.0 if target.warp_size == 64 else 4.0
         return Pace(arch.clock, issue, _LATENCY[target.warp_size], into_registers=True)

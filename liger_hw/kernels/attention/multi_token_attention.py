@@ -7,9 +7,9 @@ The softmax is fp32, rounded once to the scores' dtype. The convolution is torch
 torch.backends.cudnn: it may use TF32 for fp32 and sum gradients in another order each time. Saved for backward: P and
 weight. Masked scores and masked gradients are not read.
 
-Some convolution libraries run 16-bit tensors on matrix units only with channels last in memory, and transpose every
-other operand and result. On their backends the kernels convert between the caller's layout and channels last as they
-read and write.
+Some convolution libraries use matrix units for 16-bit tensors only with channels last in memory, and transpose tensors
+of another layout. On backends with `convolves_channels_last`, the kernels convert between the caller's layout and
+channels last as they read and write.
 
 Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
 """
@@ -49,7 +49,7 @@ from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 
 
 def multi_token_attention_reference(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
-    """The specification in plain torch; sums in fp32 (fp64 for fp64). Its backward takes the rounded P."""
+    """The specification in plain torch; sums in fp32 (fp64 for fp64). P is rounded before it is used."""
     return _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse)[0]
 
 
@@ -69,7 +69,7 @@ def _future(x: torch.Tensor) -> torch.Tensor:
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 WIDEST = 32768
-"""The most keys, all of which a program holds for one query."""
+"""Most keys of a query: a program holds all of them."""
 _DIMS = ("batch", "seq_len", "n_channels")
 
 
@@ -100,11 +100,11 @@ BIAS = column_sum_tunable("multi_token_attention", _DIMS)
 _MOST_SUMS = 1024
 """Most rows that `column_sum` adds; for more, torch's sum uses more programs."""
 _WIDEST_LAST = 4096
-"""Most keys for which the kernels between layouts are launched: a program holds a query of several channels."""
+"""Most keys for the kernels that convert to channels last: a program holds one query of several channels."""
 
 
 def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
-    """One query of 16 channels (32 contiguous bytes) a program, at most `most` values; 64 values a thread."""
+    """A program takes one query of 16 channels (32 contiguous bytes), or of fewer to hold at most `most` values."""
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         channels = max(1, min(16, most // key[0]))
@@ -150,20 +150,20 @@ def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: 
 
 
 def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
-    """y = x (+ `bias`) up to the diagonal, zero or -inf after it; `sums` from `_empty_sums`."""
+    """y = x (+ `bias`) up to the diagonal, zero or -inf after it. sums: receives x's sums up to the diagonal."""
     in_place = x is y and bias is None
     _over_rows(FILL, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
 
 
 def _empty_sums(dy: torch.Tensor) -> torch.Tensor:
-    """[batch * queries, channels] fp32, for a fill's sums over the keys; zeros if nothing is launched."""
+    """A buffer [batch * queries, channels] in fp32 for `sums` of `_fill`; zeros for an empty dy."""
     shape = dy.shape[0] * dy.shape[2], dy.shape[1]
     return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)
 
 
 @repeated
 def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A fill's sums over the keys -> [channels]."""
+    """The bias's gradient [channels] from the sums of `_fill`."""
     return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MOST_SUMS else sums.sum(0).to(dtype)
 
 
@@ -179,7 +179,7 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
             p = sparsemax_fwd(p)
         else:
             _over_rows(FWD, (scores, p))
-    # without the bias, which torch's convolution would add, and whose gradient it would sum, in separate launches
+    # `_fill` adds the bias and sums its gradient: torch's convolution would need separate launches for both
     y = torch.conv2d(*_summable(p, weight), None, stride, padding, dilation, groups).to(p.dtype)
     if channels_last:
         return _fill_channels(y, dense(bias), None, False), p
@@ -242,7 +242,7 @@ def _softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def _fill_channels(
     x: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor | None, channels_last: bool
 ) -> torch.Tensor:
-    """`_fill` into the other layout, with zeros."""
+    """`_fill` with zeros into a new tensor, channels last or contiguous."""
     y = _empty_channels_last(x) if channels_last else x.new_empty(x.shape)
     _over_queries(CHANNELS_FILL, (x, y), bias, sums)
     return y
@@ -259,7 +259,7 @@ def _convolution_gradients(g, p, weight, needed, stride, padding, dilation, grou
 
 
 def _summable(*tensors):
-    """The tensors, on the CPU in fp32 or wider: torch's 16-bit convolutions there do not sum in fp32."""
+    """The tensors, 16-bit ones on the CPU as fp32: torch's 16-bit convolutions on the CPU do not sum in fp32."""
     if tensors[0].device.type != "cpu" or tensors[0].dtype in (torch.float32, torch.float64):
         return tensors
     return tuple(t.float() for t in tensors)
@@ -299,7 +299,7 @@ def _misfit(scores, weight, bias, stride, padding, dilation, groups, sparse) -> 
         padded, span = scores.shape[2] + 2 * padding[-place], dilation[-place] * (kernel - 1) + 1
         if span > padded:
             shape = tuple(weight.shape[2:])
-            return f"a kernel of {shape} spans {span} of {padded} padded scores; padding={padding} is too small"
+            return f"a kernel of {shape} spans {span} scores, but with padding={padding} there are only {padded}"
     return ""
 
 
@@ -373,7 +373,7 @@ def liger_multi_token_attention(
 
 
 def _numbers_misfit(groups=1, **pairs) -> str:
-    """Why `groups`, or an integer or pair of integers, is invalid, or ""."""
+    """Why an argument is invalid, or "". pairs: name -> an integer or two."""
     if not _is_integer(groups, 1):
         return f"groups must be a positive integer, got {groups!r}"
     for name, value in pairs.items():
@@ -415,8 +415,7 @@ class LigerMultiTokenAttention(torch.nn.Module):
         fits = in_channels % groups == 0 and out_channels % groups == 0
         check(fits, name, f"groups={groups} must divide {in_channels} and {out_channels} channels")
         self.stride, self.padding, self.dilation, self.groups, self.sparse = stride, padding, dilation, groups, sparse
-        kernel = _pair(kernel_size)
-        self.weight = torch.nn.Parameter(torch.empty(out_channels, in_channels // groups, *kernel))
+        self.weight = torch.nn.Parameter(torch.empty(out_channels, in_channels // groups, *_pair(kernel_size)))
         self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels)) if bias else None)
         self.reset_parameters()
 

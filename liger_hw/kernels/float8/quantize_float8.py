@@ -1,12 +1,12 @@
 """Quantisation to FP8, and the transposed copy that the matrix products of backward need.
 
-Operators on matrices [n_rows, n_cols], each of which reads its input once:
-    rows        data and the scale of each row; data has its columns rounded up to 16
-    cast        data with one scale that is known
-    scales      the scale of each row without data
-    transposed  [n_cols, n_rows rounded up to 16] in FP8: of FP8 data, unchanged or times a factor of each row, or of
-                fp32, fp16 or bf16 data times one factor
-The padding is zeros. FP8 times a power of two that is at most 1 is exact unless it underflows.
+Each operator takes a matrix [n_rows, n_cols] and reads it once:
+    rows        data and a scale for each row; data has n_cols rounded up to a multiple of 16
+    cast        data for one given scale
+    scales      a scale for each row, no data
+    transposed  FP8 [n_cols, n_rows rounded up to a multiple of 16]. FP8 data is copied or multiplied by a factor for
+                each row; fp32, fp16 or bf16 data is multiplied by one factor
+The padding is zeros. FP8 data times a power of two of at most 1, like a row's factor, is exact unless it underflows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .formats import FORMATS, Float8Rows, aligned, float8_dtype, largest_bits, s
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as the bits of an fp32: integers in the order of the numbers, with infinity and NaN above the others."""
+    """The bits of |x| in fp32. As integers they are ordered like |x|, with infinity and NaN as the largest."""
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
@@ -48,12 +48,12 @@ def inverse_scale(scale):
 @triton.jit
 def to_float8(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr, ROUND_FIRST: tl.constexpr):
     """fp32 rounded to FP8. ROUND_FIRST: for Triton's interpreter, whose conversion truncates."""
-    if ROUND_FIRST:
-        BITS: tl.constexpr = 20 if LARGEST < 0x44000000 else 21  # of fp32's mantissa that the format lacks
-        STEP: tl.constexpr = 24576.0 if LARGEST < 0x44000000 else 192.0  # 1.5 * 2^23 * the smallest number
+    if ROUND_FIRST:  # LARGEST is below 512 (0x44000000) for e4m3 only
+        BITS: tl.constexpr = 20 if LARGEST < 0x44000000 else 21  # fp32's mantissa bits minus the format's
+        STEP: tl.constexpr = 24576.0 if LARGEST < 0x44000000 else 192.0  # 1.5 * 2^23 * the smallest subnormal number
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) >> BITS << BITS
-        LEAST: tl.constexpr = 0.015625 if LARGEST < 0x44000000 else 0.00006103515625
+        LEAST: tl.constexpr = 0.015625 if LARGEST < 0x44000000 else 0.00006103515625  # the smallest normal number
         x = tl.where(tl.abs(x) < LEAST, (x + STEP) - STEP, tl.where(x == x, bits.to(tl.float32, bitcast=True), x))
     return x.to(DTYPE)
 
@@ -146,8 +146,8 @@ def _float8_transposed_kernel(
         else:
             factor = tl.load(FACTOR_ptr)
         x = to_float8(x.to(tl.float32) * factor, Y_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
-    there = (rows < Y_row_stride)[:, None] & (cols < n_cols)[None, :]
-    tl.store(Y_ptr + cols[None, :] * Y_row_stride + rows[:, None], x, mask=there)
+    y_mask = (rows < Y_row_stride)[:, None] & (cols < n_cols)[None, :]
+    tl.store(Y_ptr + cols[None, :] * Y_row_stride + rows[:, None], x, mask=y_mask)
 
 
 def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -156,11 +156,11 @@ def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _key(n_rows: int, n_in: int, n_out: int, itemsize: int) -> Key:
-    """`row_key` of a linear's input. Its weight and gradient have keys of their own sizes."""
+    """`row_key` of a linear layer's input. The launches for its weight and gradient use their own sizes."""
     return row_key(n_rows, n_in, itemsize)
 
 
-_NEUTRAL = frozenset({"num_stages", "hint", "num_warps", "ROWS", "BLOCK_SIZE"})
+_NEUTRAL = frozenset({"num_stages", "hint", "num_warps", "ROWS", "BLOCK_SIZE"})  # no result depends on these
 DIMS = ("n_rows", "n_in", "n_out")
 QUANTIZED = row_tunable("float8_linear", "rows", _float8_rows_kernel, key=_key, dims=DIMS, neutral=_NEUTRAL)
 TRANSPOSED = Tunable(
@@ -178,7 +178,7 @@ TRANSPOSED = Tunable(
 
 
 def _launch_rows(x, format, scale=None, has_data=True):
-    """(data, scales): None for data without has_data, and for scales if there is a scale for all rows."""
+    """(data, or None without has_data; scales of the rows, or None if `scale` holds one for all rows)."""
     x, dtype = row_major(x), float8_dtype(x.device, format)
     n_rows, n_cols = x.shape
     width = aligned(n_cols)
@@ -288,7 +288,7 @@ def liger_quantize_float8(
     """X in FP8, with scales that are powers of two. It has no gradient.
 
     X: [n_rows, n_cols] in fp32, fp16 or bf16. scaling: `row`, a scale for each row from one read of X, or `tensor`, one
-    for all from two reads. format: `e4m3` or `e5m2`, in the dtype that X's device has for it.
+    for all from two reads. format: `e4m3` or `e5m2`; data has the device's fn or fnuz dtype of it.
     transposed: also return data transposed, [n_cols rounded up to 16, n_rows rounded up to 16], for products that sum
     over rows. For a scale for each column pass X.t().
     Returns `Float8Rows(data, scale)`. A row with an infinity or NaN has the scale NaN.

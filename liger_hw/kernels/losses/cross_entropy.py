@@ -9,7 +9,7 @@ Rows whose target is ignore_index have no loss and a gradient of exactly zero. E
 
 The forward sweeps a row twice (softmax_rows.py): for lse, then for the gradient, which goes to a new buffer and is all
 that is saved. Backward multiplies it by the incoming gradient (loss_gradient.py). In fp16 backward also divides by the
-mean's denominator: in the forward p / n_rows would underflow, since the loss scale is in the incoming gradient.
+mean's denominator: in the forward p / n_rows would underflow, because the loss scale is applied only in backward.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
 label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567; z-loss: PaLM, https://arxiv.org/abs/2204.02311
@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy as torch_cross_entropy  # a program may put Liger's in its place
+from torch.nn.functional import cross_entropy as torch_cross_entropy  # programs may replace torch's by Liger's later
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Sample, Target, normal, row_key
@@ -101,7 +101,7 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
 
 
 def reference_gradient(logits, target, weight, options: Options, row_grads=None) -> torch.Tensor:
-    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64."""
+    """The gradient of sum(loss * row_grads) with respect to the logits in plain torch, in fp32 or fp64."""
     if row_grads is None:
         row_grads = logits.new_ones(logits.shape[:1] if options.reduction == NONE else ())
     return gradient_of(lambda s: reference_losses(s, target, weight, options)[0], logits, row_grads)
@@ -110,20 +110,19 @@ def reference_gradient(logits, target, weight, options: Options, row_grads=None)
 def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
     """The results of `reference_losses` as an operator returns them: in its dtype, `absent` for those not asked for."""
     loss, z_loss, hits, top = outputs
-    nothing = absent(hits)
-    extras = (t if returned else nothing.clone() for t, returned in zip((z_loss.to(dtype), hits, top), options.extra))
+    extras = (t if returned else absent(hits) for t, returned in zip((z_loss.to(dtype), hits, top), options.extra))
     return loss.to(dtype), *extras
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:
-    """`row_key`, with a last 1 for a loss without a gradient, whose rows are read once."""
+    """`row_key`, and a fourth number, 1, if only the loss is computed: the kernel then reads each row once."""
     key = row_key(n_rows, n_cols, itemsize)
     return (*key, 1) if loss_only else key
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
     """`loss_heuristic`, but small tiles for a wide row that is read once, to have several loads in flight."""
-    if len(key) == 3 or key[0] <= 8192:
+    if len(key) == 3 or key[0] <= 8192:  # three numbers: rows are read again for the gradient
         return loss_heuristic(target, key)
     return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))
 
@@ -150,7 +149,8 @@ def _fwd_reference(input, target, weight, dtype, grad, options: Options):
     check_in_range("liger_cross_entropy", target, input.shape[1], options.ignore_index)
     outputs = reference_outputs(reference_losses(input, target, weight, options), dtype, options)
     dx = reference_gradient(input, target, weight, options).to(input.dtype) if grad else absent(input)
-    return *outputs, dx, outputs[0].new_ones(8 if grad and options.scales_in_backward(input.dtype) else 0).float()
+    n_stats = 8 if grad and options.scales_in_backward(input.dtype) else 0  # as `launch_stats` returns
+    return *outputs, dx, dx.new_ones(n_stats, dtype=torch.float32)
 
 
 cross_entropy_fwd = define(
@@ -172,7 +172,7 @@ class CrossEntropyFunction(Function):
     def forward(ctx, _input, target, weight, options: Options):
         loss, *extra, grad, stats = _run(_input, target, weight, options, ctx.needs_input_grad[0])
         ctx.save_for_backward(grad, stats)
-        if not any(options.extra):
+        if not any(options.extra):  # autograd takes longer for several outputs
             return loss
         ctx.mark_non_differentiable(*extra)
         ctx.set_materialize_grads(False)
@@ -228,7 +228,7 @@ def liger_cross_entropy(
     reduction = _reduction_name(size_average, reduce, reduction)
     numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
     options = cross_entropy_options(op, *numbers, return_z_loss, return_token_accuracy, return_predicted_tokens)
-    if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # DTensor: by its rule
+    if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # DTensor: LossRule
         outputs = CrossEntropyFunction.apply(input, target, weight, options)
         return pack(outputs, options) if any(options.extra) else outputs
     return pack(_run(input, target, weight, options, False)[:4], options)
@@ -243,7 +243,7 @@ def _reduction_name(size_average: bool | None, reduce: bool | None, reduction: s
 class LigerCrossEntropyLoss(OptionsModule):
     """`liger_cross_entropy` as a module, with the same arguments."""
 
-    option_names = Options._fields[:-1]
+    option_names = Options._fields[:-1]  # all but use_token_scaling
 
     def __init__(
         self,

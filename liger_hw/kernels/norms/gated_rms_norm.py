@@ -50,7 +50,7 @@ from ..rows.tuning import (
 )
 
 _NAME = "liger_gated_rms_norm"
-ACTIVATIONS = ("silu", "sigmoid")  # an operator's `sigmoid` is the index
+ACTIVATIONS = ("silu", "sigmoid")  # the operators' flag `sigmoid` is an index into this
 CASTING_MODES = ("llama", "gemma")
 
 
@@ -196,8 +196,8 @@ def _gated_rms_norm_bwd_kernel(
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """At least 2048 elements a program if there are enough rows."""
     rows = rows_per_program(target, key[1], max(1, min(32, 2048 // key[0])))
-    few = 1 << key[1] <= target.multiprocessors
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, few, key[0] * rows))
+    few_rows = 1 << key[1] <= target.multiprocessors
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, few_rows, key[0] * rows))
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -308,7 +308,7 @@ def liger_gated_rms_norm(
     X, gate: [..., n_cols]; W: [n_cols]; fp32, fp16 or bf16 (fp64 too on the CPU). activation: `silu` or `sigmoid`.
     casting_mode: `llama` rounds h, and h * W, to the inputs' dtype; `gemma` rounds the result only. group_size: columns
     that are normalised together, a divisor of n_cols; None: all.
-    Returns [..., n_cols] in X's dtype; gate first with `llama`, in the promoted dtype of X and W.
+    Returns [..., n_cols] in X's dtype; with `llama` and norm_before_gate=False in the promoted dtype of X and W.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     check_numbers(_NAME, eps=eps)

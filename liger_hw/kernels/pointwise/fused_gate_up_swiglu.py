@@ -1,7 +1,7 @@
 """SwiGLU of a fused gate-up projection: c = silu(gate_multiplier * a) * b * down_multiplier with [a, b] = y.
 
-Rounding and formulas are swiglu.py's. Saved for backward: y. If the caller owns it, as an MLP does, its gradient is
-written over it.
+Rounding and formulas: swiglu.py. Saved for backward: y. With `owned`, as in an MLP, backward writes the gradient of y
+over y.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def liger_fused_gate_up_swiglu(
 
     y: [..., 2 * n_cols] in fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
     owned: the caller made y for this call and does not use it again; backward may write the gradient over it.
-    Raises `ValueError` for an odd last dimension or a dtype that does not fit.
+    Raises `ValueError` for an odd last dimension or another dtype.
     """
     check_numbers("liger_fused_gate_up_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     check_flags("liger_fused_gate_up_swiglu", owned=owned)

@@ -1,9 +1,9 @@
 """The kernels of qk_norm_rope; qk_norm_rope.py has the formulas.
 
-The first n_q_programs programs work on q, the others on k. A tile is BLOCK_H whole heads x BLOCK_T tokens. Heads come
-first: if a program's threads cover its tokens, a thread holds all heads of one column, and cos, sin, weights and their
-gradients need no exchange through shared memory. A program of the forward goes over the heads of its tokens; backward
-has a persistent grid, whose programs go over tiles.
+The first n_q_programs programs work on q, the others on k. A tile is BLOCK_H whole heads x BLOCK_T tokens, with heads
+as its first dimension. If a program has enough threads for its tokens, each thread then holds all heads of a column:
+cos, sin, weights and their gradients need no exchange through shared memory. A program of the forward loops over the
+heads of its tokens. Backward has a persistent grid, whose programs loop over tiles.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class BackwardStrides(NamedTuple):
 
 @triton.jit
 def _load_weight(W_ptr, offset, HEAD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """offset + w of both halves and of the other columns, [1, tokens, block] fp32: once a token, like cos and sin."""
-    everywhere = (tl.arange(0, BLOCK_T) * 0)[None, :, None]
-    cols = tl.arange(0, HEAD.block_half)[None, None, :] + everywhere
+    """offset + w of the two halves and of the columns that pass through, fp32 [1, BLOCK_T, columns]: a copy a token."""
+    token_zeros = (tl.arange(0, BLOCK_T) * 0)[None, :, None]
+    cols = tl.arange(0, HEAD.block_half)[None, None, :] + token_zeros
     w1 = tl.load(W_ptr + cols, mask=cols < HEAD.half, other=0.0).to(tl.float32) + offset
     w2 = tl.load(W_ptr + cols + HEAD.half, mask=cols < HEAD.half, other=0.0).to(tl.float32) + offset
     w3 = w1
     if HEAD.pass_through:
-        passing = tl.arange(0, HEAD.block_pass)[None, None, :] + everywhere
+        passing = tl.arange(0, HEAD.block_pass)[None, None, :] + token_zeros
         w3 = (
             tl.load(W_ptr + passing + 2 * HEAD.half, mask=passing < HEAD.pass_through, other=0.0).to(tl.float32)
             + offset
@@ -59,7 +59,7 @@ def _normalised(x1, x2, x3, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def _rounded(h, x, CASTING: tl.constexpr):
-    """The factor of the weight, which llama's casting mode rounds to the dtype of x."""
+    """The normalised h; casting mode llama rounds it to the dtype of x before the weight multiplies it."""
     if CASTING == 0:
         h = h.to(x.dtype).to(tl.float32)
     return h
@@ -67,7 +67,7 @@ def _rounded(h, x, CASTING: tl.constexpr):
 
 @triton.jit
 def _store_dw(DW_ptr, dw1, dw2, dw3, HEAD: tl.constexpr):
-    """Write a row of partial sums, from the sums of each token."""
+    """Sum dw1, dw2, dw3 [tokens, columns] over the tokens, and write them as one row of partial sums."""
     cols = tl.arange(0, dw1.shape[1])
     tl.store(DW_ptr + cols, tl.sum(dw1, axis=0), mask=cols < HEAD.half)
     tl.store(DW_ptr + cols + HEAD.half, tl.sum(dw2, axis=0), mask=cols < HEAD.half)
@@ -87,7 +87,7 @@ def _pointer(is_k, Q_ptr, K_ptr):
 
 @triton.jit
 def _number(is_k, of_q, of_k):
-    """of_k if is_k else of_q, without a branch, since Triton may have made constants of these numbers."""
+    """of_k if is_k else of_q. No branch: one number may be a constant, by Triton's specialisation, and one not."""
     return of_q + is_k.to(tl.int64) * (of_k - of_q)
 
 
@@ -123,7 +123,7 @@ def _qk_norm_rope_fwd_kernel(
     HEADS: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """HEADS heads of BLOCK_T tokens a program, BLOCK_H at a time; the next ones are loaded before these are stored.
+    """HEADS heads of BLOCK_T tokens a program, BLOCK_H at a time. A step loads the next heads before it stores its own.
 
     The angles times the weight, and the divisions for a token's offsets, are computed once for all its heads.
     """
@@ -135,11 +135,11 @@ def _qk_norm_rope_fwd_kernel(
     x_strides, out_strides = _strides(is_k, strides.x), _strides(is_k, strides.out)
     n_groups = tl.cdiv(n_heads, HEADS)
     tokens = (tile // n_groups) * BLOCK_T + tl.arange(0, BLOCK_T)
-    before = (tile % n_groups) * HEADS
-    last = tl.minimum(n_heads, before + HEADS)
-    heads = before + tl.arange(0, BLOCK_H)
+    first_head = (tile % n_groups) * HEADS
+    end_head = tl.minimum(n_heads, first_head + HEADS)
+    heads = first_head + tl.arange(0, BLOCK_H)
     token_mask = (tokens < n_tokens)[None, :, None]
-    mask = token_mask & (heads < last)[:, None, None]
+    mask = token_mask & (heads < end_head)[:, None, None]
     batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
     ptrs = X_ptr + row_offsets(batch, token, heads, x_strides, ALIGN)
     out = Out_ptr + row_offsets(batch, token, heads, out_strides, ALIGN)
@@ -150,11 +150,11 @@ def _qk_norm_rope_fwd_kernel(
     cos1, cos2, sin1, sin2 = cos1 * w1, cos2 * w2, sin1 * w2, sin2 * w1
     step, out_step = tl.multiple_of(BLOCK_H * x_strides.head, ALIGN), tl.multiple_of(BLOCK_H * out_strides.head, ALIGN)
     for _head in tl.range(0, HEADS, BLOCK_H):
-        mask = token_mask & (heads < last)[:, None, None]
+        mask = token_mask & (heads < end_head)[:, None, None]
         heads += BLOCK_H
         ptrs += step
-        coming = token_mask & (heads < last)[:, None, None]
-        n1, n2, n3 = load_heads(ptrs, coming, HEAD, False, LOAD_HINT)
+        next_mask = token_mask & (heads < end_head)[:, None, None]
+        n1, n2, n3 = load_heads(ptrs, next_mask, HEAD, False, LOAD_HINT)
         _, h1, h2, h3 = _normalised(x1, x2, x3, eps, HEAD)
         y1, y2 = rotate(_rounded(h1, x1, CASTING), _rounded(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
         store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HEAD, False)
@@ -190,9 +190,9 @@ def _qk_norm_rope_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """OutQ, OutK: the gradients of q and k. DW_ptr: fp32 rows [dwq, dwk], or None if they are not needed.
+    """DQ, DK: gradients of the outputs; OutQ, OutK: of q and k. DW_ptr: fp32 rows [dwq, dwk], or None if not needed.
 
-    Program i of q and program i of k share row i of DW; a program without a partner also writes zeros for the other.
+    Program i of q and program i of k share row i of DW. If only one of them exists, it also writes zeros for the other.
     """
     BLOCK_HALF: tl.constexpr = HEAD.block_half  # Triton 3.4 takes no fields in a list of sizes
     BLOCK_PASS: tl.constexpr = HEAD.block_pass
@@ -229,7 +229,7 @@ def _qk_norm_rope_bwd_kernel(
         g1, g2 = rotate(dy1.to(tl.float32), dy2.to(tl.float32), cos1, cos2, sin1, sin2, True)
         m1, m2 = g1 * w1, g2 * w2
         dot = tl.sum(m1 * h1 + m2 * h2, axis=2)
-        dx3, dw3 = h3, h3
+        dx3, dw3 = h3, h3  # not used without pass_through, but Triton needs a value
         if HEAD.pass_through:
             g3 = dy3.to(tl.float32)
             m3 = g3 * w3
@@ -251,5 +251,5 @@ def _qk_norm_rope_bwd_kernel(
         row = DW_ptr + first.to(tl.int64) * (2 * WIDTH)
         _store_dw(row + is_k.to(tl.int32) * WIDTH, total1, total2, total3, HEAD)
         if first >= tl.num_programs(0) - programs:
-            nothing = row + (1 - is_k.to(tl.int32)) * WIDTH
-            _store_dw(nothing, total1 * 0.0, total2 * 0.0, total3 * 0.0, HEAD)
+            other = row + (1 - is_k.to(tl.int32)) * WIDTH
+            _store_dw(other, total1 * 0.0, total2 * 0.0, total3 * 0.0, HEAD)

@@ -26,7 +26,7 @@ def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_di
 
 
 def rope_angles(cos, rotary_dim, shared_halves, whole=HALVES):
-    """(rotary_dim, layout of the angles); whole: the layout of rotary_dim columns whose halves are not shared."""
+    """(rotary_dim, layout of the angles). whole: the layout if cos has rotary_dim columns and unshared halves."""
     width = cos.shape[-1] if cos.dim() else 0
     rotary_dim = width if rotary_dim is None else rotary_dim
     return rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
@@ -52,16 +52,16 @@ def liger_rope(
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
     cos, sin: [1 or B, T, width], also with a dimension of 1 for the heads. No gradients.
     position_ids: not read, as in Liger: cos and sin are per token.
-    rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. Both
-    halves share cos and sin of width rotary_dim // 2.
+    rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. If the
+    width of cos and sin is rotary_dim // 2, both halves use the same angles.
     shared_halves: both halves of cos and of sin are equal, as in most models: only the first is read.
     Returns new tensors of q's and k's shapes and dtypes; see the top of rotary.py for their layout. Raises `ValueError`
     for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     check_rope("liger_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves=shared_halves)
-    if cos.dim() == 4 and cos.shape == sin.shape and 1 in (of_heads := cos.shape[1:3]):
-        heads_at = 1 + list(of_heads).index(1)
-        cos, sin = cos.squeeze(heads_at), sin.squeeze(heads_at)
+    if cos.dim() == 4 and cos.shape == sin.shape and 1 in cos.shape[1:3]:
+        head_axis = 1 if cos.shape[1] == 1 else 2
+        cos, sin = cos.squeeze(head_axis), sin.squeeze(head_axis)
     rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
     return RopeFunction.apply(q, k, cos, sin, rotary_dim, unsqueeze_dim, Form(angles=angles))
 
